@@ -1,0 +1,1 @@
+"""Placeholder while the configuration is written; replaced by the config work."""

@@ -1,0 +1,128 @@
+"""Every exception nanovllm raises on purpose.
+
+NanoVLLMError
+├── ConfigError                  a key, type or value of the configuration is wrong
+├── PluginError
+│   ├── PluginNotFoundError      no installed plugin has that name
+│   ├── PluginConflictError      two distributions register the same name
+│   ├── PluginLoadError          a selected plugin cannot be imported, or breaks the contract
+│   └── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
+├── CheckpointError
+│   ├── CheckpointNotFoundError  the model names no folder, plugin or hub repository
+│   ├── ArchitectureError        the checkpoint's architecture or one of its settings is unknown
+│   └── WeightsError             missing, unexpected, truncated or mismatched weights
+├── RequestError
+│   ├── InvalidPromptError       empty prompt, or ids outside the vocabulary
+│   ├── InvalidSamplingError     a sampling parameter out of its range
+│   └── RequestTooLongError      a request that can never fit
+├── DeviceError                  the device that was asked for is not there
+├── OutOfMemoryError             too little memory for what was asked
+└── EngineError
+    ├── EngineClosedError        the engine was closed, or died
+    ├── SchedulerError           a scheduler plugin decided something impossible
+    ├── ExecutorError            a worker failed, or no executor can run the config
+    ├── GraphSafetyError         a captured graph reads memory it must not
+    └── InconsistentStateError   an invariant is broken: a bug in nanovllm or in a plugin
+
+Every message carries the value, the limit and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NanoVLLMError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(NanoVLLMError):
+    """A key, type or value of the configuration is wrong; the message names its path."""
+
+
+class PluginError(NanoVLLMError):
+    """Something about an installed (or missing) plugin."""
+
+
+class PluginNotFoundError(PluginError):
+    """No installed plugin has that name."""
+
+
+class PluginConflictError(PluginError):
+    """Two distributions register the same name in one group."""
+
+
+class PluginLoadError(PluginError):
+    """A selected plugin cannot be imported, or does not keep its contract."""
+
+
+class UnsupportedError(PluginError):
+    """A plugin cannot serve what is asked of it here; `reasons` lists why."""
+
+    def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+
+class CheckpointError(NanoVLLMError):
+    """Something about the checkpoint on disk."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """The model names no folder, no checkpoint plugin and no hub repository."""
+
+
+class ArchitectureError(CheckpointError):
+    """The checkpoint's architecture, or one of its settings, is not supported."""
+
+
+class WeightsError(CheckpointError):
+    """Weights are missing, unexpected, truncated, or of the wrong shape or type."""
+
+
+class RequestError(NanoVLLMError):
+    """One request is wrong; the others go on."""
+
+
+class InvalidPromptError(RequestError):
+    """The prompt is empty or holds ids outside the vocabulary."""
+
+
+class InvalidSamplingError(RequestError):
+    """A sampling parameter is out of its range."""
+
+
+class RequestTooLongError(RequestError):
+    """The request can never fit the model length or the KV cache."""
+
+
+class DeviceError(NanoVLLMError):
+    """The device that was asked for is not available."""
+
+
+class OutOfMemoryError(NanoVLLMError):
+    """Too little memory for what was asked."""
+
+
+class EngineError(NanoVLLMError):
+    """The engine as a whole cannot go on."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was closed, or died of an earlier error."""
+
+
+class SchedulerError(EngineError):
+    """A scheduler plugin decided something impossible."""
+
+
+class ExecutorError(EngineError):
+    """A worker failed, or no executor can run the configuration."""
+
+
+class GraphSafetyError(EngineError):
+    """A captured graph would read memory that is not the memory it was captured with."""
+
+
+class InconsistentStateError(EngineError):
+    """An invariant is broken: a bug in nanovllm or in a plugin."""

@@ -1,0 +1,74 @@
+"""Every extension point, on one screen.
+
+A plugin is a light module of functions marked `@hookimpl`, named by an entry point whose group is
+its kind. Importing it imports no torch. Hooks run at start or shutdown, never inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    import typer
+
+    from nanovllm_core.config import EngineConfig
+    from nanovllm_core.interfaces.plan import WorkerInfo
+    from nanovllm_core.interfaces.specs import (
+        AttentionSpec,
+        CheckpointSpec,
+        ExecutorSpec,
+        ModelSpec,
+        SchedulerSpec,
+    )
+
+PROJECT = "nanovllm"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def nanovllm_attention() -> Sequence[AttentionSpec]:
+    """Attention backends (entry-point group `nanovllm.attention`)."""
+
+
+@hookspec
+def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+    """Scheduling policies and whole schedulers (group `nanovllm.schedulers`)."""
+
+
+@hookspec
+def nanovllm_models() -> Sequence[ModelSpec]:
+    """Model architectures (group `nanovllm.models`; the entry point is the architecture's name)."""
+
+
+@hookspec
+def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
+    """Sources of checkpoints (group `nanovllm.checkpoints`)."""
+
+
+@hookspec
+def nanovllm_executors() -> Sequence[ExecutorSpec]:
+    """Ways to run workers (group `nanovllm.executors`)."""
+
+
+@hookspec
+def nanovllm_configure(config: EngineConfig) -> None:
+    """The configuration is final; nothing is loaded yet."""
+
+
+@hookspec
+def nanovllm_engine_started(info: WorkerInfo) -> None:
+    """The model is loaded, the KV cache is sized, graphs are captured."""
+
+
+@hookspec
+def nanovllm_engine_closed() -> None:
+    """The engine was closed; the device is free."""
+
+
+@hookspec
+def nanovllm_cli(app: typer.Typer) -> None:
+    """Add commands to `nanovllm` (group `nanovllm.extensions`)."""

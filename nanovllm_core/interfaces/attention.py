@@ -1,0 +1,179 @@
+"""The contract of an attention backend.
+
+Who calls what, and when:
+
+    spec.check, spec.kv_layouts     once, at start, before torch touches the device
+    Backend(config, options)        once, after the weights are loaded
+    allocate()                      once, before the KV cache is sized and before any capture
+    plan_decode / plan_prefill      once per step, outside any captured graph
+    run_decode / run_prefill        once per layer and step; run_decode also inside captured graphs
+
+Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads, D head size,
+N KV pages, P tokens per page, M pages per sequence at most.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+    from torch import Tensor
+
+Phase = Literal["prefill", "decode"]
+GraphSupport = Literal["none", "decode", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCapabilities:
+    """What a backend can do, as data. What is not stated is not supported.
+
+    `head_sizes` and `page_multiples`: None means any. `needs_finite_tail`: the backend reads the
+    unused tail of a sequence's last page (and discards it), so pages must hold finite numbers.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[str]
+    phases: frozenset[Phase] = frozenset({"prefill", "decode"})
+    head_sizes: frozenset[int] | None = None
+    min_compute_capability: tuple[int, int] | None = None
+    max_compute_capability: tuple[int, int] | None = None
+    gqa: bool = False
+    sliding_window: bool = False
+    soft_cap: bool = False
+    needs_finite_tail: bool = False
+    cuda_graphs: GraphSupport = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRequirements:
+    """What the model, the device and the configuration ask of a backend, in one phase."""
+
+    phase: Phase
+    device: str
+    dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    compute_capability: tuple[int, int] | None = None
+    cuda_graphs: bool = False
+    block_size: int | None = None
+    sliding_window: bool = False
+    soft_cap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """One way to lay out KV pages that a backend can read.
+
+    `name` "NPKD": K and V are separate tensors `[N, P, K, D]`, D contiguous. The page size must be
+    a multiple of `page_multiple` tokens.
+    """
+
+    name: Literal["NPKD"]
+    page_multiple: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Everything a backend needs to allocate its buffers; constant for the engine's life."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Pages that the longest sequence needs: M, the width of every block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(slots=True)
+class DecodeMetadata:
+    """A batch of rows that each bring one query token, in device tensors.
+
+    `block_table` [B, M] int32; `seq_lens` [B] int32, the keys to attend to, the query's own
+    included; 0 marks a padded row, which must read nothing and whose output is ignored.
+    `max_seq_len` is a host bound on `seq_lens`: the configured maximum inside a captured graph.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+    query_len: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        return self.block_table.shape[0]
+
+
+@dataclass(slots=True)
+class PrefillMetadata:
+    """A batch of prompt chunks of different lengths, packed, in device tensors.
+
+    `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
+    [S + 1] int32, where each chunk's queries start in q_THD. The queries of a sequence are its last
+    `query_len` positions; the mask is causal. `max_query_len` and `max_seq_len` are exact host
+    integers. The chunk's own keys and values are already in their pages.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class AttentionBackend(ABC):
+    """Paged attention over one KV layout. One instance serves all layers of an engine."""
+
+    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
+        self.config = config
+        self.options = options
+
+    def allocate(self) -> None:  # noqa: B027 - a backend without workspace has nothing to allocate
+        """Allocate every buffer that a captured graph will read. Called once, before capture."""
+
+    def plan_decode(self, metadata: DecodeMetadata) -> None:  # noqa: B027 - optional
+        """Prepare one decode step on the current stream; called once per step, not per layer.
+
+        Inside a captured graph the call is captured too: host values may come from
+        `metadata.max_seq_len` and shapes only, and no tensor may be created that a kernel keeps.
+        """
+
+    def plan_prefill(self, metadata: PrefillMetadata) -> None:  # noqa: B027 - optional
+        """Prepare one prefill step; called once per step, never captured."""
+
+    @abstractmethod
+    def run_decode(
+        self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: DecodeMetadata, out_BHD: Tensor
+    ) -> None:
+        """Attend each row's query to its pages (`k_cache`, `v_cache` [N, P, K, D]) into `out_BHD`."""
+
+    @abstractmethod
+    def run_prefill(
+        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: PrefillMetadata, out_THD: Tensor
+    ) -> None:
+        """Attend each chunk's queries causally to its sequence's pages into `out_THD`."""
+
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of its own that captured kernels read, by name.
+
+        In debug mode the runner compares their addresses at capture and at replay.
+        """
+        return {}
+
+    def describe(self) -> str:
+        """What really runs, for listings and benchmarks: provider, version, kernel."""
+        return type(self).__name__

@@ -1,0 +1,150 @@
+"""The data that crosses from the engine to the workers and back: plain, small, serialisable.
+
+The engine owns the truth (rows, pages, lengths, known ids); a worker mirrors it in device tables
+indexed by row. A plan carries deltas only. Plans are applied in the order they are submitted, on one
+stream, so a page freed by one plan may be given to another row by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+PADDED = -1
+"""The token id a result holds for a row that the device had already finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """What the device must know to choose a row's tokens. Neutral values switch a feature off."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def needs_tail(self) -> bool:
+        """True where the captured greedy/temperature sampler is not enough."""
+        return (
+            self.top_k > 0
+            or self.top_p < 1.0
+            or self.min_p > 0.0
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.logprobs is not None
+            or self.min_tokens > 0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request takes a row. `token_ids` are all known ids: prompt, then outputs before preemption.
+
+    `num_computed` tokens already have KV in the first pages (a prefix hit). `max_length` is the
+    total number of ids, prompt and output, at which the row is finished for its length.
+    """
+
+    row: int
+    token_ids: NDArray[np.int32]
+    num_prompt_tokens: int
+    num_computed: int
+    block_ids: tuple[int, ...]
+    max_length: int
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class PageAppend:
+    """Page `block_id` becomes entry `index` of the row's block table."""
+
+    row: int
+    index: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Positions `start` to `start + length - 1` of a row are computed; `samples` on the last chunk."""
+
+    row: int
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: first the deltas, in the order of the fields, then the work.
+
+    `decode_rows` each compute one position, the one after the row's last; a row that the device has
+    finished is padding. Rows of `prefill` are never in `decode_rows`. When nothing changes from one
+    step to the next the engine submits the same object again; such a plan has no deltas.
+    """
+
+    admissions: tuple[Admission, ...] = ()
+    appends: tuple[PageAppend, ...] = ()
+    decode_rows: tuple[int, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+
+    @cached_property
+    def sampled_rows(self) -> tuple[int, ...]:
+        """The rows that get a token, in the order of the result."""
+        return self.decode_rows + tuple(c.row for c in self.prefill if c.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step, which the token budget bounds."""
+        return len(self.decode_rows) + sum(chunk.length for chunk in self.prefill)
+
+    @property
+    def has_deltas(self) -> bool:
+        return bool(self.admissions or self.appends)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probability of a sampled token and of the most likely ones, in nats."""
+
+    token_logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, in the order of `StepPlan.sampled_rows`.
+
+    `token_ids` int32, `PADDED` where the row was finished before the step; `finished` bool: the
+    device ended the row at this token (stop id or length). `logprobs` only for rows that asked.
+    """
+
+    token_ids: NDArray[np.int32]
+    finished: NDArray[np.bool_]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What the workers offer once started."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    attention: str
+    device: str
+    load_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    bucket_sizes: Sequence[int] = ()

@@ -1,0 +1,104 @@
+"""The contracts of scheduling, at two levels.
+
+A *policy* says in which order requests are served and who gives way; most authors want this one. A
+whole *scheduler* decides every step. Both only read: the core checks what they decide and commits
+rows and pages itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class RequestView(Protocol):
+    """What a scheduler may read of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def arrival_step(self) -> int:
+        """The engine's step counter when the request was added; a preemption does not change it."""
+    @property
+    def arrival_index(self) -> int:
+        """How many requests were added before this one."""
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Known ids: prompt and outputs so far."""
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens whose KV is computed or planned; 0 while the request waits."""
+    @property
+    def max_length(self) -> int:
+        """Prompt and output tokens at most."""
+
+
+class SchedulingPolicy(ABC):
+    """The order of service and the choice of victim.
+
+    Keys compare as tuples do, lowest first. A key is read once, when the request joins the queue
+    (on arrival, and again after a preemption), so it must not depend on the time of reading: ageing
+    is expressed through `arrival_step`.
+    """
+
+    @abstractmethod
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        """The lowest key is admitted first."""
+
+    def victim_key(self, request: RequestView) -> tuple[float, ...]:
+        """The highest key is preempted first; by default whoever is served last."""
+        return self.service_key(request)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShare:
+    """`num_tokens` more prompt tokens of a request (admitting it if it waits)."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """A read-only look at the engine before a step.
+
+    `waiting` have no row; `prefilling` have a row and prompt tokens left, in order of admission.
+    The decoding rows, their pages and their share of the budget are already taken care of:
+    `token_budget`, `free_rows` and `free_blocks` are what is left for prompts.
+    """
+
+    step: int
+    waiting: Sequence[RequestView]
+    prefilling: Sequence[RequestView]
+    token_budget: int
+    free_rows: int
+    free_blocks: int
+    num_cached_tokens: Callable[[RequestView], int]
+    """Tokens of a waiting request that the prefix cache already holds."""
+    num_new_blocks: Callable[[RequestView, int], int]
+    """Free pages that computing this many more tokens of a request would take."""
+
+
+class Scheduler(ABC):
+    """Decides what prompts get of a step, and who gives way when pages run out."""
+
+    def add(self, request: RequestView) -> None:  # noqa: B027 - optional bookkeeping
+        """A request joins the queue: it arrived, or was preempted."""
+
+    def remove(self, request: RequestView) -> None:  # noqa: B027 - optional bookkeeping
+        """A request leaves the queue: it was admitted or aborted."""
+
+    @abstractmethod
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        """Share the token budget among prompts. Called only when a prompt waits or is unfinished.
+
+        The core refuses shares beyond the budget, the free rows or the free pages.
+        """
+
+    @abstractmethod
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        """The id of the request to preempt, because a decoding row needs a page and none is free."""
