@@ -34,6 +34,8 @@ PROMPT_WEIGHT = 0.1
 MAX_NEW_TOKENS = 160
 EVAL_SEED = 2026
 
+Model = Any  # A Qwen3ForCausalLM, most of whose methods transformers leaves untyped.
+
 
 @dataclass(frozen=True)
 class Options:
@@ -117,9 +119,9 @@ def batches(
     generator = torch.Generator().manual_seed(options.seed)
     while True:
         order = torch.randperm(len(ids), generator=generator).to(device)
-        for chosen in order.split(options.batch):
-            if len(chosen) == options.batch:
-                yield ids[chosen].long(), own[chosen]
+        for start in range(0, len(order) - options.batch + 1, options.batch):
+            chosen = order[start : start + options.batch]
+            yield ids[chosen].long(), own[chosen]
 
 
 # --- Model and training ------------------------------------------------------------------------
@@ -167,14 +169,14 @@ def learning_rate(progress: float, step: int, peak: float) -> float:
     return peak * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def compile_layers(model: Qwen3ForCausalLM) -> None:
+def compile_layers(model: Model) -> None:
     """Compile each decoder layer (all share one graph); the shapes never change."""
     for layer in model.model.layers:
         layer.compile(dynamic=False)
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: Model,
     data: tuple[Tensor, Tensor],
     options: Options,
     device: torch.device,
@@ -197,7 +199,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(input_ids=ids, use_cache=False).logits
             loss = loss_of(logits, ids, own)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -224,7 +226,7 @@ def train(
 
 @torch.inference_mode()
 def greedy(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device
+    model: Model, tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device
 ) -> list[str]:
     """Reply to every prompt greedily, as one left-padded batch."""
     encoded = [
@@ -246,7 +248,7 @@ def greedy(
 
 
 def evaluate(
-    model: Qwen3ForCausalLM,
+    model: Model,
     tokenizer: Tokenizer,
     items: Sequence[corpus.Item],
     device: torch.device,
@@ -269,11 +271,10 @@ def evaluate(
     return scores, wrong
 
 
-def rounded_copy(
-    model: Qwen3ForCausalLM, device: torch.device, dtype: torch.dtype
-) -> Qwen3ForCausalLM:
+def rounded_copy(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     """Copy the model with its weights rounded to bf16, to compute in ``dtype``."""
-    twin = Qwen3ForCausalLM(model.config).to(device)
+    twin: Model = Qwen3ForCausalLM(model.config)
+    twin.to(device)
     twin.load_state_dict({k: v.bfloat16().float() for k, v in model.state_dict().items()})
     return twin.to(dtype).eval()
 
@@ -282,7 +283,7 @@ def rounded_copy(
 
 
 def save_checkpoint(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, items: Sequence[corpus.Item], folder: Path
+    model: Model, tokenizer: Tokenizer, items: Sequence[corpus.Item], folder: Path
 ) -> None:
     """Write the checkpoint folder: configs, tokenizer, bf16 weights and held-out items."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -353,7 +354,8 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    model = Qwen3ForCausalLM(model_config()).to(device)
+    model: Model = Qwen3ForCausalLM(model_config())
+    model.to(device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters on {device}", flush=True)
 
     def interim() -> None:

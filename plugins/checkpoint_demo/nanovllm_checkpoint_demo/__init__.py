@@ -1,0 +1,1 @@
+"""A tiny Qwen3 checkpoint that really answers, embedded in the package."""
