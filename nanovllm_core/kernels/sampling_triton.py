@@ -1,0 +1,229 @@
+"""Sampling one token per row in Triton; `sampling_reference` says what is computed.
+
+One pass over the logits: each program reads one split of one row's vocabulary and leaves its best
+(score, id) in the workspace; a second, tiny kernel reduces the splits. Scores are compared, never
+added up, so the number of splits does not change the result.
+"""
+
+# Triton ships no types, and a kernel's arguments have none a checker knows.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2
+
+TILE = 2048
+NUM_WARPS = 8
+MAX_SPLITS = 64
+# Programs to aim for: two waves of eight-warp programs on 132 multiprocessors.
+TARGET_PROGRAMS = 2048
+
+
+class SamplingWorkspace:
+    """The partial results of a batch: allocated once, so that a captured launch allocates nothing.
+
+    `scores` float32 and `ids` int32, both [max_batch, MAX_SPLITS].
+    """
+
+    def __init__(self, max_batch: int, device: torch.device) -> None:
+        self.scores = torch.zeros(max_batch, MAX_SPLITS, dtype=torch.float32, device=device)
+        self.ids = torch.zeros(max_batch, MAX_SPLITS, dtype=torch.int32, device=device)
+
+
+def tiles_per_split(batch: int, vocab_size: int) -> int:
+    """How many tiles of the vocabulary one program reads."""
+    tiles = -(-vocab_size // TILE)
+    wanted = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // batch))
+    return -(-tiles // wanted)
+
+
+def num_splits(batch: int, vocab_size: int) -> int:
+    """How many entries of a workspace row a launch of this shape fills."""
+    return -(-vocab_size // (TILE * tiles_per_split(batch, vocab_size)))
+
+
+def sample_tokens(
+    logits_BV: Tensor,
+    rows_B: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    output_index_B: Tensor,
+    out_B: Tensor,
+    *,
+    workspace: SamplingWorkspace,
+    skip_flag: Tensor,
+) -> None:
+    """As `sampling_reference.sample_tokens`; writes nothing while `skip_flag` (int32 [1]) is not 0.
+
+    All tensors are contiguous. Allocates nothing and never waits for the device.
+    """
+    sample_partial(logits_BV, rows_B, temperature_R, seed_R, output_index_B, workspace, skip_flag)
+    sample_reduce(logits_BV.shape[1], rows_B, out_B, workspace, skip_flag)
+
+
+def sample_partial(
+    logits_BV: Tensor,
+    rows_B: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    output_index_B: Tensor,
+    workspace: SamplingWorkspace,
+    skip_flag: Tensor,
+) -> None:
+    """Leave the best (score, id) of each split in `workspace[:B, :num_splits(B, V)]`."""
+    batch, vocab_size = logits_BV.shape
+    tiles = tiles_per_split(batch, vocab_size)
+    sample_partial_kernel[(batch, num_splits(batch, vocab_size))](
+        logits_BV,
+        rows_B,
+        temperature_R,
+        seed_R,
+        output_index_B,
+        skip_flag,
+        workspace.scores,
+        workspace.ids,
+        vocab_size,
+        tiles,
+        MAX_SPLITS=MAX_SPLITS,
+        TILE=TILE,
+        # The interpreter runs no assembly.
+        APPROXIMATE=not triton.knobs.runtime.interpret,
+        num_warps=NUM_WARPS,
+    )
+
+
+def sample_reduce(
+    vocab_size: int, rows_B: Tensor, out_B: Tensor, workspace: SamplingWorkspace, skip_flag: Tensor
+) -> None:
+    """Reduce the splits that `sample_partial` left for this batch into `out_B`; -1 for padding."""
+    batch = rows_B.shape[0]
+    sample_reduce_kernel[(batch,)](
+        rows_B,
+        skip_flag,
+        workspace.scores,
+        workspace.ids,
+        out_B,
+        num_splits(batch, vocab_size),
+        MAX_SPLITS=MAX_SPLITS,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def mix(x, key, C1: tl.constexpr, C2: tl.constexpr):
+    """lowbias32 with a key between its two multiplications."""
+    x = (x ^ (x >> 16)) * C1
+    x = (x ^ (x >> 15) ^ key) * C2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def stream_key(low, high, index, START: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr):
+    """One 32-bit key of (seed, output index)."""
+    return mix(mix(mix(low ^ START, 0, C1, C2) ^ high, 0, C1, C2) ^ index, 0, C1, C2)
+
+
+@triton.jit
+def log2(x, APPROXIMATE: tl.constexpr):
+    """log2 of normal floats: one instruction (error below 2^-22), not the library's twenty."""
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def gumbel_base_2(ids, key_1, key_2, C1: tl.constexpr, C2: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Gumbel noise divided by ln 2, plus a constant, which moves no argmax.
+
+    Working in base 2 saves two multiplications per element.
+    """
+    bits = mix(ids ^ key_1, key_2, C1, C2)
+    signed = bits.to(tl.int32, bitcast=True).to(tl.float32) * 2.3283064365386963e-10
+    signed += 1.1641532182693481e-10
+    t = tl.abs(signed)
+    exponential = -log2(tl.where(signed < 0, t, 1.0 - t), APPROXIMATE)
+    # Below t = 1/32 the logarithm of 1 - t would lose its digits: use the series.
+    series = t * (1.4426950408889634 + t * (0.7213475 + t * (0.48089834 + t * 0.36067376)))
+    exponential = tl.where(bits < 0x08000000, series, exponential)
+    return -log2(exponential, APPROXIMATE)
+
+
+@triton.jit
+def sample_partial_kernel(
+    logits_ptr,
+    rows_ptr,
+    temperature_ptr,
+    seed_ptr,
+    output_index_ptr,
+    skip_ptr,
+    scores_ptr,
+    ids_ptr,
+    vocab_size,
+    num_tiles,
+    MAX_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    C1: tl.constexpr = LOWBIAS_1,
+    C2: tl.constexpr = LOWBIAS_2,
+    K1: tl.constexpr = KEY_1,
+    K2: tl.constexpr = KEY_2,
+):
+    entry, split = tl.program_id(0), tl.program_id(1)
+    if tl.load(skip_ptr) != 0:
+        return
+    row = tl.load(rows_ptr + entry)
+    if row < 0:
+        return
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seed_ptr + row)
+    index = tl.load(output_index_ptr + entry).to(tl.uint32, bitcast=True)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    key_1 = stream_key(low, high, index, K1, C1, C2)
+    key_2 = stream_key(low, high, index, K2, C1, C2)
+    scale = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature)) * 1.4426950408889634
+
+    first = split * num_tiles * TILE
+    lanes = tl.arange(0, TILE)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_ids = first + lanes
+    logits_ptr += entry.to(tl.int64) * vocab_size
+    for tile in range(num_tiles):
+        ids = first + tile * TILE + lanes
+        scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        scores = scores.to(tl.float32)
+        if temperature != 0.0:
+            unsigned = ids.to(tl.uint32, bitcast=True)
+            noise = gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
+            scores = scores * scale + noise
+        # False for a NaN, and for an equal score of a higher id.
+        better = scores > best
+        best = tl.where(better, scores, best)
+        best_ids = tl.where(better, ids, best_ids)
+    score = tl.max(best, axis=0)
+    slot = entry * MAX_SPLITS + split
+    tl.store(scores_ptr + slot, score)
+    tl.store(ids_ptr + slot, tl.min(tl.where(best == score, best_ids, 0x7FFFFFFF), axis=0))
+
+
+@triton.jit
+def sample_reduce_kernel(
+    rows_ptr, skip_ptr, scores_ptr, ids_ptr, out_ptr, num_splits, MAX_SPLITS: tl.constexpr
+):
+    entry = tl.program_id(0)
+    if tl.load(skip_ptr) != 0:
+        return
+    splits = tl.arange(0, MAX_SPLITS)
+    slots = entry * MAX_SPLITS + splits
+    scores = tl.load(scores_ptr + slots, mask=splits < num_splits, other=float("-inf"))
+    ids = tl.load(ids_ptr + slots, mask=splits < num_splits, other=0x7FFFFFFF)
+    best = tl.max(scores, axis=0)
+    token = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0)
+    tl.store(out_ptr + entry, tl.where(tl.load(rows_ptr + entry) < 0, -1, token))
