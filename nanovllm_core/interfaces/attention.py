@@ -157,13 +157,23 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run_decode(
-        self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: DecodeMetadata, out_BHD: Tensor
+        self,
+        q_BHD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: DecodeMetadata,
+        out_BHD: Tensor,
     ) -> None:
         """Attend each row's query to its pages (`k_cache`, `v_cache` [N, P, K, D]) into `out_BHD`."""
 
     @abstractmethod
     def run_prefill(
-        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: PrefillMetadata, out_THD: Tensor
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: PrefillMetadata,
+        out_THD: Tensor,
     ) -> None:
         """Attend each chunk's queries causally to its sequence's pages into `out_THD`."""
 

@@ -21,17 +21,21 @@ class RequestView(Protocol):
     @property
     def arrival_step(self) -> int:
         """The engine's step counter when the request was added; a preemption does not change it."""
+
     @property
     def arrival_index(self) -> int:
         """How many requests were added before this one."""
+
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_tokens(self) -> int:
         """Known ids: prompt and outputs so far."""
+
     @property
     def num_scheduled(self) -> int:
         """Tokens whose KV is computed or planned; 0 while the request waits."""
+
     @property
     def max_length(self) -> int:
         """Prompt and output tokens at most."""

@@ -1,0 +1,1 @@
+"""Benchmarks as a product: workloads, runs, and result files that say what really ran."""

@@ -1,0 +1,66 @@
+"""Where a measurement was made: versions, device, commit and whether the tree was clean."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "nanovllm-core",
+    "nanovllm-attention-triton",
+    "nanovllm-attention-sdpa",
+    "nanovllm-attention-flash",
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn-4",
+)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, device and commit, as they stand in every result file."""
+    import torch
+
+    device: dict[str, Any] = {"name": platform.processor() or platform.machine()}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        device = {
+            "name": properties.name,
+            "count": torch.cuda.device_count(),
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+    return {
+        "python": sys.version.split()[0],
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "device": device,
+        **describe_commit(Path(__file__).parent),
+    }
+
+
+def describe_commit(folder: Path) -> dict[str, Any]:
+    """The commit of the checkout around `folder`, and whether its tree was clean; None outside one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain")
+    return {"commit": commit, "clean_tree": None if status is None else status == ""}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,49 @@
+"""The requests of a benchmark: prompts as ids, and how many tokens each asks for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+VOCABULARY = 10_000
+"""Prompt ids are drawn from 0 to this, so that any model's vocabulary holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts (token ids) and output lengths, in order."""
+
+    name: str
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        pairs = zip(self.prompts, self.output_lens, strict=True)
+        return max(len(prompt) + length for prompt, length in pairs)
+
+
+def nano_workload(num_seqs: int = 256) -> Workload:
+    """nano-vllm's benchmark: lengths uniform in 100 to 1024, seed 0; all prompts are drawn first."""
+    rng = random.Random(0)
+    prompts = [
+        [rng.randint(0, VOCABULARY) for _ in range(rng.randint(100, 1024))] for _ in range(num_seqs)
+    ]
+    return Workload("nano", prompts, [rng.randint(100, 1024) for _ in range(num_seqs)])
+
+
+def fixed_workload(num_seqs: int, input_len: int, output_len: int) -> Workload:
+    """`num_seqs` random prompts of one length, each asking for `output_len` tokens."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, VOCABULARY) for _ in range(input_len)] for _ in range(num_seqs)]
+    name = f"{num_seqs} x {input_len}/{output_len}"
+    return Workload(name, prompts, [output_len] * num_seqs)

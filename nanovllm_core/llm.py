@@ -1,0 +1,239 @@
+"""The offline front door: prompts in, texts out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nanovllm_core.config import EngineConfig, load_config
+from nanovllm_core.engine import Engine, EngineStats, RequestOutput
+from nanovllm_core.errors import CheckpointError, EngineClosedError, InvalidPromptError
+from nanovllm_core.interfaces.plan import WorkerInfo
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.startup import start
+from nanovllm_core.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+class LLM:
+    """An engine with its model loaded, for programs that have their prompts at hand.
+
+    `model` is a folder, the name of a checkpoint plugin (`demo`), or a hub id. Keywords are the
+    fields of `EngineConfig` (nested mappings, or nano-vllm's flat names); `config_file` is a YAML
+    file beneath them. Use it as a context manager, or call `close()`; closing twice is fine.
+    """
+
+    def __init__(self, model: str | None = None, *, config_file: str | None = None, **kwargs: Any):
+        self._open(load_config(model, file=config_file, overrides=kwargs))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """An engine for a configuration that is already whole."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        self.config = config
+        self._closed = False
+        self._next_id = 0
+        startup = start(config)
+        self._plugins, self._executor = startup.plugins, startup.executor
+        self._tokenizer = Tokenizer.find(config.tokenizer or startup.setup.checkpoint)
+        eos = self._tokenizer.eos_token_ids if self._tokenizer is not None else ()
+        try:
+            self.info: WorkerInfo = self._executor.start(startup.setup)
+        except BaseException:
+            self._executor.close()
+            raise
+        self._engine = Engine(
+            executor=self._executor,
+            info=self.info,
+            scheduler=startup.scheduler,
+            max_num_seqs=config.limits.max_num_seqs,
+            max_num_batched_tokens=config.limits.max_num_batched_tokens,
+            prefix_caching=config.cache.prefix_caching,
+            steps_ahead=config.steps_ahead,
+            eos_token_ids=eos,
+            seed=config.seed,
+            debug=config.debug,
+        )
+        self._plugins.hook.nanovllm_engine_started(info=self.info)
+
+    # -- generating -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids); outputs come in the order of the prompts.
+
+        With `n` samples per prompt, a prompt's samples follow one another. Every prompt is checked
+        before any is run. `use_tqdm` shows a progress bar where stderr is a terminal.
+        """
+        many = _as_list(prompts)
+        return self._run([self._encode(p) for p in many], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations (lists of `{"role", "content"}`) through the checkpoint's template."""
+        many = (
+            [conversations]
+            if conversations and isinstance(conversations[0], Mapping)
+            else conversations
+        )
+        template = self.tokenizer.apply_chat_template
+        return self._run([template(c) for c in many], sampling_params, use_tqdm)  # type: ignore[arg-type]
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
+
+        Leaving the loop early aborts the request.
+        """
+        params = sampling_params or SamplingParams()
+        if isinstance(prompt, str) or not isinstance(prompt[0] if prompt else 0, Mapping):
+            ids = self._encode(prompt)  # type: ignore[arg-type]
+        else:
+            ids = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        request_id = self._add(ids, params, stream=True)
+        left = params.n
+        try:
+            while left:
+                for output in self._step():
+                    if output.request_id == request_id:
+                        left -= output.finish_reason is not None
+                        yield output
+        finally:
+            if left:
+                self._engine.abort(request_id)
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _spread(sampling_params, len(prompts))
+        order: dict[str, int] = {}
+        try:
+            for ids, one in zip(prompts, params, strict=True):
+                order[self._add(ids, one)] = len(order)
+            total = sum(one.n for one in params)
+            outputs = self._drain(order, total, show=use_tqdm and sys.stderr.isatty())
+        except BaseException:
+            for request_id in order:
+                self._engine.abort(request_id)
+            raise
+        return sorted(outputs, key=lambda output: (order[output.request_id], output.index))
+
+    def _drain(self, order: Mapping[str, int], total: int, show: bool) -> list[RequestOutput]:
+        finished: list[RequestOutput] = []
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(
+            *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not show
+        ) as progress:
+            task = progress.add_task("Generating", total=total)
+            while len(finished) < total:
+                for output in self._step():
+                    if output.finish_reason is not None and output.request_id in order:
+                        finished.append(output)
+                        progress.advance(task)
+        return finished
+
+    def _step(self) -> list[RequestOutput]:
+        self._check_open()
+        return self._engine.step()
+
+    def _add(self, ids: Sequence[int], params: SamplingParams, stream: bool = False) -> str:
+        self._check_open()
+        request_id = str(self._next_id)
+        self._next_id += 1
+        detokenizer = self._tokenizer.detokenizer if self._tokenizer is not None else None
+        self._engine.add_request(request_id, ids, params, stream=stream, detokenizer=detokenizer)
+        return request_id
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return list(prompt)
+
+    # -- what it is made of -----------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; CheckpointError where the checkpoint has none."""
+        if self._tokenizer is None:
+            raise CheckpointError(
+                f"the checkpoint of {self.config.model!r} has no tokenizer.json, so text cannot be "
+                "encoded; pass token ids, or set `tokenizer` to a folder that has one"
+            )
+        return self._tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the engine: steps, preemptions, prefix hits."""
+        return self._engine.stats
+
+    def close(self) -> None:
+        """Free the device. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._executor.close()
+        self._plugins.hook.nanovllm_engine_closed()
+
+    exit = close  # nano-vllm's name
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this LLM is closed; create a new one")
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidPromptError(
+            f"prompts: expected text, a list of token ids or a list of these, got {type(prompts).__name__}"
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _spread(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidPromptError(
+            f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each"
+        )
+    return params

@@ -1,0 +1,237 @@
+"""From a configuration to everything an engine needs: what was chosen, checked, before work begins."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from nanovllm_core.attention_selection import Selection, select_attention
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.errors import (
+    ArchitectureError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DeviceError,
+    ExecutorError,
+    PluginNotFoundError,
+)
+from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
+from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
+from nanovllm_core.interfaces.specs import ExecutorSpec, SchedulerSpec
+from nanovllm_core.plugin_manager import (
+    PluginManager,
+    get_plugin_manager,
+    load_object,
+    parse_options,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What a configuration resolved to."""
+
+    plugins: PluginManager
+    setup: WorkerSetup
+    scheduler: Scheduler
+    executor: Executor
+    vocab_size: int
+
+
+def start(config: EngineConfig) -> Startup:
+    """Resolve every choice of `config`; loads no weights and allocates nothing on the device."""
+    plugins = get_plugin_manager(disable=config.plugins.disable)
+    for name in config.plugins.enable:
+        plugins.spec("extension", name)
+    plugins.hook.nanovllm_configure(config=config)
+    checkpoint = find_checkpoint(plugins, config.model)
+    model_config = read_model_config(checkpoint)
+    architecture = _architecture(model_config, checkpoint)
+    model = plugins.resolve("model", architecture, {}, path="model")
+    shape: ModelShape = cast(Any, load_object(model.impl)).shape(model_config)
+    device = resolve_device(config.device)
+    dtype = _resolve_dtype(config.dtype, device, model_config)
+    max_model_len = _resolve_max_model_len(config, shape)
+    cuda_graphs = device.startswith("cuda") and not config.cuda_graphs.enforce_eager
+    attention = _select_attention(plugins, config, shape, device, dtype, cuda_graphs)
+    setup = WorkerSetup(
+        config=config,
+        checkpoint=str(checkpoint),
+        model_config=model_config,
+        model=model,
+        prefill_attention=attention.prefill,
+        decode_attention=attention.decode,
+        kv_layout=attention.layout,
+        block_size=attention.block_size,
+        max_model_len=max_model_len,
+        device=device,
+        dtype=dtype,
+        cuda_graphs=cuda_graphs,
+    )
+    scheduler = make_scheduler(plugins, config)
+    return Startup(plugins, setup, scheduler, _make_executor(plugins, config), shape.vocab_size)
+
+
+def find_checkpoint(plugins: PluginManager, model: str) -> Path:
+    """The folder of a checkpoint: a path, a source plugin's name, `source:reference`, or a hub id."""
+    if Path(model).exists():
+        source, reference = "local", model
+    elif ":" in model:
+        source, reference = model.split(":", 1)
+    elif "/" in model and not model.startswith((".", "/", "~")):
+        source, reference = "hub", model
+    elif "/" in model:
+        source, reference = "local", model
+    else:
+        source, reference = model, ""
+    try:
+        resolved = plugins.resolve("checkpoint", source, {}, path="model")
+    except PluginNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"model: {model!r} is no folder and no checkpoint plugin; give a path, a hub id "
+            f"(organisation/name) or an installed source. {error}"
+        ) from error
+    return Path(cast(Any, load_object(resolved.impl))(reference))
+
+
+def read_model_config(checkpoint: Path) -> Mapping[str, Any]:
+    """The checkpoint's config.json."""
+    file = checkpoint / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{checkpoint} holds no config.json, so it is no checkpoint; `model` must name a folder "
+            "with config.json, a tokenizer and safetensors files"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointNotFoundError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointNotFoundError(f"{file} holds {type(config).__name__}, not an object")
+    return config
+
+
+def _architecture(model_config: Mapping[str, Any], checkpoint: Path) -> str:
+    architectures = model_config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ArchitectureError(
+            f"{checkpoint}/config.json: architectures={architectures!r} names no architecture; "
+            'expected a list such as ["Qwen3ForCausalLM"]'
+        )
+    return str(architectures[0])
+
+
+def resolve_device(device: str) -> str:
+    """`auto` -> the first GPU, or the CPU; DeviceError where a GPU was asked for and none is there."""
+    import torch
+
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"device: {device!r}, but torch {torch.__version__} sees no CUDA device; use device: cpu "
+            "(or auto), or install a CUDA build of torch and the driver"
+        )
+    index = int(device.split(":")[1]) if ":" in device else 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(
+            f"device: {device!r}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}"
+        )
+    return f"cuda:{index}"
+
+
+def _resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> str:
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
+    if stored not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(
+            f"dtype: auto follows the checkpoint, which says {stored!r}; choose float32, float16 or "
+            "bfloat16"
+        )
+    return stored
+
+
+def _resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
+    asked = config.limits.max_model_len
+    if asked is None:
+        return shape.max_position
+    if asked > shape.max_position:
+        raise ConfigError(
+            f"limits.max_model_len: {asked} is beyond the {shape.max_position} positions that the "
+            f"model was trained for (max_position_embeddings); use at most {shape.max_position}"
+        )
+    return asked
+
+
+def _select_attention(
+    plugins: PluginManager,
+    config: EngineConfig,
+    shape: ModelShape,
+    device: str,
+    dtype: str,
+    cuda_graphs: bool,
+) -> Selection:
+    capability = None
+    if device.startswith("cuda"):
+        import torch
+
+        capability = torch.cuda.get_device_capability(device)
+
+    def requirements(phase: Phase) -> AttentionRequirements:
+        return AttentionRequirements(
+            phase=phase,
+            device=device.split(":")[0],
+            dtype=dtype,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            compute_capability=capability,
+            cuda_graphs=cuda_graphs and phase == "decode",
+            block_size=config.cache.block_size,
+        )
+
+    selection = select_attention(
+        plugins, config.attention, requirements("prefill"), requirements("decode")
+    )
+    for line in selection.report:
+        logger.info(line)
+    return selection
+
+
+def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
+    """The configured scheduler; a policy is wrapped in the core's own scheduler."""
+    from nanovllm_core.engine.scheduler import TokenBudgetScheduler
+
+    choice = config.scheduler
+    spec = cast(SchedulerSpec, plugins.spec("scheduler", choice.name))
+    resolved = plugins.resolve("scheduler", choice.name, choice.options, path="scheduler.options")
+    instance = cast(Any, load_object(spec.impl))(parse_options(resolved))
+    if isinstance(instance, SchedulingPolicy):
+        return TokenBudgetScheduler(instance)
+    return cast(Scheduler, instance)
+
+
+def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
+    choice, size = config.executor, config.tensor_parallel_size
+    spec = cast(ExecutorSpec, plugins.spec("executor", choice.name))
+    if size > spec.max_tensor_parallel_size:
+        raise ExecutorError(
+            f"tensor_parallel_size: {size}, but the executor {choice.name!r} runs at most "
+            f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
+            "executor that spans several devices"
+        )
+    resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
+    return cast(Executor, cast(Any, load_object(spec.impl))(parse_options(resolved)))

@@ -1,0 +1,4 @@
+"""The worker: the model runner, its device-resident batch state, CUDA graphs and the sampler.
+
+Knows rows, pages and token ids; knows nothing of requests or text.
+"""

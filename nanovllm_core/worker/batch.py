@@ -1,0 +1,72 @@
+"""The device tensors of one step, built from the row tables and never seen by the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """T query tokens of B batch entries: decode entries bring one token, prefill chunks many.
+
+    `seq_lens` counts the keys an entry attends to, 0 for padding; `rows` is -1 for entries that
+    get no token; `output_index` is the number of the token to be sampled, 0 for the first output.
+    """
+
+    input_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32
+    slot_mapping: Tensor  # [T] int64, -1 writes nothing
+    rows: Tensor  # [B] int32
+    seq_lens: Tensor  # [B] int32
+    output_index: Tensor  # [B] int32
+    block_table: Tensor  # [B, M] int32
+
+    @classmethod
+    def allocate(
+        cls, num_tokens: int, num_rows: int, max_blocks: int, device: torch.device
+    ) -> StepInputs:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            input_ids=ints(num_tokens),
+            positions=ints(num_tokens),
+            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+            rows=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+            seq_lens=ints(num_rows),
+            output_index=ints(num_rows),
+            block_table=ints(num_rows, max_blocks),
+        )
+
+    @classmethod
+    def concatenate(cls, first: StepInputs, second: StepInputs) -> StepInputs:
+        """New tensors with the tokens and entries of both, in order."""
+        return cls(
+            **{
+                field.name: torch.cat([getattr(first, field.name), getattr(second, field.name)])
+                for field in fields(cls)
+            }
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    def slice(self, tokens: slice, rows: slice) -> StepInputs:
+        """The same memory, narrowed to some tokens and some entries."""
+        return StepInputs(
+            input_ids=self.input_ids[tokens],
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            rows=self.rows[rows],
+            seq_lens=self.seq_lens[rows],
+            output_index=self.output_index[rows],
+            block_table=self.block_table[rows],
+        )

@@ -1,0 +1,202 @@
+"""The single-process executor: one worker, in the engine's own process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import torch
+from pydantic import BaseModel
+
+from nanovllm_core.errors import EngineClosedError
+from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
+from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.kernels import get_kernels
+from nanovllm_core.plugin_manager import load_object, parse_options
+from nanovllm_core.worker.attention import PagedAttention
+from nanovllm_core.worker.graphs import DecodeGraphs
+from nanovllm_core.worker.kv_cache import (
+    DeviceMemory,
+    KVCache,
+    block_bytes,
+    check_one_sequence_fits,
+    num_blocks_on_cpu,
+    num_blocks_on_gpu,
+)
+from nanovllm_core.worker.model import LoadedModel, load_model
+from nanovllm_core.worker.progress import track
+from nanovllm_core.worker.runner import ModelRunner
+
+
+class SingleProcessExecutor(Executor):
+    """Holds one `ModelRunner` and calls it directly."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self._runner: ModelRunner | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    def start(self, setup: WorkerSetup) -> WorkerInfo:
+        """Load the model, size the KV cache by a trial step, capture the graphs."""
+        started = time.perf_counter()
+        device = torch.device(setup.device)
+        context_bytes = _open_device(device)
+        kernels = get_kernels(device)
+        model = load_model(setup, kernels)
+        prefill, decode = _make_backends(setup, model)
+        attention = PagedAttention(kernels, prefill, decode)
+        for index, layer in enumerate(model.attention_layers()):
+            layer.bind(attention, index)
+        for backend in {id(b): b for b in (prefill, decode)}.values():
+            backend.allocate()
+        runner = self._runner = _make_runner(setup, model, attention)
+        cache = _make_cache(setup, model, runner, context_bytes)
+        attention.set_cache(cache)
+        loaded = time.perf_counter()
+        if setup.cuda_graphs:
+            self._graphs = _capture(setup, runner, cache)
+        return WorkerInfo(
+            num_blocks=cache.num_blocks,
+            block_size=setup.block_size,
+            max_model_len=setup.max_model_len,
+            vocab_size=model.shape.vocab_size,
+            attention=_describe(prefill, decode),
+            device=_device_name(device),
+            cuda_graphs=setup.cuda_graphs,
+            load_seconds=loaded - started,
+            capture_seconds=time.perf_counter() - loaded,
+            bucket_sizes=runner.bucket_sizes,
+        )
+
+    def submit(self, plan: StepPlan) -> None:
+        self._running().submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._running().collect()
+
+    def close(self) -> None:
+        if self._runner is None:
+            return
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._runner = self._graphs = None
+
+    def _running(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineClosedError("the executor is closed; create a new LLM")
+        return self._runner
+
+
+def _open_device(device: torch.device) -> int:
+    """Create the CUDA context; return the bytes that it took of the device, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.set_device(device)
+    # Other processes may allocate between the two readings; the window is as short as it can be.
+    torch.cuda.init()
+    free_before, _ = torch.cuda.mem_get_info(device)
+    torch.zeros(1, device=device)
+    torch.cuda.synchronize(device)
+    free_after, _ = torch.cuda.mem_get_info(device)
+    return max(0, free_before - free_after)
+
+
+def _make_backends(
+    setup: WorkerSetup, model: LoadedModel
+) -> tuple[AttentionBackend, AttentionBackend]:
+    """The prefill and the decode backend; one object where both are the same choice."""
+    layers = model.attention_layers()
+    config = AttentionConfig(
+        device=model.device,
+        dtype=model.dtype,
+        num_heads=layers[0].qk_prep.num_heads,
+        num_kv_heads=layers[0].qk_prep.num_kv_heads,
+        head_size=model.shape.head_size,
+        scale=layers[0].scale,
+        block_size=setup.block_size,
+        max_num_seqs=setup.config.limits.max_num_seqs,
+        max_model_len=setup.max_model_len,
+        max_num_batched_tokens=setup.config.limits.max_num_batched_tokens,
+    )
+
+    def make(resolved: ResolvedPlugin) -> AttentionBackend:
+        backend_class = cast(Any, load_object(resolved.impl))
+        return cast(AttentionBackend, backend_class(config, parse_options(resolved)))
+
+    prefill = make(setup.prefill_attention)
+    same = setup.prefill_attention == setup.decode_attention
+    return prefill, prefill if same else make(setup.decode_attention)
+
+
+def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttention) -> ModelRunner:
+    config = setup.config
+    return ModelRunner(
+        model,
+        attention,
+        max_model_len=setup.max_model_len,
+        block_size=setup.block_size,
+        bucket_sizes=config.cuda_graphs.bucket_sizes(config.limits.max_num_seqs),
+        max_steps_in_flight=config.steps_ahead + 2,
+    )
+
+
+def _make_cache(
+    setup: WorkerSetup, model: LoadedModel, runner: ModelRunner, context_bytes: int
+) -> KVCache:
+    """Size the cache (an explicit number of blocks is honoured) and allocate it."""
+    block_size, shape = setup.block_size, model.shape
+    per_block = block_bytes(shape, block_size, model.dtype)
+    num_blocks = setup.config.cache.num_blocks
+    if num_blocks is None and model.device.type == "cuda":
+        _trial_step(
+            setup, runner, KVCache.allocate(shape, 1, block_size, model.dtype, model.device)
+        )
+        memory = DeviceMemory.measure(model.device, context_bytes)
+        num_blocks = num_blocks_on_gpu(memory, setup.config.cache.gpu_memory_utilization, per_block)
+    elif num_blocks is None:
+        useful = setup.config.limits.max_num_seqs * runner.max_blocks
+        num_blocks = num_blocks_on_cpu(per_block, useful)
+    check_one_sequence_fits(num_blocks, block_size, setup.max_model_len)
+    return KVCache.allocate(shape, num_blocks, block_size, model.dtype, model.device)
+
+
+def _trial_step(setup: WorkerSetup, runner: ModelRunner, cache: KVCache) -> None:
+    """Run the largest step there can be, so that the allocator's peak is the true one."""
+    runner.attention.set_cache(cache)
+    runner.trial_step(setup.config.limits.max_num_batched_tokens)
+    torch.cuda.empty_cache()
+
+
+def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache) -> DecodeGraphs:
+    attention = runner.attention
+    backends = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}
+
+    def watched() -> dict[str, torch.Tensor]:
+        tensors = {"kv_cache": cache.pages, "row_tables": runner.tables.arena}
+        for phase, backend in backends.items():
+            for name, tensor in backend.captured_tensors().items():
+                tensors[f"attention.{phase}.{name}"] = tensor
+        return tensors
+
+    graphs = DecodeGraphs(
+        runner.device,
+        watched,
+        debug=setup.config.debug,
+        progress=lambda buckets: track(buckets, "Capturing CUDA graphs"),
+    )
+    runner.capture(graphs)
+    return graphs
+
+
+def _describe(prefill: AttentionBackend, decode: AttentionBackend) -> str:
+    if prefill is decode:
+        return decode.describe()
+    return f"prefill {prefill.describe()}, decode {decode.describe()}"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,86 @@
+"""CUDA graphs of decode steps: one per bucket, from the row tables to the sampled ids."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.errors import GraphSafetyError
+
+WARM_UP_RUNS = 2
+"""Runs before a capture: the first compiles kernels and creates handles, neither of which can be captured."""
+
+
+class DecodeGraphs:
+    """Captures a step at every bucket into one memory pool, and replays it.
+
+    `watched` returns the tensors that captured kernels read and that the graphs do not own, by
+    name. In debug mode every replay compares their addresses with those at capture.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        watched: Callable[[], Mapping[str, Tensor]],
+        *,
+        debug: bool = False,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> None:
+        self._device = device
+        self._watched = watched
+        self._debug = debug
+        self._progress = progress
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._addresses: dict[int, dict[str, int]] = {}
+        self.capture_seconds = 0.0
+
+    def capture(self, buckets: Iterable[int], step: Callable[[int], None]) -> None:
+        """Capture `step(bucket)` at every bucket, the largest first, so that the pool is laid out once."""
+        started = time.perf_counter()
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        pool = torch.cuda.graph_pool_handle()
+        gc.collect()  # a collection during capture could free device memory, which capture forbids
+        with torch.cuda.stream(stream):
+            for bucket in self._progress(sorted(buckets, reverse=True)):
+                for _ in range(WARM_UP_RUNS):
+                    step(bucket)
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    step(bucket)
+                self._graphs[bucket] = graph
+                self._addresses[bucket] = _addresses(self._watched())
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        self.capture_seconds = time.perf_counter() - started
+
+    def replay(self, bucket: int) -> None:
+        """Launch the captured step of `bucket` on the current stream."""
+        if self._debug:
+            self._check(bucket)
+        self._graphs[bucket].replay()
+
+    def clear(self) -> None:
+        """Free the graphs; must come before the pages, weights and process group go."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
+    def _check(self, bucket: int) -> None:
+        now = _addresses(self._watched())
+        for name, captured in self._addresses[bucket].items():
+            if now.get(name) != captured:
+                raise GraphSafetyError(
+                    f"the graph of bucket {bucket} was captured with {name} at {captured:#x}, which "
+                    f"is now at {now.get(name, 0):#x}: it was made anew after capture; allocate it "
+                    "once, in allocate(), and write into it"
+                )
+
+
+def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}

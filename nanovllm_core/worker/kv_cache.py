@@ -1,0 +1,125 @@
+"""The KV pages: how many fit, and the tensors that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.errors import OutOfMemoryError
+from nanovllm_core.interfaces.model import ModelShape
+
+CPU_CACHE_BYTES = 2 << 30
+"""What pages may take on a CPU where the configuration does not say; untouched pages cost nothing."""
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Zeroed pages of every layer in one tensor [layers, 2, N, P, K, D]; block 0 is a page as any."""
+
+    pages: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: ModelShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        size = (
+            shape.num_layers,
+            2,
+            num_blocks,
+            block_size,
+            shape.num_kv_heads,
+            shape.head_size,
+        )
+        # Zeros, not empty: backends may read (and discard) the unused tail of a page, and NaN spreads.
+        return cls(torch.zeros(size, dtype=dtype, device=device))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pages.shape[2]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [N, P, K, D]."""
+        return self.pages[index, 0], self.pages[index, 1]
+
+
+def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_size * dtype.itemsize
+
+
+def num_blocks_on_cpu(bytes_per_block: int, max_useful_blocks: int) -> int:
+    """Pages for a CPU: as many as rows could ever use, within `CPU_CACHE_BYTES`."""
+    return max(1, min(max_useful_blocks, CPU_CACHE_BYTES // bytes_per_block))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a GPU has and what this process takes of it, in bytes.
+
+    `peak` is the highest this process needed so far, activations of the largest step included.
+    `free` is what nobody holds, however many processes share the device.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    peak: int
+    context: int
+
+    @classmethod
+    def measure(cls, device: torch.device, context: int) -> DeviceMemory:
+        """Read the device; `context` is what CUDA itself took in this process."""
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(
+            total=total,
+            free=free,
+            reserved=torch.cuda.memory_reserved(device),
+            peak=torch.cuda.max_memory_reserved(device),
+            context=context,
+        )
+
+    def budget(self, utilization: float) -> int:
+        """Bytes left for pages: this process's share less what it uses, never more than is free.
+
+        Other processes count only through `free`: their memory is not taken off our share.
+        """
+        share = int(self.total * utilization) - self.peak - self.context
+        growth = self.peak - self.reserved
+        return min(share, self.free - growth)
+
+
+def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block: int) -> int:
+    """Pages that fit; OutOfMemoryError where not even one does."""
+    budget = memory.budget(utilization)
+    if budget < bytes_per_block:
+        raise OutOfMemoryError(
+            f"no room for the KV cache: cache.gpu_memory_utilization={utilization} of "
+            f"{memory.total / _GIB:.1f} GiB is {memory.total * utilization / _GIB:.1f} GiB, this "
+            f"process needs {(memory.peak + memory.context) / _GIB:.1f} GiB and "
+            f"{memory.free / _GIB:.1f} GiB are free, which leaves {budget / _GIB:.2f} GiB for pages "
+            f"of {bytes_per_block / _GIB:.4f} GiB; raise cache.gpu_memory_utilization, lower "
+            "limits.max_num_batched_tokens, or free the GPU"
+        )
+    return budget // bytes_per_block
+
+
+def check_one_sequence_fits(num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Refuse a cache in which the longest allowed sequence could never finish."""
+    needed = -(-max_model_len // block_size)
+    if num_blocks < needed:
+        raise OutOfMemoryError(
+            f"the KV cache holds {num_blocks} pages of {block_size} tokens ({num_blocks * block_size}"
+            f" tokens), but limits.max_model_len={max_model_len} needs {needed}; set "
+            f"limits.max_model_len to at most {num_blocks * block_size}, or give the cache more "
+            "memory (cache.gpu_memory_utilization, cache.num_blocks)"
+        )

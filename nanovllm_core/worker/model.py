@@ -1,0 +1,59 @@
+"""Builds the model that a checkpoint names, and fills its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.kernels import KernelSet
+from nanovllm_core.layers import Attention, LayerContext, TensorParallel
+from nanovllm_core.plugin_manager import load_object
+from nanovllm_core.worker.weights import init_dummy_weights, load_weights
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights on its device."""
+
+    module: nn.Module
+    shape: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Hidden states [T, hidden_size], normed."""
+        return cast(Tensor, self.module.forward(input_ids_T, positions_T))
+
+    def compute_logits(self, hidden_TE: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [T, vocab_size], written to `out` where it is given."""
+        return cast(Any, self.module).compute_logits(hidden_TE, out=out)  # type: ignore[no-any-return]
+
+    def attention_layers(self) -> list[Attention]:
+        """The attention layers, in order."""
+        return [module for module in self.module.modules() if isinstance(module, Attention)]
+
+
+def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
+    """Build the model on its device, load (or invent) its weights, pack them."""
+    device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
+    context = LayerContext(
+        device=device, dtype=dtype, tp=TensorParallel(rank=0, size=1), kernels=kernels
+    )
+    model_class = cast(Any, load_object(setup.model.impl))
+    shape: ModelShape = model_class.shape(setup.model_config)
+    with torch.inference_mode():
+        module: nn.Module = model_class(setup.model_config, context)
+        if setup.config.load_format == "dummy":
+            init_dummy_weights(module, seed=setup.config.seed)
+        else:
+            load_weights(module, setup.checkpoint, tied=shape.tied_embeddings)
+        for part in module.modules():
+            finalize = getattr(part, "finalize", None)
+            if finalize is not None:
+                finalize()
+    return LoadedModel(module, shape, device, dtype)

@@ -1,0 +1,43 @@
+"""Chooses the implementation of the row-table operations for a device."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.rows import RowTables
+
+
+class RowOps(Protocol):
+    """What `rows_reference` (torch) and `rows_triton` both offer; see the former for the facts."""
+
+    def scatter_updates(self, arena: Tensor, updates_2N: Tensor) -> None: ...
+
+    def prepare_decode(self, tables: RowTables, inputs: StepInputs) -> None: ...
+
+    def prepare_prefill(
+        self, tables: RowTables, chunks_5S: Tensor, inputs: StepInputs, max_query_len: int
+    ) -> None: ...
+
+    def finish_step(
+        self,
+        tables: RowTables,
+        inputs: StepInputs,
+        sampled_B: Tensor,
+        result_B2: Tensor,
+        skip: Tensor,
+    ) -> None: ...
+
+
+def get_row_ops(device: torch.device) -> RowOps:
+    """Triton kernels on CUDA, torch operations elsewhere."""
+    if device.type == "cuda":
+        from nanovllm_core.worker import rows_triton
+
+        return cast(RowOps, rows_triton)
+    from nanovllm_core.worker import rows_reference
+
+    return cast(RowOps, rows_reference)

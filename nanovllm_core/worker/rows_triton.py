@@ -1,0 +1,163 @@
+"""Triton versions of `rows_reference`: the same functions, one kernel each."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.rows import RowTables
+
+_BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["num_updates"])
+def _scatter_kernel(arena, updates, num_updates, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_updates
+    address = tl.load(updates + i, mask=mask)
+    value = tl.load(updates + num_updates + i, mask=mask)
+    tl.store(arena + address, value, mask=mask)
+
+
+def scatter_updates(arena: Tensor, updates_2N: Tensor) -> None:
+    """See `rows_reference.scatter_updates`."""
+    num_updates = updates_2N.shape[1]
+    _scatter_kernel[(triton.cdiv(num_updates, _BLOCK),)](
+        arena, updates_2N, num_updates, BLOCK=_BLOCK
+    )
+
+
+@triton.jit
+def _copy_blocks(source, target, num_blocks, BLOCK: tl.constexpr):
+    for start in range(0, num_blocks, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_blocks
+        tl.store(target + i, tl.load(source + i, mask=mask), mask=mask)
+
+
+@triton.jit
+def _prepare_decode_kernel(
+    active_rows, finished, computed, num_prompt, token_ids, block_table,
+    out_ids, out_positions, out_slots, out_rows, out_seq_lens, out_index, out_block_table,
+    max_model_len, max_blocks, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    row = tl.load(active_rows + i)
+    safe = tl.maximum(row, 0).to(tl.int64)
+    live = (row >= 0) & (tl.load(finished + safe) == 0)
+    position = tl.load(computed + safe)
+    block = tl.load(block_table + safe * max_blocks + position // BLOCK_SIZE, mask=live, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    token = tl.load(token_ids + safe * max_model_len + position, mask=live, other=0)
+    tl.store(out_ids + i, token)
+    tl.store(out_positions + i, tl.where(live, position, 0))
+    tl.store(out_slots + i, tl.where(live, slot, -1))
+    tl.store(out_rows + i, tl.where(live, row, -1))
+    tl.store(out_seq_lens + i, tl.where(live, position + 1, 0))
+    tl.store(out_index + i, position + 1 - tl.load(num_prompt + safe))
+    num_blocks = tl.where(live, position // BLOCK_SIZE + 1, 0)
+    _copy_blocks(
+        block_table + safe * max_blocks, out_block_table + i.to(tl.int64) * max_blocks,
+        num_blocks, BLOCK,
+    )  # fmt: skip
+
+
+def prepare_decode(tables: RowTables, inputs: StepInputs) -> None:
+    """See `rows_reference.prepare_decode`; block-table entries beyond a row's length stay stale."""
+    _prepare_decode_kernel[(inputs.num_rows,)](
+        tables.active_rows, tables.finished, tables.computed, tables.num_prompt,
+        tables.token_ids, tables.block_table,
+        inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.rows,
+        inputs.seq_lens, inputs.output_index, inputs.block_table,
+        tables.token_ids.shape[1], tables.block_table.shape[1],
+        BLOCK_SIZE=tables.block_size, BLOCK=_BLOCK, num_warps=2,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _prepare_prefill_kernel(
+    chunks, num_chunks, num_prompt, token_ids, block_table,
+    out_ids, out_positions, out_slots, out_rows, out_seq_lens, out_index, out_block_table,
+    max_model_len, max_blocks, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.load(chunks + chunk).to(tl.int64)
+    start = tl.load(chunks + num_chunks + chunk)
+    length = tl.load(chunks + 2 * num_chunks + chunk)
+    offset = tl.load(chunks + 3 * num_chunks + chunk)
+    samples = tl.load(chunks + 4 * num_chunks + chunk)
+    i = tile * BLOCK + tl.arange(0, BLOCK)
+    mask = i < length
+    position = start + i
+    token = tl.load(token_ids + row * max_model_len + position, mask=mask)
+    block = tl.load(block_table + row * max_blocks + position // BLOCK_SIZE, mask=mask)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(out_ids + offset + i, token, mask=mask)
+    tl.store(out_positions + offset + i, position, mask=mask)
+    tl.store(out_slots + offset + i, slot, mask=mask)
+    if tile == 0:
+        seq_len = start + length
+        tl.store(out_rows + chunk, tl.where(samples == 1, row, -1).to(tl.int32))
+        tl.store(out_seq_lens + chunk, seq_len)
+        tl.store(out_index + chunk, seq_len - tl.load(num_prompt + row))
+        _copy_blocks(
+            block_table + row * max_blocks, out_block_table + chunk.to(tl.int64) * max_blocks,
+            tl.cdiv(seq_len, BLOCK_SIZE), BLOCK,
+        )  # fmt: skip
+
+
+def prepare_prefill(
+    tables: RowTables, chunks_5S: Tensor, inputs: StepInputs, max_query_len: int
+) -> None:
+    """See `rows_reference.prepare_prefill`."""
+    num_chunks = chunks_5S.shape[1]
+    _prepare_prefill_kernel[(num_chunks, triton.cdiv(max_query_len, _BLOCK))](
+        chunks_5S, num_chunks, tables.num_prompt, tables.token_ids, tables.block_table,
+        inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.rows,
+        inputs.seq_lens, inputs.output_index, inputs.block_table,
+        tables.token_ids.shape[1], tables.block_table.shape[1],
+        BLOCK_SIZE=tables.block_size, BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_step_kernel(
+    skip, rows, seq_lens, sampled, token_ids, computed, num_prompt, max_length, min_tokens,
+    finished, stop_ids, result, max_model_len, NUM_STOP_IDS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(skip) != 0:
+        return
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    if row < 0:
+        tl.store(result + 2 * i, -1)
+        tl.store(result + 2 * i + 1, 0)
+        return
+    token = tl.load(sampled + i)
+    length = tl.load(seq_lens + i)
+    tl.store(
+        token_ids + row.to(tl.int64) * max_model_len + length, token, mask=length < max_model_len
+    )
+    tl.store(computed + row, length)
+    stops = tl.load(stop_ids + row * NUM_STOP_IDS + tl.arange(0, NUM_STOP_IDS))
+    stopped = tl.sum((stops == token).to(tl.int32)) > 0
+    num_outputs = length + 1 - tl.load(num_prompt + row)
+    stopped = stopped & (num_outputs >= tl.load(min_tokens + row))
+    ended = (stopped | (length + 1 >= tl.load(max_length + row))).to(tl.int32)
+    tl.store(finished + row, ended)
+    tl.store(result + 2 * i, token)
+    tl.store(result + 2 * i + 1, ended)
+
+
+def finish_step(
+    tables: RowTables, inputs: StepInputs, sampled_B: Tensor, result_B2: Tensor, skip: Tensor
+) -> None:
+    """See `rows_reference.finish_step`; does nothing where the device flag `skip` is 1."""
+    _finish_step_kernel[(inputs.num_rows,)](
+        skip, inputs.rows, inputs.seq_lens, sampled_B, tables.token_ids, tables.computed,
+        tables.num_prompt, tables.max_length, tables.min_tokens, tables.finished,
+        tables.stop_ids, result_B2, tables.token_ids.shape[1],
+        NUM_STOP_IDS=tables.stop_ids.shape[1], num_warps=1,
+    )  # fmt: skip
