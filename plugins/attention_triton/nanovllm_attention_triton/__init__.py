@@ -1,0 +1,1 @@
+"""Paged attention for nanovllm, written in Triton."""

@@ -1,0 +1,138 @@
+"""The Triton attention backend: checks what it is given, then launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from nanovllm_attention_triton.decode import (
+    DecodeShape,
+    DecodeWorkspace,
+    num_multiprocessors,
+    triton_version,
+)
+from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.prefill import prefill_attention
+from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_core.errors import InconsistentStateError, UnsupportedError
+from nanovllm_core.interfaces.attention import (
+    AttentionBackend,
+    AttentionConfig,
+    DecodeMetadata,
+    PrefillMetadata,
+)
+
+
+class TritonAttention(AttentionBackend):
+    """Paged attention by Triton kernels; see `decode_kernels` and `prefill_kernels`.
+
+    The constants of `decode_tuning` may be replaced before `allocate` (a benchmark does).
+    """
+
+    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
+        super().__init__(config, options)
+        self._options = cast(TritonOptions, options)
+        self.decode_tuning = decode_tuning(config.dtype.itemsize, config.head_size, self._options)
+        self._workspace: DecodeWorkspace | None = None
+
+    def allocate(self) -> None:
+        config = self.config
+        shape = DecodeShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            max_num_seqs=config.max_num_seqs,
+            max_seq_len=config.max_model_len,
+            num_multiprocessors=num_multiprocessors(config.device),
+        )
+        self._workspace = DecodeWorkspace(shape, self.decode_tuning, config.device)
+
+    @property
+    def workspace(self) -> DecodeWorkspace:
+        if self._workspace is None:
+            raise InconsistentStateError("TritonAttention: allocate() must come before decode")
+        return self._workspace
+
+    def plan_decode(self, metadata: DecodeMetadata) -> None:
+        if metadata.query_len != 1:
+            raise UnsupportedError(
+                f"attention triton decodes one query token per row, not query_len="
+                f"{metadata.query_len}: send longer queries to run_prefill"
+            )
+        if metadata.num_rows > self.config.max_num_seqs:
+            raise InconsistentStateError(
+                f"decode batch of {metadata.num_rows} rows; the workspace holds max_num_seqs="
+                f"{self.config.max_num_seqs}"
+            )
+        self.workspace.plan(metadata.seq_lens)
+
+    def run_decode(
+        self,
+        q_BHD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: DecodeMetadata,
+        out_BHD: Tensor,
+    ) -> None:
+        self._check_tensors(q_BHD, k_cache, v_cache, out_BHD)
+        self.workspace.run(
+            q_BHD,
+            k_cache,
+            v_cache,
+            metadata.block_table,
+            metadata.max_seq_len,
+            self.config.scale,
+            out_BHD,
+        )
+
+    def run_prefill(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: PrefillMetadata,
+        out_THD: Tensor,
+    ) -> None:
+        self._check_tensors(q_THD, k_cache, v_cache, out_THD)
+        tuning = prefill_tuning(
+            q_THD.element_size(), self.config.head_size, metadata.max_query_len, self._options
+        )
+        prefill_attention(
+            q_THD,
+            k_cache,
+            v_cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.max_query_len,
+            self.config.scale,
+            out_THD,
+            tuning,
+        )
+
+    def _check_tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Two host comparisons per layer, so that a wrong layout is an error and not a wrong text."""
+        if k_cache.stride() != v_cache.stride():
+            raise UnsupportedError(
+                f"attention triton needs K and V pages of equal strides, got {k_cache.stride()} "
+                f"and {v_cache.stride()}"
+            )
+        if not q.stride(-1) == out.stride(-1) == k_cache.stride(-1) == 1:
+            raise UnsupportedError(
+                "attention triton needs a contiguous head dimension, got strides "
+                f"q {q.stride()}, out {out.stride()}, k_cache {k_cache.stride()}"
+            )
+
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        return {} if self._workspace is None else self._workspace.tensors()
+
+    def describe(self) -> str:
+        tuning = self.decode_tuning
+        chunk = tuning.fixed_chunk or f"{tuning.min_chunk}..{tuning.max_chunk}"
+        return (
+            f"triton {triton_version()}, decode chunk={chunk} tile={tuning.tile} "
+            f"warps={tuning.num_warps} stages={tuning.num_stages}"
+        )

@@ -1,0 +1,198 @@
+"""Launches the decode kernels and owns the memory they share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import triton
+from torch import Tensor
+
+from nanovllm_attention_triton.decode_kernels import ITEM_FIELDS, decode_kernel, plan_kernel
+from nanovllm_attention_triton.tuning import DecodeTuning
+
+LOG2_E = math.log2(math.e)
+MAX_BLOCK_HEADS = 64
+"""Query heads of one program at most; larger groups take several."""
+MERGE_ELEMENTS = 4096
+"""Partial results that a program merges at a time (fp32 in registers)."""
+
+
+def next_power_of_2(value: int) -> int:
+    """The least power of two that is at least `value` (and 1)."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs a device really runs side by side; 1 for Triton's interpreter."""
+    if device.type != "cuda":
+        return 1
+    return cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What decode attention needs to know to size its memory and its grids.
+
+    A program takes `block_heads` query heads of one KV head, `head_blocks` of them make a group;
+    `partial_heads` of a block are real heads, rounded up to a power of two.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_num_seqs: int
+    max_seq_len: int
+    num_multiprocessors: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def block_heads(self) -> int:
+        return min(max(16, next_power_of_2(self.group)), MAX_BLOCK_HEADS)
+
+    @property
+    def head_blocks(self) -> int:
+        return -(-self.group // self.block_heads)
+
+    @property
+    def partial_heads(self) -> int:
+        return min(next_power_of_2(self.group), self.block_heads)
+
+    @property
+    def programs_per_item(self) -> int:
+        return self.num_kv_heads * self.head_blocks
+
+    def items_per_step(self, programs_per_multiprocessor: int) -> int:
+        """The items that make this many programs on every multiprocessor."""
+        programs = self.num_multiprocessors * programs_per_multiprocessor
+        return max(-(-programs // self.programs_per_item), 1)
+
+    def max_items(self, num_rows: int, max_seq_len: int, tuning: DecodeTuning) -> int:
+        """A bound on the items that the plan kernel can make of `num_rows` rows.
+
+        Equal parts of a row are whole tiles, so a row of n items may be cut at lengths below
+        `min_chunk`, but never into more than n.
+        """
+        shortest = tuning.fixed_chunk or tuning.min_chunk
+        by_length = num_rows * max(-(-max_seq_len // shortest), 1)
+        if tuning.fixed_chunk is not None:
+            return by_length
+        return min(by_length, num_rows + self.items_per_step(tuning.max_programs))
+
+
+class DecodeWorkspace:
+    """The device memory of decode attention: the step's items, partial results and tickets.
+
+    All sizes follow from the shape and the tuning; nothing is allocated after construction, so a
+    captured graph may keep the addresses. Not for use on two streams at once.
+    """
+
+    def __init__(self, shape: DecodeShape, tuning: DecodeTuning, device: torch.device) -> None:
+        self.shape = shape
+        self.tuning = tuning
+        self.capacity = shape.max_items(shape.max_num_seqs, shape.max_seq_len, tuning)
+        programs = self.capacity * shape.programs_per_item
+        self.items = torch.zeros(
+            (ITEM_FIELDS.value, self.capacity), dtype=torch.int32, device=device
+        )
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        self.partial = torch.zeros(
+            (programs, shape.partial_heads, shape.head_size), dtype=torch.float32, device=device
+        )
+        self.lse = torch.zeros((programs, shape.partial_heads), dtype=torch.float32, device=device)
+        # The last program of a row leaves its ticket at 0 for the next layer.
+        self.tickets = torch.zeros(
+            (shape.max_num_seqs, shape.programs_per_item), dtype=torch.int32, device=device
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a captured kernel reads or writes, by name."""
+        return {
+            "decode_items": self.items,
+            "decode_num_items": self.num_items,
+            "decode_partial": self.partial,
+            "decode_lse": self.lse,
+            "decode_tickets": self.tickets,
+        }
+
+    def plan(self, seq_lens_B: Tensor) -> None:
+        """Cut the rows of `seq_lens_B` (int32, contiguous) into the items of the next runs."""
+        tuning = self.tuning
+        fixed = tuning.fixed_chunk
+        plan_kernel[(1,)](
+            seq_lens_B,
+            self.items,
+            self.num_items,
+            seq_lens_B.shape[0],
+            wave_items=self.shape.items_per_step(tuning.wave_programs),
+            # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
+            max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),
+            min_chunk=fixed or tuning.min_chunk,
+            max_chunk=fixed or tuning.max_chunk,
+            ITEM_CAPACITY=self.capacity,
+            BLOCK_ROWS=next_power_of_2(self.shape.max_num_seqs),
+            TILE=tuning.tile,
+        )
+
+    def run(
+        self,
+        q_BHD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+    ) -> None:
+        """Attend the planned rows. `k_cache` and `v_cache` [N, P, K, D] have equal strides.
+
+        The innermost dimension of every tensor is contiguous. `max_seq_len` bounds the grid.
+        """
+        shape, tuning = self.shape, self.tuning
+        max_items = min(
+            shape.max_items(q_BHD.shape[0], max_seq_len, tuning),
+            self.capacity,
+        )
+        decode_kernel[(max_items * shape.programs_per_item,)](
+            q_BHD,
+            k_cache,
+            v_cache,
+            out_BHD,
+            block_table,
+            self.items,
+            self.num_items,
+            self.partial,
+            self.lse,
+            self.tickets,
+            scale * LOG2_E,
+            q_BHD.stride(0),
+            q_BHD.stride(1),
+            out_BHD.stride(0),
+            out_BHD.stride(1),
+            block_table.stride(0),
+            k_cache.stride(0),
+            k_cache.stride(1),
+            k_cache.stride(2),
+            ITEM_CAPACITY=self.capacity,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            GROUP=shape.group,
+            BLOCK_H=shape.block_heads,
+            HEAD_BLOCKS=shape.head_blocks,
+            PARTIAL_HEADS=shape.partial_heads,
+            MERGE=max(MERGE_ELEMENTS // (shape.partial_heads * shape.head_size), 1),
+            HEAD_SIZE=shape.head_size,
+            PAGE=k_cache.shape[1],
+            TILE=tuning.tile,
+            num_warps=tuning.num_warps,
+            num_stages=tuning.num_stages,
+        )
+
+
+def triton_version() -> str:
+    """The version of triton that runs the kernels."""
+    return cast(str, triton.__version__)

@@ -1,0 +1,252 @@
+"""The decode kernels: cut the batch into equal work on the device, attend, merge.
+
+A step's work is a flat list of items, one per (row, chunk of its context), rebuilt on the device
+from the true lengths, so that a captured graph stays valid and ragged rows still balance. Each item
+is attended once per block of query heads of one KV head ("flash decoding", Dao et al. 2023). A row
+of one chunk writes its output at once; of several, each program leaves a partial result and the
+last to arrive (an integer ticket) merges them in the order of the chunks, so the result does not
+depend on who came last.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+# Triton is untyped, and a kernel's parameters are traced, not typed.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ITEM_FIELDS = tl.constexpr(5)
+"""An item is (row, first token, end token, the row's first item, the row's number of items)."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def plan_kernel(
+    seq_lens_ptr,
+    items_ptr,
+    num_items_ptr,
+    num_rows,
+    wave_items,
+    max_items,
+    min_chunk,
+    max_chunk,
+    ITEM_CAPACITY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """List the step's items: one program over all rows.
+
+    The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
+    and raised where that would make more than `max_items` (+ 1 per row). Chunks are whole tiles,
+    and a row's chunks are of equal length.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)
+    lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+    total = tl.sum(lens, 0)
+    chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
+    chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
+    chunk = tl.cdiv(chunk, TILE) * TILE
+    counts = tl.cdiv(lens, chunk)
+    # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.
+    size = tl.cdiv(tl.cdiv(lens, tl.maximum(counts, 1)), TILE) * TILE
+    size = tl.maximum(size, TILE)
+    # A padded row keeps one item of no tokens, which writes zeros.
+    counts = tl.where(rows < num_rows, tl.maximum(tl.cdiv(lens, size), 1), 0)
+    first = tl.cumsum(counts, 0) - counts
+    for index in range(0, tl.max(counts, 0)):
+        here = index < counts
+        begin = index * size
+        item = items_ptr + first + index
+        tl.store(item, rows, mask=here)
+        tl.store(item + ITEM_CAPACITY, begin, mask=here)
+        tl.store(item + 2 * ITEM_CAPACITY, tl.minimum(begin + size, lens), mask=here)
+        tl.store(item + 3 * ITEM_CAPACITY, first, mask=here)
+        tl.store(item + 4 * ITEM_CAPACITY, counts, mask=here)
+    tl.store(num_items_ptr, tl.sum(counts, 0))
+
+
+@triton.jit
+def page_offsets(
+    table_ptr, start, end, stride_page, stride_token, PAGE: tl.constexpr, TILE: tl.constexpr
+):
+    """Element offsets [TILE], 64-bit, of the tokens from `start`; those from `end` on are token 0's.
+
+    A page id times its stride overflows 32 bits in any cache beyond 2^31 elements.
+    """
+    if PAGE % TILE == 0:
+        pages = tl.load(table_ptr + start // PAGE).to(tl.int64)
+        slots = start % PAGE + tl.arange(0, TILE)
+    else:
+        tokens = start + tl.arange(0, TILE)
+        pages = tl.load(table_ptr + tokens // PAGE, mask=tokens < end, other=0).to(tl.int64)
+        slots = tokens % PAGE
+    return pages * stride_page + slots.to(tl.int64) * stride_token
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    items_ptr,
+    num_items_ptr,
+    partial_ptr,
+    lse_ptr,
+    tickets_ptr,
+    log2_scale,
+    q_stride_row,
+    q_stride_head,
+    out_stride_row,
+    out_stride_head,
+    table_stride,
+    stride_page,
+    stride_token,
+    stride_head,
+    ITEM_CAPACITY: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    PARTIAL_HEADS: tl.constexpr,
+    MERGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attend one item with a block of BLOCK_H query heads of one KV head.
+
+    Programs of one item are neighbours: its KV heads lie side by side in a page. `log2_scale` is the
+    softmax scale times log2(e), applied once, to the scores in fp32. Partials are
+    [item, KV head, head block, PARTIAL_HEADS, HEAD_SIZE] fp32 and normalised; `lse` is base 2.
+    """
+    HEADS_PER_ITEM: tl.constexpr = NUM_KV_HEADS * HEAD_BLOCKS
+    item = tl.program_id(0) // HEADS_PER_ITEM
+    head_block = tl.program_id(0) % HEADS_PER_ITEM
+    if item >= tl.load(num_items_ptr):
+        return
+    row = tl.load(items_ptr + item)
+    begin = tl.load(items_ptr + ITEM_CAPACITY + item)
+    end = tl.load(items_ptr + 2 * ITEM_CAPACITY + item)
+    first_item = tl.load(items_ptr + 3 * ITEM_CAPACITY + item)
+    num_chunks = tl.load(items_ptr + 4 * ITEM_CAPACITY + item)
+
+    kv_head = head_block // HEAD_BLOCKS
+    lanes = tl.arange(0, BLOCK_H)
+    members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
+    real = members < GROUP
+    heads = kv_head * GROUP + members
+    dims = tl.arange(0, HEAD_SIZE)
+    q_offsets = row.to(tl.int64) * q_stride_row + heads[:, None] * q_stride_head + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=real[:, None], other=0.0)
+
+    table_row = table_ptr + row.to(tl.int64) * table_stride
+    k_head = k_ptr + kv_head * stride_head
+    v_head = v_ptr + kv_head * stride_head
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, HEAD_SIZE], tl.float32)
+    for start in tl.range(begin, end, TILE):
+        live = start + tl.arange(0, TILE) < end
+        offsets = page_offsets(table_row, start, end, stride_page, stride_token, PAGE, TILE)
+        kv_offsets = offsets[:, None] + dims[None, :]
+        k = tl.load(k_head + kv_offsets, mask=live[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        rescale = tl.exp2(peak - new_peak)
+        denominator = denominator * rescale + tl.sum(weights, 1)
+        v = tl.load(v_head + kv_offsets, mask=live[:, None], other=0.0)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        peak = new_peak
+    # Only a padded row has no mass: its zeros stay zeros.
+    result = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
+
+    out_row = out_ptr + row.to(tl.int64) * out_stride_row
+    if num_chunks == 1:
+        out_offsets = heads[:, None] * out_stride_head + dims[None, :]
+        tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=real[:, None])
+    else:
+        slot = (item * HEADS_PER_ITEM + head_block).to(tl.int64) * PARTIAL_HEADS
+        tl.store(lse_ptr + slot + lanes, peak + tl.log2(denominator), mask=real)
+        partial_offsets = (slot + lanes[:, None]) * HEAD_SIZE + dims[None, :]
+        tl.store(partial_ptr + partial_offsets, result, mask=real[:, None])
+        # Every thread's stores come before the ticket, every merge load after it.
+        tl.debug_barrier()
+        ticket = tickets_ptr + row * HEADS_PER_ITEM + head_block
+        arrived = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_chunks - 1:
+            tl.store(ticket, 0)
+            tl.debug_barrier()
+            _merge_chunks(
+                partial_ptr,
+                lse_ptr,
+                out_row,
+                first_item,
+                num_chunks,
+                head_block,
+                out_stride_head,
+                HEADS_PER_ITEM,
+                HEAD_BLOCKS,
+                GROUP,
+                BLOCK_H,
+                PARTIAL_HEADS,
+                MERGE,
+                HEAD_SIZE,
+            )
+
+
+@triton.jit
+def _merge_chunks(
+    partial_ptr,
+    lse_ptr,
+    out_row,
+    first_item,
+    num_chunks,
+    head_block,
+    out_stride_head,
+    HEADS_PER_ITEM: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTIAL_HEADS: tl.constexpr,
+    MERGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Average a row's chunks, weighted by the mass of each, MERGE chunks at a time."""
+    lanes = tl.arange(0, PARTIAL_HEADS)
+    dims = tl.arange(0, HEAD_SIZE)
+    members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
+    real = members < GROUP
+    peak = tl.full([PARTIAL_HEADS], float("-inf"), tl.float32)
+    mass = tl.zeros([PARTIAL_HEADS], tl.float32)
+    acc = tl.zeros([PARTIAL_HEADS, HEAD_SIZE], tl.float32)
+    for base in range(0, num_chunks, MERGE):
+        chunks = base + tl.arange(0, MERGE)
+        live = chunks < num_chunks
+        slots = ((first_item + chunks) * HEADS_PER_ITEM + head_block).to(tl.int64) * PARTIAL_HEADS
+        slots = slots[:, None] + lanes[None, :]
+        mask = live[:, None] & real[None, :]
+        # .cg reads the L2, where the other programs' stores are; an L1 line might be stale.
+        lse = tl.load(lse_ptr + slots, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(
+            partial_ptr + slots[:, :, None] * HEAD_SIZE + dims[None, None, :],
+            mask=mask[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        # Lanes that are not real heads never see a finite mass; 0 keeps them free of inf - inf.
+        anchor = tl.where(real, new_peak, 0.0)
+        rescale = tl.exp2(peak - anchor)
+        weights = tl.exp2(lse - anchor[None, :])
+        mass = mass * rescale + tl.sum(weights, 0)
+        acc = acc * rescale[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        peak = new_peak
+    result = acc / tl.where(real, mass, 1.0)[:, None]
+    heads = (head_block // HEAD_BLOCKS) * GROUP + members
+    out_offsets = heads[:, None] * out_stride_head + dims[None, :]
+    tl.store(out_row + out_offsets, result.to(out_row.dtype.element_ty), mask=real[:, None])

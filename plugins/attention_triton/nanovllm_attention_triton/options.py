@@ -1,0 +1,31 @@
+"""The options a user may set under `attention.options`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Warps = Literal[1, 2, 4, 8]
+
+
+class TritonOptions(BaseModel):
+    """Overrides of the measured defaults in `nanovllm_attention_triton.tuning`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    chunk_size: int | None = Field(
+        default=None,
+        ge=64,
+        multiple_of=64,
+        description="Decode: tokens of context per work item. Unset, each step chooses it on the "
+        "device so that the GPU is filled; set, a row's result is bitwise the same in any batch.",
+    )
+    decode_num_warps: _Warps | None = Field(default=None, description="Warps per decode program.")
+    decode_num_stages: int | None = Field(
+        default=None, ge=1, le=6, description="Depth of the decode loop's load pipeline."
+    )
+    prefill_num_warps: _Warps | None = Field(default=None, description="Warps per prefill program.")
+    prefill_num_stages: int | None = Field(
+        default=None, ge=1, le=6, description="Depth of the prefill loop's load pipeline."
+    )

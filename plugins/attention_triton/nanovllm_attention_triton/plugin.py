@@ -1,0 +1,72 @@
+"""What this plugin offers, as data: importing it imports neither torch nor triton."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import metadata
+
+from pydantic import BaseModel
+
+from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.attention import (
+    AttentionCapabilities,
+    AttentionRequirements,
+    KVLayout,
+)
+from nanovllm_core.interfaces.specs import AttentionSpec
+
+
+def _kv_layouts(requirements: AttentionRequirements) -> Sequence[KVLayout]:
+    """Pages of any multiple of 16 tokens: a tile may span pages, a page may hold several tiles."""
+    return [KVLayout("NPKD", page_multiple=16)]
+
+
+def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
+    reasons = []
+    if requirements.num_heads % requirements.num_kv_heads:
+        reasons.append(
+            f"num_heads ({requirements.num_heads}) must be a multiple of num_kv_heads "
+            f"({requirements.num_kv_heads})"
+        )
+    if requirements.device == "cpu":
+        # Triton's own switch, read by triton when it is imported: it decides how kernels run.
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            reasons.append(
+                "on cpu Triton kernels run only through its interpreter (slow, for tests): "
+                "set TRITON_INTERPRET=1, or use attention: {backend: sdpa}"
+            )
+        if requirements.dtype == "bfloat16":
+            reasons.append(
+                "Triton's interpreter computes bfloat16 wrongly: use dtype float32 on cpu"
+            )
+    return reasons
+
+
+def _provider(options: BaseModel) -> str:
+    return f"triton {metadata.version('triton')}"
+
+
+@hookimpl
+def nanovllm_attention() -> Sequence[AttentionSpec]:
+    return [
+        AttentionSpec(
+            name="triton",
+            impl="nanovllm_attention_triton.backend:TritonAttention",
+            summary="own Triton kernels: split-context paged decode, FlashAttention-2 style prefill",
+            options=TritonOptions,
+            capabilities=AttentionCapabilities(
+                devices=frozenset({"cuda", "cpu"}),
+                dtypes=frozenset({"float16", "bfloat16", "float32"}),
+                head_sizes=frozenset({64, 128}),
+                min_compute_capability=(8, 0),
+                gqa=True,
+                cuda_graphs="decode",
+            ),
+            kv_layouts=_kv_layouts,
+            check=_check,
+            provider=_provider,
+            rank=50,
+        )
+    ]
