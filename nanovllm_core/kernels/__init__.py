@@ -1,0 +1,5 @@
+"""The kernel set: the fused operations layers are built on, each with its torch reference."""
+
+from nanovllm_core.kernels.base import KernelSet, QKPrep, get_kernels
+
+__all__ = ["KernelSet", "QKPrep", "get_kernels"]

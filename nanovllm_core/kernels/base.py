@@ -1,0 +1,88 @@
+"""The contract of a kernel set, and the choice of one for a device.
+
+Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
+heads, D head size, X = (H + 2K)·D packed q, k, v, N KV pages, P tokens per page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.errors import DeviceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QKPrep:
+    """What happens to packed q, k, v before attention, as data: norm of each head, then rotation.
+
+    `q_norm_weight`, `k_norm_weight` [D]: RMS norm per head, None for none. `cos_sin_cache`
+    [max_position, R] float32, cos beside sin, rotates the first R <= D dimensions of each head in
+    halves. Head counts are this rank's.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    cos_sin_cache: Tensor
+    q_norm_weight: Tensor | None = None
+    k_norm_weight: Tensor | None = None
+    eps: float = 1e-6
+
+
+class KernelSet(Protocol):
+    """Fused operations on one device. Inputs have their last dimension contiguous.
+
+    All compute in float32 and round once to the dtype of their input, unless said otherwise. None
+    synchronises with the host, so all may be captured in a CUDA graph.
+    """
+
+    @property
+    def name(self) -> str:
+        """For listings and benchmarks: "torch" or "triton"."""
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """x / rms(x), rounded to x's dtype, then times the weight and rounded again.
+
+        The double rounding is that of transformers' Qwen3RMSNorm.
+        """
+
+    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        """silu(gate) * up -> [T, F]; the gate is the first half."""
+
+    def prepare_qkv(
+        self,
+        qkv_TX: Tensor,
+        prep: QKPrep,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        k_cache_NPKD: Tensor,
+        v_cache_NPKD: Tensor,
+    ) -> Tensor:
+        """Norm and rotate q and k, store k and v in their pages, return contiguous q_THD.
+
+        `positions_T` int32 or int64. `slot_mapping_T` int64: page · P + offset; -1 stores nothing.
+        The caches may have any strides, as long as D is contiguous.
+        """
+
+
+def get_kernels(device: torch.device) -> KernelSet:
+    """The kernel set for a device: Triton on CUDA, the torch reference elsewhere.
+
+    Raises DeviceError where CUDA was asked for and Triton cannot be imported.
+    """
+    if device.type != "cuda":
+        from nanovllm_core.kernels.reference import TorchKernels
+
+        return TorchKernels()
+    try:
+        from nanovllm_core.kernels.triton_set import TritonKernels
+    except ImportError as error:
+        raise DeviceError(
+            f"device {device} needs triton, which cannot be imported ({error}); "
+            'run: pip install "triton>=3.6", or choose device: cpu'
+        ) from error
+    return TritonKernels()

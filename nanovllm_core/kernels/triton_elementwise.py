@@ -1,0 +1,41 @@
+"""Row-wise kernels: one program per row, or per piece of a row, and every element read once."""
+
+# mypy: disable-error-code="no-untyped-def"
+# Reason: Triton compiles these functions; their arguments have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride,
+    EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row per program; see `KernelSet.rms_norm` for the two roundings."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS)
+    normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+    out = (normed * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + columns, out, mask=mask)
+
+
+@triton.jit
+def silu_and_mul_kernel(
+    gate_up_ptr, out_ptr, gate_up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One piece of a row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    gate_ptrs = gate_up_ptr + row * gate_up_stride + columns
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,73 @@
+"""The kernel set for CUDA: one Triton kernel per operation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from nanovllm_core.kernels.base import QKPrep
+from nanovllm_core.kernels.triton_elementwise import rms_norm_kernel, silu_and_mul_kernel
+from nanovllm_core.kernels.triton_prepare_qkv import prepare_qkv_kernel
+
+_SILU_BLOCK = 1024
+_HEADS_PER_PROGRAM = 8
+"""Eight heads of 128 give each lane of one warp four 16-byte accesses, and enough programs."""
+
+
+class TritonKernels:
+    """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
+
+    name = "triton"
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        num_tokens, size = x_TE.shape
+        out_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
+        block = triton.next_power_of_2(size)
+        rms_norm_kernel[(num_tokens,)](
+            x_TE, weight_E, out_TE, x_TE.stride(0),
+            EPS=eps, SIZE=size, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+        )  # fmt: skip
+        return out_TE
+
+    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+        out_TF = gate_up_T2F.new_empty((num_tokens, size))
+        grid = (num_tokens, triton.cdiv(size, _SILU_BLOCK))
+        silu_and_mul_kernel[grid](
+            gate_up_T2F, out_TF, gate_up_T2F.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4
+        )
+        return out_TF
+
+    def prepare_qkv(
+        self,
+        qkv_TX: Tensor,
+        prep: QKPrep,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        k_cache_NPKD: Tensor,
+        v_cache_NPKD: Tensor,
+    ) -> Tensor:
+        num_tokens, num_heads, num_kv_heads = qkv_TX.shape[0], prep.num_heads, prep.num_kv_heads
+        head_size, rotary_size = prep.head_size, prep.cos_sin_cache.shape[1]
+        q_THD = qkv_TX.new_empty((num_tokens, num_heads, head_size))
+        block_heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+        q_groups = triton.cdiv(num_heads, block_heads)
+        kv_groups = triton.cdiv(num_kv_heads, block_heads)
+        prepare_qkv_kernel[(num_tokens, q_groups + 2 * kv_groups)](
+            qkv_TX, prep.q_norm_weight, prep.k_norm_weight, prep.cos_sin_cache,
+            positions_T, slot_mapping_T, q_THD, k_cache_NPKD, v_cache_NPKD,
+            qkv_TX.stride(0), *k_cache_NPKD.stride()[:3], *v_cache_NPKD.stride()[:3],
+            EPS=prep.eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_SIZE=head_size,
+            HALF=rotary_size // 2,
+            BLOCK_SIZE=k_cache_NPKD.shape[1],
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=triton.next_power_of_2(rotary_size // 2),
+            BLOCK_REST=triton.next_power_of_2(head_size - rotary_size),
+            BLOCK_HEAD=triton.next_power_of_2(head_size),
+            num_warps=1,
+        )  # fmt: skip
+        return q_THD

@@ -1,0 +1,96 @@
+"""The kernels compile for sm_90 without spills and with 16-byte accesses, at the models' sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm_core.testing.aot import AotJob, AotReport, compile_many_for_sm90
+
+ROWS = "nanovllm_core.kernels.triton_elementwise"
+PREPARE = "nanovllm_core.kernels.triton_prepare_qkv"
+
+
+def rms_norm_job(dtype: str, size: int) -> AotJob:
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{dtype}:16")
+    return AotJob(
+        kernel=f"{ROWS}:rms_norm_kernel",
+        signature={**pointers, "x_stride": "i32:16"},
+        constexprs={"EPS": 1e-6, "SIZE": size, "BLOCK": size},
+        num_warps=min(max(size // 256, 1), 16),
+    )
+
+
+def silu_job(dtype: str, size: int) -> AotJob:
+    pointers = dict.fromkeys(("gate_up_ptr", "out_ptr"), f"*{dtype}:16")
+    return AotJob(
+        kernel=f"{ROWS}:silu_and_mul_kernel",
+        signature={**pointers, "gate_up_stride": "i32:16"},
+        constexprs={"SIZE": size, "BLOCK": 1024},
+    )
+
+
+def prepare_job(dtype: str, heads: tuple[int, int], head_size: int) -> AotJob:
+    arrays = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr")
+    strides = ("qkv_stride", *(f"{c}_{d}_stride" for c in "kv" for d in ("page", "token", "head")))
+    return AotJob(
+        kernel=f"{PREPARE}:prepare_qkv_kernel",
+        signature={
+            **dict.fromkeys(arrays, f"*{dtype}:16"),
+            **dict.fromkeys(strides, "i32:16"),
+            "cos_sin_ptr": "*fp32:16",
+            "positions_ptr": "*i32:16",
+            "slot_mapping_ptr": "*i64:16",
+        },
+        constexprs={
+            "EPS": 1e-6,
+            "NUM_HEADS": heads[0],
+            "NUM_KV_HEADS": heads[1],
+            "HEAD_SIZE": head_size,
+            "HALF": head_size // 2,
+            "BLOCK_SIZE": 64,
+            "BLOCK_HEADS": 8,
+            "BLOCK_HALF": head_size // 2,
+            "BLOCK_REST": 0,
+            "BLOCK_HEAD": head_size,
+        },
+        num_warps=1,
+    )
+
+
+JOBS = {
+    **{
+        f"rms_norm-{dtype}-{size}": rms_norm_job(dtype, size)
+        for dtype, size in (("bf16", 1024), ("fp16", 4096), ("bf16", 8192), ("fp32", 2048))
+    },
+    **{f"silu-{dtype}": silu_job(dtype, 3072) for dtype in ("bf16", "fp16", "fp32")},
+    **{
+        f"prepare_qkv-{dtype}-{heads}-{size}": prepare_job(dtype, heads, size)
+        for dtype, heads, size in (
+            ("bf16", (16, 8), 128),
+            ("fp16", (32, 8), 128),
+            ("bf16", (4, 2), 64),
+            ("fp32", (16, 8), 128),
+        )
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, AotReport]:
+    return dict(zip(JOBS, compile_many_for_sm90(list(JOBS.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_kernel_does_not_spill(name: str, reports: dict[str, AotReport]) -> None:
+    """Every value lives in a register, with room for 8 warps and more per scheduler."""
+    assert reports[name].spills == 0
+    assert reports[name].registers <= 128
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_kernel_reads_and_writes_16_bytes_at_a_time(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """Four 32-bit words per access."""
+    assert "ld.global.v4" in reports[name].ptx
+    assert "st.global.v4" in reports[name].ptx
