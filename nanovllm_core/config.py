@@ -1,1 +1,358 @@
-"""Placeholder while the configuration is written; replaced by the config work."""
+"""What an engine is told: one frozen model, checked before anything is loaded.
+
+The fields of `EngineConfig` are the keys of the YAML file. `nanovllm_core.config_sources.load_config`
+builds it from that file, the environment and keyword arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+IntTuple = Annotated[tuple[int, ...], Field(strict=False)]
+StrTuple = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The batch sizes to capture graphs for: 1, 2, 4, then steps of 8; the last is the maximum.
+
+    >>> bucket_sizes(20)
+    (1, 2, 4, 8, 16, 20)
+    """
+    steps = (1, 2, 4, *range(8, max_num_seqs, 8))
+    return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
+
+
+def expand_name(value: object, key: str) -> object:
+    """`sjf` is short for `{name: sjf}`, and an empty section for the defaults."""
+    if isinstance(value, str):
+        return {key: value}
+    return {} if value is None else value
+
+
+def expand_attention(value: object) -> object:
+    """Write any form of `attention` as `{prefill: {...}, decode: {...}}`; leave other keys alone."""
+    value = expand_name(value, "backend")
+    if not isinstance(value, Mapping):
+        return value
+    both = {key: value[key] for key in ("backend", "options") if key in value}
+    phases = {key: value[key] for key in ("prefill", "decode") if key in value}
+    if both and phases:
+        raise ValueError("give either backend and options, or prefill and decode, not both")
+    if both:
+        phases = {"prefill": both, "decode": both}
+    rest = {key: value[key] for key in value if key not in both and key not in phases}
+    return {key: expand_name(phases[key], "backend") for key in phases} | rest
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_defaults(cls, value: object) -> object:
+        return {} if value is None else value
+
+
+class AttentionChoice(Section):
+    """One attention backend and its options."""
+
+    backend: str = Field(
+        default="auto",
+        min_length=1,
+        description="The attention plugin to use, by name (see `nanovllm plugins list`). `auto` "
+        "takes the fastest one that can serve this model on this machine and says why the others "
+        "were passed over.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The settings of that plugin; each plugin has its own."
+    )
+
+    @model_validator(mode="after")
+    def _options_need_a_name(self) -> AttentionChoice:
+        if self.backend == "auto" and self.options:
+            raise ValueError(
+                f"options {sorted(self.options)} need a named backend, for `auto` may take any"
+            )
+        return self
+
+
+class AttentionSettings(Section):
+    """Attention lets each token look back at the earlier ones; it is where most time goes.
+
+    A name, `{backend, options}`, or one of these for each of the two phases: `prefill` reads the
+    prompt, `decode` writes the answer token by token.
+    """
+
+    prefill: AttentionChoice = Field(
+        default_factory=AttentionChoice,
+        description="The backend that reads prompts: many tokens of one sequence at once.",
+    )
+    decode: AttentionChoice = Field(
+        default_factory=AttentionChoice,
+        description="The backend that writes answers: one token of many sequences at once.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: object) -> object:
+        return expand_attention(value)
+
+
+class NamedPlugin(Section):
+    """A plugin and its options; the name alone will do."""
+
+    name: str = Field(min_length=1, description="The plugin, by name.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The settings of that plugin; each plugin has its own."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: object) -> object:
+        return expand_name(value, "name")
+
+
+class SchedulerSettings(NamedPlugin):
+    """Who is served first when more requests wait than can run."""
+
+    name: str = Field(
+        default="fcfs",
+        min_length=1,
+        description="The scheduler plugin, by name. `fcfs` serves in order of arrival; `sjf` "
+        "serves short prompts first.",
+    )
+
+
+class ExecutorSettings(NamedPlugin):
+    """How the model runs: in this process, or in several."""
+
+    name: str = Field(
+        default="single",
+        min_length=1,
+        description="The executor plugin, by name. `single` runs the model in this process.",
+    )
+
+
+def _is_block_size(value: int) -> int:
+    if value not in BLOCK_SIZES:
+        raise ValueError(f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
+    return value
+
+
+class CacheSettings(Section):
+    """The KV cache: the engine's memory of the tokens it has already read or written."""
+
+    block_size: Annotated[int, AfterValidator(_is_block_size)] | None = Field(
+        default=None,
+        description="The cache is handed out in blocks (pages), as a notebook is in pages; this is "
+        "how many tokens one block holds: 16, 32, 64, 128 or 256. Small blocks waste less memory "
+        "at the end of each sequence and share more of what prompts have in common; large ones "
+        "suit some attention backends better. Left out, the attention backend's own page size "
+        "is used, and 16 at least.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="How much of the GPU's memory this engine may fill, as a fraction: 0.9 is 90 "
+        "percent. Weights come first, then working space, and what is left becomes cache; more "
+        "cache means more sequences at once. Lower it when other programs use the same GPU. "
+        "It does not apply on a CPU.",
+    )
+    num_blocks: int | None = Field(
+        default=None,
+        ge=1,
+        description="Exactly how many blocks to reserve. Left out, as many as "
+        "`gpu_memory_utilization` leaves room for. block_size × num_blocks is the number of "
+        "tokens that all running sequences can hold together.",
+    )
+    prefix_caching: bool = Field(
+        default=True,
+        description="Keep what was computed for the beginning of a prompt, and use it again when "
+        "another prompt begins with the same tokens. The results are the same; it saves time.",
+    )
+
+
+class LimitSettings(Section):
+    """How much the engine takes on at once."""
+
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="The longest a sequence may become, prompt and answer together, in tokens (a "
+        "token is about three quarters of an English word). Left out, the model's own limit.",
+    )
+    max_num_seqs: int = Field(
+        default=256,
+        ge=1,
+        description="How many sequences (prompts being read, answers being written) may be in "
+        "work at the same time; further ones wait their turn. More at once gives more tokens per "
+        "second in all, fewer gives each one its answer sooner and needs less memory.",
+    )
+    max_num_batched_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="How many tokens the engine may compute in one step, over all sequences: each "
+        "answer being written takes one, prompts being read share the rest. A prompt longer than "
+        "this is read in several steps. More reads prompts faster; fewer keeps the answers that "
+        "are being written from stalling, and needs less memory. At least max_num_seqs.",
+    )
+
+    @model_validator(mode="after")
+    def _a_step_holds_every_sequence(self) -> LimitSettings:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence takes one token of a "
+                "step; raise the first or lower the second"
+            )
+        return self
+
+
+class GraphSettings(Section):
+    """CUDA graphs: a step recorded once and replayed, which spares the CPU its work on each step."""
+
+    enforce_eager: bool = Field(
+        default=False,
+        description="Run every step without CUDA graphs. Slower; starts sooner, uses less memory "
+        "and is easier to debug.",
+    )
+    sizes: IntTuple | None = Field(
+        default=None,
+        description="The numbers of sequences to record a graph for, increasing, the last one "
+        "max_num_seqs; a step is padded to the next larger size. Left out: 1, 2, 4, 8, then every "
+        "8 up to max_num_seqs.",
+    )
+
+    @model_validator(mode="after")
+    def _sizes_increase(self) -> GraphSettings:
+        if self.sizes is not None:
+            pairs = zip((0, *self.sizes), self.sizes, strict=False)
+            if not self.sizes or any(low >= high for low, high in pairs):
+                raise ValueError(f"sizes {list(self.sizes)} must be positive and increasing")
+        return self
+
+
+class PluginSettings(Section):
+    """Which plugins to leave out, and which extensions to load."""
+
+    disable: StrTuple = Field(
+        default=(),
+        description="Plugins to act as if they were not installed: a name (`flash`), a kind and a "
+        "name (`attention:flash`), or a distribution (`nanovllm-attention-flash`).",
+    )
+    enable: StrTuple = Field(
+        default=(),
+        description="Extensions to load, by name; an extension that is not named stays unloaded.",
+    )
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="The settings of extensions, by the extension's name."
+    )
+
+
+def _is_device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError("must be auto, cpu, cuda or cuda:N (N the number of the GPU, from 0)")
+    return value
+
+
+class EngineConfig(Section):
+    """Everything an engine is told. Frozen; unknown keys are errors."""
+
+    model: str = Field(
+        min_length=1,
+        description="The model: a folder with a checkpoint, the name of a checkpoint plugin "
+        "(`demo`), `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`).",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where the tokenizer is, if not with the model. It cuts text into tokens.",
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description="`auto` reads the checkpoint's weights; `dummy` makes up random ones of the "
+        "right shapes, to measure speed with a config.json alone.",
+    )
+    device: Annotated[str, AfterValidator(_is_device)] = Field(
+        default="auto",
+        description="Where to compute: `cpu`, `cuda` (the first GPU), `cuda:1` (the second), or "
+        "`auto`: a GPU where there is one.",
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="The number format of weights and computation. `auto` is the checkpoint's on "
+        "a GPU, and float32 on a CPU.",
+    )
+    attention: AttentionSettings = Field(
+        default_factory=AttentionSettings,
+        description="The attention backend: a name, {backend, options}, or a {prefill, decode} "
+        "pair of these.",
+    )
+    scheduler: SchedulerSettings = Field(
+        default_factory=SchedulerSettings,
+        description="Who is served first: a name or {name, options}.",
+    )
+    executor: ExecutorSettings = Field(
+        default_factory=ExecutorSettings,
+        description="How the model runs: a name or {name, options}.",
+    )
+    cache: CacheSettings = Field(
+        default_factory=CacheSettings,
+        description="The KV cache: the memory of tokens already read or written.",
+    )
+    limits: LimitSettings = Field(
+        default_factory=LimitSettings, description="How much the engine takes on at once."
+    )
+    cuda_graphs: GraphSettings = Field(
+        default_factory=GraphSettings, description="Recorded steps on a GPU."
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Where the dice start: the same seed and the same requests give the same noise.",
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Over how many GPUs each layer is split. More than 1 needs an executor that "
+        "can do it.",
+    )
+    steps_ahead: int = Field(
+        default=1,
+        ge=0,
+        le=8,
+        description="How many steps are launched before the results of the first one are read. 1 "
+        "hides the CPU's work behind the GPU's; 0 waits for each step.",
+    )
+    debug: bool = Field(
+        default=False,
+        description="Check the engine's own bookkeeping at every step. Slow; for developers.",
+    )
+    plugins: PluginSettings = Field(
+        default_factory=PluginSettings, description="Plugins to leave out, extensions to load."
+    )
+
+    @model_validator(mode="after")
+    def _graph_sizes_end_at_the_maximum(self) -> EngineConfig:
+        sizes, maximum = self.cuda_graphs.sizes, self.limits.max_num_seqs
+        if sizes is not None and sizes[-1] != maximum:
+            raise ValueError(
+                f"cuda_graphs.sizes must end with limits.max_num_seqs ({maximum}), "
+                f"not with {sizes[-1]}"
+            )
+        return self
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """The batch sizes that steps are padded to; the last is `limits.max_num_seqs`."""
+        return self.cuda_graphs.sizes or bucket_sizes(self.limits.max_num_seqs)

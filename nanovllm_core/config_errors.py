@@ -1,0 +1,150 @@
+"""Messages about a wrong configuration: the path, the value, and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from nanovllm_core.config import EngineConfig
+
+FLAT_KEYWORDS: Mapping[str, str] = {
+    "max_num_batched_tokens": "limits.max_num_batched_tokens",
+    "max_num_seqs": "limits.max_num_seqs",
+    "max_model_len": "limits.max_model_len",
+    "gpu_memory_utilization": "cache.gpu_memory_utilization",
+    "kvcache_block_size": "cache.block_size",
+    "num_kvcache_blocks": "cache.num_blocks",
+    "enforce_eager": "cuda_graphs.enforce_eager",
+    "tensor_parallel_size": "tensor_parallel_size",
+}
+"""nano-vllm's keyword arguments and the fields they set."""
+
+MODEL_HINT = (
+    "name a folder with a checkpoint, a checkpoint plugin (demo) or a model of the Hugging Face hub "
+    "(Qwen/Qwen3-0.6B)"
+)
+
+Location = tuple[int | str, ...]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, if any is like it."""
+    matches = difflib.get_close_matches(str(name), [*known], n=1)
+    return matches[0] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean block_size?`, or nothing."""
+    match = nearest(name, known)
+    return f"; did you mean {match}?" if match else ""
+
+
+def dotted(location: Location) -> str:
+    """`("cuda_graphs", "sizes", 2)` -> `cuda_graphs.sizes[2]`."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")
+
+
+def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
+    """One line for each thing wrong in an `EngineConfig`, with the source that said it."""
+    lines = []
+    for detail in _once_for_both_phases(error.errors(include_url=False)):
+        path = dotted(detail["loc"])
+        if detail["type"] == "missing":
+            lines.append(f"{path}: missing; {MODEL_HINT}")
+            continue
+        source = _source_of(path, sources)
+        lines.append(explain(detail, path, _key_hint) + (f" [{source}]" if source else ""))
+    return "\n".join(lines)
+
+
+def explain_options(
+    error: ValidationError, options: type[BaseModel], path: str, plugin: str
+) -> str:
+    """One line for each wrong option; `plugin` is its name, version and distribution."""
+
+    def hint(location: Location) -> str:
+        return did_you_mean(str(location[-1]), options.model_fields)
+
+    lines = []
+    for detail in error.errors(include_url=False):
+        where = ".".join(filter(None, (path, dotted(detail["loc"]))))
+        lines.append(f"{explain(detail, where, hint, 'option')} ({plugin})")
+    return "\n".join(lines)
+
+
+def explain(
+    detail: ErrorDetails, path: str, key_hint: Callable[[Location], str], noun: str = "key"
+) -> str:
+    """`path: value, and what is allowed` for one error of pydantic's."""
+    value = detail["input"]
+    scalar = "" if isinstance(value, Mapping | BaseModel) else f"{value!r} "
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{path}: unknown {noun} (value {value!r}){key_hint(detail['loc'])}"
+        case "missing":
+            return f"{path}: missing; it has no default"
+        case "value_error":
+            return f"{path}: {scalar}{detail['ctx']['error']}".removeprefix(": ")
+        case "literal_error":
+            allowed = str(detail["ctx"]["expected"])
+            names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
+            return f"{path}: {scalar}must be {allowed}{did_you_mean(str(value), names)}"
+        case "model_type":
+            return f"{path}: {value!r} must be a section of `key: value` lines"
+        case "invalid_key":
+            return f"{path}: the key {value!r} must be text"
+    message = detail["msg"].replace("Input should", "must")
+    return f"{path}: {value!r} {message[0].lower()}{message[1:]}"
+
+
+def _once_for_both_phases(details: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """One `attention.backend` error for what is wrong in prefill and decode alike."""
+    details = [*details]
+    seen = [(detail["loc"], detail["msg"]) for detail in details]
+    for detail in details:
+        location = detail["loc"]
+        if location[0:1] == ("attention",) and location[1:2] in (("prefill",), ("decode",)):
+            rest = location[2:]
+            phases = [
+                (("attention", phase, *rest), detail["msg"]) for phase in ("prefill", "decode")
+            ]
+            if all(phase in seen for phase in phases):
+                if location[1] == "prefill":
+                    yield {**detail, "loc": ("attention", *rest)}
+                continue
+        yield detail
+
+
+def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
+    """Every (parent path, key) that the configuration has."""
+    for name, field in model.model_fields.items():
+        yield path, name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _fields(field.annotation, f"{path}.{name}".removeprefix("."))
+    if path == "attention":
+        yield from ((path, "backend"), (path, "options"))
+
+
+def _key_hint(location: Location) -> str:
+    """The right key: the same name elsewhere, a sibling of a like name, a like name elsewhere."""
+    key, parent = str(location[-1]), dotted(location[:-1])
+    siblings = [name for path, name in _fields(EngineConfig) if path == parent]
+    elsewhere = {name: f"{path}.{name}".removeprefix(".") for path, name in _fields(EngineConfig)}
+    elsewhere |= FLAT_KEYWORDS
+    if key in elsewhere:
+        return f"; did you mean {elsewhere[key]}?"
+    match = nearest(key, siblings) or elsewhere.get(nearest(key, elsewhere) or "")
+    return f"; did you mean {match}?" if match else f"; known here: {', '.join(siblings)}"
+
+
+def _source_of(path: str, sources: Mapping[str, str]) -> str | None:
+    """Who gave the value at `path`, something in it, or what it is in."""
+    for known, source in sources.items():
+        phases = {known, known.replace(".prefill.", ".", 1), known.replace(".decode.", ".", 1)}
+        if any(f"{path}.".startswith(f"{name}.") or name.startswith(f"{path}.") for name in phases):
+            return source
+    return None
