@@ -66,20 +66,28 @@ def plan_kernel(
 
 
 @triton.jit
-def page_offsets(
-    table_ptr, start, end, stride_page, stride_token, PAGE: tl.constexpr, TILE: tl.constexpr
-):
-    """Element offsets [TILE], 64-bit, of the tokens from `start`; those from `end` on are token 0's.
+def load_pages(table_ptr, start, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The 64-bit page ids of the TILE tokens from `start`: one scalar where a page holds the tile.
 
-    A page id times its stride overflows 32 bits in any cache beyond 2^31 elements.
+    A page id times its stride overflows 32 bits in any cache beyond 2^31 elements. Nothing is read
+    for tokens from `end` on. Callers load a tile's ids one round early, into a loop-carried value:
+    an id loaded in the round that needs it costs Triton's pipeliner a stage of the K and V loads.
     """
     if PAGE % TILE == 0:
-        pages = tl.load(table_ptr + start // PAGE).to(tl.int64)
-        slots = start % PAGE + tl.arange(0, TILE)
+        pages = tl.load(table_ptr + start // PAGE, mask=start < end, other=0)
     else:
         tokens = start + tl.arange(0, TILE)
-        pages = tl.load(table_ptr + tokens // PAGE, mask=tokens < end, other=0).to(tl.int64)
-        slots = tokens % PAGE
+        pages = tl.load(table_ptr + tokens // PAGE, mask=tokens < end, other=0)
+    return pages.to(tl.int64)
+
+
+@triton.jit
+def page_offsets(pages, start, stride_page, stride_token, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Element offsets [TILE], 64-bit, of the tokens from `start`, whose pages are `pages`."""
+    if PAGE % TILE == 0:
+        slots = start % PAGE + tl.arange(0, TILE)
+    else:
+        slots = (start + tl.arange(0, TILE)) % PAGE
     return pages * stride_page + slots.to(tl.int64) * stride_token
 
 
@@ -147,9 +155,11 @@ def decode_kernel(
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, HEAD_SIZE], tl.float32)
+    pages = load_pages(table_row, begin, end, PAGE, TILE)
     for start in tl.range(begin, end, TILE):
         live = start + tl.arange(0, TILE) < end
-        offsets = page_offsets(table_row, start, end, stride_page, stride_token, PAGE, TILE)
+        offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, TILE)
+        pages = load_pages(table_row, start + TILE, end, PAGE, TILE)
         kv_offsets = offsets[:, None] + dims[None, :]
         k = tl.load(k_head + kv_offsets, mask=live[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale

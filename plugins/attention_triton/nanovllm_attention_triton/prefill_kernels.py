@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm_attention_triton.decode_kernels import page_offsets
+from nanovllm_attention_triton.decode_kernels import load_pages, page_offsets
 
 
 @triton.jit
@@ -123,9 +123,11 @@ def _attend(
 ):
     """Fold the keys from `begin` to `end` into (acc, denominator, peak); MASKED on the edge only."""
     dims = tl.arange(0, HEAD_SIZE)
+    pages = load_pages(table_row, begin, end, PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        offsets = page_offsets(table_row, start, seq_len, stride_page, stride_token, PAGE, BLOCK_N)
+        offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, BLOCK_N)
+        pages = load_pages(table_row, start + BLOCK_N, end, PAGE, BLOCK_N)
         kv_offsets = offsets[:, None] + dims[None, :]
         if MASKED:
             k = tl.load(k_head + kv_offsets, mask=keys[:, None] < seq_len, other=0.0)
