@@ -1,7 +1,7 @@
 """What an engine is told: one frozen model, checked before anything is loaded.
 
-The fields of `EngineConfig` are the keys of the YAML file. `nanovllm_core.config_sources.load_config`
-builds it from that file, the environment and keyword arguments.
+The fields of `EngineConfig` are the keys of the YAML file. `load_config`, in
+`nanovllm_core.config_sources`, builds it from that file, the environment and keyword arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def expand_name(value: object, key: str) -> object:
 
 
 def expand_attention(value: object) -> object:
-    """Write any form of `attention` as `{prefill: {...}, decode: {...}}`; leave other keys alone."""
+    """Write any form of `attention` as `{prefill: {...}, decode: {...}}`; keep other keys."""
     value = expand_name(value, "backend")
     if not isinstance(value, Mapping):
         return value
@@ -171,7 +171,7 @@ class CacheSettings(Section):
         default=None,
         ge=1,
         description="Exactly how many blocks to reserve. Left out, as many as "
-        "`gpu_memory_utilization` leaves room for. block_size × num_blocks is the number of "
+        "`gpu_memory_utilization` leaves room for. block_size times num_blocks is the number of "
         "tokens that all running sequences can hold together.",
     )
     prefix_caching: bool = Field(
@@ -218,7 +218,7 @@ class LimitSettings(Section):
 
 
 class GraphSettings(Section):
-    """CUDA graphs: a step recorded once and replayed, which spares the CPU its work on each step."""
+    """CUDA graphs: a step is recorded once and replayed, which spares the CPU work."""
 
     enforce_eager: bool = Field(
         default=False,
@@ -256,6 +256,16 @@ class PluginSettings(Section):
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="The settings of extensions, by the extension's name."
     )
+
+    @model_validator(mode="after")
+    def _options_of_enabled_extensions(self) -> PluginSettings:
+        for name in self.options:
+            if name not in self.enable:
+                raise ValueError(
+                    f"options.{name}: {name!r} is not in enable {list(self.enable)}, so nothing "
+                    "would read them"
+                )
+        return self
 
 
 def _is_device(value: str) -> str:
@@ -319,7 +329,7 @@ class EngineConfig(Section):
         default=0,
         ge=0,
         lt=2**63,
-        description="Where the dice start: the same seed and the same requests give the same noise.",
+        description="Where the dice start: the same seed and requests give the same noise.",
     )
     tensor_parallel_size: int = Field(
         default=1,

@@ -23,8 +23,8 @@ FLAT_KEYWORDS: Mapping[str, str] = {
 """nano-vllm's keyword arguments and the fields they set."""
 
 MODEL_HINT = (
-    "name a folder with a checkpoint, a checkpoint plugin (demo) or a model of the Hugging Face hub "
-    "(Qwen/Qwen3-0.6B)"
+    "name a folder with a checkpoint, a checkpoint plugin (demo) or a model of the Hugging Face "
+    "hub (Qwen/Qwen3-0.6B)"
 )
 
 Location = tuple[int | str, ...]

@@ -8,8 +8,8 @@ Highest first:
 3. the YAML file,
 4. the defaults of `EngineConfig`.
 
-Sections are merged key by key. A layer that names another plugin (an attention backend, a scheduler,
-an executor) replaces the lower layer's choice whole, because options belong to the plugin.
+Sections are merged key by key. A layer that names another plugin (an attention backend, a
+scheduler, an executor) replaces the lower layer's choice whole: options belong to the plugin.
 """
 
 from __future__ import annotations

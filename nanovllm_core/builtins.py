@@ -1,0 +1,49 @@
+"""The plugins that come with the core, by the same path as anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.specs import CheckpointSpec, ExecutorSpec, SchedulerSpec
+
+
+@hookimpl
+def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+    """First come, first served."""
+    return [
+        SchedulerSpec(
+            name="fcfs",
+            impl="nanovllm_core.engine.policies:FcfsPolicy",
+            summary="First come, first served.",
+        )
+    ]
+
+
+@hookimpl
+def nanovllm_executors() -> Sequence[ExecutorSpec]:
+    """One worker in this process."""
+    return [
+        ExecutorSpec(
+            name="single",
+            impl="nanovllm_core.worker.executor:SingleProcessExecutor",
+            summary="The model runs in this process, on one device.",
+        )
+    ]
+
+
+@hookimpl
+def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
+    """Folders of this machine, and models of the Hugging Face hub."""
+    return [
+        CheckpointSpec(
+            name="local",
+            impl="nanovllm_core.checkpoint_sources:from_folder",
+            summary="A folder of this machine.",
+        ),
+        CheckpointSpec(
+            name="hub",
+            impl="nanovllm_core.checkpoint_sources:from_hub",
+            summary="A model of the Hugging Face hub, downloaded once.",
+        ),
+    ]
