@@ -1,0 +1,226 @@
+"""The device's row tables: updates land where they belong, steps are built and written back right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm_core.interfaces.plan import PADDED, Admission, PageAppend, RowSampling
+from nanovllm_core.worker import rows_reference
+from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.rows import MAX_DEVICE_STOP_IDS, RowTables, RowUpdates, StagingRing
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+MAX_LEN = 32
+
+
+def make_tables(num_rows: int = 4) -> RowTables:
+    return RowTables.allocate(num_rows, MAX_LEN, BLOCK_SIZE, CPU)
+
+
+def admission(row: int, token_ids: list[int], **changes: Any) -> Admission:
+    fields: dict[str, Any] = {
+        "row": row,
+        "token_ids": np.array(token_ids, dtype=np.int32),
+        "num_prompt_tokens": len(token_ids),
+        "num_computed": 0,
+        "block_ids": tuple(range(10 * row, 10 * row + -(-len(token_ids) // BLOCK_SIZE))),
+        "max_length": MAX_LEN,
+        "sampling": RowSampling(),
+    }
+    return Admission(**{**fields, **changes})
+
+
+def apply(tables: RowTables, updates: RowUpdates) -> None:
+    packed = updates.take()
+    if packed is not None:
+        rows_reference.scatter_updates(tables.arena, StagingRing(CPU).copy(packed))
+
+
+def admit(tables: RowTables, *admissions: Admission, active: tuple[int, ...] = ()) -> None:
+    updates = RowUpdates(tables)
+    for one in admissions:
+        updates.admit(one)
+    updates.set_active_rows(active)
+    apply(tables, updates)
+
+
+def decode_inputs(tables: RowTables, num_rows: int) -> StepInputs:
+    inputs = StepInputs.allocate(num_rows, num_rows, tables.block_table.shape[1], CPU)
+    rows_reference.prepare_decode(tables, inputs)
+    return inputs
+
+
+def test_a_fresh_row_is_finished_and_no_row_is_active() -> None:
+    """Before any admission every row counts as padding, so nothing can be computed by mistake."""
+    tables = make_tables()
+    assert tables.finished.tolist() == [1, 1, 1, 1]
+    assert decode_inputs(tables, 2).rows.tolist() == [-1, -1]
+
+
+def test_an_admission_sets_every_table_of_its_row_and_no_other() -> None:
+    """Ids, pages, lengths, stop ids, temperature bits and the 64-bit seed land in the right row."""
+    tables = make_tables()
+    sampling = RowSampling(
+        temperature=0.7, seed=2**63 + 5, min_tokens=3, stop_token_ids=(7, 9), top_k=4
+    )
+    admit(tables, admission(2, [5, 6, 7, 8, 9], num_computed=4, max_length=11, sampling=sampling))
+    assert tables.token_ids[2, :5].tolist() == [5, 6, 7, 8, 9]
+    assert tables.block_table[2, :2].tolist() == [20, 21]
+    assert tables.computed[2] == 4
+    assert tables.num_prompt[2] == 5
+    assert tables.max_length[2] == 11
+    assert tables.min_tokens[2] == 3
+    assert tables.finished.tolist() == [1, 1, 0, 1]
+    assert tables.stop_ids[2].tolist() == [7, 9] + [-1] * (MAX_DEVICE_STOP_IDS - 2)
+    assert tables.temperature[2].item() == pytest.approx(0.7)
+    assert tables.seed[2].item() == 2**63 + 5 - 2**64
+    others = [0, 1, 3]
+    assert not tables.token_ids[others].any()
+    assert not tables.seed[others].any()
+
+
+def test_more_stop_ids_than_the_device_holds_are_cut() -> None:
+    """The device checks the first ids; the rest are the engine's to check."""
+    tables = make_tables()
+    ids = tuple(range(100, 100 + MAX_DEVICE_STOP_IDS + 3))
+    admit(tables, admission(0, [1], sampling=RowSampling(stop_token_ids=ids)))
+    assert tables.stop_ids[0].tolist() == list(ids[:MAX_DEVICE_STOP_IDS])
+
+
+def test_pages_are_appended_to_the_rows_they_name() -> None:
+    """An append changes one entry of one block table."""
+    tables = make_tables()
+    updates = RowUpdates(tables)
+    updates.append_pages((PageAppend(1, 3, 77), PageAppend(3, 0, 5)))
+    apply(tables, updates)
+    assert tables.block_table[1, 3] == 77
+    assert tables.block_table[3, 0] == 5
+    assert int((tables.block_table != 0).sum()) == 2
+
+
+def test_nothing_collected_is_nothing_to_copy() -> None:
+    """A steady step sends no bytes."""
+    assert RowUpdates(make_tables()).take() is None
+
+
+def test_a_decode_entry_reads_the_id_at_its_computed_position() -> None:
+    """Position, slot and id are those of the first position not yet computed (bug 10)."""
+    tables = make_tables()
+    admit(tables, admission(1, [5, 6, 7, 8, 9], num_computed=4), active=(1,))
+    inputs = decode_inputs(tables, 2)
+    assert inputs.rows.tolist() == [1, -1]
+    assert inputs.input_ids[0] == 9
+    assert inputs.positions[0] == 4
+    assert inputs.slot_mapping.tolist() == [11 * BLOCK_SIZE, -1]
+    assert inputs.seq_lens.tolist() == [5, 0]
+    assert inputs.output_index[0] == 0
+
+
+def test_padded_entries_neither_read_nor_write() -> None:
+    """Padding has slot -1 and length 0 (bug 9), also where a row finished since the plan was made."""
+    tables = make_tables()
+    admit(tables, admission(0, [3], num_computed=0), active=(0,))
+    tables.finished[0] = 1
+    inputs = decode_inputs(tables, 3)
+    assert inputs.slot_mapping.tolist() == [-1, -1, -1]
+    assert inputs.seq_lens.tolist() == [0, 0, 0]
+    before = tables.arena.clone()
+    result = torch.zeros((3, 2), dtype=torch.int32)
+    finish(tables, inputs, torch.tensor([1, 2, 3], dtype=torch.int32), result)
+    assert torch.equal(tables.arena, before)
+    assert result.tolist() == [[PADDED, 0]] * 3
+
+
+def finish(tables: RowTables, inputs: StepInputs, sampled: torch.Tensor, result: torch.Tensor) -> None:
+    rows_reference.finish_step(tables, inputs, sampled, result, torch.zeros(1, dtype=torch.int32))
+
+
+def test_a_sampled_id_is_written_back_and_the_row_advances() -> None:
+    """The id lands after the computed position and is the next step's input."""
+    tables = make_tables()
+    admit(tables, admission(0, [3, 4], num_computed=1), active=(0,))
+    inputs = decode_inputs(tables, 1)
+    result = torch.zeros((1, 2), dtype=torch.int32)
+    finish(tables, inputs, torch.tensor([42], dtype=torch.int32), result)
+    assert result.tolist() == [[42, 0]]
+    assert tables.token_ids[0, :3].tolist() == [3, 4, 42]
+    following = decode_inputs(tables, 1)
+    assert following.input_ids.tolist() == [42]
+    assert following.positions.tolist() == [2]
+    assert following.output_index.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "max_length", "token", "finished"),
+    [(0, 32, 9, 1), (2, 32, 9, 0), (0, 3, 8, 1), (0, 4, 8, 0), (1, 32, 9, 1)],
+)
+def test_a_row_finishes_on_a_stop_id_after_min_tokens_or_on_its_length(
+    min_tokens: int, max_length: int, token: int, finished: int
+) -> None:
+    """The flag is set on the device, so that a step already launched treats the row as padding."""
+    tables = make_tables()
+    sampling = RowSampling(stop_token_ids=(9,), min_tokens=min_tokens)
+    one = admission(0, [3, 4], num_computed=1, max_length=max_length, sampling=sampling)
+    admit(tables, one, active=(0,))
+    result = torch.zeros((1, 2), dtype=torch.int32)
+    finish(tables, decode_inputs(tables, 1), torch.tensor([token], dtype=torch.int32), result)
+    assert result[0, 1] == finished
+    assert decode_inputs(tables, 1).rows.tolist() == [-1 if finished else 0]
+
+
+def test_the_last_id_of_the_longest_sequence_writes_no_neighbour() -> None:
+    """A row that reaches the model's length writes no id past its own table."""
+    tables = make_tables(2)
+    admit(tables, admission(0, [1] * MAX_LEN, num_computed=MAX_LEN - 1), active=(0,))
+    result = torch.zeros((1, 2), dtype=torch.int32)
+    finish(tables, decode_inputs(tables, 1), torch.tensor([42], dtype=torch.int32), result)
+    assert result.tolist() == [[42, 1]]
+    assert not (tables.token_ids == 42).any()
+
+
+def test_a_skipped_sampler_changes_nothing() -> None:
+    """Where the flag is set the tail samples, so the captured end of the step must do nothing."""
+    tables = make_tables()
+    admit(tables, admission(0, [3, 4], num_computed=1), active=(0,))
+    inputs, before = decode_inputs(tables, 1), tables.arena.clone()
+    result = torch.full((1, 2), 7, dtype=torch.int32)
+    flag = torch.ones(1, dtype=torch.int32)
+    rows_reference.finish_step(tables, inputs, torch.tensor([1], dtype=torch.int32), result, flag)
+    assert torch.equal(tables.arena, before)
+    assert result.tolist() == [[7, 7]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_prompt_chunks_are_laid_out_one_after_another(data: st.DataObject) -> None:
+    """Every token of every chunk has its id, position and slot, as a plain loop would give them."""
+    tables = make_tables(4)
+    chunks, expected = [], []
+    offset = 0
+    for row in data.draw(st.permutations(range(4)))[: data.draw(st.integers(1, 4))]:
+        length = data.draw(st.integers(1, MAX_LEN))
+        start = data.draw(st.integers(0, length - 1))
+        ids = data.draw(st.lists(st.integers(0, 99), min_size=length, max_size=length))
+        samples = data.draw(st.booleans())
+        admit(tables, admission(row, ids, num_computed=start))
+        chunks.append((row, start, length - start, offset, int(samples)))
+        for position in range(start, length):
+            block = 10 * row + position // BLOCK_SIZE
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+            expected.append((ids[position], position, slot))
+        offset += length - start
+    inputs = StepInputs.allocate(offset, len(chunks), tables.block_table.shape[1], CPU)
+    packed = torch.tensor(chunks, dtype=torch.int32).t().contiguous()
+    rows_reference.prepare_prefill(tables, packed, inputs, max(c[2] for c in chunks))
+    columns = (inputs.input_ids, inputs.positions, inputs.slot_mapping)
+    got = list(zip(*(c.tolist() for c in columns), strict=True))
+    assert got == expected
+    assert inputs.rows.tolist() == [row if samples else -1 for row, *_, samples in chunks]
+    assert inputs.seq_lens.tolist() == [start + length for _, start, length, *_ in chunks]
