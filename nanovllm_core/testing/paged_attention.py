@@ -1,0 +1,199 @@
+"""Paged attention cases with a float64 reference, for tests of attention backends.
+
+A case is a batch of sequences whose pages are scattered over a cache. Every page that no sequence
+owns is NaN, so that a kernel which reads beyond a sequence shows it; the unused tail of a last
+page is NaN too unless the backend declares `needs_finite_tail`.
+
+Shape suffixes as in `nanovllm_core.interfaces.attention`; G query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata, PrefillMetadata
+from nanovllm_core.testing.numerics import assert_close_report
+
+REL_NORM = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+"""The relative norm error that an attention output may have against float64, by dtype."""
+
+SDPA_ERROR_FACTOR = 2.0
+"""The worst element may be this many times as far off as torch's own SDPA in the same dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCase:
+    """One batch: packed queries, caches [N, P, K, D], and where everything lies."""
+
+    q_THD: Tensor  # noqa: N815 - shape suffix
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    scale: float
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per page."""
+        return self.k_cache.shape[1]
+
+    def decode_metadata(self, max_seq_len: int | None = None) -> DecodeMetadata:
+        """The batch as decode rows; the host bound is the longest row unless given."""
+        return DecodeMetadata(
+            block_table=self.block_table,
+            seq_lens=self._ints(self.seq_lens),
+            max_seq_len=max_seq_len or max(self.seq_lens),
+        )
+
+    def prefill_metadata(self) -> PrefillMetadata:
+        """The batch as prefill chunks, each the last `query_lens` positions of its sequence."""
+        starts = [sum(self.query_lens[:i]) for i in range(len(self.query_lens) + 1)]
+        return PrefillMetadata(
+            block_table=self.block_table,
+            seq_lens=self._ints(self.seq_lens),
+            query_start_loc=self._ints(starts),
+            max_query_len=max(self.query_lens),
+            max_seq_len=max(self.seq_lens),
+        )
+
+    def config(self, *, max_num_seqs: int | None = None) -> AttentionConfig:
+        """A backend configuration just large enough for the case."""
+        _, _, num_kv_heads, head_size = self.k_cache.shape
+        return AttentionConfig(
+            device=self.q_THD.device,
+            dtype=self.q_THD.dtype,
+            num_heads=self.q_THD.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=self.scale,
+            block_size=self.block_size,
+            max_num_seqs=max_num_seqs or len(self.seq_lens),
+            max_model_len=self.block_table.shape[1] * self.block_size,
+            max_num_batched_tokens=max(1, self.q_THD.shape[0]),
+        )
+
+    def expected(self) -> Tensor:
+        """The output in float64; zeros for a sequence without keys."""
+        return self._attend(torch.float64)
+
+    def sdpa_error(self, expected: Tensor) -> float:
+        """The largest error of torch's own SDPA, in the case's dtype, on the same inputs."""
+        return (self._attend(self.q_THD.dtype).double() - expected).abs().max().item()
+
+    def assert_close(self, actual: Tensor) -> None:
+        """Fail unless `actual` [T, H, D] keeps the tolerances of its dtype."""
+        expected = self.expected()
+        assert_close_report(
+            actual,
+            expected,
+            rel_norm=REL_NORM[self.q_THD.dtype],
+            # In float32 both errors are a few roundings, and which is larger is chance.
+            max_abs=SDPA_ERROR_FACTOR * self.sdpa_error(expected) + 1e-6 * self._largest(expected),
+        )
+
+    @staticmethod
+    def _largest(values: Tensor) -> float:
+        return values.abs().max().item()
+
+    def _attend(self, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(self.q_THD.shape, dtype=dtype, device=self.q_THD.device)
+        start = 0
+        for row, (queries, keys) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            if queries and keys:
+                where = slice(start, start + queries)
+                out[where] = self._attend_one(row, self.q_THD[where], keys, dtype)
+            start += queries
+        return out
+
+    def _attend_one(self, row: int, q_THD: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+        group = q_THD.shape[1] // self.k_cache.shape[2]
+        k_KLD, v_KLD = (
+            cache[self.block_table[row].long()].flatten(0, 1)[:keys].transpose(0, 1).to(dtype)
+            for cache in (self.k_cache, self.v_cache)
+        )
+        q_HTD = q_THD.transpose(0, 1).to(dtype)
+        queries = q_THD.shape[0]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q_THD.device)
+        mask = mask.tril(keys - queries)
+        k_HLD, v_HLD = (x.repeat_interleave(group, dim=0) for x in (k_KLD, v_KLD))
+        out_HTD = scaled_dot_product_attention(
+            q_HTD[None], k_HLD[None], v_HLD[None], attn_mask=mask, scale=self.scale
+        )[0]
+        return out_HTD.transpose(0, 1)
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.q_THD.device)
+
+
+def make_case(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    finite_tail: bool = True,
+    needle: bool = False,
+    seed: int = 0,
+) -> PagedCase:
+    """A batch of random sequences.
+
+    `query_lens[i]` are the last positions of `seq_lens[i]` keys; a decode batch has one query each,
+    and a length of 0 is a padded row, whose block table names page 0. `needle`: in each sequence
+    one key that every query sees, somewhere by `seed`, outweighs all others, so that a lost key
+    cannot hide in an average.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    pages = [-(-keys // block_size) for keys in seq_lens]
+    num_pages = sum(pages) + 2
+    shape = (num_pages, block_size, num_kv_heads, head_size)
+    k_cache, v_cache = randn(*shape), randn(*shape)
+    q_THD = randn(sum(query_lens), num_heads, head_size)
+    ids = 1 + torch.randperm(num_pages - 1, generator=generator, device=device)
+    width = max([1, *pages])
+    block_table = torch.zeros(len(pages), width, dtype=torch.int32, device=device)
+    unused = torch.ones(num_pages, dtype=torch.bool, device=device)
+    taken = 0
+    for row, (count, keys) in enumerate(zip(pages, seq_lens, strict=True)):
+        if count == 0:
+            continue
+        own = ids[taken : taken + count]
+        taken += count
+        block_table[row, :count] = own.int()
+        unused[own] = False
+        if not finite_tail and keys % block_size:
+            k_cache[own[-1], keys % block_size :] = float("nan")
+            v_cache[own[-1], keys % block_size :] = float("nan")
+        if needle:
+            position = (7919 * (seed + 1) + 104729 * row) % (max(0, keys - query_lens[row]) + 1)
+            page, offset = own[position // block_size], position % block_size
+            # Queries and the needle share one direction; its score is 20, the others' about 1.
+            start = sum(query_lens[:row])
+            queries = q_THD[start : start + query_lens[row]]
+            queries.mul_(0.1).add_(1.0)
+            k_cache[page, offset] = 20.0 / head_size**0.5
+            v_cache[page, offset] *= 3.0
+    k_cache[unused] = float("nan")
+    v_cache[unused] = float("nan")
+    return PagedCase(
+        q_THD=q_THD.to(dtype),
+        k_cache=k_cache.to(dtype),
+        v_cache=v_cache.to(dtype),
+        block_table=block_table,
+        query_lens=tuple(query_lens),
+        seq_lens=tuple(seq_lens),
+        scale=head_size**-0.5,
+    )

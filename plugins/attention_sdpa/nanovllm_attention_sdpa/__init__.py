@@ -1,0 +1,1 @@
+"""Paged attention on torch's `scaled_dot_product_attention`."""

@@ -1,0 +1,329 @@
+"""Paged attention by gathering pages into a bounded workspace and calling torch's SDPA.
+
+Shape suffixes as in `nanovllm_core.interfaces.attention`; G query heads per KV head, L keys
+gathered, Q queries. The query heads that share a KV head are packed: in decode as G queries of
+that head (they share one mask), in prefill as G heads over an expanded, never copied, K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from nanovllm_attention_sdpa.kernels import SdpaKernel
+from nanovllm_attention_sdpa.plugin import SdpaOptions
+from nanovllm_attention_sdpa.workspace import (
+    GATHER_LIMIT,
+    MIB,
+    TABLE_LIMIT,
+    WORKSPACE_LIMIT,
+    Slice,
+    queries_per_slice,
+    slice_rows_and_heads,
+    slot_bytes,
+)
+from nanovllm_core.errors import InconsistentStateError, UnsupportedError
+from nanovllm_core.interfaces.attention import (
+    AttentionBackend,
+    AttentionConfig,
+    DecodeMetadata,
+    PrefillMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What `plan_decode` worked out for every layer of a step.
+
+    `pages` and `bias` are views of the backend's tables, or None where the tables would be too
+    large to keep.
+    """
+
+    num_rows: int
+    num_pages: int
+    slices: list[Slice]
+    padded: Tensor | None
+    pages: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's queries in this step, and the keys they attend to."""
+
+    queries: slice
+    num_keys: int
+
+
+class SdpaAttention(AttentionBackend):
+    """torch's SDPA over gathered pages. Holds at most 256 MiB, whatever the batch and lengths."""
+
+    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
+        super().__init__(config, options)
+        kernel = cast(SdpaOptions, options).kernel
+        self._attend = SdpaKernel(kernel, config.device)
+        self._group = config.num_heads // config.num_kv_heads
+        self._width = config.max_blocks_per_seq * config.block_size
+        self._writes_scores = self._attend.writes_scores(config.head_size)
+        per_slot = slot_bytes(
+            config.head_size, config.dtype.itemsize, copies_in_fp32=self._writes_scores
+        )
+        self._max_slots = GATHER_LIMIT // per_slot
+        if self._width > self._max_slots:
+            raise UnsupportedError(
+                f"sdpa gathers one KV head of a sequence at a time: max_model_len "
+                f"{config.max_model_len} needs {self._width * per_slot // MIB} MiB, its limit is "
+                f"{GATHER_LIMIT // MIB} MiB ({self._max_slots} tokens); lower max_model_len or use "
+                "a backend that reads pages in place (attention: {backend: triton})"
+            )
+        self._step: DecodeStep | None = None
+        self._chunks: list[Chunk] = []
+
+    def allocate(self) -> None:
+        """Make the gather workspace and the decode tables; raises if they exceed the limit."""
+        config, device = self.config, self.config.device
+        largest = config.max_num_seqs * self._width * config.num_kv_heads
+        slots = min(self._max_slots, largest)
+        self._gathered = torch.empty(2, slots * config.head_size, dtype=config.dtype, device=device)
+        self._page_starts = torch.arange(
+            0, self._width, config.block_size, dtype=torch.int32, device=device
+        )
+        self._positions = torch.arange(self._width, dtype=torch.int32, device=device)
+        self._padded = torch.empty(config.max_num_seqs, dtype=torch.bool, device=device)
+        self._pages: Tensor | None = None
+        self._bias: Tensor | None = None
+        rows, itemsize = config.max_num_seqs, config.dtype.itemsize
+        if rows * (self._width * itemsize + config.max_blocks_per_seq * 4) <= TABLE_LIMIT:
+            self._pages = torch.zeros(
+                rows, config.max_blocks_per_seq, dtype=torch.int32, device=device
+            )
+            self._bias = torch.zeros(rows, self._width, dtype=config.dtype, device=device)
+        if self.workspace_bytes > WORKSPACE_LIMIT:
+            raise InconsistentStateError(
+                f"sdpa allocated {self.workspace_bytes} bytes, its limit is {WORKSPACE_LIMIT}"
+            )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of every tensor that the backend keeps."""
+        return sum(tensor.nbytes for tensor in self.captured_tensors().values())
+
+    def captured_tensors(self) -> dict[str, Tensor]:
+        """The workspace and the decode tables."""
+        tensors = {
+            "gathered": self._gathered,
+            "page_starts": self._page_starts,
+            "positions": self._positions,
+            "padded": self._padded,
+            "pages": self._pages,
+            "bias": self._bias,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def describe(self) -> str:
+        """The kernel that was asked for and torch's version."""
+        return f"torch {torch.__version__} sdpa, kernel {self._attend.name}"
+
+    # Decode
+
+    def plan_decode(self, metadata: DecodeMetadata) -> None:
+        """Work out page ids, masks and slices once for all layers."""
+        if metadata.query_len != 1:
+            raise UnsupportedError(
+                f"sdpa decodes one query per row, query_len is {metadata.query_len}; "
+                "send longer queries as prefill chunks"
+            )
+        rows, seq_lens = metadata.num_rows, metadata.seq_lens
+        if rows > self.config.max_num_seqs:
+            raise InconsistentStateError(
+                f"{rows} decode rows, the backend was made for {self.config.max_num_seqs}"
+            )
+        num_pages = -(-self._longest(metadata) // self.config.block_size)
+        keys = num_pages * self.config.block_size
+        padded = self._plan_padding(seq_lens)
+        pages = bias = None
+        if self._pages is not None and self._bias is not None:
+            pages, bias = self._pages[:rows, :num_pages], self._bias[:rows, :keys]
+            self._fill_pages(metadata, slice(0, rows), pages)
+            self._fill_bias(metadata, slice(0, rows), bias)
+        slices = slice_rows_and_heads(rows, keys, self.config.num_kv_heads, self._max_slots)
+        self._step = DecodeStep(rows, num_pages, slices, padded, pages, bias)
+
+    def run_decode(
+        self,
+        q_BHD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: DecodeMetadata,
+        out_BHD: Tensor,
+    ) -> None:
+        """Attend each row's query to its pages; padded rows give zeros."""
+        step = self._step
+        if step is None or step.num_rows != metadata.num_rows:
+            raise InconsistentStateError(
+                f"run_decode got {metadata.num_rows} rows without a plan_decode for them"
+            )
+        if step.num_pages == 0:
+            out_BHD.zero_()
+            return
+        q_BKGD = self._group_heads(q_BHD)
+        out_BKGD = self._group_heads(out_BHD)
+        for part in step.slices:
+            pages, bias = self._slice_tables(step, metadata, part.rows)
+            k, v = self._gather(k_cache, v_cache, pages, part.heads)
+            out = self._attend(
+                q_BKGD[part.rows, part.heads], k, v, bias[:, None, None], self.config.scale
+            )
+            out_BKGD[part.rows, part.heads] = out
+        if step.padded is not None:
+            # A padded row attends to nothing: its softmax is 0 / 0.
+            out_BHD.masked_fill_(step.padded, 0)
+
+    def _group_heads(self, x_THD: Tensor) -> Tensor:
+        """View [T, H, D] as [T, K, G, D], the query heads of one KV head together."""
+        return x_THD.view(-1, self.config.num_kv_heads, self._group, self.config.head_size)
+
+    def _longest(self, metadata: DecodeMetadata) -> int:
+        """A bound on the keys of any row: exact on the CPU, the host's own on a device.
+
+        Reading `seq_lens` from a device would stop the host once per step, and could not be
+        captured.
+        """
+        if metadata.seq_lens.device.type == "cpu":
+            return int(metadata.seq_lens.max())
+        return metadata.max_seq_len
+
+    def _plan_padding(self, seq_lens: Tensor) -> Tensor | None:
+        """The rows to zero, [B, 1, 1]; None where the host knows that there are none."""
+        if seq_lens.device.type == "cpu" and int(seq_lens.min()) > 0:
+            return None
+        padded = self._padded[: seq_lens.shape[0]]
+        torch.eq(seq_lens, 0, out=padded)
+        return padded[:, None, None]
+
+    def _fill_pages(self, metadata: DecodeMetadata, rows: slice, out: Tensor) -> None:
+        """Each row's page ids; past its end its own first page, and page 0 for a padded row.
+
+        So no page is read that the row does not own, whatever the block table holds there.
+        """
+        table, lens = metadata.block_table[rows], metadata.seq_lens[rows, None]
+        first = table[:, :1] * (lens > 0)
+        used = self._page_starts[: out.shape[1]] < lens
+        torch.where(used, table[:, : out.shape[1]], first, out=out)
+
+    def _fill_bias(self, metadata: DecodeMetadata, rows: slice, out: Tensor) -> None:
+        """0 where a key belongs to the row, -inf past its end."""
+        past = self._positions[: out.shape[1]] >= metadata.seq_lens[rows, None]
+        out.zero_().masked_fill_(past, float("-inf"))
+
+    def _slice_tables(
+        self, step: DecodeStep, metadata: DecodeMetadata, rows: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Page ids and mask of some rows, from the step's tables or made for this slice."""
+        if step.pages is not None and step.bias is not None:
+            return step.pages[rows], step.bias[rows]
+        count = rows.stop - rows.start
+        pages = metadata.block_table.new_empty(count, step.num_pages)
+        keys = step.num_pages * self.config.block_size
+        bias = self._gathered.new_empty(count, keys)
+        self._fill_pages(metadata, rows, pages)
+        self._fill_bias(metadata, rows, bias)
+        return pages, bias
+
+    def _gather(
+        self, k_cache: Tensor, v_cache: Tensor, pages: Tensor, heads: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Copy pages [R, m] of some KV heads into the workspace: K and V as [R, K, L, D]."""
+        rows, block_size, head_size = pages.shape[0], self.config.block_size, self.config.head_size
+        num_heads = heads.stop - heads.start
+        shape = (pages.numel(), block_size, num_heads, head_size)
+        ids = pages.reshape(-1)
+        gathered = []
+        for cache, space in zip((k_cache, v_cache), self._gathered, strict=True):
+            target = space[: pages.numel() * block_size * num_heads * head_size].view(shape)
+            torch.index_select(cache[:, :, heads], 0, ids, out=target)
+            gathered.append(target.view(rows, -1, num_heads, head_size).transpose(1, 2))
+        return gathered[0], gathered[1]
+
+    # Prefill
+
+    def plan_prefill(self, metadata: PrefillMetadata) -> None:
+        """Read the chunks' bounds once for all layers.
+
+        On a device this is the step's one synchronising call; prefill is neither captured nor the
+        steady path.
+        """
+        bounds = torch.cat((metadata.query_start_loc, metadata.seq_lens)).tolist()
+        num_seqs = metadata.seq_lens.shape[0]
+        starts, seq_lens = bounds[: num_seqs + 1], bounds[num_seqs + 1 :]
+        self._chunks = [
+            Chunk(slice(start, end), num_keys)
+            for start, end, num_keys in zip(starts, starts[1:], seq_lens, strict=False)
+        ]
+
+    def run_prefill(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: PrefillMetadata,
+        out_THD: Tensor,
+    ) -> None:
+        """Attend each chunk's queries to its sequence, the last query to every key."""
+        if len(self._chunks) != metadata.seq_lens.shape[0]:
+            raise InconsistentStateError(
+                f"run_prefill got {metadata.seq_lens.shape[0]} sequences without a plan_prefill"
+            )
+        q_TKGD = self._group_heads(q_THD)
+        out_TKGD = self._group_heads(out_THD)
+        for row, chunk in enumerate(self._chunks):
+            if chunk.queries.start == chunk.queries.stop:
+                continue
+            num_pages = -(-chunk.num_keys // self.config.block_size)
+            pages = metadata.block_table[row : row + 1, :num_pages]
+            keys = num_pages * self.config.block_size
+            heads = self.config.num_kv_heads
+            for part in slice_rows_and_heads(1, keys, heads, self._max_slots):
+                k_1KLD, v_1KLD = self._gather(k_cache, v_cache, pages, part.heads)
+                self._attend_chunk(
+                    q_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
+                    k_1KLD.transpose(0, 1).expand(-1, self._group, -1, -1),
+                    v_1KLD.transpose(0, 1).expand(-1, self._group, -1, -1),
+                    chunk.num_keys,
+                    out_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
+                )
+
+    def _attend_chunk(
+        self, q_KGQD: Tensor, k_KGLD: Tensor, v_KGLD: Tensor, num_keys: int, out_KGQD: Tensor
+    ) -> None:
+        """Causal attention of a chunk that ends at key `num_keys`, masks bounded in size."""
+        num_queries = q_KGQD.shape[2]
+        maskless = num_queries == num_keys or q_KGQD.device.type == "cuda"
+        if maskless and not self._writes_scores:
+            k, v = k_KGLD[:, :, :num_keys], v_KGLD[:, :, :num_keys]
+            out_KGQD.copy_(self._attend.causal(q_KGQD, k, v, self.config.scale))
+            return
+        context = num_keys - num_queries
+        step = queries_per_slice(k_KGLD.shape[2], self._score_bytes(q_KGQD))
+        for start in range(0, num_queries, step):
+            stop = min(start + step, num_queries)
+            # Rounded up, since efficient attention reads masks 16 columns at a time.
+            keys = -(-(context + stop) // 16) * 16
+            bias = _causal_bias(context + start, context + stop, keys, q_KGQD)
+            q, k, v = q_KGQD[:, :, start:stop], k_KGLD[:, :, :keys], v_KGLD[:, :, :keys]
+            out_KGQD[:, :, start:stop] = self._attend(q, k, v, bias, self.config.scale)
+
+    def _score_bytes(self, q_KGQD: Tensor) -> int:
+        """Bytes per (query, key) pair: the mask, and float32 scores, biased and soft-maxed."""
+        scores = 3 * 4 * q_KGQD.shape[0] * q_KGQD.shape[1] if self._writes_scores else 0
+        return 2 * q_KGQD.element_size() + scores
+
+
+def _causal_bias(first: int, stop: int, keys: int, like: Tensor) -> Tensor:
+    """The additive mask [stop - first, keys] of the queries at positions `first` to `stop`."""
+    bias = like.new_full((stop - first, keys), float("-inf"))
+    return bias.triu_(first + 1)

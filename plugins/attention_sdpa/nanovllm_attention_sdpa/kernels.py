@@ -1,0 +1,73 @@
+"""One call into torch's attention, with the kernel that was asked for or an error naming it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from nanovllm_attention_sdpa.plugin import Kernel
+from nanovllm_core.errors import UnsupportedError
+
+NO_KERNEL = ("No available kernel", "No viable backend")
+"""How torch's message begins when no enabled kernel takes the inputs."""
+
+
+class SdpaKernel:
+    """Attention by one of torch's kernels, or by torch's choice among several."""
+
+    def __init__(self, kernel: Kernel, device: torch.device) -> None:
+        self.name = kernel
+        self.device = device
+        self._backends = _backends(kernel, device)
+
+    def writes_scores(self, head_size: int) -> bool:
+        """Whether scores and copies of K and V go through memory, as torch's math kernel does."""
+        fused = head_size % 8 == 0 and head_size <= 256
+        return self.name == "math" or (self.device.type == "cuda" and not fused)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        """Attention with an additive mask. q [B, H, Q, D]; k, v [B, H, L, D]; bias [.., Q, L]."""
+        return self._run(q, k, v, bias, scale)
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of the last Q positions to the keys up to each, without a mask in memory."""
+        return self._run(q, k, v, causal_lower_right(q.shape[-2], k.shape[-2]), scale)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        try:
+            with self._selected():
+                return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        except RuntimeError as error:
+            if not str(error).startswith(NO_KERNEL):
+                raise
+            raise UnsupportedError(
+                f"torch {torch.__version__} has no sdpa kernel {self.name!r} for q {tuple(q.shape)}"
+                f", k {tuple(k.shape)}, {q.dtype} on {q.device}; use attention option kernel: auto",
+                [str(error)],
+            ) from error
+
+    def _selected(self) -> AbstractContextManager[None]:
+        if self._backends is None:
+            return nullcontext()
+        return cast(AbstractContextManager[None], sdpa_kernel(self._backends))
+
+
+def _backends(kernel: Kernel, device: torch.device) -> list[SDPBackend] | None:
+    """The kernels that torch may use; None leaves its choice alone."""
+    if kernel == "auto" and device.type == "cpu":
+        return None
+    choices: dict[Kernel, list[SDPBackend]] = {
+        # cuDNN builds a plan for every new shape, and prefill's shapes are all new.
+        "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+        "math": [SDPBackend.MATH],
+        "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+        "flash": [SDPBackend.FLASH_ATTENTION],
+        "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    }
+    return choices[kernel]

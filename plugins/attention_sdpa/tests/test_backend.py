@@ -1,0 +1,217 @@
+"""The sdpa backend agrees with a float64 reference and reads nothing that is not a row's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nanovllm_attention_sdpa.backend import SdpaAttention
+from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
+from torch import Tensor
+
+from nanovllm_core.errors import InconsistentStateError, UnsupportedError
+from nanovllm_core.testing.paged_attention import PagedCase, make_case
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def backend_for(case: PagedCase, kernel: Kernel = "auto") -> SdpaAttention:
+    backend = SdpaAttention(case.config(), SdpaOptions(kernel=kernel))
+    backend.allocate()
+    return backend
+
+
+def decode(case: PagedCase, backend: SdpaAttention, max_seq_len: int | None = None) -> Tensor:
+    metadata = case.decode_metadata(max_seq_len)
+    out = torch.full_like(case.q_THD, float("nan"))
+    backend.plan_decode(metadata)
+    backend.run_decode(case.q_THD, case.k_cache, case.v_cache, metadata, out)
+    return out
+
+
+def prefill(case: PagedCase, backend: SdpaAttention) -> Tensor:
+    metadata = case.prefill_metadata()
+    out = torch.full_like(case.q_THD, float("nan"))
+    backend.plan_prefill(metadata)
+    backend.run_prefill(case.q_THD, case.k_cache, case.v_cache, metadata, out)
+    return out
+
+
+def decode_case(seq_lens: list[int], **kwargs: object) -> PagedCase:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64} | kwargs
+    return make_case([1] * len(seq_lens), seq_lens, **shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("needle", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ["auto", "math", "flash"])
+def test_decode_matches_float64(kernel: Kernel, dtype: torch.dtype, needle: bool) -> None:
+    """Ragged rows, one token and page edges among them, in every dtype and CPU kernel."""
+    case = decode_case([1, 2, 16, 17, 127, 128, 512], dtype=dtype, needle=needle)
+    case.assert_close(decode(case, backend_for(case, kernel)))
+
+
+@pytest.mark.parametrize("needle", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ["auto", "math", "flash"])
+def test_prefill_matches_float64(kernel: Kernel, dtype: torch.dtype, needle: bool) -> None:
+    """Whole prompts and chunks with context: the mask is aligned to the last key."""
+    case = make_case(
+        [1, 17, 128, 5, 100, 1],
+        [1, 17, 128, 69, 333, 200],
+        num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype, needle=needle,
+    )  # fmt: skip
+    case.assert_close(prefill(case, backend_for(case, kernel)))
+
+
+@pytest.mark.parametrize("num_heads", [2, 4, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("head_size", [24, 64, 80, 128])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_any_heads_and_pages(
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int
+) -> None:
+    """GQA ratios, head sizes and page sizes that are multiples of 16."""
+    shape = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "block_size": block_size,
+    }
+    case = decode_case([40, 260, 7], **shape)
+    case.assert_close(decode(case, backend_for(case)))
+    case = make_case([40, 3, 50], [40, 260, 90], **shape)
+    case.assert_close(prefill(case, backend_for(case)))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math", "flash"])
+def test_padded_rows_give_zeros(kernel: Kernel) -> None:
+    """A row of length 0 gives zeros though page 0, which its block table names, holds NaN."""
+    case = decode_case([5, 0, 40, 0])
+    assert case.k_cache[0].isnan().all()
+    out = decode(case, backend_for(case, kernel))
+    assert torch.equal(out[[1, 3]], torch.zeros_like(out[[1, 3]]))
+    case.assert_close(out)
+
+
+def test_a_batch_of_padding_alone_gives_zeros() -> None:
+    """No row has a key: nothing is gathered and everything is zero."""
+    case = decode_case([0, 0])
+    assert torch.equal(decode(case, backend_for(case)), torch.zeros_like(case.q_THD))
+
+
+def test_block_table_beyond_a_row_is_never_read() -> None:
+    """Entries past a row's last page may hold anything, even ids outside the cache."""
+    case = decode_case([5, 40, 0])
+    expected = decode(case, backend_for(case))
+    table = case.block_table.clone()
+    table[0, 1:] = 2**30
+    table[2] = -7
+    wild = replace(case, block_table=table)
+    assert torch.equal(decode(wild, backend_for(wild)), expected)
+
+
+def test_a_later_plan_forgets_the_earlier_one() -> None:
+    """The tables are reused: shorter rows and fewer of them leave nothing of the step before."""
+    long = decode_case([100, 200, 300], seed=1)
+    short = decode_case([3, 0], seed=2)
+    backend = backend_for(long)
+    decode(long, backend)
+    short.assert_close(decode(short, backend))
+
+
+def test_the_host_bound_may_exceed_every_row() -> None:
+    """A captured graph knows only the configured maximum; the result is the same."""
+    case = decode_case([5, 40])
+    case.assert_close(decode(case, backend_for(case), max_seq_len=48))
+
+
+def test_queries_may_be_a_slice_of_packed_qkv() -> None:
+    """q is a strided view, and so may be the output."""
+    case = decode_case([5, 40])
+    packed = torch.cat((case.q_THD, torch.full_like(case.q_THD, float("nan"))), dim=1)
+    strided = replace(case, q_THD=packed[:, :4])
+    assert not strided.q_THD.is_contiguous()
+    case.assert_close(decode(strided, backend_for(strided)))
+
+
+def test_caches_may_be_strided_over_pages() -> None:
+    """K and V interleaved in one tensor are read through their strides."""
+    case = decode_case([5, 40])
+    both = torch.stack((case.k_cache, case.v_cache), dim=1)
+    view = replace(case, k_cache=both[:, 0], v_cache=both[:, 1])
+    case.assert_close(decode(view, backend_for(view)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=5),
+    block_size=st.sampled_from([16, 32]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_chunking_matches_float64(
+    lens: list[tuple[int, int]], block_size: int, seed: int
+) -> None:
+    """Chunks of any length over any context."""
+    case = make_case(
+        [queries for queries, _ in lens],
+        [queries + context for queries, context in lens],
+        num_heads=2, num_kv_heads=1, head_size=16, block_size=block_size, seed=seed,
+    )  # fmt: skip
+    case.assert_close(prefill(case, backend_for(case)))
+
+
+def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
+    """Each chunk sees exactly what its positions see in the whole prompt."""
+    whole = make_case([90], [90], num_heads=4, num_kv_heads=2, head_size=32)
+    expected = prefill(whole, backend_for(whole))
+    for start, stop in [(0, 16), (16, 17), (17, 90)]:
+        chunk = replace(
+            whole, q_THD=whole.q_THD[start:stop], query_lens=(stop - start,), seq_lens=(stop,)
+        )
+        torch.testing.assert_close(
+            prefill(chunk, backend_for(chunk)), expected[start:stop], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_run_without_its_plan_is_an_error() -> None:
+    """A plan made for another batch is not silently used."""
+    case, other = decode_case([5, 6]), decode_case([5])
+    backend = backend_for(case)
+    with pytest.raises(InconsistentStateError, match="2 rows without a plan_decode"):
+        backend.run_decode(
+            case.q_THD, case.k_cache, case.v_cache, case.decode_metadata(), case.q_THD
+        )
+    backend.plan_decode(other.decode_metadata())
+    with pytest.raises(InconsistentStateError, match="2 rows without a plan_decode"):
+        backend.run_decode(
+            case.q_THD, case.k_cache, case.v_cache, case.decode_metadata(), case.q_THD
+        )
+    with pytest.raises(InconsistentStateError, match="without a plan_prefill"):
+        backend.run_prefill(
+            case.q_THD, case.k_cache, case.v_cache, case.prefill_metadata(), case.q_THD
+        )
+
+
+def test_longer_uniform_queries_are_refused() -> None:
+    """The speculative decode length is refused with its value and the remedy."""
+    case = decode_case([5])
+    metadata = replace(case.decode_metadata(), query_len=3)
+    with pytest.raises(UnsupportedError, match="query_len is 3; send longer queries as prefill"):
+        backend_for(case).plan_decode(metadata)
+
+
+def test_a_kernel_that_cannot_serve_is_named() -> None:
+    """Torch's refusal becomes a typed error with the kernel, the shapes and the remedy."""
+    case = decode_case([5])
+    with pytest.raises(UnsupportedError, match=r"no sdpa kernel 'efficient'.*kernel: auto"):
+        decode(case, backend_for(case, "efficient"))
+
+
+def test_describe_names_torch_and_the_kernel() -> None:
+    """Benchmarks print what ran."""
+    case = decode_case([5])
+    assert backend_for(case, "math").describe() == f"torch {torch.__version__} sdpa, kernel math"
