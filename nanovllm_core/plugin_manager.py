@@ -207,10 +207,9 @@ class PluginManager:
     def _spec(self, plugin: InstalledPlugin) -> PluginSpec:
         wanted = KINDS[plugin.kind]
         specs = self._declared(plugin, wanted.hook)
-        for spec in specs:
-            if not isinstance(spec, wanted.spec):
-                problem = f"{wanted.hook} returned {spec!r}, not {wanted.spec.__name__} objects"
-                raise _load_error(plugin, problem)
+        for strange in (spec for spec in specs if not isinstance(spec, wanted.spec)):
+            problem = f"{wanted.hook} returned {strange!r}, not {wanted.spec.__name__} objects"
+            raise _load_error(plugin, problem)
         matching = [spec for spec in specs if spec.name == plugin.name]
         if len(matching) != 1:
             raise _load_error(
@@ -218,8 +217,9 @@ class PluginManager:
                 f"{wanted.hook} must return one spec named {plugin.name!r}, as the entry point is; "
                 f"it returned {[spec.name for spec in specs]} (is the function marked @hookimpl?)",
             )
-        _check_spec(plugin, matching[0])
-        return matching[0]
+        spec: PluginSpec = matching[0]
+        _check_spec(plugin, spec)
+        return spec
 
     def _declared(self, plugin: InstalledPlugin, hook: str) -> list[Any]:
         """What this plugin alone answers to the hook of its kind."""
