@@ -1,0 +1,24 @@
+"""Requests, KV pages, scheduling and the loop one step ahead. Nothing here imports torch."""
+
+from nanovllm_core.engine.engine import Engine, EngineStats
+from nanovllm_core.engine.limits import EngineLimits
+from nanovllm_core.engine.output_processor import (
+    Detokenizer,
+    DetokenizerFactory,
+    FinishReason,
+    RequestOutput,
+)
+from nanovllm_core.engine.policies import FcfsPolicy
+from nanovllm_core.engine.scheduler import TokenBudgetScheduler
+
+__all__ = [
+    "Detokenizer",
+    "DetokenizerFactory",
+    "Engine",
+    "EngineLimits",
+    "EngineStats",
+    "FcfsPolicy",
+    "FinishReason",
+    "RequestOutput",
+    "TokenBudgetScheduler",
+]

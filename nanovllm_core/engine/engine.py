@@ -1,0 +1,364 @@
+"""The loop: plan ahead, submit, collect the oldest step, hand out what it gave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.engine.block_pool import BlockPool
+from nanovllm_core.engine.consistency import assert_consistent
+from nanovllm_core.engine.limits import EngineLimits
+from nanovllm_core.engine.output_processor import (
+    DetokenizerFactory,
+    OutputStream,
+    RequestOutput,
+)
+from nanovllm_core.engine.planner import PlannedStep, Planner
+from nanovllm_core.engine.prefix_cache import PagedKV
+from nanovllm_core.engine.request import Request, RequestState
+from nanovllm_core.engine.rows import DecodeBatch, RowTable
+from nanovllm_core.engine.seeds import derive_seed, sample_seed
+from nanovllm_core.errors import (
+    ConfigError,
+    EngineClosedError,
+    InconsistentStateError,
+    InvalidSamplingError,
+    RequestError,
+)
+from nanovllm_core.interfaces.executor import Executor
+from nanovllm_core.interfaces.plan import RowSampling, StepResult, TokenLogprobs
+from nanovllm_core.interfaces.scheduler import Scheduler
+from nanovllm_core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine started, and how things stand.
+
+    `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
+    and taking results in.
+    """
+
+    steps: int
+    preemptions: int
+    prefix_hit_tokens: int
+    output_tokens: int
+    running: int
+    waiting: int
+    free_blocks: int
+    host_seconds: float
+
+
+class Engine:
+    """Runs requests of token ids on a started executor.
+
+    `steps_ahead` steps are planned and submitted before the oldest result is waited for; 0 waits
+    for each step. The tokens do not depend on it. `eos_token_ids` end a request unless it ignores
+    them. `debug` checks every invariant at every step.
+
+    The executor stays the caller's to close.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        limits: EngineLimits,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        prefix_caching: bool = True,
+        steps_ahead: int = 1,
+        seed: int = 0,
+        debug: bool = False,
+    ) -> None:
+        if steps_ahead < 0:
+            raise ConfigError(
+                f"steps_ahead is {steps_ahead}; it must be at least 0, which waits for each step"
+            )
+        self.limits = limits
+        self._executor = executor
+        self._steps_ahead = steps_ahead
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._seed = seed
+        self._debug = debug
+        self._rows = RowTable(limits.max_num_seqs, limits.max_model_len)
+        self._kv = PagedKV(BlockPool(limits.num_blocks), limits.block_size, prefix_caching)
+        self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
+        self._in_flight: deque[PlannedStep] = deque()
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._samples: dict[str, list[Request]] = {}
+        """The unfinished samples of each id that was given to `add_request`."""
+        self._outputs: list[RequestOutput] = []
+        self._num_arrived = 0
+        self._num_output_tokens = 0
+        self._host_seconds = 0.0
+        self._failure: BaseException | None = None
+
+    # -- requests come and go
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.integer],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        detokenizer: DetokenizerFactory | None = None,
+        cache_salt: bytes = b"",
+    ) -> None:
+        """Queue a request; its outputs come from `step()`, one per sample.
+
+        With `stream` every new token comes at once, otherwise only finished outputs do.
+        `cache_salt` separates requests that must not share cached pages.
+
+        Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`, and
+        `RequestTooLongError` for a request that can never fit. Other requests go on.
+        """
+        self._check_alive()
+        sample_ids = _sample_ids(request_id, params.n)
+        for sample_id in sample_ids:
+            if sample_id in self._requests or sample_id in self._samples:
+                raise RequestError(
+                    f"request id {sample_id!r} is in use; choose another, or wait until it finishes"
+                )
+        if params.stop and detokenizer is None:
+            raise InvalidSamplingError(
+                f"stop is {params.stop_strings!r}, but the request has no detokenizer; give one, "
+                "or use stop_token_ids"
+            )
+        prompt = self.limits.check_prompt(prompt_token_ids)
+        max_length = self.limits.check_length(len(prompt), params)
+        self.limits.check_stop_ids(params)
+
+        seed = derive_seed(self._seed, self._num_arrived) if params.seed is None else params.seed
+        prompt_list: list[int] = prompt.tolist()
+        samples = [
+            Request(
+                request_id=sample_id,
+                group_id=request_id,
+                index=index,
+                params=params,
+                sampling=self._row_sampling(params, sample_seed(seed, index)),
+                prompt_token_ids=prompt_list,
+                token_ids=prompt,
+                max_length=max_length,
+                arrival_step=self._planner.step,
+                arrival_index=self._num_arrived + index,
+                table=self._rows,
+                stream=stream,
+                cache_salt=cache_salt,
+            )
+            for index, sample_id in enumerate(sample_ids)
+        ]
+        self._num_arrived += len(samples)
+        self._samples[request_id] = samples
+        for request in samples:
+            request.state = RequestState.HELD
+            self._requests[request.request_id] = request
+            decoder = detokenizer() if detokenizer is not None else None
+            self._streams[request.request_id] = OutputStream(request, decoder)
+        first, *others = samples
+        self._planner.enqueue(first)
+        first.held_samples = others
+        self._planner.release_samples(first)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with all its samples, in whatever state; an unknown id is no error.
+
+        The next `step()` returns what it had, with finish_reason "abort".
+        """
+        for request in tuple(self._samples.get(request_id, ())):
+            stream = self._streams[request.request_id]
+            if not request.is_watched:
+                stream.push(request.output_ids(), ended=False)
+            stream.abort()
+            self._finish(request)
+
+    def has_unfinished(self) -> bool:
+        """True while `step()` has something to do or to return."""
+        return bool(self._requests or self._outputs or self._in_flight)
+
+    @property
+    def stats(self) -> EngineStats:
+        planner = self._planner
+        running = self._rows.num_rows - len(self._rows.free)
+        return EngineStats(
+            steps=planner.step,
+            preemptions=planner.num_preemptions,
+            prefix_hit_tokens=planner.prefix_hit_tokens,
+            output_tokens=self._num_output_tokens,
+            running=running,
+            waiting=len(self._requests) - running,
+            free_blocks=self._kv.pool.num_free,
+            host_seconds=self._host_seconds,
+        )
+
+    def assert_consistent(self) -> None:
+        """Check every invariant; raises `InconsistentStateError`."""
+        assert_consistent(self._planner, self._requests.values(), self._steps_ahead + 1)
+
+    # -- the loop
+
+    def step(self) -> list[RequestOutput]:
+        """Submit steps until enough are in flight, take the oldest result in, return the news.
+
+        Any error here ends the engine: later calls raise `EngineClosedError`.
+        """
+        self._check_alive()
+        try:
+            return self._step()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _step(self) -> list[RequestOutput]:
+        started = perf_counter()
+        self._submit_ahead()
+        if self._in_flight:
+            waiting = perf_counter()
+            result = self._executor.collect()
+            started += perf_counter() - waiting
+            self._absorb(self._in_flight.popleft(), result)
+            if self._planner.draining:
+                self._planner.requeue_drained()
+        if self._debug:
+            self.assert_consistent()
+        outputs, self._outputs = self._outputs, []
+        self._host_seconds += perf_counter() - started
+        return outputs
+
+    def _submit_ahead(self) -> None:
+        while len(self._in_flight) <= self._steps_ahead:
+            planned = self._planner.plan()
+            if planned is not None:
+                self._executor.submit(planned.plan)
+                self._in_flight.append(planned)
+            elif self._in_flight or not self._requests:
+                return
+            else:
+                self._planner.unblock()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineClosedError(
+                f"the engine ended with {type(self._failure).__name__}: {self._failure}; "
+                "make a new one"
+            ) from self._failure
+
+    # -- results come in
+
+    def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
+        """Accept the tokens of one step; share, stream and finish what they complete."""
+        batch, token_ids = planned.batch, result.token_ids
+        expected = len(batch) + sum(prompt.chunk.samples for prompt in planned.chunks)
+        if len(token_ids) != expected:
+            raise InconsistentStateError(
+                f"the executor returned {len(token_ids)} tokens for a step of {expected}"
+            )
+        ended: set[int] = set()
+        if np.count_nonzero(result.finished):
+            ended.update(np.flatnonzero(result.finished).tolist())
+        self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch)])
+        news: list[tuple[int, Request]] = []
+        if ended or batch.watched:
+            news += self._decoded(batch, ended)
+        if planned.chunks:
+            news += self._absorb_chunks(planned, token_ids)
+        for row in self._rows.rows_to_publish():
+            request = self._rows.request_at(row)
+            self._publish(request, request.num_tokens - 1)
+        for entry, request in news:
+            self._deliver(request, entry, entry in ended, result)
+
+    def _decoded(self, batch: DecodeBatch, ended: set[int]) -> Iterator[tuple[int, Request]]:
+        """The decoding entries that are watched or ended, unless their row has changed hands."""
+        for entry in sorted(ended.union(batch.watched)):
+            if entry < len(batch) and self._rows.is_current(batch, entry):
+                yield entry, self._rows.request_at(batch.rows[entry])
+
+    def _absorb_chunks(
+        self, planned: PlannedStep, token_ids: NDArray[np.int32]
+    ) -> Iterator[tuple[int, Request]]:
+        """Publish what prompts have computed, accept first tokens; yields the new entries."""
+        entry = len(planned.batch)
+        for prompt in planned.chunks:
+            request, chunk = prompt.request, prompt.chunk
+            if self._rows.generation[chunk.row] == prompt.generation:
+                if chunk.samples:
+                    self._rows.accept_one(chunk.row, int(token_ids[entry]))
+                    self._num_output_tokens += 1
+                    yield entry, request
+                self._publish(request, chunk.start + chunk.length)
+            entry += chunk.samples
+
+    def _publish(self, request: Request, num_computed: int) -> None:
+        """Share the pages below `num_computed`, and note when the next one is full."""
+        if not request.block_ids:
+            return  # It gave way while this step was in flight.
+        self._kv.publish(request, num_computed)
+        if self._kv.prefix_caching and request.num_tokens > num_computed:
+            self._rows.publish_at[request.row] = self._kv.next_boundary(num_computed) + 1
+        if request.held_samples:
+            self._planner.release_samples(request)
+
+    def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
+        """Hand a new token to the request's output, and the output to the caller."""
+        if not (ended or request.is_watched):
+            return
+        stream = self._streams[request.request_id]
+        if request.params.logprobs is not None:
+            stream.logprobs.append(_logprobs_of(result, entry))
+        new = (int(result.token_ids[entry]),) if request.is_watched else request.output_ids()
+        stream.push(new, ended)
+        if stream.finish_reason is not None:
+            self._finish(request)
+        elif request.stream:
+            self._outputs.append(stream.take())
+
+    def _finish(self, request: Request) -> None:
+        """The request is over: hand its output out and forget it."""
+        self._planner.retire(request)
+        self._outputs.append(self._streams.pop(request.request_id).take())
+        del self._requests[request.request_id]
+        samples = self._samples[request.group_id]
+        samples.remove(request)
+        if not samples:
+            del self._samples[request.group_id]
+
+    def _row_sampling(self, params: SamplingParams, seed: int) -> RowSampling:
+        """What the device needs of the parameters."""
+        eos = () if params.ignore_eos else self._eos_token_ids
+        return RowSampling(
+            temperature=params.temperature,
+            seed=seed,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            min_tokens=params.min_tokens,
+            logprobs=params.logprobs,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
+        )
+
+
+def _sample_ids(request_id: str, n: int) -> list[str]:
+    """One id per sample that schedulers can tell apart; a single sample keeps the request's."""
+    return [request_id] + [f"{request_id}#{index}" for index in range(1, n)]
+
+
+def _logprobs_of(result: StepResult, entry: int) -> TokenLogprobs:
+    """The log-probabilities of one entry; they are keyed by the place in the result."""
+    logprobs = result.logprobs.get(entry)
+    if logprobs is None:
+        raise InconsistentStateError(
+            f"the executor returned no logprobs for entry {entry}, which asked for them"
+        )
+    return logprobs

@@ -1,0 +1,119 @@
+"""What the engine can hold, and which requests can never fit in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.errors import (
+    ConfigError,
+    InvalidPromptError,
+    InvalidSamplingError,
+    RequestTooLongError,
+)
+from nanovllm_core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Rows, tokens per step, tokens per request, and the pages of the KV cache.
+
+    Raises `ConfigError` for limits under which no request could run.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_blocks",
+            "block_size",
+            "vocab_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_model_len < 2:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}; it must be at least 2, a prompt token and "
+                "an output token"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs "
+                f"({self.max_num_seqs}); every running request needs a token of each step, so "
+                "raise the first or lower the second"
+            )
+
+    def check_prompt(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+        """The prompt as a read-only int32 array.
+
+        Raises `InvalidPromptError` for an empty prompt or ids outside the vocabulary,
+        `RequestTooLongError` where no output token would fit behind it.
+        """
+        if len(token_ids) == 0:
+            raise InvalidPromptError("the prompt is empty (0 tokens); give at least 1 token")
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise InvalidPromptError(
+                f"a prompt is a flat list of whole token ids; got {ids.ndim} dimensions of "
+                f"{ids.dtype}"
+            )
+        wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(wrong):
+            raise InvalidPromptError(
+                f"the prompt holds token id {int(wrong[0])}, outside the vocabulary of "
+                f"{self.vocab_size} ids (0 to {self.vocab_size - 1}); use this model's tokenizer"
+            )
+        if len(ids) + 1 > self.max_model_len:
+            raise RequestTooLongError(
+                f"the prompt has {len(ids)} tokens; max_model_len is {self.max_model_len}, so a "
+                f"prompt holds at most {self.max_model_len - 1}; shorten it or raise max_model_len"
+            )
+        checked = ids.astype(np.int32)
+        checked.flags.writeable = False
+        return checked
+
+    def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Prompt and output tokens at most; raises `RequestTooLongError` where that cannot fit."""
+        if params.max_tokens is None:
+            max_length = self.max_model_len
+        else:
+            max_length = num_prompt_tokens + params.max_tokens
+        if max_length > self.max_model_len:
+            raise RequestTooLongError(
+                f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} make "
+                f"{max_length}; max_model_len is {self.max_model_len}, so use max_tokens of at "
+                f"most {self.max_model_len - num_prompt_tokens}, or None for as many as fit"
+            )
+        if num_prompt_tokens + params.min_tokens > max_length:
+            raise RequestTooLongError(
+                f"{num_prompt_tokens} prompt tokens and min_tokens={params.min_tokens} exceed the "
+                f"model's length of {max_length}; lower min_tokens"
+            )
+        # The last token is never fed back, so it needs no place in the cache.
+        needed = -(-(max_length - 1) // self.block_size)
+        if needed > self.num_blocks:
+            raise RequestTooLongError(
+                f"a request of up to {max_length} tokens needs {needed} pages of {self.block_size} "
+                f"tokens; the KV cache has {self.num_blocks}, so lower max_tokens or give the "
+                "cache more memory"
+            )
+        return max_length
+
+    def check_stop_ids(self, params: SamplingParams) -> None:
+        """Raises `InvalidSamplingError` for a stop token id outside the vocabulary."""
+        for token_id in params.stop_ids:
+            if token_id >= self.vocab_size:
+                raise InvalidSamplingError(
+                    f"stop_token_ids holds {token_id}; the vocabulary has {self.vocab_size} ids (0 "
+                    f"to {self.vocab_size - 1}), so leave it out"
+                )

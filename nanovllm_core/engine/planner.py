@@ -1,0 +1,335 @@
+"""What the next step does: who decodes, who gets pages, who gives way, which prompts go on.
+
+The planner works ahead of the results: it needs to know how many tokens a row will have, never
+which ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from nanovllm_core.engine.prefix_cache import PagedKV
+from nanovllm_core.engine.request import NO_ROW, Request, RequestState
+from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
+from nanovllm_core.engine.scheduler import check_shares
+from nanovllm_core.errors import SchedulerError
+from nanovllm_core.interfaces.plan import Admission, PageAppend, PrefillChunk, StepPlan
+from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedChunk:
+    """A prefill chunk in flight, and which request it was planned for."""
+
+    request: Request
+    generation: int
+    chunk: PrefillChunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedStep:
+    """A step in flight: what was submitted and whom its result is for."""
+
+    plan: StepPlan
+    batch: DecodeBatch
+    chunks: tuple[PlannedChunk, ...] = ()
+
+
+class Planner:
+    """Owns the queue, the rows and the pages; decides nothing that the scheduler may decide."""
+
+    def __init__(
+        self, rows: RowTable, kv: PagedKV, scheduler: Scheduler, max_num_batched_tokens: int
+    ) -> None:
+        self.rows = rows
+        self.kv = kv
+        self.scheduler = scheduler
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: dict[str, Request] = {}
+        self.prefilling: dict[str, Request] = {}
+        self.draining: list[Request] = []
+        """Preempted requests with tokens in flight."""
+        self.step = 0
+        self.num_preemptions = 0
+        self.prefix_hit_tokens = 0
+        self._waiting_view = _ValuesView(self.waiting)
+        self._steady: PlannedStep | None = None
+        """The step to repeat while the decoding rows stay the same."""
+
+    # -- the queue
+
+    def enqueue(self, request: Request) -> None:
+        """The request waits for its (next) admission."""
+        request.state = RequestState.WAITING
+        self.waiting[request.request_id] = request
+        self.scheduler.add(request)
+
+    def retire(self, request: Request) -> None:
+        """The request is over: its row and pages are free at once, results in flight are stale."""
+        if request.state is RequestState.WAITING:
+            self._dequeue(request)
+        self.prefilling.pop(request.request_id, None)
+        if request in self.draining:
+            self.draining.remove(request)
+        request.token_ids = request.known_ids().copy()
+        self.kv.release(request)
+        self._leave_row(request)
+        request.state = RequestState.FINISHED
+        self.release_samples(request)
+
+    def release_samples(self, request: Request) -> None:
+        """Queue the further samples once the prompt's pages can be shared, or never will be."""
+        sharable = self.kv.num_sharable(request.num_prompt_tokens)
+        if request.state is RequestState.FINISHED or request.num_published >= sharable:
+            for sample in request.held_samples:
+                if sample.state is RequestState.HELD:  # it may have been aborted meanwhile
+                    self.enqueue(sample)
+            request.held_samples = []
+
+    # -- a step
+
+    def plan(self) -> PlannedStep | None:
+        """The next step, or None where nothing can be planned before more results are in."""
+        appends = self._attend_rows()
+        steady = self._steady or self._make_steady()
+        planned = steady
+        if self.prefilling or (self.waiting and self.rows.free):
+            planned = self._with_prompts(steady, appends)
+        elif appends:
+            planned = PlannedStep(
+                StepPlan(appends=tuple(appends), decode_rows=steady.batch.rows), steady.batch
+            )
+        if not planned.batch.rows and not planned.chunks:
+            return None
+        self.step += 1
+        self.rows.advance()
+        for prompt in planned.chunks:
+            if prompt.chunk.samples:
+                self._prompt_planned(prompt.request)
+        return planned
+
+    def unblock(self) -> None:
+        """Nothing runs and nothing could be planned: let the newest unfinished prompt give way.
+
+        Raises `SchedulerError` where that cannot help.
+        """
+        if len(self.prefilling) < 2:
+            raise SchedulerError(
+                f"{type(self.scheduler).__name__} scheduled nothing while nothing runs: "
+                f"{len(self.waiting)} requests wait, {len(self.prefilling)} have unfinished "
+                f"prompts, {len(self.rows.free)} rows and {self.kv.pool.num_free} pages are free; "
+                "schedule() must give the first request a share that fits"
+            )
+        self.preempt(next(reversed(self.prefilling.values())))
+
+    def requeue_drained(self) -> None:
+        """Preempted requests whose tokens are all on the host wait again."""
+        for request in [r for r in self.draining if r.num_in_flight == 0]:
+            self.draining.remove(request)
+            self._requeue(request)
+
+    # -- decoding rows
+
+    def _attend_rows(self) -> Sequence[PageAppend]:
+        """Stop rows whose outputs are all planned; give the others the page they have come to."""
+        due = self.rows.rows_to_attend()
+        if not due:
+            return ()
+        hungry: list[Request] = []
+        for row in due:
+            request = self.rows.request_at(row)
+            if request.num_scheduled >= request.max_length - 1:
+                self._stop_decoding(request, RequestState.DRAINING)
+            else:
+                hungry.append(request)
+        appends: list[PageAppend] = []
+        for request in hungry:
+            if request.state is RequestState.DECODING and self._make_room(request):
+                index = len(request.block_ids)
+                (block_id,) = self.kv.grow(request, request.num_scheduled + 1)
+                self.rows.attend_at[request.row] = self._next_attention(request)
+                appends.append(PageAppend(request.row, index, block_id))
+        # A row may have got its page and then given way to a later one.
+        return [append for append in appends if self.rows.decoding[append.row]]
+
+    def _next_attention(self, request: Request) -> int:
+        """The scheduled length at which a decoding row needs a page or has everything planned."""
+        capacity = len(request.block_ids) * self.kv.block_size
+        return min(capacity, request.max_length - 1)
+
+    def _prompt_planned(self, request: Request) -> None:
+        """The last chunk of a prompt is planned; from the next step on its row decodes."""
+        del self.prefilling[request.request_id]
+        request.state = RequestState.DECODING
+        self.rows.start_decoding(request.row, self._next_attention(request))
+        self._steady = None
+
+    def _stop_decoding(self, request: Request, state: RequestState) -> None:
+        self.rows.stop_decoding(request.row)
+        request.state = state
+        self._steady = None
+
+    def _make_steady(self) -> PlannedStep:
+        batch = self.rows.make_batch()
+        self._steady = PlannedStep(batch.plan, batch)
+        return self._steady
+
+    # -- preemption
+
+    def _make_room(self, request: Request) -> bool:
+        """Preempt until a page is free; False where the request itself had to give way."""
+        while not self.kv.pool.num_free:
+            victim = self._choose_victim()
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _choose_victim(self) -> Request:
+        decoding = [self.rows.request_at(row) for row in self.rows.decoding_rows()]
+        running = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
+        victim = self.scheduler.choose_victim(tuple(running.values()))
+        if victim not in running:
+            raise SchedulerError(
+                f"{type(self.scheduler).__name__} chose {victim!r} to give way, which is not among "
+                f"the {len(running)} running requests; return the request_id of one of them"
+            )
+        return running[victim]
+
+    def preempt(self, request: Request) -> None:
+        """Free a request's pages now; it waits again once its tokens in flight are on the host."""
+        self.num_preemptions += 1
+        self.kv.release(request)
+        self.rows.publish_at[request.row] = NEVER
+        if request.state is RequestState.PREFILLING:
+            del self.prefilling[request.request_id]
+            self._requeue(request)
+            return
+        self._stop_decoding(request, RequestState.DRAINING)
+        if request.num_in_flight:
+            self.draining.append(request)
+        else:
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        request.token_ids = request.known_ids().copy()
+        self._leave_row(request)
+        self.enqueue(request)
+
+    def _leave_row(self, request: Request) -> None:
+        if request.row < 0:
+            return
+        if self.rows.decoding[request.row]:
+            self._steady = None
+        self.rows.release(request.row)
+        request.row = NO_ROW
+
+    # -- prompts
+
+    def _with_prompts(self, steady: PlannedStep, appends: Sequence[PageAppend]) -> PlannedStep:
+        """The decoding rows' step plus what the scheduler gives to prompts."""
+        state = SchedulerState(
+            step=self.step,
+            waiting=self._waiting_view,
+            prefilling=tuple(self.prefilling.values()),
+            token_budget=self.max_num_batched_tokens - len(steady.batch),
+            free_rows=len(self.rows.free),
+            free_blocks=self.kv.pool.num_free,
+            num_cached_tokens=self._num_cached_tokens,
+            num_new_blocks=self._num_new_blocks,
+        )
+        shares = self.scheduler.schedule(state)
+        if shares:
+            check_shares(self.scheduler, state, shares)
+        elif not appends:
+            return steady
+        # Pages to share are taken first, so that no new page of this step evicts them.
+        new = {
+            s.request_id: self._dequeue(self.waiting[s.request_id])
+            for s in shares
+            if s.request_id in self.waiting
+        }
+        cached = {request_id: self.kv.share(request) for request_id, request in new.items()}
+        admissions: list[Admission] = []
+        chunks: list[PlannedChunk] = []
+        all_appends = list(appends)
+        for share in shares:
+            request = new.get(share.request_id) or self.prefilling[share.request_id]
+            if share.request_id in new:
+                admissions.append(self._admit(request, cached[share.request_id], share))
+            else:
+                all_appends += self._append_pages(request, share)
+            chunks.append(self._plan_chunk(request, share))
+        plan = StepPlan(
+            admissions=tuple(admissions),
+            appends=tuple(all_appends),
+            decode_rows=steady.batch.rows,
+            prefill=tuple(planned.chunk for planned in chunks),
+        )
+        return PlannedStep(plan, steady.batch, tuple(chunks))
+
+    def _num_cached_tokens(self, request: RequestView) -> int:
+        return len(self.kv.match(self._own(request))) * self.kv.block_size
+
+    def _num_new_blocks(self, request: RequestView, num_tokens: int) -> int:
+        return self.kv.num_new_blocks(self._own(request), num_tokens)
+
+    def _own(self, view: RequestView) -> Request:
+        return self.waiting.get(view.request_id) or self.prefilling[view.request_id]
+
+    def _dequeue(self, request: Request) -> Request:
+        del self.waiting[request.request_id]
+        self.scheduler.remove(request)
+        return request
+
+    def _admit(self, request: Request, num_cached: int, share: PrefillShare) -> Admission:
+        self.prefix_hit_tokens += num_cached
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached_tokens = num_cached
+        request.row = self.rows.acquire(request, num_cached)
+        request.state = RequestState.PREFILLING
+        self.prefilling[request.request_id] = request
+        self.kv.grow(request, num_cached + share.num_tokens)
+        self.release_samples(request)
+        return Admission(
+            row=request.row,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed=num_cached,
+            block_ids=tuple(request.block_ids),
+            max_length=request.max_length,
+            sampling=request.sampling,
+        )
+
+    def _append_pages(self, request: Request, share: PrefillShare) -> list[PageAppend]:
+        first = len(request.block_ids)
+        new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
+        return [PageAppend(request.row, first + i, block_id) for i, block_id in enumerate(new)]
+
+    def _plan_chunk(self, request: Request, share: PrefillShare) -> PlannedChunk:
+        start = request.num_scheduled
+        end = start + share.num_tokens
+        self.rows.scheduled[request.row] = end
+        chunk = PrefillChunk(request.row, start, share.num_tokens, end == request.num_tokens)
+        return PlannedChunk(request, int(self.rows.generation[request.row]), chunk)
+
+
+class _ValuesView(Sequence[RequestView]):
+    """The values of a dict as a read-only sequence, without copying a long queue every step."""
+
+    def __init__(self, requests: dict[str, Request]) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return iter(self._requests.values())
+
+    def __getitem__(self, index: int) -> RequestView:  # type: ignore[override]  # no slices
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return next(islice(self._requests.values(), index % len(self), None))

@@ -1,0 +1,101 @@
+"""Pages found again by their content.
+
+A full page is named by a chained hash: xxh3_128 over the parent page's digest and the page's own
+token ids (int32, little-endian). The chain starts from the digest of whatever else changes the KV
+(a cache salt), so equal digests mean equal content of this page and of all before it.
+
+xxh3_128 is fast, not cryptographic: give tenants who must not learn of each other's prompts
+different salts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from nanovllm_core.engine.block_pool import BlockPool
+from nanovllm_core.engine.request import Request
+
+
+class PagedKV:
+    """The verbs that give requests their pages and share what is equal.
+
+    Only full pages are shared, and only once their KV is computed and their ids are known on the
+    host. A live block table is never rewritten: content computed twice stays in two pages.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, prefix_caching: bool) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def next_boundary(self, num_tokens: int) -> int:
+        """The length at which the page after these tokens is full."""
+        return (num_tokens // self.block_size + 1) * self.block_size
+
+    def num_sharable(self, num_tokens: int) -> int:
+        """Full pages that a request of so many known ids may take over: one id stays to compute."""
+        return (num_tokens - 1) // self.block_size if self.prefix_caching else 0
+
+    def match(self, request: Request) -> list[int]:
+        """The pages of the longest cached prefix of a request without a row; takes none."""
+        blocks: list[int] = []
+        for index in range(self.num_sharable(request.num_tokens)):
+            block_id = self.pool.find(self._digest(request, index))
+            if block_id is None:
+                break
+            blocks.append(block_id)
+        return blocks
+
+    def num_new_blocks(self, request: Request, num_tokens: int) -> int:
+        """Free pages that computing `num_tokens` more tokens of a request would take."""
+        if request.row >= 0:
+            return self.num_blocks_for(request.num_scheduled + num_tokens) - len(request.block_ids)
+        hits = self.match(request)
+        total = self.num_blocks_for(len(hits) * self.block_size + num_tokens)
+        return total - sum(not self.pool.is_free(block_id) for block_id in hits)
+
+    def share(self, request: Request) -> int:
+        """Give a request the pages of its longest cached prefix; returns the tokens in them."""
+        request.block_ids = self.match(request)
+        for block_id in request.block_ids:
+            self.pool.retain(block_id)
+        request.num_published = len(request.block_ids)
+        return request.num_published * self.block_size
+
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        """Give a request the pages it lacks for `num_tokens` positions; returns the new ones."""
+        missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
+        new = [self.pool.allocate() for _ in range(missing)]
+        request.block_ids += new
+        return new
+
+    def publish(self, request: Request, num_computed: int) -> None:
+        """Make the full pages below `num_computed` findable: their KV and their ids are known."""
+        if not self.prefix_caching:
+            return
+        for index in range(request.num_published, num_computed // self.block_size):
+            self.pool.publish(request.block_ids[index], self._digest(request, index))
+            request.num_published = index + 1
+
+    def release(self, request: Request) -> None:
+        """Take a request's pages back. Plans already submitted read them before any later one."""
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_published = 0
+
+    def _digest(self, request: Request, index: int) -> bytes:
+        """The digest of page `index`, extending the request's chain as far as needed."""
+        digests = request.digests
+        if index >= len(digests):
+            ids = request.known_ids()
+            parent = digests[-1] if digests else xxhash.xxh3_128_digest(request.cache_salt)
+            for i in range(len(digests), index + 1):
+                page = np.ascontiguousarray(ids[i * self.block_size : (i + 1) * self.block_size])
+                parent = xxhash.xxh3_128_digest(parent + page.tobytes())
+                digests.append(parent)
+        return digests[index]

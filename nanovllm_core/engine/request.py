@@ -1,0 +1,108 @@
+"""A request as the engine sees it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.engine.rows import RowTable
+from nanovllm_core.interfaces.plan import RowSampling
+from nanovllm_core.sampling_params import SamplingParams
+
+NO_ROW = -1
+
+
+class RequestState(enum.Enum):
+    """HELD -> WAITING -> PREFILLING -> DECODING -> DRAINING -> FINISHED.
+
+    A preempted request goes from PREFILLING or DECODING back to WAITING, through DRAINING while
+    tokens of it are in flight. An abort goes from anywhere to FINISHED.
+    """
+
+    HELD = "held"
+    """A further sample, waiting until the first one's prompt pages can be shared."""
+    WAITING = "waiting"
+    """In the scheduler's queue; it has no row."""
+    PREFILLING = "prefilling"
+    """It has a row, and prompt tokens that are not planned yet."""
+    DECODING = "decoding"
+    """It has a row, and every step computes one more position."""
+    DRAINING = "draining"
+    """Nothing more is planned, but tokens are in flight."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One output to be made. Satisfies `RequestView`.
+
+    `request_id` is unique and is what schedulers see; `group_id` and `index` are what the caller
+    sees: the id that was given, and the number of the sample.
+
+    While the request has a row, its known ids and its lengths are in the `RowTable`; `token_ids`
+    holds the ids known when it last had none.
+    """
+
+    request_id: str
+    group_id: str
+    index: int
+    params: SamplingParams
+    sampling: RowSampling
+    prompt_token_ids: list[int]
+    token_ids: NDArray[np.int32]
+    max_length: int
+    arrival_step: int
+    arrival_index: int
+    table: RowTable
+    stream: bool = False
+    cache_salt: bytes = b""
+
+    state: RequestState = RequestState.WAITING
+    row: int = NO_ROW
+    block_ids: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    """Hashes of the full pages of known ids, computed as they are needed."""
+    num_published: int = 0
+    """Leading pages of `block_ids` that the prefix cache was told about."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held at the first admission."""
+    was_admitted: bool = False
+    held_samples: list[Request] = field(default_factory=list)
+    """Samples that wait for this request's prompt pages."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.row < 0 else int(self.table.known[self.row])
+
+    @property
+    def num_scheduled(self) -> int:
+        return 0 if self.row < 0 else int(self.table.scheduled[self.row])
+
+    @property
+    def is_watched(self) -> bool:
+        """True where every single token needs the output processor."""
+        params = self.params
+        return self.stream or bool(params.stop) or params.logprobs is not None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens that planned steps will give and the host does not have yet."""
+        if self.state is RequestState.PREFILLING or self.row < 0:
+            return 0
+        return self.num_scheduled + 1 - self.num_tokens
+
+    def known_ids(self) -> NDArray[np.int32]:
+        """All ids known on the host: prompt, then outputs. A view where the request has a row."""
+        return self.token_ids if self.row < 0 else self.table.ids_of(self.row)
+
+    def output_ids(self) -> list[int]:
+        """The output ids known on the host."""
+        ids: list[int] = self.known_ids()[self.num_prompt_tokens :].tolist()
+        return ids

@@ -1,0 +1,183 @@
+"""The host's truth about rows, as arrays, so that a steady step costs the same at any batch.
+
+R rows, L ids per row at most. A decoding row needs Python only where its scheduled length meets
+`attend_at` (it needs a page, or everything is planned) or its known length meets `publish_at` (a
+page is full and may be shared).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.interfaces.plan import StepPlan
+
+if TYPE_CHECKING:
+    from nanovllm_core.engine.request import Request
+
+NEVER = -1
+
+
+@dataclass(slots=True, eq=False)
+class DecodeBatch:
+    """The decoding rows, unchanged from step to step until one joins or leaves.
+
+    `version` is the row table's at which every generation in `generations` was last seen to be
+    alive; `watched` are the entries whose every token needs Python (streaming, stop strings, ...).
+    """
+
+    rows: tuple[int, ...]
+    row_array: NDArray[np.intp]
+    generations: NDArray[np.int64]
+    version: int
+    watched: tuple[int, ...]
+    plan: StepPlan
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class RowTable:
+    """Rows 0 to R - 1 and what is known of their requests.
+
+    `known` ids are on the host, `scheduled` positions are computed or planned. `generation` counts
+    the requests a row has had, so that a result that comes late can be told from its successor's.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self._flat_ids = self.token_ids.reshape(-1)
+        self._next_id_at = np.zeros(num_rows, dtype=np.intp)
+        self._row_start = np.arange(num_rows, dtype=np.intp) * max_model_len
+        self.known = np.zeros(num_rows, dtype=np.int64)
+        self.scheduled = np.zeros(num_rows, dtype=np.int64)
+        self.generation = np.zeros(num_rows, dtype=np.int64)
+        self.decoding = np.zeros(num_rows, dtype=np.int64)
+        self.attend_at = np.full(num_rows, NEVER, dtype=np.int64)
+        self.publish_at = np.full(num_rows, NEVER, dtype=np.int64)
+        self._due = np.zeros(num_rows, dtype=np.bool_)
+        self.requests: list[Request | None] = [None] * num_rows
+        self.free = list(range(num_rows))[::-1]
+        self.version = 0
+        """Grows whenever a row changes hands."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.requests)
+
+    def ids_of(self, row: int) -> NDArray[np.int32]:
+        """The known ids of a row, as a view of the table."""
+        ids: NDArray[np.int32] = self.token_ids[row, : self.known[row]]
+        return ids
+
+    def request_at(self, row: int) -> Request:
+        """The request that has this row."""
+        request = self.requests[row]
+        if request is None:
+            raise LookupError(f"row {row} is free")
+        return request
+
+    # -- a row changes hands
+
+    def acquire(self, request: Request, num_computed: int) -> int:
+        """Give a free row to a request whose first `num_computed` positions have KV already."""
+        row = self.free.pop()
+        length = len(request.token_ids)
+        self.requests[row] = request
+        self.token_ids[row, :length] = request.token_ids
+        self.known[row] = length
+        self._next_id_at[row] = self._row_start[row] + length
+        self.scheduled[row] = num_computed
+        return row
+
+    def release(self, row: int) -> None:
+        """Take the row back; results in flight for it are stale from now on."""
+        self.requests[row] = None
+        self.generation[row] += 1
+        self.version += 1
+        self.decoding[row] = 0
+        self.known[row] = self.scheduled[row] = 0
+        self.attend_at[row] = self.publish_at[row] = NEVER
+        self.free.append(row)
+
+    # -- decoding
+
+    def start_decoding(self, row: int, attend_at: int) -> None:
+        self.decoding[row] = 1
+        self.attend_at[row] = attend_at
+
+    def stop_decoding(self, row: int) -> None:
+        self.decoding[row] = 0
+        self.attend_at[row] = NEVER
+
+    def decoding_rows(self) -> list[int]:
+        rows: list[int] = np.flatnonzero(self.decoding).tolist()
+        return rows
+
+    def make_batch(self) -> DecodeBatch:
+        """The rows that decode now."""
+        rows = tuple(self.decoding_rows())
+        row_array = np.array(rows, dtype=np.intp)
+        watched = tuple(i for i, row in enumerate(rows) if self.request_at(row).is_watched)
+        return DecodeBatch(
+            rows,
+            row_array,
+            self.generation[row_array],
+            self.version,
+            watched,
+            StepPlan(decode_rows=rows),
+        )
+
+    def rows_to_attend(self) -> Sequence[int]:
+        """Decoding rows that need a page, or whose every output is planned."""
+        return self._rows_where_equal(self.scheduled, self.attend_at)
+
+    def rows_to_publish(self) -> Sequence[int]:
+        """Rows whose KV has just filled a page."""
+        return self._rows_where_equal(self.known, self.publish_at)
+
+    def advance(self) -> None:
+        """Every decoding row was planned one more position."""
+        np.add(self.scheduled, self.decoding, out=self.scheduled)
+
+    def is_current(self, batch: DecodeBatch, entry: int) -> bool:
+        """False where the entry's row has changed hands since the batch was made."""
+        return bool(self.generation[batch.rows[entry]] == batch.generations[entry])
+
+    def accept_batch(self, batch: DecodeBatch, token_ids: NDArray[np.int32]) -> int:
+        """One more id is known of every row of the batch; returns how many were not stale."""
+        rows = batch.row_array
+        if batch.version != self.version:
+            alive = self.generation[rows] == batch.generations
+            if alive.all():
+                batch.version = self.version
+            else:
+                rows, token_ids = rows[alive], token_ids[alive]
+        if np.count_nonzero(token_ids < 0):
+            raise InconsistentStateError(
+                f"the executor returned padding for a running row: {token_ids.tolist()} for rows "
+                f"{rows.tolist()}"
+            )
+        at = self._next_id_at[rows]
+        self._flat_ids[at] = token_ids
+        self._next_id_at[rows] = at + 1
+        self.known[rows] += 1
+        return len(rows)
+
+    def accept_one(self, row: int, token_id: int) -> None:
+        """One more id is known of a row."""
+        self.token_ids[row, self.known[row]] = token_id
+        self._next_id_at[row] += 1
+        self.known[row] += 1
+
+    def _rows_where_equal(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Sequence[int]:
+        np.equal(a, b, out=self._due)
+        if not np.count_nonzero(self._due):
+            return ()
+        rows: list[int] = np.flatnonzero(self._due).tolist()
+        return rows

@@ -1,0 +1,129 @@
+"""The default scheduler: a policy's order, a token budget, whole prompts or chunks of them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+from nanovllm_core.errors import SchedulerError
+from nanovllm_core.interfaces.scheduler import (
+    PrefillShare,
+    RequestView,
+    Scheduler,
+    SchedulerState,
+    SchedulingPolicy,
+)
+
+_Entry = tuple[tuple[float, ...], int, int, RequestView]
+"""Key, arrival index, number of the entry (so that requests are never compared), request."""
+
+
+class TokenBudgetScheduler(Scheduler):
+    """Unfinished prompts first, then the queue in the policy's order, until the budget is spent.
+
+    The head of the queue is never passed over: where it does not fit, nobody behind it is admitted,
+    so a big request cannot starve. A request fits when the free pages hold its whole prompt and
+    what the unfinished prompts before it still need, so prompts do not wait for each other's pages.
+    Equal keys are served in the order of arrival.
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.policy = policy
+        self._queue: list[_Entry] = []
+        self._live: dict[str, _Entry] = {}
+        self._numbers = itertools.count()
+
+    def add(self, request: RequestView) -> None:
+        key = tuple(self.policy.service_key(request))
+        entry = (key, request.arrival_index, next(self._numbers), request)
+        self._live[request.request_id] = entry
+        heapq.heappush(self._queue, entry)
+
+    def remove(self, request: RequestView) -> None:
+        # The heap entry stays and is skipped when it comes up.
+        self._live.pop(request.request_id, None)
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        shares: list[PrefillShare] = []
+        budget, blocks = state.token_budget, state.free_blocks
+        for request in state.prefilling:
+            missing = request.num_tokens - request.num_scheduled
+            chunk = min(missing, budget)
+            if state.num_new_blocks(request, chunk) > blocks:
+                return shares
+            blocks -= state.num_new_blocks(request, missing)
+            budget -= chunk
+            if chunk:
+                shares.append(PrefillShare(request.request_id, chunk))
+        admitted: list[_Entry] = []
+        while budget > 0 and len(admitted) < state.free_rows and (entry := self._pop()):
+            admitted.append(entry)
+            request = entry[-1]
+            missing = request.num_tokens - state.num_cached_tokens(request)
+            blocks -= state.num_new_blocks(request, missing)
+            if blocks < 0:
+                break
+            chunk = min(missing, budget)
+            budget -= chunk
+            shares.append(PrefillShare(request.request_id, chunk))
+        # The core says what was admitted through `remove`; until then all of it is in the queue.
+        for entry in admitted:
+            heapq.heappush(self._queue, entry)
+        return shares
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        victim = max(running, key=lambda r: (tuple(self.policy.victim_key(r)), r.arrival_index))
+        return victim.request_id
+
+    def _pop(self) -> _Entry | None:
+        """The live entry that is next, taken off the heap."""
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            if self._live.get(entry[-1].request_id) is entry:
+                return entry
+        return None
+
+
+def check_shares(
+    scheduler: Scheduler, state: SchedulerState, shares: Sequence[PrefillShare]
+) -> None:
+    """Refuse what cannot be; raises `SchedulerError` with the scheduler's class and the numbers."""
+    name = type(scheduler).__name__
+    waiting = {request.request_id: request for request in state.waiting}
+    prefilling = {request.request_id: request for request in state.prefilling}
+    seen: set[str] = set()
+    tokens = rows = blocks = 0
+    for share in shares:
+        request = waiting.get(share.request_id) or prefilling.get(share.request_id)
+        if request is None:
+            raise SchedulerError(
+                f"{name} scheduled {share.request_id!r}, which neither waits nor has an unfinished "
+                "prompt; schedule only requests of state.waiting and state.prefilling"
+            )
+        if share.request_id in seen:
+            raise SchedulerError(
+                f"{name} scheduled {share.request_id!r} twice in one step; give it one share"
+            )
+        seen.add(share.request_id)
+        is_new = share.request_id in waiting
+        done = state.num_cached_tokens(request) if is_new else request.num_scheduled
+        missing = request.num_tokens - done
+        if not 1 <= share.num_tokens <= missing:
+            raise SchedulerError(
+                f"{name} gave {share.request_id!r} {share.num_tokens} tokens; it has {missing} to "
+                f"compute, so a share is from 1 to {missing}"
+            )
+        tokens += share.num_tokens
+        rows += is_new
+        blocks += state.num_new_blocks(request, share.num_tokens)
+    for what, taken, limit in (
+        ("tokens", tokens, state.token_budget),
+        ("rows", rows, state.free_rows),
+        ("pages", blocks, state.free_blocks),
+    ):
+        if taken > limit:
+            raise SchedulerError(
+                f"{name} gave out {taken} {what} in one step; {limit} were left, and "
+                f"SchedulerState says so"
+            )

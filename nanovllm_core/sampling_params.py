@@ -1,0 +1,144 @@
+"""How the tokens of one request are chosen, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TypeVar
+
+from nanovllm_core.errors import InvalidSamplingError
+
+T = TypeVar("T")
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """One request's sampling, checked when it is made.
+
+    Raises `InvalidSamplingError` for a value out of its range; the message names the value, the
+    limit and the remedy.
+    """
+
+    temperature: float = 1.0
+    """How adventurous the choice is: 0 always takes the likeliest token, 1 follows the model."""
+    top_k: int = 0
+    """Choose among the k likeliest tokens only; 0 or -1 means among all."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that together hold this share of the probability."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this fraction of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of the prompt and the output less likely to come again; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token that is already in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it is already in the output."""
+    max_tokens: int | None = 64
+    """At most this many output tokens; None means up to the model's length."""
+    min_tokens: int = 0
+    """The request does not stop before this many output tokens."""
+    stop: str | Iterable[str] = ()
+    """The output ends where one of these strings appears; the string itself is cut off."""
+    stop_token_ids: Iterable[int] = ()
+    """The output ends with any of these token ids, besides the model's end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence ids. `stop_token_ids` still end the output."""
+    seed: int | None = None
+    """Fixes the random choices of this request; None derives one from the engine's seed."""
+    logprobs: int | None = None
+    """Report the log-probability of each token and of this many likeliest ones (0 to 20)."""
+    n: int = 1
+    """How many independent outputs to make of the same prompt."""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _strings("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        _check_real("temperature", self.temperature, 0.0, math.inf, "0 takes the likeliest token")
+        _check_integer("top_k", self.top_k, -1, None, "0 or -1 switches it off")
+        _check_real("top_p", self.top_p, 0.0, 1.0, "1 switches it off", above=True)
+        _check_real("min_p", self.min_p, 0.0, 1.0, "0 switches it off")
+        _check_real(
+            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is off", above=True
+        )
+        _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 switches it off")
+        _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 switches it off")
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1, None, "None means no limit of its own")
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, "max_tokens bounds it")
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, MAX_SEED, "None lets the engine choose")
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None switches it off")
+        _check_integer("n", self.n, 1, None, "1 makes a single output")
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidSamplingError(
+                f"ignore_eos is {self.ignore_eos!r}; it must be True or False"
+            )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, always as a tuple."""
+        return tuple(self.stop)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids`, always as a tuple."""
+        return tuple(self.stop_token_ids)
+
+
+def _check_real(
+    name: str, value: object, low: float, high: float, remedy: str, *, above: bool = False
+) -> None:
+    """`low <= value <= high`, or `low < value <= high` with `above`."""
+    limit = f"a finite number {'above' if above else 'of at least'} {low:g}"
+    if math.isfinite(high):
+        limit += f" and at most {high:g}"
+    good = False
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+        good = math.isfinite(number) and low <= number <= high and not (above and number == low)
+    if not good:
+        raise InvalidSamplingError(f"{name} is {value!r}; it must be {limit} ({remedy})")
+
+
+def _check_integer(name: str, value: object, low: int, high: int | None, remedy: str) -> None:
+    """`value` is a whole number from `low` to `high`; bools and 3.0 are not whole numbers here."""
+    good = False
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        good = low <= int(value) and (high is None or int(value) <= high)
+    if not good:
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidSamplingError(
+            f"{name} is {value!r}; it must be a whole number {limit} ({remedy})"
+        )
+
+
+def _strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    strings = _as_tuple(name, values, "a string or a list of strings")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidSamplingError(
+                f"{name} holds {string!r}; it must hold strings of at least one character "
+                "(leave it out to stop at no string)"
+            )
+    return strings
+
+
+def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
+    token_ids = _as_tuple("stop_token_ids", values, "a list of token ids")
+    for token_id in token_ids:
+        _check_integer("an id in stop_token_ids", token_id, 0, None, "leave it out")
+    return tuple(int(token_id) for token_id in token_ids)
+
+
+def _as_tuple(name: str, values: Iterable[T], wanted: str) -> tuple[T, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise InvalidSamplingError(f"{name} is {values!r}; it must be {wanted}") from None
