@@ -95,7 +95,9 @@ class DecodeWorkspace:
     def __init__(self, shape: DecodeShape, tuning: DecodeTuning, device: torch.device) -> None:
         self.shape = shape
         self.tuning = tuning
-        self.capacity = shape.max_items(shape.max_num_seqs, shape.max_seq_len, tuning)
+        max_items = shape.max_items(shape.max_num_seqs, shape.max_seq_len, tuning)
+        # A multiple of 16: Triton compiles another variant for integers that are not.
+        self.capacity = -(-max_items // 16) * 16
         programs = self.capacity * shape.programs_per_item
         self.items = torch.zeros(
             (ITEM_FIELDS.value, self.capacity), dtype=torch.int32, device=device
@@ -134,7 +136,7 @@ class DecodeWorkspace:
             max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),
             min_chunk=fixed or tuning.min_chunk,
             max_chunk=fixed or tuning.max_chunk,
-            ITEM_CAPACITY=self.capacity,
+            item_capacity=self.capacity,
             BLOCK_ROWS=next_power_of_2(self.shape.max_num_seqs),
             TILE=tuning.tile,
         )
@@ -178,7 +180,7 @@ class DecodeWorkspace:
             k_cache.stride(0),
             k_cache.stride(1),
             k_cache.stride(2),
-            ITEM_CAPACITY=self.capacity,
+            self.capacity,
             NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=shape.group,
             BLOCK_H=shape.block_heads,

@@ -20,7 +20,9 @@ ITEM_FIELDS = tl.constexpr(5)
 """An item is (row, first token, end token, the row's first item, the row's number of items)."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"],
+)
 def plan_kernel(
     seq_lens_ptr,
     items_ptr,
@@ -30,7 +32,7 @@ def plan_kernel(
     max_items,
     min_chunk,
     max_chunk,
-    ITEM_CAPACITY: tl.constexpr,
+    item_capacity,
     BLOCK_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -58,10 +60,10 @@ def plan_kernel(
         begin = index * size
         item = items_ptr + first + index
         tl.store(item, rows, mask=here)
-        tl.store(item + ITEM_CAPACITY, begin, mask=here)
-        tl.store(item + 2 * ITEM_CAPACITY, tl.minimum(begin + size, lens), mask=here)
-        tl.store(item + 3 * ITEM_CAPACITY, first, mask=here)
-        tl.store(item + 4 * ITEM_CAPACITY, counts, mask=here)
+        tl.store(item + item_capacity, begin, mask=here)
+        tl.store(item + 2 * item_capacity, tl.minimum(begin + size, lens), mask=here)
+        tl.store(item + 3 * item_capacity, first, mask=here)
+        tl.store(item + 4 * item_capacity, counts, mask=here)
     tl.store(num_items_ptr, tl.sum(counts, 0))
 
 
@@ -112,7 +114,7 @@ def decode_kernel(
     stride_page,
     stride_token,
     stride_head,
-    ITEM_CAPACITY: tl.constexpr,
+    item_capacity,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -135,10 +137,10 @@ def decode_kernel(
     if item >= tl.load(num_items_ptr):
         return
     row = tl.load(items_ptr + item)
-    begin = tl.load(items_ptr + ITEM_CAPACITY + item)
-    end = tl.load(items_ptr + 2 * ITEM_CAPACITY + item)
-    first_item = tl.load(items_ptr + 3 * ITEM_CAPACITY + item)
-    num_chunks = tl.load(items_ptr + 4 * ITEM_CAPACITY + item)
+    begin = tl.load(items_ptr + item_capacity + item)
+    end = tl.load(items_ptr + 2 * item_capacity + item)
+    first_item = tl.load(items_ptr + 3 * item_capacity + item)
+    num_chunks = tl.load(items_ptr + 4 * item_capacity + item)
 
     kv_head = head_block // HEAD_BLOCKS
     lanes = tl.arange(0, BLOCK_H)

@@ -81,11 +81,11 @@ def prefill_kernel(
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_SIZE], tl.float32)
     acc, denominator, peak = _attend(
-        acc, denominator, peak, q, k_head, v_head, table_row, positions, 0, full_end, seq_len,
+        acc, denominator, peak, q, k_head, v_head, table_row, positions, 0, full_end,
         log2_scale, stride_page, stride_token, HEAD_SIZE, PAGE, False, CAUSAL, BLOCK_N,
     )  # fmt: skip
     acc, denominator, peak = _attend(
-        acc, denominator, peak, q, k_head, v_head, table_row, positions, full_end, end, seq_len,
+        acc, denominator, peak, q, k_head, v_head, table_row, positions, full_end, end,
         log2_scale, stride_page, stride_token, HEAD_SIZE, PAGE, True, CAUSAL, BLOCK_N,
     )  # fmt: skip
 
@@ -111,7 +111,6 @@ def _attend(
     positions,
     begin,
     end,
-    seq_len,
     log2_scale,
     stride_page,
     stride_token,
@@ -121,7 +120,10 @@ def _attend(
     CAUSAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Fold the keys from `begin` to `end` into (acc, denominator, peak); MASKED on the edge only."""
+    """Fold the keys from `begin` to `end` into (acc, denominator, peak); MASKED on the edge only.
+
+    Nothing is read beyond `end`, so what unused pages and tails hold does not matter.
+    """
     dims = tl.arange(0, HEAD_SIZE)
     pages = load_pages(table_row, begin, end, PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
@@ -130,12 +132,12 @@ def _attend(
         pages = load_pages(table_row, start + BLOCK_N, end, PAGE, BLOCK_N)
         kv_offsets = offsets[:, None] + dims[None, :]
         if MASKED:
-            k = tl.load(k_head + kv_offsets, mask=keys[:, None] < seq_len, other=0.0)
+            k = tl.load(k_head + kv_offsets, mask=keys[:, None] < end, other=0.0)
         else:
             k = tl.load(k_head + kv_offsets)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
         if MASKED:
-            visible = keys[None, :] < seq_len
+            visible = keys[None, :] < end
             if CAUSAL:
                 visible = visible & (keys[None, :] <= positions[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -147,7 +149,7 @@ def _attend(
         rescale = tl.exp2(peak - anchor)
         denominator = denominator * rescale + tl.sum(weights, 1)
         if MASKED:
-            v = tl.load(v_head + kv_offsets, mask=keys[:, None] < seq_len, other=0.0)
+            v = tl.load(v_head + kv_offsets, mask=keys[:, None] < end, other=0.0)
         else:
             v = tl.load(v_head + kv_offsets)
         acc = acc * rescale[:, None]
