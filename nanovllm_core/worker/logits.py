@@ -1,0 +1,97 @@
+"""What sampling parameters do to logits: pure functions over some rows of a float32 batch.
+
+S rows of a batch, N of them that need the operation (`which_N`, int64 positions among the S), V
+vocabulary, L ids at most. Each function changes `logits_SV` in place, touches only the rows it is
+given, and never waits for the device. Forbidden ids get -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BYTES_PER_LOGIT = 96
+"""An upper bound of what these functions hold at once, per row and vocabulary id."""
+BYTES_PER_KNOWN_ID = 32
+"""The same per row and entry of the token table."""
+
+
+def penalise(
+    logits_SV: Tensor,
+    which_N: Tensor,
+    repetition_N: Tensor,
+    presence_N: Tensor,
+    frequency_N: Tensor,
+    token_ids_NL: Tensor,
+    num_prompt_N: Tensor,
+    num_known_N: Tensor,
+) -> None:
+    """Make ids that came before less likely.
+
+    Repetition (Keskar et al., "CTRL", 2019) divides positive and multiplies negative logits of ids
+    in the prompt or the output. Then each id loses `frequency` for every time, and `presence` once,
+    that it is in the output.
+    """
+    vocab_size = logits_SV.shape[1]
+    outputs = count_ids(token_ids_NL, num_prompt_N, num_known_N, vocab_size)
+    seen = count_ids(token_ids_NL, torch.zeros_like(num_known_N), num_known_N, vocab_size) > 0
+    logits = logits_SV[which_N]
+    factor = repetition_N[:, None].expand_as(logits)
+    factor = torch.where(logits > 0, factor.reciprocal(), factor)
+    logits = torch.where(seen, logits * factor, logits)
+    logits -= frequency_N[:, None] * outputs
+    logits -= presence_N[:, None] * (outputs > 0)
+    logits_SV.index_copy_(0, which_N, logits)
+
+
+def count_ids(token_ids_NL: Tensor, start_N: Tensor, end_N: Tensor, vocab_size: int) -> Tensor:
+    """How often each id is at positions `start` to `end - 1` of its row: int32 [N, vocab_size]."""
+    position_L = torch.arange(token_ids_NL.shape[1], device=token_ids_NL.device)
+    counted = (position_L >= start_N[:, None]) & (position_L < end_N[:, None])
+    ids = torch.where(counted, token_ids_NL, 0).long()
+    counts = torch.zeros(len(ids), vocab_size, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(1, ids, counted.int())
+
+
+def forbid_stop_ids(
+    logits_SV: Tensor,
+    which_K: Tensor,
+    stop_ids_K: Tensor,
+    min_tokens_K: Tensor,
+    output_index_S: Tensor,
+) -> None:
+    """Forbid K (row, stop id) pairs while the row has given fewer than `min_tokens` tokens."""
+    too_early = output_index_S[which_K] < min_tokens_K
+    values = torch.where(too_early, -torch.inf, logits_SV[which_K, stop_ids_K])
+    logits_SV.index_put_((which_K, stop_ids_K), values)
+
+
+def cut_min_p(
+    logits_SV: Tensor, which_N: Tensor, log_min_p_N: Tensor, temperature_N: Tensor
+) -> None:
+    """Forbid ids whose probability, at the row's temperature, is below `min_p` of the largest."""
+    logits = logits_SV[which_N]
+    tempered = logits / temperature_N[:, None]
+    floor = tempered.amax(dim=1, keepdim=True) + log_min_p_N[:, None]
+    logits_SV.index_copy_(0, which_N, logits.masked_fill_(tempered < floor, -torch.inf))
+
+
+def cut_top_k_top_p(
+    logits_SV: Tensor, which_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, temperature_N: Tensor
+) -> None:
+    """Keep the `top_k` likeliest ids, and of these the fewest that hold `top_p` of the probability.
+
+    Exactly k ids stay, and at least one: of equal logits the lower id is the likelier. A `top_k`
+    that switches the cut off is V or more, such a `top_p` is above 1.
+    """
+    logits = logits_SV[which_N]
+    ranked, ids = (logits / temperature_N[:, None]).sort(dim=1, descending=True, stable=True)
+    rank_V = torch.arange(logits.shape[1], device=logits.device)
+    beyond_k = rank_V >= top_k_N[:, None]
+    # In float64, so that the sum over a large vocabulary does not depend on how it was split.
+    probabilities = ranked.masked_fill_(beyond_k, -torch.inf).softmax(dim=1, dtype=torch.float64)
+    before = probabilities.cumsum(dim=1) - probabilities
+    cut_ranked = beyond_k | (before >= top_p_N[:, None])
+    cut_ranked[:, 0] = False
+    cut = torch.zeros_like(cut_ranked).scatter_(1, ids, cut_ranked)
+    logits_SV.index_copy_(0, which_N, logits.masked_fill_(cut, -torch.inf))
