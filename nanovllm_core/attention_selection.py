@@ -173,8 +173,8 @@ def _named(
     able, _ = _able(manager, requirements)
     raise UnsupportedError(
         f"attention backend {choice.backend!r} ({candidate.resolved.distribution} "
-        f"{candidate.resolved.version}) cannot serve {requirements.phase} here: it "
-        f"{'; it '.join(candidate.reasons)}. "
+        f"{candidate.resolved.version}) cannot serve {requirements.phase} here: "
+        f"{'; '.join(candidate.reasons)}. "
         + (f"These can: {_names(able)}." if able else f"No other installed one can; {INSTALL_ONE}"),
         candidate.reasons,
     )
@@ -216,7 +216,7 @@ def _able(
             losers.append(f"{name}: {error}")
             continue
         if candidate.reasons:
-            losers.append(f"{name}: it {'; it '.join(candidate.reasons)}")
+            losers.append(f"{name}: {'; '.join(candidate.reasons)}")
         else:
             able.append(candidate)
     return sorted(able, key=lambda c: (-c.spec.rank, c.resolved.name)), losers

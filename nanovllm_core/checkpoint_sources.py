@@ -39,7 +39,7 @@ def from_hub(reference: str) -> Path:
     except Exception as error:
         raise CheckpointNotFoundError(
             f"model: {reference!r} is no folder here and could not be fetched from the Hugging "
-            f"Face hub ({type(error).__name__}: {error}); check the name, the network, and your access "
-            "to the model"
+            f"Face hub ({type(error).__name__}: {error}); check the name, the network, and your "
+            "access to the model"
         ) from error
     return Path(folder)

@@ -1,0 +1,91 @@
+# make demo        install into .venv and let the embedded model write
+# make test        install into .venv, check and test everything (under 12 minutes on two cores)
+# make test-full   the slow tests too
+# make lint        ruff, mypy, import-linter
+# make wheels      every distribution, into dist/
+#
+# `make test PYTHON=/path/to/python` uses that environment and installs nothing.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+DISTRIBUTIONS := . $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
+PACKAGES := nanovllm_core $(sort $(patsubst %/__init__.py,%,$(wildcard plugins/*/nanovllm_*/__init__.py)))
+METADATA := constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS))
+
+ifeq ($(origin PYTHON),undefined)
+PY := .venv/bin/python
+RUN_ENV := .venv/.run-installed
+DEV_ENV := .venv/.dev-installed
+else
+PY := $(PYTHON)
+RUN_ENV :=
+DEV_ENV :=
+endif
+
+# The first interpreter of a version that we support, asked for only when .venv has to be made.
+FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
+	if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	then echo "$$python"; exit; fi; done; \
+	echo "nanovllm needs Python 3.11, 3.12 or 3.13 on PATH" >&2; exit 1
+
+# Threads of torch and of pytest's workers would fight over the cores.
+TEST_ENV := OMP_NUM_THREADS=1
+PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal
+COVERED := --cov=nanovllm_core --cov-report=
+# Where a mistake would be silent, every line is tested.
+FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/plugin_manager.py,nanovllm_core/attention_selection.py
+
+.PHONY: help demo test test-full unit lint format wheels clean
+
+help:
+	@sed -n 's/^# \?//;1,/^$$/p' Makefile
+
+.venv/bin/python:
+	python=$$($(FIND_PYTHON)); "$$python" -m venv .venv
+
+# The build back end comes first, so that it is pinned too and not fetched once per package.
+.venv/.run-installed: $(METADATA) | .venv/bin/python
+	$(PY) -m pip install -q -c constraints.txt hatchling editables
+	$(PY) -m pip install -q --no-build-isolation -c constraints.txt \
+		-e ".[qwen3,sdpa,demo]" -e plugins/model_qwen3 -e plugins/attention_sdpa -e plugins/checkpoint_demo
+	touch $@
+
+.venv/.dev-installed: $(METADATA) | .venv/bin/python
+	$(PY) -m pip install -q -c constraints.txt hatchling editables
+	$(PY) -m pip install -q --no-build-isolation -c constraints.txt \
+		-e ".[all,dev]" $(addprefix -e ,$(filter-out .,$(DISTRIBUTIONS)))
+	touch $@
+
+demo: $(RUN_ENV)
+	$(PY) -m nanovllm_core generate --model demo --prompt "What is 27 + 15?"
+
+lint: $(DEV_ENV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy $(PACKAGES)
+	$(dir $(shell command -v $(PY)))lint-imports
+
+format: $(DEV_ENV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# Coverage is judged before the summary is lost to view: pytest's exit status, then two thresholds.
+unit: $(DEV_ENV)
+	$(PYTEST) $(COVERED) -m "not slow"
+	$(PY) -m coverage report --fail-under=90
+	$(PY) -m coverage report --fail-under=100 --include="$(FULLY_COVERED)"
+
+test: lint unit
+
+test-full: lint
+	$(PYTEST) $(COVERED)
+	$(PY) -m coverage report --fail-under=90
+
+wheels: $(DEV_ENV)
+	for distribution in $(DISTRIBUTIONS); do \
+		$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist "./$$distribution"; done
+
+clean:
+	rm -rf .venv dist build .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
