@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import silu
 
 from nanovllm_core.kernels.base import QKPrep
 
@@ -19,7 +19,7 @@ class TorchKernels:
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
-        return (F.silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
+        return (silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
 
     def prepare_qkv(
         self,
@@ -30,10 +30,11 @@ class TorchKernels:
         k_cache_NPKD: Tensor,
         v_cache_NPKD: Tensor,
     ) -> Tensor:
-        heads = (prep.num_heads, prep.num_kv_heads, prep.num_kv_heads)
-        q_THD, k_TKD, v_TKD = (
-            qkv_TX.unflatten(-1, (sum(heads), prep.head_size)).split(heads, dim=1)
-        )  # fmt: skip
+        num_heads, num_kv_heads = prep.num_heads, prep.num_kv_heads
+        heads_THD = qkv_TX.view(-1, num_heads + 2 * num_kv_heads, prep.head_size)
+        q_THD = heads_THD[:, :num_heads]
+        k_TKD = heads_THD[:, num_heads : num_heads + num_kv_heads]
+        v_TKD = heads_THD[:, num_heads + num_kv_heads :]
         cos_sin_T1R = prep.cos_sin_cache[positions_T.long()].unsqueeze(1)
         q_THD = _norm_and_rotate(q_THD, prep.q_norm_weight, prep.eps, cos_sin_T1R)
         k_TKD = _norm_and_rotate(k_TKD, prep.k_norm_weight, prep.eps, cos_sin_T1R)

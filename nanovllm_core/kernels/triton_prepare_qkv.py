@@ -1,6 +1,6 @@
 """Everything between the qkv projection and attention, in one kernel that reads qkv once."""
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Reason: Triton compiles these functions; their arguments have no Python types.
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def prepare_qkv_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and group of BLOCK_HEADS heads: first q's groups, then k's, then v's."""
+    """One program per token and group of heads: q's groups first, then k's, then v's."""
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = tl.program_id(0).to(tl.int64)

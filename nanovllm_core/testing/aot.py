@@ -13,8 +13,8 @@ interpreted: tests that interpret kernels in their own process can still compile
     )
     assert report.spills == 0
 
-Types are written as Triton's ahead-of-time tool writes them: `*bf16`, `i32`, `i64`, `fp32`, and `:16`
-behind a pointer or integer that is divisible by 16 at run time, as torch's allocations are.
+Types are written as Triton's ahead-of-time tool writes them: `*bf16`, `i32`, `i64`, `fp32`, and
+`:16` behind a pointer or integer that is divisible by 16 at run time, as torch's allocations are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compile_for_sm90(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> AotReport:
-    """Compile one kernel: `"package.module:name"`, or the decorated function of an installed module.
+    """Compile one kernel: `"package.module:name"`, or the decorated function itself.
 
     Raises RuntimeError with the compiler's own message if it does not compile. Starting the process
     takes seconds: for several kernels or configurations use `compile_many_for_sm90`.

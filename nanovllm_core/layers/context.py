@@ -1,0 +1,60 @@
+"""Where layers live: device, dtype, rank and kernels, handed down instead of global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.kernels import KernelSet
+
+
+class TensorParallel(Protocol):
+    """The group of ranks that share every layer. All ranks call the same collectives in order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, on every rank; `x` may be overwritten."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' tensors, of equal shapes, side by side along the last dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRank:
+    """A group of one."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """Everything a layer needs to know of the world when it is built."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tp: TensorParallel
+    kernels: KernelSet
+
+    def share(self, total: int, what: str) -> int:
+        """This rank's part of `total`; ArchitectureError where it cannot be split evenly."""
+        if total % self.tp.size != 0:
+            raise ArchitectureError(
+                f"{what} ({total}) must be divisible by tensor_parallel_size ({self.tp.size}); "
+                "choose a size that divides it"
+            )
+        return total // self.tp.size

@@ -1,0 +1,78 @@
+"""The base of layers, and parameters that know how a checkpoint fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm_core.layers.context import LayerContext
+
+ShardId = str | int | None
+"""Which part of a packed parameter a checkpoint tensor is: "q", 0, or None for a whole one."""
+
+WeightLoader = Callable[["ModelParameter", Tensor, ShardId], None]
+"""Copies a whole checkpoint tensor's share of this rank into the parameter."""
+
+
+class ModelParameter(nn.Parameter):
+    """A parameter with its own `weight_loader(param, tensor, shard_id)`.
+
+    `shard_shapes` gives, for each shard that must be loaded exactly once, the shape of the
+    checkpoint's tensor, before it is split over ranks. `dummy_mean` and `dummy_std` are the normal
+    distribution of its values where no checkpoint is loaded.
+    """
+
+    weight_loader: WeightLoader
+    shard_shapes: Mapping[ShardId, tuple[int, ...]]
+    dummy_mean: float
+    dummy_std: float
+
+
+def make_parameter(
+    context: LayerContext,
+    shape: tuple[int, ...],
+    weight_loader: WeightLoader,
+    shard_shapes: Mapping[ShardId, tuple[int, ...]],
+    *,
+    dummy_mean: float = 0.0,
+    dummy_std: float = 0.02,
+) -> ModelParameter:
+    """A parameter of this rank's `shape`, not yet filled."""
+    data = torch.empty(shape, dtype=context.dtype, device=context.device)
+    parameter = ModelParameter(data, requires_grad=False)
+    parameter.weight_loader = weight_loader
+    parameter.shard_shapes = shard_shapes
+    parameter.dummy_mean = dummy_mean
+    parameter.dummy_std = dummy_std
+    return parameter
+
+
+def load_whole(param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
+    """The loader of a parameter that every rank holds whole."""
+    param.copy_(tensor)
+
+
+class Layer(nn.Module):
+    """The base of every layer."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def finalize(self) -> None:
+        """Called once, after the weights are loaded: the place to repack them for a kernel."""
+
+    # nn.Module's call is typed to return Any; naming it here keeps strict typing of callers easy.
+    def __call__(self, *args: Any) -> Tensor:
+        out: Tensor = super().__call__(*args)
+        return out
+
+
+def finalize_layers(model: nn.Module) -> None:
+    """Call `finalize` on every layer of a model."""
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.finalize()

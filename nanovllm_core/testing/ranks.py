@@ -1,0 +1,75 @@
+"""Tensor parallelism simulated by threads, one per rank, in one process and on one device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.layers import TensorParallel
+
+Result = TypeVar("Result")
+_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """Where the ranks meet: each puts its tensor down, then all read all of them."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    tensors: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size)
+        self.tensors = [torch.empty(0)] * self.size
+
+    def swap(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        self.tensors[rank] = tensor
+        self.barrier.wait(_TIMEOUT_S)
+        tensors = list(self.tensors)
+        self.barrier.wait(_TIMEOUT_S)
+        return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRank:
+    """One rank of a simulated group; see `nanovllm_core.layers.TensorParallel`."""
+
+    rank: int
+    size: int
+    exchange: _Exchange
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.exchange.swap(self.rank, x.clone())).sum(dim=0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.exchange.swap(self.rank, x.clone()), dim=-1)
+
+
+def run_ranks(size: int, function: Callable[[TensorParallel], Result]) -> list[Result]:
+    """Call `function` once per rank, at the same time; the results in the order of the ranks.
+
+    The first rank's error that is not a broken barrier is raised.
+    """
+    exchange = _Exchange(size)
+
+    def run(rank: int) -> Result:
+        try:
+            return function(SimulatedRank(rank, size, exchange))
+        except BaseException:
+            exchange.barrier.abort()  # the others wait for a rank that will not come
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,247 @@
+"""From safetensors to parameters, with nothing missing, nothing left over and nothing twice.
+
+First the headers of all files are read and every name and shape is checked, which takes
+milliseconds; only then are tensors copied, one at a time, to where the parameters live.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanovllm_core.errors import PluginLoadError, WeightsError
+from nanovllm_core.interfaces.model import CausalLM
+from nanovllm_core.layers import ModelParameter, finalize_layers
+from nanovllm_core.layers.module import ShardId
+
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_NAMES = 8
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors loaded, tensors in all)."""
+
+
+def load_weights(
+    model: nn.Module, checkpoint_dir: str | Path, *, tied: bool, progress: Progress | None = None
+) -> None:
+    """Fill every parameter of a `CausalLM` from the safetensors files of a folder; finalize layers.
+
+    Reads the files that `model.safetensors.index.json` lists, or every `*.safetensors` without one.
+    `tied`: the embedding and the head share a parameter; it is loaded under its first name, and a
+    second copy in the checkpoint is left out. Tensors are converted to the parameter's dtype.
+    Raises WeightsError, before anything is copied, for weights that are missing, unexpected,
+    double, quantised or of the wrong shape, and for files that are missing or cannot be read.
+    """
+    folder = Path(checkpoint_dir)
+    slots, unwanted = _slots(model, tied)
+    contents = {file: _read_header(file) for file in _weight_files(folder)}
+    _check(folder, slots, unwanted, contents)
+    done = 0
+    for file, header in contents.items():
+        with _open(file) as tensors:
+            for name in header.keys() & slots.keys():
+                slot = slots[name]
+                slot.parameter.weight_loader(
+                    slot.parameter, tensors.get_tensor(name), slot.shard_id
+                )
+                done += 1
+                if progress is not None:
+                    progress(done, len(slots))
+    finalize_layers(model)
+
+
+def init_dummy_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter with random numbers of a sane scale, on its device; finalize layers.
+
+    The same seed gives the same weights on the same kind of device. Norms are 1, the rest is
+    normal with a standard deviation of 0.02, so that hidden states stay finite.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, parameter in model.named_parameters():
+        checked, device = _checked(name, parameter), parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        checked.normal_(checked.dummy_mean, checked.dummy_std, generator=generators[device])
+    finalize_layers(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What one tensor of the checkpoint must fill."""
+
+    parameter: ModelParameter
+    shard_id: ShardId
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter.shard_shapes[self.shard_id]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
+    """Every name a checkpoint must hold, and the names it may hold in vain."""
+    contract = cast(CausalLM, model)
+    parts = {target: source for source, target in contract.packed_modules.items()}
+    parameters = dict(model.named_parameters())
+    aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    if aliases and not tied:
+        raise PluginLoadError(
+            f"{type(model).__name__} shares {', '.join(sorted(aliases))} with another parameter, "
+            "but its shape() does not say tied_embeddings"
+        )
+    slots: dict[str, _Slot] = {}
+    for name, parameter in parameters.items():
+        checked = _checked(name, parameter)
+        for shard_id in checked.shard_shapes:
+            slots[_checkpoint_name(name, shard_id, parts)] = _Slot(checked, shard_id)
+    return slots, aliases | set(contract.ignored_weights)
+
+
+def _checked(name: str, parameter: nn.Parameter) -> ModelParameter:
+    if not isinstance(parameter, ModelParameter):
+        raise PluginLoadError(
+            f"parameter {name} has no weight_loader; build it with make_parameter of "
+            "nanovllm_core.layers.module"
+        )
+    return parameter
+
+
+def _checkpoint_name(name: str, shard_id: ShardId, parts: dict[tuple[str, str | int], str]) -> str:
+    """ "a.qkv_proj.weight" and "q" -> "a.q_proj.weight": one whole component is exchanged."""
+    if shard_id is None:
+        return name
+    *path, module, kind = name.split(".")
+    if (module, shard_id) not in parts:
+        raise PluginLoadError(f"packed_modules names no source for shard {shard_id!r} of {name}")
+    return ".".join((*path, parts[module, shard_id], kind))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(_no_files_message(folder))
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(
+            f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
+        ) from error
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise WeightsError(f"{index} names files outside its folder: {_some(outside)}")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise WeightsError(
+            f"{len(missing)} of the {len(names)} files that {index} lists are missing: "
+            f"{_some(missing)}; download the checkpoint again"
+        )
+    return [folder / name for name in names]
+
+
+def _no_files_message(folder: Path) -> str:
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if others:
+        return (
+            f"{folder} holds no *.safetensors, only {_some(others)}; convert the weights to "
+            "safetensors, for example with transformers' save_pretrained"
+        )
+    return (
+        f"{folder} holds no *.safetensors; download the weights, or choose load_format: dummy "
+        "for random ones"
+    )
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size if file.exists() else 0
+        raise WeightsError(
+            f"{file} ({size} bytes) is truncated or damaged ({error}); download it again"
+        ) from error
+
+
+def _read_header(file: Path) -> dict[str, _TensorInfo]:
+    with _open(file) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - no dict
+        return {
+            name: _TensorInfo(tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices.items()
+        }
+
+
+@dataclass(slots=True)
+class _Problems:
+    """What is wrong with a checkpoint, by kind, in the order found."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    double: list[str] = field(default_factory=list)
+    wrong_shape: list[str] = field(default_factory=list)
+    wrong_dtype: list[str] = field(default_factory=list)
+
+    def describe(self) -> list[str]:
+        kinds = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "found twice": self.double,
+            "of the wrong shape": self.wrong_shape,
+            "of a dtype that is not supported (quantised checkpoints are not)": self.wrong_dtype,
+        }
+        return [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+
+
+def _check(
+    folder: Path,
+    slots: dict[str, _Slot],
+    unwanted: set[str],
+    contents: dict[Path, dict[str, _TensorInfo]],
+) -> None:
+    problems = _Problems()
+    found: dict[str, Path] = {}
+    for file, header in contents.items():
+        for name, info in header.items():
+            if name in found:
+                problems.double.append(f"{name} (in {found[name].name} and {file.name})")
+            elif name not in slots:
+                if name not in unwanted:
+                    problems.unexpected.append(f"{name} (in {file.name})")
+            elif info.shape != slots[name].shape:
+                problems.wrong_shape.append(
+                    f"{name} (in {file.name}: {list(info.shape)}, the model's config.json wants "
+                    f"{list(slots[name].shape)})"
+                )
+            elif info.dtype not in _DTYPES:
+                problems.wrong_dtype.append(f"{name} (in {file.name}: {info.dtype})")
+            found.setdefault(name, file)
+    problems.missing = [name for name in slots if name not in found]
+    if reasons := problems.describe():
+        raise WeightsError(
+            f"the weights in {folder} do not fit the model: {'; '.join(reasons)}. Check that "
+            "config.json belongs to these weights, or download the checkpoint again"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES])
+    rest = len(names) - _MAX_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown

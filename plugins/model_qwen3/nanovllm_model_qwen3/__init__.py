@@ -1,0 +1,1 @@
+"""The Qwen3 dense models for nanovllm."""

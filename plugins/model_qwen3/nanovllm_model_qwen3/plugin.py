@@ -1,0 +1,19 @@
+"""What nanovllm reads of this plugin before it is selected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.specs import ModelSpec
+
+
+@hookimpl
+def nanovllm_models() -> Sequence[ModelSpec]:
+    return [
+        ModelSpec(
+            name="Qwen3ForCausalLM",
+            impl="nanovllm_model_qwen3.model:Qwen3ForCausalLM",
+            summary="Qwen3 dense: grouped-query attention with per-head norm of q and k",
+        )
+    ]
