@@ -81,8 +81,8 @@ def cut_top_k_top_p(
 ) -> None:
     """Keep the `top_k` likeliest ids, and of these the fewest that hold `top_p` of the probability.
 
-    Exactly k ids stay, and at least one: of equal logits the lower id is the likelier. A `top_k`
-    that switches the cut off is V or more, such a `top_p` is above 1.
+    Exactly k ids stay: of equal logits the lower id is the likelier. The first always stays, since
+    `top_p` is above 0. A `top_k` that switches the cut off is V or more, such a `top_p` above 1.
     """
     logits = logits_SV[which_N]
     ranked, ids = (logits / temperature_N[:, None]).sort(dim=1, descending=True, stable=True)
@@ -92,6 +92,5 @@ def cut_top_k_top_p(
     probabilities = ranked.masked_fill_(beyond_k, -torch.inf).softmax(dim=1, dtype=torch.float64)
     before = probabilities.cumsum(dim=1) - probabilities
     cut_ranked = beyond_k | (before >= top_p_N[:, None])
-    cut_ranked[:, 0] = False
     cut = torch.zeros_like(cut_ranked).scatter_(1, ids, cut_ranked)
     logits_SV.index_copy_(0, which_N, logits.masked_fill_(cut, -torch.inf))
