@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nanovllm_core.config import EngineConfig, load_config
-from nanovllm_core.engine import Engine, EngineStats, RequestOutput
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.engine import Engine, EngineLimits, EngineStats, RequestOutput
 from nanovllm_core.errors import CheckpointError, EngineClosedError, InvalidPromptError
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.sampling_params import SamplingParams
@@ -54,14 +55,19 @@ class LLM:
             self._executor.close()
             raise
         self._engine = Engine(
-            executor=self._executor,
-            info=self.info,
-            scheduler=startup.scheduler,
-            max_num_seqs=config.limits.max_num_seqs,
-            max_num_batched_tokens=config.limits.max_num_batched_tokens,
+            self._executor,
+            startup.scheduler,
+            EngineLimits(
+                max_num_seqs=config.limits.max_num_seqs,
+                max_num_batched_tokens=config.limits.max_num_batched_tokens,
+                max_model_len=self.info.max_model_len,
+                num_blocks=self.info.num_blocks,
+                block_size=self.info.block_size,
+                vocab_size=self.info.vocab_size,
+            ),
+            eos_token_ids=eos,
             prefix_caching=config.cache.prefix_caching,
             steps_ahead=config.steps_ahead,
-            eos_token_ids=eos,
             seed=config.seed,
             debug=config.debug,
         )
@@ -188,6 +194,10 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters of the engine: steps, preemptions, prefix hits."""
         return self._engine.stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, as if no prompt had been seen."""
+        self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the device. Closing twice is fine."""

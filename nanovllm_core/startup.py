@@ -23,13 +23,8 @@ from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
-from nanovllm_core.interfaces.specs import ExecutorSpec, SchedulerSpec
-from nanovllm_core.plugin_manager import (
-    PluginManager,
-    get_plugin_manager,
-    load_object,
-    parse_options,
-)
+from nanovllm_core.interfaces.specs import ExecutorSpec
+from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +43,13 @@ class Startup:
 def start(config: EngineConfig) -> Startup:
     """Resolve every choice of `config`; loads no weights and allocates nothing on the device."""
     plugins = get_plugin_manager(disable=config.plugins.disable)
-    for name in config.plugins.enable:
-        plugins.spec("extension", name)
+    plugins.enable(config.plugins.enable)
     plugins.hook.nanovllm_configure(config=config)
     checkpoint = find_checkpoint(plugins, config.model)
     model_config = read_model_config(checkpoint)
     architecture = _architecture(model_config, checkpoint)
     model = plugins.resolve("model", architecture, {}, path="model")
-    shape: ModelShape = cast(Any, load_object(model.impl)).shape(model_config)
+    shape: ModelShape = load_object(model).shape(model_config)
     device = resolve_device(config.device)
     dtype = _resolve_dtype(config.dtype, device, model_config)
     max_model_len = _resolve_max_model_len(config, shape)
@@ -98,7 +92,7 @@ def find_checkpoint(plugins: PluginManager, model: str) -> Path:
             f"model: {model!r} is no folder and no checkpoint plugin; give a path, a hub id "
             f"(organisation/name) or an installed source. {error}"
         ) from error
-    return Path(cast(Any, load_object(resolved.impl))(reference))
+    return Path(load_object(resolved)(reference))
 
 
 def read_model_config(checkpoint: Path) -> Mapping[str, Any]:
@@ -216,9 +210,8 @@ def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
     from nanovllm_core.engine.scheduler import TokenBudgetScheduler
 
     choice = config.scheduler
-    spec = cast(SchedulerSpec, plugins.spec("scheduler", choice.name))
     resolved = plugins.resolve("scheduler", choice.name, choice.options, path="scheduler.options")
-    instance = cast(Any, load_object(spec.impl))(parse_options(resolved))
+    instance = load_object(resolved)(plugins.parse_options(resolved))
     if isinstance(instance, SchedulingPolicy):
         return TokenBudgetScheduler(instance)
     return cast(Scheduler, instance)
@@ -234,4 +227,4 @@ def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
             "executor that spans several devices"
         )
     resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
-    return cast(Executor, cast(Any, load_object(spec.impl))(parse_options(resolved)))
+    return cast(Executor, load_object(resolved)(plugins.parse_options(resolved)))

@@ -46,7 +46,7 @@ def throughput(
     """Output tokens per second of one batch, prefill included (default: nano-vllm's workload)."""
     from nanovllm_core.bench.throughput import measure_throughput
     from nanovllm_core.bench.workloads import fixed_workload, nano_workload
-    from nanovllm_core.config import load_config
+    from nanovllm_core.config_sources import load_config
     from nanovllm_core.llm import LLM
 
     if (input_len is None) != (output_len is None):
@@ -61,7 +61,7 @@ def throughput(
     if attention is not None:
         overrides["attention"] = attention_choice(attention)
     if max_model_len is not None:
-        overrides.setdefault("limits", {})["max_model_len"] = max_model_len
+        overrides["max_model_len"] = max_model_len
     with LLM.from_config(load_config(model, file=config, overrides=overrides)) as llm:
         result = measure_throughput(llm, workload, temperature=temperature, runs=runs)
     _show(result.to_json())
@@ -79,20 +79,16 @@ def attention_choice(text: str) -> Any:
 
 
 def _assignments(pairs: list[str]) -> dict[str, Any]:
-    """`cache.block_size=64` -> {"cache": {"block_size": 64}}; values are YAML."""
+    """`cache.block_size=64` -> {"cache.block_size": 64}; values are YAML."""
     import yaml
 
-    tree: dict[str, Any] = {}
+    fields = {}
     for pair in pairs:
         path, found, value = pair.partition("=")
         if not found:
             raise typer.BadParameter(f"--set {pair}: expected path=value, as in cache.block_size=64")
-        *parents, key = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[key] = yaml.safe_load(value)
-    return tree
+        fields[path] = yaml.safe_load(value)
+    return fields
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class PagedAttention:
             raise RuntimeError("attend() was called outside a step")
         k_cache, v_cache = cache.layer(layer.layer_index)
         q_THD = self._kernels.prepare_qkv(
-            qkv_TX, layer.qk_prep, positions_T, batch.slot_mapping, k_cache, v_cache
+            qkv_TX, layer.prep, positions_T, batch.slot_mapping, k_cache, v_cache
         )
         out_THD = torch.empty_like(q_THD)
         num_decode = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import cast
 
 import torch
 from pydantic import BaseModel
@@ -113,8 +113,8 @@ def _make_backends(
     config = AttentionConfig(
         device=model.device,
         dtype=model.dtype,
-        num_heads=layers[0].qk_prep.num_heads,
-        num_kv_heads=layers[0].qk_prep.num_kv_heads,
+        num_heads=layers[0].prep.num_heads,
+        num_kv_heads=layers[0].prep.num_kv_heads,
         head_size=model.shape.head_size,
         scale=layers[0].scale,
         block_size=setup.block_size,
@@ -124,8 +124,7 @@ def _make_backends(
     )
 
     def make(resolved: ResolvedPlugin) -> AttentionBackend:
-        backend_class = cast(Any, load_object(resolved.impl))
-        return cast(AttentionBackend, backend_class(config, parse_options(resolved)))
+        return cast(AttentionBackend, load_object(resolved)(config, parse_options(resolved)))
 
     prefill = make(setup.prefill_attention)
     same = setup.prefill_attention == setup.decode_attention
@@ -139,7 +138,7 @@ def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttenti
         attention,
         max_model_len=setup.max_model_len,
         block_size=setup.block_size,
-        bucket_sizes=config.cuda_graphs.bucket_sizes(config.limits.max_num_seqs),
+        bucket_sizes=config.graph_sizes,
         max_steps_in_flight=config.steps_ahead + 2,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.kernels import KernelSet
-from nanovllm_core.layers import Attention, LayerContext, TensorParallel
+from nanovllm_core.layers import Attention, LayerContext, SingleRank, finalize_layers
 from nanovllm_core.plugin_manager import load_object
 from nanovllm_core.worker.weights import init_dummy_weights, load_weights
 
@@ -31,7 +31,7 @@ class LoadedModel:
 
     def compute_logits(self, hidden_TE: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [T, vocab_size], written to `out` where it is given."""
-        return cast(Any, self.module).compute_logits(hidden_TE, out=out)  # type: ignore[no-any-return]
+        return cast(Any, self.module).compute_logits(hidden_TE, out)  # type: ignore[no-any-return]
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers, in order."""
@@ -41,10 +41,8 @@ class LoadedModel:
 def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
     """Build the model on its device, load (or invent) its weights, pack them."""
     device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
-    context = LayerContext(
-        device=device, dtype=dtype, tp=TensorParallel(rank=0, size=1), kernels=kernels
-    )
-    model_class = cast(Any, load_object(setup.model.impl))
+    context = LayerContext(device=device, dtype=dtype, tp=SingleRank(), kernels=kernels)
+    model_class = load_object(setup.model)
     shape: ModelShape = model_class.shape(setup.model_config)
     with torch.inference_mode():
         module: nn.Module = model_class(setup.model_config, context)
@@ -52,8 +50,5 @@ def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
             init_dummy_weights(module, seed=setup.config.seed)
         else:
             load_weights(module, setup.checkpoint, tied=shape.tied_embeddings)
-        for part in module.modules():
-            finalize = getattr(part, "finalize", None)
-            if finalize is not None:
-                finalize()
+        finalize_layers(module)
     return LoadedModel(module, shape, device, dtype)
