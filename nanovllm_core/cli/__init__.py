@@ -1,0 +1,1 @@
+"""The command `nanovllm`: one file per command, put together in `main`."""

@@ -1,0 +1,74 @@
+"""`nanovllm plugins`: what is installed, and what this machine can run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from nanovllm_core.attention_selection import INSTALL_ONE
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
+
+app = typer.Typer(no_args_is_help=True, help="What is installed.")
+
+
+@app.callback()
+def _plugins() -> None:
+    """What is installed."""
+
+
+@app.command("list")
+def list_plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+) -> None:
+    """Every installed plugin, and whether this machine can run it.
+
+    Attention backends are asked about grouped heads of size 128 on this device, in bfloat16 on a
+    GPU and float32 on a CPU.
+    """
+    manager = get_plugin_manager(disable=load_config("none").plugins.disable)
+    statuses = plugin_statuses(manager, typical_requirements(*_device()))
+    if as_json:
+        print(json.dumps([status.to_json() for status in statuses], indent=2))
+        return
+    console = Console()
+    # Narrower than this, the reasons become a column of single words.
+    console.width = max(console.width, 120)
+    console.print(_table(statuses))
+    if not any(status.plugin.kind == "attention" for status in statuses):
+        console.print(f"No attention backend is installed: {INSTALL_ONE}", markup=False)
+
+
+def _table(statuses: Sequence[PluginStatus]) -> Table:
+    colours = {"ready": "green", "unsupported": "yellow", "broken": "red", "disabled": "dim"}
+    table = Table(title="Installed plugins", title_justify="left")
+    for column in ("kind", "name", "distribution", "version", "runs here"):
+        table.add_column(column, overflow="fold")
+    for status in statuses:
+        plugin = status.plugin
+        text = "yes" if status.state == "ready" else f"no, {status.state}"
+        details = "; ".join(status.reasons) or status.note
+        table.add_row(
+            plugin.kind,
+            escape(plugin.name),
+            escape(plugin.distribution),
+            escape(plugin.version),
+            f"[{colours[status.state]}]{text}[/]" + (f": {escape(details)}" if details else ""),
+        )
+    return table
+
+
+def _device() -> tuple[str, tuple[int, int] | None]:
+    """The device that `auto` takes, and its compute capability."""
+    import torch  # Only this command of the file needs it.
+
+    if not torch.cuda.is_available():
+        return "cpu", None
+    return "cuda", torch.cuda.get_device_capability()

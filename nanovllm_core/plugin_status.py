@@ -1,0 +1,96 @@
+"""What is installed, and whether this machine can run it: behind `nanovllm plugins list`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from nanovllm_core.attention_selection import evaluate
+from nanovllm_core.config import AttentionChoice
+from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.interfaces.attention import AttentionRequirements
+from nanovllm_core.interfaces.specs import AttentionSpec
+from nanovllm_core.plugin_manager import EXTENSION, InstalledPlugin, PluginManager
+
+State = Literal["ready", "unsupported", "broken", "disabled"]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginStatus:
+    """One installed plugin: ready here, or why not. `note` says what it is or what it runs on."""
+
+    plugin: InstalledPlugin
+    state: State
+    reasons: tuple[str, ...] = ()
+    note: str = ""
+
+    def to_json(self) -> Mapping[str, object]:
+        """The same as plain data."""
+        return {
+            **asdict(self.plugin),
+            "state": self.state,
+            "reasons": list(self.reasons),
+            "note": self.note,
+        }
+
+
+def typical_requirements(
+    device: str, compute_capability: tuple[int, int] | None
+) -> AttentionRequirements:
+    """What a usual model asks of a backend: grouped heads of size 128, in the device's dtype."""
+    return AttentionRequirements(
+        phase="decode",
+        device=device,
+        dtype="float32" if device == "cpu" else "bfloat16",
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        compute_capability=compute_capability,
+        cuda_graphs=device == "cuda",
+    )
+
+
+def plugin_statuses(
+    manager: PluginManager, requirements: AttentionRequirements
+) -> list[PluginStatus]:
+    """The state of every installed plugin; a broken one is a line of the list, not an error."""
+    statuses = [_status(manager, plugin, requirements) for plugin in manager.installed()]
+    statuses += [
+        PluginStatus(plugin, "disabled", ("listed in plugins.disable",))
+        for plugin in manager.disabled()
+    ]
+    return sorted(statuses, key=lambda status: status.plugin)
+
+
+def _status(
+    manager: PluginManager, plugin: InstalledPlugin, requirements: AttentionRequirements
+) -> PluginStatus:
+    if plugin.kind == EXTENSION:
+        return PluginStatus(plugin, "ready", note="loaded when plugins.enable names it")
+    try:
+        spec = manager.spec(plugin.kind, plugin.name)
+        if isinstance(spec, AttentionSpec):
+            return _attention_status(manager, plugin, spec, requirements)
+    except NanoVLLMError as error:
+        return PluginStatus(plugin, "broken", (str(error),))
+    return PluginStatus(plugin, "ready", note=spec.summary)
+
+
+def _attention_status(
+    manager: PluginManager,
+    plugin: InstalledPlugin,
+    spec: AttentionSpec,
+    requirements: AttentionRequirements,
+) -> PluginStatus:
+    """Ask about each phase that the backend claims, with its default options."""
+    reasons: list[str] = []
+    note = spec.summary
+    for phase in sorted(spec.capabilities.phases):
+        candidate = evaluate(
+            manager, AttentionChoice(backend=plugin.name), replace(requirements, phase=phase)
+        )
+        reasons += candidate.reasons
+        note = note if candidate.reasons else candidate.label
+    state: State = "unsupported" if reasons else "ready"
+    return PluginStatus(plugin, state, tuple(dict.fromkeys(reasons)), note)
