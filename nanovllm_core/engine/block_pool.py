@@ -80,6 +80,11 @@ class BlockPool:
         """The page with this content, held or free."""
         return self._block_of.get(digest)
 
+    def forget(self) -> None:
+        """Make no published content findable any more; who holds what does not change."""
+        self._digest_of.clear()
+        self._block_of.clear()
+
     def assert_consistent(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Compare with all live block tables; raises `InconsistentStateError`."""
         expected: Counter[int] = Counter()

@@ -180,6 +180,10 @@ class Engine:
             stream.abort()
             self._finish(request)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, so that a second run computes what the first did."""
+        self._kv.pool.forget()
+
     def has_unfinished(self) -> bool:
         """True while `step()` has something to do or to return."""
         return bool(self._requests or self._outputs or self._in_flight)
@@ -270,9 +274,9 @@ class Engine:
             news += self._decoded(batch, ended)
         if planned.chunks:
             news += self._absorb_chunks(planned, token_ids)
-        for row in self._rows.rows_to_publish():
+        for row in self._rows.rows_with_full_page(self._kv.block_size):
             request = self._rows.request_at(row)
-            self._publish(request, request.num_tokens - 1)
+            self._publish(request, (request.num_published + 1) * self._kv.block_size)
         for entry, request in news:
             self._deliver(request, entry, entry in ended, result)
 
@@ -290,20 +294,23 @@ class Engine:
         for prompt in planned.chunks:
             request, chunk = prompt.request, prompt.chunk
             if self._rows.generation[chunk.row] == prompt.generation:
+                if request.block_ids:  # It may have given way while this step was in flight.
+                    self._publish(request, chunk.start + chunk.length)
                 if chunk.samples:
-                    self._rows.accept_one(chunk.row, int(token_ids[entry]))
-                    self._num_output_tokens += 1
+                    self._accept_first(request, int(token_ids[entry]))
                     yield entry, request
-                self._publish(request, chunk.start + chunk.length)
             entry += chunk.samples
 
-    def _publish(self, request: Request, num_computed: int) -> None:
-        """Share the pages below `num_computed`, and note when the next one is full."""
-        if not request.block_ids:
-            return  # It gave way while this step was in flight.
-        self._kv.publish(request, num_computed)
-        if self._kv.prefix_caching and request.num_tokens > num_computed:
+    def _accept_first(self, request: Request, token_id: int) -> None:
+        """The prompt is computed and gave a token; from now on decoding fills the pages."""
+        num_computed = self._rows.accept_one(request.row, token_id)
+        self._num_output_tokens += 1
+        if request.block_ids and self._kv.prefix_caching:
             self._rows.publish_at[request.row] = self._kv.next_boundary(num_computed) + 1
+
+    def _publish(self, request: Request, num_computed: int) -> None:
+        """Share the full pages below `num_computed`, and let samples in that waited for them."""
+        self._kv.publish(request, num_computed)
         if request.held_samples:
             self._planner.release_samples(request)
 

@@ -140,7 +140,7 @@ class Planner:
         hungry: list[Request] = []
         for row in due:
             request = self.rows.request_at(row)
-            if request.num_scheduled >= request.max_length - 1:
+            if self._next_attention(request) == request.max_length - 1:
                 self._stop_decoding(request, RequestState.DRAINING)
             else:
                 hungry.append(request)
@@ -148,7 +148,7 @@ class Planner:
         for request in hungry:
             if request.state is RequestState.DECODING and self._make_room(request):
                 index = len(request.block_ids)
-                (block_id,) = self.kv.grow(request, request.num_scheduled + 1)
+                block_id = self.kv.add_page(request)
                 self.rows.attend_at[request.row] = self._next_attention(request)
                 appends.append(PageAppend(request.row, index, block_id))
         # A row may have got its page and then given way to a later one.

@@ -10,7 +10,6 @@ different salts.
 
 from __future__ import annotations
 
-import numpy as np
 import xxhash
 
 from nanovllm_core.engine.block_pool import BlockPool
@@ -43,9 +42,10 @@ class PagedKV:
 
     def match(self, request: Request) -> list[int]:
         """The pages of the longest cached prefix of a request without a row; takes none."""
+        num_pages = self.num_sharable(request.num_tokens)
         blocks: list[int] = []
-        for index in range(self.num_sharable(request.num_tokens)):
-            block_id = self.pool.find(self._digest(request, index))
+        for digest in self._digests(request, num_pages)[:num_pages]:
+            block_id = self.pool.find(digest)
             if block_id is None:
                 break
             blocks.append(block_id)
@@ -74,13 +74,21 @@ class PagedKV:
         request.block_ids += new
         return new
 
+    def add_page(self, request: Request) -> int:
+        """Give a request one more page; the caller made room for it."""
+        block_id = self.pool.allocate()
+        request.block_ids.append(block_id)
+        return block_id
+
     def publish(self, request: Request, num_computed: int) -> None:
         """Make the full pages below `num_computed` findable: their KV and their ids are known."""
-        if not self.prefix_caching:
+        first, last = request.num_published, num_computed // self.block_size
+        if last <= first or not self.prefix_caching:
             return
-        for index in range(request.num_published, num_computed // self.block_size):
-            self.pool.publish(request.block_ids[index], self._digest(request, index))
-            request.num_published = index + 1
+        digests = self._digests(request, last)
+        for index in range(first, last):
+            self.pool.publish(request.block_ids[index], digests[index])
+        request.num_published = last
 
     def release(self, request: Request) -> None:
         """Take a request's pages back. Plans already submitted read them before any later one."""
@@ -88,14 +96,14 @@ class PagedKV:
         request.block_ids = []
         request.num_published = 0
 
-    def _digest(self, request: Request, index: int) -> bytes:
-        """The digest of page `index`, extending the request's chain as far as needed."""
+    def _digests(self, request: Request, num_pages: int) -> list[bytes]:
+        """The digests of a request's pages: at least the first `num_pages`, which must be full."""
         digests = request.digests
-        if index >= len(digests):
-            ids = request.known_ids()
-            parent = digests[-1] if digests else xxhash.xxh3_128_digest(request.cache_salt)
-            for i in range(len(digests), index + 1):
-                page = np.ascontiguousarray(ids[i * self.block_size : (i + 1) * self.block_size])
-                parent = xxhash.xxh3_128_digest(parent + page.tobytes())
-                digests.append(parent)
-        return digests[index]
+        if len(digests) < num_pages:
+            size = self.block_size
+            ids = request.token_ids if request.row < 0 else request.table.token_ids[request.row]
+            digest = digests[-1] if digests else xxhash.xxh3_128_digest(request.cache_salt)
+            for i in range(len(digests), num_pages):
+                digest = xxhash.xxh3_128_digest(digest + ids[i * size : (i + 1) * size].tobytes())
+                digests.append(digest)
+        return digests

@@ -137,9 +137,12 @@ class RowTable:
         """Decoding rows that need a page, or whose every output is planned."""
         return self._rows_where_equal(self.scheduled, self.attend_at)
 
-    def rows_to_publish(self) -> Sequence[int]:
-        """Rows whose KV has just filled a page."""
-        return self._rows_where_equal(self.known, self.publish_at)
+    def rows_with_full_page(self, block_size: int) -> Sequence[int]:
+        """Rows whose KV has just filled a page; the page after it becomes the next to wait for."""
+        due = self._rows_where_equal(self.known, self.publish_at)
+        if due:
+            self.publish_at[due] += block_size
+        return due
 
     def advance(self) -> None:
         """Every decoding row was planned one more position."""
@@ -169,11 +172,13 @@ class RowTable:
         self.known[rows] += 1
         return len(rows)
 
-    def accept_one(self, row: int, token_id: int) -> None:
-        """One more id is known of a row."""
-        self.token_ids[row, self.known[row]] = token_id
+    def accept_one(self, row: int, token_id: int) -> int:
+        """One more id is known of a row; returns how many were known before."""
+        known = int(self.known[row])
+        self.token_ids[row, known] = token_id
         self._next_id_at[row] += 1
-        self.known[row] += 1
+        self.known[row] = known + 1
+        return known
 
     def _rows_where_equal(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Sequence[int]:
         np.equal(a, b, out=self._due)

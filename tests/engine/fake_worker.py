@@ -1,0 +1,208 @@
+"""A worker without a model, whose next token betrays every mistake with pages, rows and lengths.
+
+Computing a position writes a KV cell that chains the token id to the previous position's cell, read
+through the block table. The next token is a hash of all cells of the row, read through the block
+table at that step. So a page that is freed, reused, shared or published too early changes the text;
+`reference_tokens` says what the text must be, from the ids alone.
+
+Plans are applied when submitted, in order; results wait until they are collected, which with an
+engine that works n steps ahead is n steps later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.plan import (
+    PADDED,
+    Admission,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerInfo,
+)
+from nanovllm_core.interfaces.specs import NoOptions
+
+_MASK = (1 << 64) - 1
+
+
+def next_cell(previous: int, token_id: int) -> int:
+    """The KV of one position: depends on its id and on everything before it."""
+    return (previous * 6364136223846793005 + token_id * 1442695040888963407 + 1) & _MASK
+
+
+def next_token(
+    cells: NDArray[np.uint64], sampling: RowSampling, output_index: int, vocab_size: int
+) -> int:
+    """The sampled token: depends on all the KV, on the seed, and on the number of the output."""
+    noise = (sampling.seed, output_index) if sampling.temperature > 0 else (0, 0)
+    digest = xxhash.xxh64_intdigest(cells.tobytes(), seed=noise[0] & _MASK)
+    return (digest + noise[1]) % vocab_size
+
+
+def reference_tokens(
+    prompt: Sequence[int], sampling: RowSampling, max_length: int, vocab_size: int
+) -> list[int]:
+    """The output of a request that runs alone on an endless cache."""
+    ids, cells, cell = list(prompt), [], 0
+    for token_id in prompt[:-1]:
+        cell = next_cell(cell, token_id)
+        cells.append(cell)
+    while len(ids) < max_length:
+        cell = next_cell(cell, ids[-1])
+        cells.append(cell)
+        index = len(ids) - len(prompt)
+        ids.append(next_token(np.array(cells, np.uint64), sampling, index, vocab_size))
+        if ids[-1] in sampling.stop_token_ids and index + 1 >= sampling.min_tokens:
+            break
+    return ids[len(prompt) :]
+
+
+@dataclass
+class FakeRow:
+    """What the device knows of a row."""
+
+    ids: list[int]
+    block_table: list[int]
+    computed: int
+    num_prompt_tokens: int
+    max_length: int
+    sampling: RowSampling
+    finished: bool = False
+
+
+class FakeExecutor(Executor):
+    """Runs plans on the fake worker and refuses any plan that breaks the contract."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        super().__init__(NoOptions())
+        self.block_size = block_size
+        self.num_rows = num_rows
+        self.max_blocks = -(-max_model_len // block_size)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.vocab_size = vocab_size
+        self.cells = np.zeros(num_blocks * block_size, dtype=np.uint64)
+        self.written = np.zeros(num_blocks * block_size, dtype=np.bool_)
+        self.rows: dict[int, FakeRow] = {}
+        self.results: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+        self.most_in_flight = 0
+        self.pages_touched: set[int] = set()
+
+    def start(self, setup: WorkerSetup) -> WorkerInfo:
+        raise NotImplementedError("the tests build the engine by hand")
+
+    def close(self) -> None: ...
+
+    def collect(self) -> StepResult:
+        return self.results.popleft()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        assert plan.decode_rows or plan.prefill, "an empty step was submitted"
+        assert plan.num_tokens <= self.max_num_batched_tokens, "over the token budget"
+        for admission in plan.admissions:
+            self._admit(admission)
+        for append in plan.appends:
+            table = self.rows[append.row].block_table
+            assert append.index == len(table), "a page was appended out of order"
+            table.append(append.block_id)
+            assert len(table) <= self.max_blocks, "a block table outgrew the device's"
+            self.pages_touched.add(append.block_id)
+        busy = [*plan.decode_rows, *(chunk.row for chunk in plan.prefill)]
+        assert len(set(busy)) == len(busy), "a row works twice in one step"
+        assert all(0 <= row < self.num_rows for row in busy)
+        outcome = [self._decode(row) for row in plan.decode_rows]
+        for chunk in plan.prefill:
+            row = self.rows[chunk.row]
+            assert chunk.start == row.computed, "a chunk does not start where the row stands"
+            assert chunk.start + chunk.length <= len(row.ids)
+            assert chunk.samples == (chunk.start + chunk.length == len(row.ids))
+            self._compute(row, chunk.length)
+            if chunk.samples:
+                outcome.append(self._sample(row))
+        self._reply(plan, outcome)
+
+    def _admit(self, admission: Admission) -> None:
+        assert len(admission.block_ids) <= self.max_blocks, "a block table outgrew the device's"
+        assert 0 <= admission.num_computed < len(admission.token_ids), "nothing left to compute"
+        assert admission.num_computed % self.block_size == 0
+        self.rows[admission.row] = FakeRow(
+            ids=admission.token_ids.tolist(),
+            block_table=list(admission.block_ids),
+            computed=admission.num_computed,
+            num_prompt_tokens=admission.num_prompt_tokens,
+            max_length=admission.max_length,
+            sampling=admission.sampling,
+        )
+        self.pages_touched.update(admission.block_ids)
+
+    def _decode(self, row_index: int) -> tuple[int, bool]:
+        row = self.rows[row_index]
+        if row.finished:
+            return PADDED, False
+        assert row.computed == len(row.ids) - 1, "a row decodes that is not ready to"
+        self._compute(row, 1)
+        return self._sample(row)
+
+    def _slots(self, row: FakeRow, length: int) -> NDArray[np.intp]:
+        positions = np.arange(length)
+        table = np.array(row.block_table, dtype=np.intp)
+        slots: NDArray[np.intp] = table[positions // self.block_size] * self.block_size
+        return slots + positions % self.block_size
+
+    def _read(self, slots: NDArray[np.intp]) -> NDArray[np.uint64]:
+        assert self.written[slots].all(), "a cell was read that nobody has written"
+        return self.cells[slots]
+
+    def _compute(self, row: FakeRow, length: int) -> None:
+        start, end = row.computed, row.computed + length
+        slots = self._slots(row, end)
+        cell = int(self._read(slots[start - 1 : start])[0]) if start else 0
+        for position in range(start, end):
+            cell = next_cell(cell, row.ids[position])
+            self.cells[slots[position]] = cell
+            self.written[slots[position]] = True
+        row.computed = end
+
+    def _sample(self, row: FakeRow) -> tuple[int, bool]:
+        cells = self._read(self._slots(row, row.computed))
+        index = row.computed - row.num_prompt_tokens
+        token_id = next_token(cells, row.sampling, index, self.vocab_size)
+        row.ids.append(token_id)
+        assert len(row.ids) <= row.max_length, "a row ran past its length"
+        stops = token_id in row.sampling.stop_token_ids and index + 1 >= row.sampling.min_tokens
+        row.finished = stops or len(row.ids) == row.max_length
+        return token_id, row.finished
+
+    def _reply(self, plan: StepPlan, outcome: list[tuple[int, bool]]) -> None:
+        logprobs = {
+            entry: TokenLogprobs(-float(outcome[entry][0]), ((outcome[entry][0], -1.0),))
+            for entry, row in enumerate(plan.sampled_rows)
+            if self.rows[row].sampling.logprobs is not None and outcome[entry][0] != PADDED
+        }
+        self.results.append(
+            StepResult(
+                np.array([token_id for token_id, _ in outcome], dtype=np.int32),
+                np.array([finished for _, finished in outcome], dtype=np.bool_),
+                logprobs,
+            )
+        )
+        self.most_in_flight = max(self.most_in_flight, len(self.results))

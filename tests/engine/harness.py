@@ -1,0 +1,156 @@
+"""An engine on the fake worker, and the reference to compare it with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nanovllm_core.engine import (
+    DetokenizerFactory,
+    Engine,
+    EngineLimits,
+    FcfsPolicy,
+    RequestOutput,
+    TokenBudgetScheduler,
+)
+from nanovllm_core.engine.request import Request
+from nanovllm_core.interfaces.scheduler import Scheduler
+from nanovllm_core.sampling_params import SamplingParams
+
+from .fake_worker import FakeExecutor, reference_tokens
+
+MAX_STEPS = 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The sizes of one engine under test; small, so that everything runs short."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 64
+    max_model_len: int = 64
+    vocab_size: int = 50
+    prefix_caching: bool = True
+    steps_ahead: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Letters:
+    """A detokenizer: id 0 is "a", id 1 is "b" and so on, round the alphabet."""
+
+    pushed: list[int] = field(default_factory=list)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self.pushed += token_ids
+        return letters(token_ids)
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
+
+
+class Harness:
+    """An engine in debug mode, its fake worker, and what came out so far."""
+
+    def __init__(self, setting: Setting | None = None, scheduler: Scheduler | None = None) -> None:
+        self.setting = s = setting or Setting()
+        self.executor = FakeExecutor(
+            num_blocks=s.num_blocks,
+            block_size=s.block_size,
+            num_rows=s.max_num_seqs,
+            max_model_len=s.max_model_len,
+            max_num_batched_tokens=s.max_num_batched_tokens,
+            vocab_size=s.vocab_size,
+        )
+        self.engine = Engine(
+            self.executor,
+            scheduler or TokenBudgetScheduler(FcfsPolicy()),
+            EngineLimits(
+                max_num_seqs=s.max_num_seqs,
+                max_num_batched_tokens=s.max_num_batched_tokens,
+                max_model_len=s.max_model_len,
+                num_blocks=s.num_blocks,
+                block_size=s.block_size,
+                vocab_size=s.vocab_size,
+            ),
+            eos_token_ids=s.eos_token_ids,
+            prefix_caching=s.prefix_caching,
+            steps_ahead=s.steps_ahead,
+            debug=True,
+        )
+        self.outputs: list[RequestOutput] = []
+        self.finished: dict[tuple[str, int], RequestOutput] = {}
+        self.requests: dict[tuple[str, int], Request] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        detokenizer: DetokenizerFactory | None = None,
+        cache_salt: bytes = b"",
+    ) -> list[Request]:
+        """Add a request; greedy and without a stop unless `params` say otherwise."""
+        self.engine.add_request(
+            request_id,
+            prompt,
+            params or SamplingParams(temperature=0, max_tokens=8),
+            stream=stream,
+            detokenizer=detokenizer,
+            cache_salt=cache_salt,
+        )
+        samples = list(self.engine._samples[request_id])
+        self.requests.update({(request_id, sample.index): sample for sample in samples})
+        return samples
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        self.outputs += outputs
+        for output in outputs:
+            if output.finished:
+                key = (output.request_id, output.index)
+                assert key not in self.finished, f"{key} finished twice"
+                self.finished[key] = output
+        return outputs
+
+    def run(self) -> dict[tuple[str, int], RequestOutput]:
+        """Step until nothing is left, then check that nothing leaked."""
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_unfinished():
+                break
+            self.step()
+        else:
+            raise AssertionError(f"requests are still unfinished after {MAX_STEPS} steps")
+        assert self.engine.stats.free_blocks == self.setting.num_blocks, "pages leaked"
+        assert not self.executor.results, "a result was never collected"
+        assert self.engine.stats.running == self.engine.stats.waiting == 0
+        return self.finished
+
+    def expected(self, request_id: str, index: int = 0) -> list[int]:
+        """What a request's output must be, from its ids alone."""
+        request = self.requests[request_id, index]
+        return reference_tokens(
+            request.prompt_token_ids,
+            request.sampling,
+            request.max_length,
+            self.setting.vocab_size,
+        )
+
+    def check_all(self) -> None:
+        """Every request that was not aborted gave exactly the reference's tokens."""
+        assert self.finished.keys() == self.requests.keys(), "a request got no reply"
+        for (request_id, index), output in self.finished.items():
+            expected = self.expected(request_id, index)
+            if output.finish_reason == "abort":
+                assert output.token_ids == expected[: len(output.token_ids)]
+                continue
+            assert output.token_ids == expected, f"{request_id}/{index}"
+            request = self.requests[request_id, index]
+            stopped = expected[-1] in request.sampling.stop_token_ids
+            assert output.finish_reason == ("stop" if stopped else "length")
+            assert output.stop_reason == (expected[-1] if stopped else None)
