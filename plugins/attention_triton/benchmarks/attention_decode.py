@@ -2,10 +2,10 @@
 
     python benchmarks/attention_decode.py [--page 16] [--quick] [--json FILE]
 
-Decode: the contexts of the nano workload's live requests at several steps, and uniform batches, one
-plan and 28 layers inside a captured CUDA graph, over distinct caches (no layer is served by the L2).
-TB/s counts the K and V bytes of the contexts, once. Prefill: causal, against torch's SDPA. Every
-configuration is checked against torch before it is timed.
+Decode: the contexts of the nano workload's live requests at several steps, and uniform batches;
+one plan and 28 layers inside a captured CUDA graph, over distinct caches (no layer is served by the
+L2). TB/s counts the K and V bytes of the contexts, once. Prefill: causal, against torch's SDPA.
+Every configuration is checked against torch before it is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,8 @@ class Case:
     name: str
     contexts: list[int]
     metadata: DecodeMetadata
-    q_BHD: Tensor
-    out_BHD: Tensor
+    q_BHD: Tensor  # noqa: N815 - shape suffix
+    out_BHD: Tensor  # noqa: N815 - shape suffix
 
     @property
     def kv_bytes(self) -> int:
@@ -143,9 +145,7 @@ def time_decode(backend: TritonAttention, case: Case, caches: list[tuple[Tensor,
             k, v = caches[layer % CACHES]
             backend.run_decode(case.q_BHD, k, v, case.metadata, case.out_BHD)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
+    step()
     torch.cuda.synchronize()
     check_decode(case, *caches[(LAYERS - 1) % CACHES])
     graph = torch.cuda.CUDAGraph()
@@ -154,22 +154,26 @@ def time_decode(backend: TritonAttention, case: Case, caches: list[tuple[Tensor,
     return best_time(graph.replay, repeats=5) / LAYERS
 
 
-def best_time(call: Any, repeats: int) -> float:
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own gap
+
+
+def best_time(call: Callable[[], object], repeats: int) -> float:
     """The shortest of `repeats` runs in seconds, measured on the device."""
     call()
     times = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (_event(), _event())
         start.record()
         call()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
+        times.append(float(start.elapsed_time(end)) * 1e-3)
     return min(times)
 
 
 def decode_sweep(quick: bool) -> list[DecodeTuning]:
-    """The policies of cutting work at the default compilation, then compilations at the default cut."""
+    """Ways to cut the work at the default compilation, then compilations at the default cut."""
     base = DecodeTuning()
     if quick:
         return [base]
@@ -200,7 +204,8 @@ def decode_sweep(quick: bool) -> list[DecodeTuning]:
 def describe(tuning: DecodeTuning) -> str:
     return (
         f"tile {tuning.tile:3d} warps {tuning.num_warps} stages {tuning.num_stages} "
-        f"wave {tuning.wave_programs:2d} chunk <= {tuning.max_chunk:4d} max {tuning.max_programs:2d}"
+        f"wave {tuning.wave_programs:2d} chunk <= {tuning.max_chunk:4d} "
+        f"max {tuning.max_programs:2d}"
     )
 
 
@@ -209,10 +214,11 @@ def bench_decode(page: int, quick: bool, deadline: float) -> list[dict[str, Any]
         sum(-(-context // page) for context in contexts)
         for contexts in nano_workload_contexts().values()
     )
+    pages_of_a_cache = (num_pages, page, KV_HEADS, HEAD_SIZE)
     caches = [
-        tuple(
-            torch.randn(num_pages, page, KV_HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
-            for _ in range(2)
+        (
+            torch.randn(pages_of_a_cache, dtype=DTYPE, device="cuda"),
+            torch.randn(pages_of_a_cache, dtype=DTYPE, device="cuda"),
         )
         for _ in range(CACHES)
     ]
@@ -228,7 +234,7 @@ def bench_decode(page: int, quick: bool, deadline: float) -> list[dict[str, Any]
         try:
             backend = make_backend(page, tuning)
             seconds = [time_decode(backend, case, caches) for case in cases]
-        except Exception as error:  # a configuration that does not compile is a row of the table
+        except Exception as error:  # one that does not compile is a row of the table
             print(f"{describe(tuning)}  {type(error).__name__}: {str(error)[:80]}")
             continue
         rates = [case.kv_bytes / s / 1e12 for case, s in zip(cases, seconds, strict=True)]
@@ -259,70 +265,102 @@ PREFILL_SWEEP = (
 )
 
 
+@dataclass
+class Prompts:
+    """`batch` whole prompts of `length` tokens, dense for torch and in shuffled pages for us."""
+
+    batch: int
+    length: int
+    q_THD: Tensor  # noqa: N815 - shape suffix
+    k_THD: Tensor  # noqa: N815 - shape suffix
+    v_THD: Tensor  # noqa: N815 - shape suffix
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    out_THD: Tensor  # noqa: N815 - shape suffix
+
+    @property
+    def flops(self) -> int:
+        """Two products of half the square, 2 operations per multiply-add."""
+        return 2 * self.batch * self.length**2 * HEADS * HEAD_SIZE
+
+    def run_torch(self, kernel: SDPBackend) -> Tensor:
+        """torch's SDPA -> [batch, heads, length, head size]."""
+        q, k, v = (
+            x.view(self.batch, self.length, -1, HEAD_SIZE).transpose(1, 2)
+            for x in (self.q_THD, self.k_THD, self.v_THD)
+        )
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def run_triton(self, tuning: PrefillTuning) -> None:
+        """Our kernel, into `out_THD`."""
+        prefill_attention(
+            self.q_THD,
+            self.k_cache,
+            self.v_cache,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.length,
+            SCALE,
+            self.out_THD,
+            tuning,
+        )
+
+
+def make_prompts(batch: int, length: int, page: int) -> Prompts:
+    tokens = batch * length
+    q = torch.randn(tokens, HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
+    k, v = (torch.randn(tokens, KV_HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda") for _ in range(2))
+    pages = torch.randperm(tokens // page, device="cuda")
+    k_cache, v_cache = (torch.empty_like(x).view(-1, page, KV_HEADS, HEAD_SIZE) for x in (k, v))
+    k_cache[pages], v_cache[pages] = k.view_as(k_cache), v.view_as(v_cache)
+    table = pages.int().view(batch, -1)
+    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
+    out = torch.empty_like(q)
+    return Prompts(batch, length, q, k, v, k_cache, v_cache, table, lens, starts, out)
+
+
 def bench_prefill(page: int, quick: bool, deadline: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     print(f"\nprefill, page {page}, TFLOP/s, causal")
+
+    def record(prompts: Prompts, name: str, call: Callable[[], object]) -> None:
+        rate = prompts.flops / best_time(call, repeats=10) / 1e12
+        print(f"{prompts.batch:3d} x {prompts.length}  {name:32s} {rate:6.0f}", flush=True)
+        shape = [prompts.batch, prompts.length]
+        rows.append({"phase": "prefill", "shape": shape, "ran": name, "tflop_per_s": rate})
+
     for batch, length in PREFILL_SHAPES:
-        tokens, flops = batch * length, 2 * batch * length**2 * HEADS * HEAD_SIZE
-        q = torch.randn(tokens, HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
-        k, v = (
-            torch.randn(tokens, KV_HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda") for _ in range(2)
-        )
-        pages = torch.randperm(tokens // page, device="cuda")
-        k_cache, v_cache = (torch.empty_like(x).view(-1, page, KV_HEADS, HEAD_SIZE) for x in (k, v))
-        k_cache[pages], v_cache[pages] = k.view_as(k_cache), v.view_as(v_cache)
-        table = pages.int().view(batch, -1)
-        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
-        dense = [x.view(batch, length, -1, HEAD_SIZE).transpose(1, 2) for x in (q, k, v)]
-        expected = None
+        prompts = make_prompts(batch, length, page)
+        expected = prompts.run_torch(SDPBackend.FLASH_ATTENTION).transpose(1, 2).flatten(0, 1)
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-
-            def torch_call(kernel: SDPBackend = kernel, dense: list[Tensor] = dense) -> Tensor:
-                with sdpa_kernel(kernel):
-                    return scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
-
             try:
-                output = torch_call()
+                record(prompts, f"torch {kernel.name}", partial(prompts.run_torch, kernel))
             except RuntimeError as error:
                 print(f"{batch:3d} x {length}  torch {kernel.name}: {str(error)[:60]}")
-                continue
-            expected = output if expected is None else expected
-            rate = flops / best_time(torch_call, repeats=10) / 1e12
-            print(f"{batch:3d} x {length}  torch {kernel.name:16s} {rate:6.0f}", flush=True)
-            rows.append({"phase": "prefill", "shape": [batch, length], "ran": kernel.name,
-                         "tflop_per_s": rate})  # fmt: skip
-        out = torch.empty_like(q)
         for tuning in PREFILL_SWEEP[:1] if quick else PREFILL_SWEEP:
             if time.monotonic() > deadline:
                 print("time is up: the rest of the sweep is left out")
                 break
-
-            def call(tuning: PrefillTuning = tuning, q: Tensor = q, out: Tensor = out,
-                     k_cache: Tensor = k_cache, v_cache: Tensor = v_cache, table: Tensor = table,
-                     lens: Tensor = lens, starts: Tensor = starts, length: int = length) -> None:  # fmt: skip
-                prefill_attention(
-                    q, k_cache, v_cache, table, lens, starts, length, SCALE, out, tuning
-                )
-
-            try:
-                call()
-            except Exception as error:  # a configuration that does not compile is a row of the table
-                print(f"{batch:3d} x {length}  {tuning}: {type(error).__name__}")
-                continue
-            if expected is not None:
-                flat = expected.transpose(1, 2).reshape_as(out).float()
-                error_norm = ((out.float() - flat).norm() / flat.norm()).item()
-                if not error_norm < 8e-3:
-                    raise SystemExit(f"{tuning}: differs from torch by {error_norm:.2e}")
-            rate = flops / best_time(call, repeats=10) / 1e12
             name = (
                 f"triton {tuning.block_m}x{tuning.block_n} warps {tuning.num_warps} "
                 f"stages {tuning.num_stages}"
             )
-            print(f"{batch:3d} x {length}  {name:30s} {rate:6.0f}", flush=True)
-            rows.append({"phase": "prefill", "shape": [batch, length], "page": page, "ran": name,
-                         "tflop_per_s": rate})  # fmt: skip
+            try:
+                prompts.run_triton(tuning)
+            except Exception as error:  # one that does not compile is a row of the table
+                print(f"{batch:3d} x {length}  {name}: {type(error).__name__}")
+                continue
+            difference = prompts.out_THD.float() - expected.float()
+            error_norm = (difference.norm() / expected.float().norm()).item()
+            if not error_norm < 8e-3:
+                raise SystemExit(f"{name}: differs from torch by {error_norm:.2e}: not timing it")
+            record(prompts, name, partial(prompts.run_triton, tuning))
     return rows
 
 
@@ -334,7 +372,7 @@ def copy_bandwidth() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Decode TB/s and prefill TFLOP/s")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--quick", action="store_true", help="the default constants only")
     parser.add_argument("--seconds", type=float, default=95, help="stop the sweeps after this long")
@@ -359,8 +397,15 @@ def main() -> None:
     print(f"{time.monotonic() - start:.0f} s")
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"device": torch.cuda.get_device_name(), "copy_tb_per_s": bandwidth,
-                        "torch": torch.__version__, "rows": rows}, indent=1)  # fmt: skip
+            json.dumps(
+                {
+                    "device": torch.cuda.get_device_name(),
+                    "copy_tb_per_s": bandwidth,
+                    "torch": torch.__version__,
+                    "rows": rows,
+                },
+                indent=1,
+            )
         )
 
 

@@ -114,7 +114,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def _check_tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Two host comparisons per layer, so that a wrong layout is an error and not a wrong text."""
+        """Two host comparisons per layer: a wrong layout is an error, not a wrong text."""
         if k_cache.stride() != v_cache.stride():
             raise UnsupportedError(
                 f"attention triton needs K and V pages of equal strides, got {k_cache.stride()} "

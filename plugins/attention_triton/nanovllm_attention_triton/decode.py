@@ -29,7 +29,7 @@ def num_multiprocessors(device: torch.device) -> int:
     """How many programs a device really runs side by side; 1 for Triton's interpreter."""
     if device.type != "cuda":
         return 1
-    return cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +178,9 @@ class DecodeWorkspace:
             out_BHD.stride(1),
             block_table.stride(0),
             k_cache.stride(0),
-            k_cache.stride(1),
-            k_cache.stride(2),
             self.capacity,
+            STRIDE_TOKEN=k_cache.stride(1),
+            STRIDE_HEAD=k_cache.stride(2),
             NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=shape.group,
             BLOCK_H=shape.block_heads,

@@ -84,13 +84,17 @@ def load_pages(table_ptr, start, end, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def page_offsets(pages, start, stride_page, stride_token, PAGE: tl.constexpr, TILE: tl.constexpr):
+def page_offsets(
+    pages, start, stride_page, STRIDE_TOKEN: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr
+):
     """Element offsets [TILE], 64-bit, of the tokens from `start`, whose pages are `pages`."""
+    lanes = tl.arange(0, TILE)
     if PAGE % TILE == 0:
-        slots = start % PAGE + tl.arange(0, TILE)
+        base = pages * stride_page + (start % PAGE).to(tl.int64) * STRIDE_TOKEN
+        offsets = base + lanes.to(tl.int64) * STRIDE_TOKEN
     else:
-        slots = (start + tl.arange(0, TILE)) % PAGE
-    return pages * stride_page + slots.to(tl.int64) * stride_token
+        offsets = pages * stride_page + ((start + lanes) % PAGE).to(tl.int64) * STRIDE_TOKEN
+    return offsets
 
 
 @triton.jit
@@ -112,9 +116,9 @@ def decode_kernel(
     out_stride_head,
     table_stride,
     stride_page,
-    stride_token,
-    stride_head,
     item_capacity,
+    STRIDE_TOKEN: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -127,8 +131,8 @@ def decode_kernel(
 ):
     """Attend one item with a block of BLOCK_H query heads of one KV head.
 
-    Programs of one item are neighbours: its KV heads lie side by side in a page. `log2_scale` is the
-    softmax scale times log2(e), applied once, to the scores in fp32. Partials are
+    Programs of one item are neighbours: its KV heads lie side by side in a page. `log2_scale` is
+    the softmax scale times log2(e), applied once, to the scores in fp32. Partials are
     [item, KV head, head block, PARTIAL_HEADS, HEAD_SIZE] fp32 and normalised; `lse` is base 2.
     """
     HEADS_PER_ITEM: tl.constexpr = NUM_KV_HEADS * HEAD_BLOCKS
@@ -152,15 +156,15 @@ def decode_kernel(
     q = tl.load(q_ptr + q_offsets, mask=real[:, None], other=0.0)
 
     table_row = table_ptr + row.to(tl.int64) * table_stride
-    k_head = k_ptr + kv_head * stride_head
-    v_head = v_ptr + kv_head * stride_head
+    k_head = k_ptr + kv_head * STRIDE_HEAD
+    v_head = v_ptr + kv_head * STRIDE_HEAD
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, HEAD_SIZE], tl.float32)
     pages = load_pages(table_row, begin, end, PAGE, TILE)
     for start in tl.range(begin, end, TILE):
         live = start + tl.arange(0, TILE) < end
-        offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, TILE)
+        offsets = page_offsets(pages, start, stride_page, STRIDE_TOKEN, PAGE, TILE)
         pages = load_pages(table_row, start + TILE, end, PAGE, TILE)
         kv_offsets = offsets[:, None] + dims[None, :]
         k = tl.load(k_head + kv_offsets, mask=live[:, None], other=0.0)

@@ -54,7 +54,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="triton",
             impl="nanovllm_attention_triton.backend:TritonAttention",
-            summary="own Triton kernels: split-context paged decode, FlashAttention-2 style prefill",
+            summary="own Triton kernels: split-context paged decode, FlashAttention-2 prefill",
             options=TritonOptions,
             capabilities=AttentionCapabilities(
                 devices=frozenset({"cuda", "cpu"}),

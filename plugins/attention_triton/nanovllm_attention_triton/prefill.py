@@ -24,10 +24,11 @@ def prefill_attention(
     causal: bool = True,
     lse_HT: Tensor | None = None,
 ) -> None:
-    """Attend packed queries to their sequences' pages, into `out_THD` (and `lse_HT`, fp32, natural).
+    """Attend packed queries to their sequences' pages, into `out_THD`.
 
     `k_cache` and `v_cache` [N, P, K, D] have equal strides; the innermost dimension of every tensor
     is contiguous. `block_table` [S, M], `seq_lens_S` [S] and `query_start_loc` [S + 1] are int32.
+    `lse_HT`, fp32, if given, gets each query's natural log-sum-exp.
     """
     num_seqs = block_table.shape[0]
     if num_seqs == 0 or max_query_len == 0:
@@ -51,8 +52,8 @@ def prefill_attention(
         0 if lse_HT is None else lse_HT.stride(0),
         block_table.stride(0),
         k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
+        STRIDE_TOKEN=k_cache.stride(1),
+        STRIDE_HEAD=k_cache.stride(2),
         GROUP=num_heads // num_kv_heads,
         HEAD_SIZE=q_THD.shape[2],
         PAGE=k_cache.shape[1],
