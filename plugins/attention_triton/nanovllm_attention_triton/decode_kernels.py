@@ -90,11 +90,10 @@ def page_offsets(
     """Element offsets [TILE], 64-bit, of the tokens from `start`, whose pages are `pages`."""
     lanes = tl.arange(0, TILE)
     if PAGE % TILE == 0:
-        base = pages * stride_page + (start % PAGE).to(tl.int64) * STRIDE_TOKEN
-        offsets = base + lanes.to(tl.int64) * STRIDE_TOKEN
+        slots = start % PAGE + lanes
     else:
-        offsets = pages * stride_page + ((start + lanes) % PAGE).to(tl.int64) * STRIDE_TOKEN
-    return offsets
+        slots = (start + lanes) % PAGE
+    return pages * stride_page + slots.to(tl.int64) * STRIDE_TOKEN
 
 
 @triton.jit
