@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanovllm_attention_sdpa.backend import SdpaAttention
-from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from torch import Tensor
 
+from nanovllm_attention_sdpa.backend import SdpaAttention
+from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.testing.paged_attention import PagedCase, make_case
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from nanovllm_attention_sdpa.plugin import SdpaOptions, nanovllm_attention
 from pydantic import ValidationError
 
+from nanovllm_attention_sdpa.plugin import SdpaOptions, nanovllm_attention
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 
 (SPEC,) = nanovllm_attention()

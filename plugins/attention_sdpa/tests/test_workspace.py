@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from nanovllm_attention_sdpa import backend as backend_module
 from nanovllm_attention_sdpa.backend import SdpaAttention
 from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
@@ -21,7 +22,6 @@ from nanovllm_attention_sdpa.workspace import (
     slice_rows_and_heads,
     slot_bytes,
 )
-
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionConfig
 from nanovllm_core.testing.paged_attention import make_case

@@ -1,0 +1,1 @@
+"""FlashAttention over paged KV, from whichever of its Python packages is installed."""

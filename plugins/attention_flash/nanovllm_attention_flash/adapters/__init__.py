@@ -1,0 +1,1 @@
+"""One small file per provider, each with the same two functions."""

@@ -1,0 +1,46 @@
+"""flash-attn 2: `flash_attn`, compiled when it is installed. Unverified on hardware."""
+
+from __future__ import annotations
+
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from torch import Tensor
+
+from nanovllm_attention_flash.adapters.base import DecodeBatch, PrefillBatch
+
+
+class FlashAttention2:
+    """Calls of `flash_attn_varlen_func` and `flash_attn_with_kvcache`, pages of 256 tokens."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def prefill(
+        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
+    ) -> Tensor:
+        """Varlen prefill over pages; key lengths are the differences of `cu_seqlens_k`."""
+        out: Tensor = flash_attn_varlen_func(
+            q_THD,
+            k_cache,
+            v_cache,
+            batch.query_starts,
+            batch.key_starts,
+            batch.max_query_len,
+            batch.max_key_len,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=batch.block_table,
+        )
+        return out
+
+    def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
+        """Decode over pages, split over the context as flash-attn chooses."""
+        out: Tensor = flash_attn_with_kvcache(
+            q_BHD[:, None],
+            k_cache,
+            v_cache,
+            cache_seqlens=batch.key_lens,
+            block_table=batch.block_table,
+            softmax_scale=self.scale,
+            causal=True,
+        )
+        return out[:, 0]

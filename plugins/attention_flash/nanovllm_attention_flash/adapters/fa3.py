@@ -1,0 +1,45 @@
+"""FlashAttention-3: `flash_attn_interface`, built from source. Unverified on hardware."""
+
+from __future__ import annotations
+
+from flash_attn_interface import flash_attn_with_kvcache
+from torch import Tensor
+
+from nanovllm_attention_flash.adapters.base import DecodeBatch, PrefillBatch
+
+
+class FlashAttention3:
+    """Calls of `flash_attn_with_kvcache`: FA3's varlen function takes no page table."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def prefill(
+        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
+    ) -> Tensor:
+        """Varlen prefill over pages."""
+        out: Tensor = flash_attn_with_kvcache(
+            q_THD,
+            k_cache,
+            v_cache,
+            cache_seqlens=batch.key_lens,
+            page_table=batch.block_table,
+            cu_seqlens_q=batch.query_starts,
+            max_seqlen_q=batch.max_query_len,
+            softmax_scale=self.scale,
+            causal=True,
+        )
+        return out
+
+    def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
+        """Decode over pages as a batch of one query each."""
+        out: Tensor = flash_attn_with_kvcache(
+            q_BHD[:, None],
+            k_cache,
+            v_cache,
+            cache_seqlens=batch.key_lens,
+            page_table=batch.block_table,
+            softmax_scale=self.scale,
+            causal=True,
+        )
+        return out[:, 0]

@@ -1,0 +1,63 @@
+"""torch's own paged `varlen_attn` (torch >= 2.12): nothing to install. Unverified on hardware."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from nanovllm_attention_flash.adapters.base import DecodeBatch, PrefillBatch
+
+CAUSAL = (-1, 0)
+"""torch's window for a causal mask, aligned to the last key."""
+
+
+class TorchVarlen:
+    """Calls of `varlen_attn`, which runs flash-attn 2's kernels inside torch, pages of 256 tokens.
+
+    `num_splits=1`: its split results over pages have been reported wrong.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def prefill(
+        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
+    ) -> Tensor:
+        """Varlen prefill over pages."""
+        out = varlen_attn(
+            q_THD,
+            k_cache,
+            v_cache,
+            batch.query_starts,
+            None,
+            batch.max_query_len,
+            batch.max_key_len,
+            scale=self.scale,
+            window_size=CAUSAL,
+            enable_gqa=True,
+            seqused_k=batch.key_lens,
+            block_table=batch.block_table,
+            num_splits=1,
+        )
+        return cast(Tensor, out)  # a pair only where return_aux asks for it
+
+    def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
+        """Decode over pages as chunks of one query."""
+        out = varlen_attn(
+            q_BHD,
+            k_cache,
+            v_cache,
+            batch.query_starts,
+            None,
+            1,
+            batch.max_key_len,
+            scale=self.scale,
+            window_size=CAUSAL,
+            enable_gqa=True,
+            seqused_k=batch.key_lens,
+            block_table=batch.block_table,
+            num_splits=1,
+        )
+        return cast(Tensor, out)  # a pair only where return_aux asks for it

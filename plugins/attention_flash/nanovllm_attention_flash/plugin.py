@@ -1,0 +1,96 @@
+"""What the flash backend says about itself; importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nanovllm_attention_flash.providers import Provider, other_installs, provider_for
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.attention import (
+    AttentionCapabilities,
+    AttentionRequirements,
+    KVLayout,
+)
+from nanovllm_core.interfaces.specs import AttentionSpec
+
+
+class FlashOptions(BaseModel):
+    """Options of `attention: {backend: flash}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    provider: Literal["auto", "fa4", "fa3", "fa2", "torch"] = Field(
+        default="auto",
+        description="Which package runs. `auto` is fa4, the one verified on a GPU; the others are "
+        "used only when named.",
+    )
+
+
+def provider_of(options: BaseModel) -> Provider:
+    """The provider that validated options choose."""
+    return provider_for(cast(FlashOptions, options).provider)
+
+
+def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
+    """Why the chosen provider cannot serve: not installed, the wrong GPU, the wrong page size."""
+    provider = provider_of(options)
+    reasons = []
+    missing = provider.missing()
+    if missing is not None:
+        reasons.append(f"provider {provider.name}: {missing}, {other_installs(provider)}")
+    first, last = provider.capabilities
+    here = requirements.compute_capability
+    if here is not None and not first <= here[0] <= last:
+        reasons.append(
+            f"provider {provider.name} reads pages on compute capability {first}.x to {last}.x, "
+            f"this GPU has {here[0]}.{here[1]}; choose another provider or backend"
+        )
+    # Layouts are asked for without options, so that a provider's own multiple is held here.
+    multiple, block_size = provider.page_multiple, requirements.block_size
+    if _offered(block_size) % multiple:
+        reasons.append(
+            f"provider {provider.name} reads pages of a multiple of {multiple} tokens, "
+            f"cache.block_size is {block_size or 'unset'}; set cache.block_size: {multiple}"
+        )
+    return reasons
+
+
+def kv_layouts(_requirements: AttentionRequirements) -> Sequence[KVLayout]:
+    """Pages of 128 tokens first, one key tile of FlashAttention-4; then any multiple of 16."""
+    return (KVLayout("NPKD", 128), KVLayout("NPKD", 16))
+
+
+def _offered(block_size: int | None) -> int:
+    """The page size to expect where the configuration leaves it to the first layout."""
+    return block_size or 128
+
+
+@hookimpl
+def nanovllm_attention() -> Sequence[AttentionSpec]:
+    """The flash backend."""
+    capabilities = AttentionCapabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        head_sizes=frozenset({64, 128}),
+        min_compute_capability=(8, 0),
+        gqa=True,
+        # A tile loads every row of its page; a weight of 0 times a NaN in V would be NaN.
+        needs_finite_tail=True,
+        cuda_graphs="decode",
+    )
+    return (
+        AttentionSpec(
+            name="flash",
+            impl="nanovllm_attention_flash.backend:FlashAttention",
+            summary="FlashAttention-4 without compiling; flash-attn 3, 2 and torch's when named",
+            options=FlashOptions,
+            capabilities=capabilities,
+            kv_layouts=kv_layouts,
+            check=check,
+            provider=lambda options: provider_of(options).label(),
+            rank=40,
+        ),
+    )
