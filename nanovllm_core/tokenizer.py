@@ -1,0 +1,281 @@
+"""Text to token ids and back, read from a checkpoint's folder.
+
+A folder with a tokenizer.json needs the `tokenizers` library alone, which imports in a tenth of a
+second; transformers comes in for chat templates, and for folders of other formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from nanovllm_core.errors import CheckpointError, InvalidPromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+OTHER_FORMATS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Use `load` or `find` rather than the constructor.
+
+    `config` is tokenizer_config.json as a dict, `template` the chat template, if there is one,
+    `eos_token_ids` every id that ends a sequence.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        folder: Path,
+        config: Mapping[str, Any],
+        template: str | None,
+    ) -> None:
+        # What a file may have switched on for training would cut prompts short here.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.folder = folder
+        self.eos_token_ids = _merge_eos(folder, backend, config)
+        self._config = config
+        self._template = template
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read the tokenizer of a folder; CheckpointError where there is none or it is broken."""
+        tokenizer = cls.find(folder)
+        if tokenizer is None:
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json nor any of {', '.join(OTHER_FORMATS)}; add the "
+                "model's tokenizer, or set `tokenizer` to a folder that has one"
+            )
+        return tokenizer
+
+    @classmethod
+    def find(cls, folder: str | Path) -> Tokenizer | None:
+        """Read the tokenizer of a folder; None where it has no file of one."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"tokenizer {str(folder)!r} is not a folder; set `tokenizer` to a folder with a "
+                "tokenizer.json, or leave it out to use the model's own"
+            )
+        if (folder / "tokenizer.json").is_file():
+            backend = _read_backend(folder / "tokenizer.json")
+        elif any((folder / name).is_file() for name in OTHER_FORMATS):
+            backend = _convert_with_transformers(folder)
+        else:
+            return None
+        config = _read_json(folder / "tokenizer_config.json")
+        return cls(backend, folder, config, _find_template(folder, config))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with the special tokens that the checkpoint puts around one."""
+        return self._encode(text, add_special_tokens=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental decoder, for one sequence."""
+        return Detokenizer(self)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The ids of a conversation of `{"role", "content"}`, as the checkpoint's template has it.
+
+        `add_generation_prompt` opens the assistant's turn at the end.
+        """
+        if self._template is None:
+            raise InvalidPromptError(
+                f"the checkpoint at {self.folder} has no chat template (in tokenizer_config.json "
+                "or chat_template.jinja); pass the prompt as text or token ids, or use a model "
+                "made for chat"
+            )
+        conversation = _check_messages(messages)
+        import jinja2
+
+        try:
+            text = self._renderer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message["role"] for message in conversation)
+            raise InvalidPromptError(
+                f"the checkpoint's chat template refuses messages of the roles {roles}: {error}"
+            ) from error
+        # The template writes the special tokens itself.
+        return self._encode(str(text), add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {text!r:.80}")
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidPromptError(
+                f"the text {text!r:.80} has half of a surrogate pair, which is no Unicode text; "
+                "decode its bytes with errors='replace'"
+            ) from error
+
+    @cached_property
+    def _renderer(self) -> PreTrainedTokenizerFast:
+        """Renders templates as transformers does, with the special tokens they may name."""
+        from transformers import PreTrainedTokenizerFast
+
+        named = {key: _content(value) for key, value in self._config.items() if _is_token(key)}
+        special = {key: value for key, value in named.items() if value is not None}
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # transformers has no types
+            tokenizer_object=self.backend, **special
+        )
+
+
+class Detokenizer:
+    """Turns one sequence's ids into text as they come; `push` never splits a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self._num_chars = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these further ids complete; "" while a character is incomplete."""
+        self._token_ids += token_ids
+        steps = [self._stream.step(self._tokenizer.backend, token_id) for token_id in token_ids]
+        text = "".join(step for step in steps if step)
+        self._num_chars += len(text)
+        return text
+
+    def flush(self) -> str:
+        """The rest at the end of the sequence: a last, incomplete character becomes U+FFFD."""
+        text = self._tokenizer.decode(self._token_ids)[self._num_chars :]
+        self._num_chars += len(text)
+        return text
+
+
+def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, then those that only config.json has."""
+    ids: dict[int, None] = {}
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        value = _read_json(path).get("eos_token_id")
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        for token_id in found:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise CheckpointError(
+                    f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them"
+                )
+            ids[token_id] = None
+    return tuple(ids)
+
+
+def _merge_eos(
+    folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    ids = dict.fromkeys(checkpoint_eos_token_ids(folder))
+    token = _content(config.get("eos_token"))
+    token_id = None if token is None else backend.token_to_id(token)
+    if token_id is not None:
+        ids[token_id] = None
+    return tuple(ids)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong
+        raise CheckpointError(
+            f"{path} cannot be read as a tokenizer: {error}; fetch the file again, or check that "
+            "it is not a Git LFS pointer"
+        ) from error
+
+
+def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    """The named route for folders without tokenizer.json: transformers converts what it knows."""
+    from transformers import AutoTokenizer
+
+    remedy = "save the tokenizer with `save_pretrained`, which writes tokenizer.json"
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever transformers and the libraries beneath it may raise
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and transformers cannot convert what is there: "
+            f"{error}; {remedy}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and {type(loaded).__name__} has no fast form; "
+            f"{remedy}"
+        )
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is not readable JSON: {error}; fetch the file again"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
+    return value
+
+
+def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else the (default) template of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    good = bool(messages) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    )
+    if not good:
+        raise InvalidPromptError(
+            f"messages are {messages!r:.200}; they must be one or more "
+            '{"role": "user", "content": "..."}'
+        )
+    return [dict(message) for message in messages]
+
+
+def _is_token(key: str) -> bool:
+    return key.endswith("_token") and not key.startswith("add_")
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text: tokenizer_config.json has it bare or inside an object."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,278 @@
+"""Text to ids and back: incremental decoding, end-of-sequence ids, chat templates, bad folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from nanovllm_core.errors import CheckpointError, InvalidPromptError
+from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
+
+SPECIAL = ["<|end|>", "<|begin|>", "<|user|>", "<|stop|>"]
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] not in ('user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + m['role']) }}{% endif %}"
+    "<|user|>{{ m['role'] }}: {{ m['content'] }}<|stop|>{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
+)
+TEXT = "hello world, 日本語のテスト, 👩‍👩‍👧 family, naïve café, Ωμέγα"
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint folder with a byte-level BPE tokenizer; a text begins with <|begin|>."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,  # asked for; the text gives fewer merges
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([TEXT] * 20, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 1)]
+    )
+    backend.enable_truncation(4)
+    path = tmp_path_factory.mktemp("checkpoint")
+    backend.save(str(path / "tokenizer.json"))
+    write_json(path / "generation_config.json", {"eos_token_id": [2, 0]})
+    write_json(path / "config.json", {"eos_token_id": 0})
+    config = {"eos_token": {"content": "<|stop|>"}, "chat_template": TEMPLATE}
+    write_json(path / "tokenizer_config.json", config)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture
+def copied(folder, tmp_path) -> Path:
+    """A copy of the folder that a test may break."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_text_survives_encoding_and_decoding(tokenizer):
+    """Special tokens are added and taken out; a truncation setting in the file is not obeyed."""
+    ids = tokenizer.encode(TEXT)
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == TEXT
+
+
+def test_vocab_size_is_one_more_than_the_largest_id(tokenizer):
+    assert tokenizer.vocab_size == 326
+    assert max(tokenizer.encode(TEXT)) < 326
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=60), data=st.data())
+def test_pushes_and_the_flush_make_the_decoded_text(tokenizer, text, data):
+    """However a text's ids are cut into pushes."""
+    check_pushes(tokenizer, tokenizer.encode(text), data)
+    detokenizer = tokenizer.detokenizer()
+    pushed = "".join(detokenizer.push([i]) for i in tokenizer.encode(text))
+    if "\ufffd" not in text:
+        assert pushed == text, "complete text needs no flush"
+        assert detokenizer.flush() == ""
+
+
+@settings(max_examples=150, deadline=None)
+@given(raw=st.binary(max_size=40), data=st.data())
+def test_random_bytes_decode_the_same_in_pieces(tokenizer, raw, data):
+    """Ids of single bytes, most of which are no UTF-8 at all."""
+    alphabet = dict(zip(range(256), byte_tokens(), strict=True))
+    ids = [tokenizer.backend.token_to_id(alphabet[byte]) for byte in raw]
+    check_pushes(tokenizer, ids, data)
+    assert tokenizer.decode(ids) == raw.decode("utf-8", errors="replace")
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(0, 400), max_size=40), data=st.data())
+def test_any_ids_decode_the_same_in_pieces(tokenizer, ids, data):
+    """Special tokens and ids beyond the vocabulary (a padded embedding's) among them."""
+    check_pushes(tokenizer, ids, data)
+
+
+def check_pushes(tokenizer: Tokenizer, ids: list[int], data: st.DataObject) -> None:
+    detokenizer, text, rest = tokenizer.detokenizer(), "", ids
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        text += detokenizer.push(rest[:size])
+        rest = rest[size:]
+        assert tokenizer.decode(ids).startswith(text)
+    assert text + detokenizer.flush() == tokenizer.decode(ids)
+    assert detokenizer.flush() == ""
+
+
+def byte_tokens() -> list[str]:
+    """Each byte's character in the byte-level alphabet of GPT-2."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = (chr(256 + i) for i in range(256 - len(printable)))
+    return [chr(byte) if byte in printable else next(shifted) for byte in range(256)]
+
+
+@pytest.mark.parametrize("character", ["é", "日", "👧"])
+def test_a_character_of_several_tokens_comes_whole(tokenizer, character):
+    """Nothing while its bytes are incomplete, then the character, never U+FFFD."""
+    tokens = byte_tokens()
+    ids = [tokenizer.backend.token_to_id(tokens[byte]) for byte in character.encode()]
+    detokenizer = tokenizer.detokenizer()
+    pushed = [detokenizer.push([token_id]) for token_id in ids]
+    assert pushed == [""] * (len(ids) - 1) + [character]
+
+
+def test_an_incomplete_last_character_comes_with_the_flush(tokenizer):
+    tokens = byte_tokens()
+    ids = [tokenizer.backend.token_to_id(tokens[byte]) for byte in b"ab\xe6\x97"]
+    detokenizer = tokenizer.detokenizer()
+    assert detokenizer.push(ids) == "ab"
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_detokenizers_of_one_tokenizer_do_not_mix(tokenizer):
+    first, second = tokenizer.detokenizer(), tokenizer.detokenizer()
+    hello, cafe = tokenizer.encode("hello"), tokenizer.encode("café")
+    texts = ["", ""]
+    for i in range(max(len(hello), len(cafe))):
+        texts[0] += first.push(hello[i : i + 1])
+        texts[1] += second.push(cafe[i : i + 1])
+    assert texts == ["hello", "café"]
+
+
+def test_bug_18_every_end_of_sequence_id_is_honoured(folder, tokenizer):
+    """generation_config.json's list, config.json's single id and the tokenizer's own token."""
+    assert checkpoint_eos_token_ids(folder) == (2, 0)
+    assert tokenizer.eos_token_ids == (2, 0, 3)
+
+
+@pytest.mark.parametrize("value", ["2", -1, [1, "x"], True, 1.5])
+def test_a_malformed_end_of_sequence_id_is_named(copied, value):
+    write_json(copied / "generation_config.json", {"eos_token_id": value})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is"):
+        Tokenizer.load(copied)
+
+
+@pytest.mark.parametrize("value", [None, 5, [5], [5, 5]])
+def test_end_of_sequence_ids_may_be_none_one_or_many(copied, value):
+    write_json(copied / "generation_config.json", {"eos_token_id": value})
+    write_json(copied / "config.json", {})
+    assert checkpoint_eos_token_ids(copied) == (() if value is None else (5,))
+
+
+def test_the_chat_template_is_applied_without_doubling_special_tokens(tokenizer):
+    messages = [{"role": "user", "content": "hello"}]
+    user, stop = 2, 3
+    ids = tokenizer.apply_chat_template(messages)
+    assert ids.count(user) == 2
+    assert ids.count(stop) == 1
+    assert ids.count(1) == 0, "the template decides where a text begins"
+    assert tokenizer.decode(ids) == "user: helloassistant: "
+    closed = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert tokenizer.decode(closed) == "user: hello"
+
+
+def test_a_template_file_and_a_list_of_templates_are_found(copied):
+    messages = [{"role": "user", "content": "hi"}]
+    (copied / "chat_template.jinja").write_text("file{{ eos_token }}", encoding="utf-8")
+    loaded = Tokenizer.load(copied)
+    assert loaded.backend.decode(loaded.apply_chat_template(messages), False) == "file<|stop|>"
+    (copied / "chat_template.jinja").unlink()
+    entries = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    write_json(copied / "tokenizer_config.json", {"chat_template": entries})
+    loaded = Tokenizer.load(copied)
+    assert loaded.decode(loaded.apply_chat_template(messages)) == "d"
+
+
+def test_a_missing_template_says_what_to_do(copied):
+    (copied / "tokenizer_config.json").unlink()
+    with pytest.raises(InvalidPromptError, match=r"no chat template .* pass the prompt as text"):
+        Tokenizer.load(copied).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_that_refuses_its_messages_is_an_invalid_prompt(tokenizer):
+    with pytest.raises(InvalidPromptError, match="roles user, robot: unknown role robot"):
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]
+        )
+
+
+@pytest.mark.parametrize(
+    "messages", [[], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}]], ids=str
+)
+def test_malformed_messages_are_refused(tokenizer, messages):
+    with pytest.raises(InvalidPromptError, match="they must be one or more"):
+        tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("text", [7, None, b"bytes", ["list"]])
+def test_what_is_no_text_is_refused(tokenizer, text):
+    with pytest.raises(InvalidPromptError, match="expected text, got"):
+        tokenizer.encode(text)
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer):
+    with pytest.raises(InvalidPromptError, match="surrogate"):
+        tokenizer.encode("a\ud83d")
+
+
+def test_a_folder_without_a_tokenizer_gives_none_or_an_error(tmp_path):
+    assert Tokenizer.find(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json .* set `tokenizer`"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        Tokenizer.find(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", "version https://git-lfs.github.com/spec/v1"])
+def test_a_broken_file_is_named(copied, name, content):
+    (copied / name).write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.load(copied)
+
+
+def test_a_folder_of_another_format_goes_through_transformers(tmp_path, tokenizer):
+    """vocab.json and merges.txt of a GPT-2 tokenizer, without tokenizer.json."""
+    model = json.loads(tokenizer.backend.to_str())["model"]
+    write_json(tmp_path / "vocab.json", model["vocab"])
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
+    write_json(tmp_path / "config.json", {"model_type": "gpt2"})
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.decode(loaded.encode("hello world")) == "hello world"
+
+
+def test_a_format_that_transformers_cannot_read_says_what_to_do(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"not a sentencepiece model")
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        Tokenizer.load(tmp_path)
+
+
+def test_reading_a_tokenizer_imports_neither_torch_nor_transformers(folder):
+    code = (
+        "import sys; from nanovllm_core.tokenizer import Tokenizer; "
+        f"Tokenizer.load({str(folder)!r}).encode('hi'); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
