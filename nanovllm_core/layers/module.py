@@ -72,7 +72,7 @@ class Layer(nn.Module):
 
 
 def finalize_layers(model: nn.Module) -> None:
-    """Call `finalize` on every layer of a model."""
+    """Call `finalize` on every layer of a model; once, after its weights are loaded."""
     for module in model.modules():
         if isinstance(module, Layer):
             module.finalize()

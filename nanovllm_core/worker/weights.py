@@ -19,7 +19,7 @@ from torch import nn
 
 from nanovllm_core.errors import PluginLoadError, WeightsError
 from nanovllm_core.interfaces.model import CausalLM
-from nanovllm_core.layers import ModelParameter, finalize_layers
+from nanovllm_core.layers import ModelParameter
 from nanovllm_core.layers.module import ShardId
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -33,13 +33,14 @@ Progress = Callable[[int, int], None]
 def load_weights(
     model: nn.Module, checkpoint_dir: str | Path, *, tied: bool, progress: Progress | None = None
 ) -> None:
-    """Fill every parameter of a `CausalLM` from the safetensors files of a folder; finalize layers.
+    """Fill every parameter of a `CausalLM` from the safetensors files of a folder.
 
     Reads the files that `model.safetensors.index.json` lists, or every `*.safetensors` without one.
     `tied`: the embedding and the head share a parameter; it is loaded under its first name, and a
     second copy in the checkpoint is left out. Tensors are converted to the parameter's dtype.
     Raises WeightsError, before anything is copied, for weights that are missing, unexpected,
     double, quantised or of the wrong shape, and for files that are missing or cannot be read.
+    The caller calls `finalize_layers` afterwards.
     """
     folder = Path(checkpoint_dir)
     slots, unwanted = _slots(model, tied)
@@ -56,11 +57,10 @@ def load_weights(
                 done += 1
                 if progress is not None:
                     progress(done, len(slots))
-    finalize_layers(model)
 
 
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter with random numbers of a sane scale, on its device; finalize layers.
+    """Fill every parameter with random numbers of a sane scale, on its device.
 
     The same seed gives the same weights on the same kind of device. Norms are 1, the rest is
     normal with a standard deviation of 0.02, so that hidden states stay finite.
@@ -71,7 +71,6 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
         checked.normal_(checked.dummy_mean, checked.dummy_std, generator=generators[device])
-    finalize_layers(model)
 
 
 @dataclass(frozen=True, slots=True)
