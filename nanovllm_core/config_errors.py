@@ -56,7 +56,8 @@ def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
         if detail["type"] == "missing":
             lines.append(f"{path}: missing; {MODEL_HINT}")
             continue
-        source = _source_of(path, sources)
+        names = tuple(part for part in detail["loc"] if isinstance(part, str))
+        source = _source_of(dotted(names), sources)
         lines.append(explain(detail, path, _key_hint) + (f" [{source}]" if source else ""))
     return "\n".join(lines)
 

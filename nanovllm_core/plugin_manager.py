@@ -248,7 +248,8 @@ class PluginManager:
             self._pluggy.register(module)
             self._pluggy.check_pending()
         except pluggy.PluginValidationError as error:
-            self._pluggy.unregister(module)
+            if self._pluggy.is_registered(module):
+                self._pluggy.unregister(module)
             raise _load_error(plugin, "it does not fit the hooks", error) from error
         return module
 

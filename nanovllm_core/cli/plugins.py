@@ -42,7 +42,7 @@ def list_plugins(
     # Narrower than this, the reasons become a column of single words.
     console.width = max(console.width, 120)
     console.print(_table(statuses))
-    if not any(status.plugin.kind == "attention" for status in statuses):
+    if not manager.names("attention"):
         console.print(f"No attention backend is installed: {INSTALL_ONE}", markup=False)
 
 

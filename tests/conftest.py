@@ -1,0 +1,42 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a distribution for one test: metadata and modules in a folder on sys.path.
+
+    `install("nanovllm-x", {"nanovllm.attention": {"x": "x_plugin"}}, {"x_plugin": "source"})`.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    known = set(sys.modules)
+
+    def install_distribution(
+        name: str,
+        entry_points: Mapping[str, Mapping[str, str]],
+        modules: Mapping[str, str],
+        version: str = "1.2.3",
+    ) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = []
+        for group, entries in entry_points.items():
+            lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for module, source in modules.items():
+            (tmp_path / f"{module}.py").write_text(source)
+
+    yield install_distribution
+    for module in set(sys.modules) - known:
+        if (tmp_path / f"{module}.py").exists():
+            del sys.modules[module]

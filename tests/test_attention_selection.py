@@ -1,0 +1,295 @@
+"""Which attention backends are chosen, and what is said of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanovllm_core.attention_selection import Selection, select_attention, unmet
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.errors import ConfigError, PluginLoadError, UnsupportedError
+from nanovllm_core.interfaces.attention import AttentionCapabilities, AttentionRequirements
+from nanovllm_core.plugin_manager import get_plugin_manager
+
+Install = Callable[..., None]
+
+ABLE = AttentionCapabilities(
+    devices=frozenset({"cpu", "cuda"}),
+    dtypes=frozenset({"float32", "bfloat16"}),
+    head_sizes=frozenset({64, 128}),
+    gqa=True,
+    cuda_graphs="decode",
+)
+ASKED = AttentionRequirements(
+    phase="decode",
+    device="cuda",
+    dtype="bfloat16",
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=64,
+    compute_capability=(9, 0),
+    cuda_graphs=True,
+)
+
+
+def test_a_backend_that_states_everything_asked_has_no_unmet_requirement() -> None:
+    assert unmet(ABLE, ASKED) == []
+    assert unmet(ABLE, replace(ASKED, phase="prefill", device="cuda:1")) == []
+    assert unmet(replace(ABLE, head_sizes=None), replace(ASKED, head_size=7)) == []
+
+
+@pytest.mark.parametrize(
+    ("able", "asked", "said"),
+    [
+        ({"phases": frozenset({"prefill"})}, {}, "does not do decode, only prefill"),
+        ({}, {"device": "mps"}, "does not run on mps, only on cpu, cuda"),
+        ({}, {"dtype": "float16"}, "does not compute in float16, only in bfloat16, float32"),
+        ({}, {"head_size": 80}, "has no head size 80, only 64, 128"),
+        ({"min_compute_capability": (9, 0)}, {"compute_capability": (8, 6)},
+         "needs compute capability 9.0, and this GPU has 8.6"),
+        ({"max_compute_capability": (9, 0)}, {"compute_capability": (10, 0)},
+         "stops at compute capability 9.0, and this GPU has 10.0"),
+        ({"min_compute_capability": (8, 0)}, {"compute_capability": None},
+         "depends on the GPU's compute capability, which is unknown"),
+        ({"cuda_graphs": "none"}, {},
+         "cannot be captured in CUDA graphs; set cuda_graphs.enforce_eager to run without"),
+        ({"gqa": False}, {}, "needs as many KV heads as query heads (the model has 8 query and 2 "
+         "KV heads)"),
+        ({}, {"sliding_window": True}, "has no sliding window, and the model needs one"),
+        ({}, {"soft_cap": True}, "has no logit soft cap, and the model needs one"),
+    ],
+)  # fmt: skip
+def test_each_unmet_requirement_is_one_reason_with_value_and_limit(
+    able: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    assert unmet(replace(ABLE, **able), replace(ASKED, **asked)) == [said]
+
+
+def test_what_concerns_gpus_is_not_asked_of_a_cpu() -> None:
+    gpu_only = replace(ABLE, min_compute_capability=(9, 0), cuda_graphs="none")
+    assert unmet(gpu_only, replace(ASKED, device="cpu", compute_capability=None)) == []
+
+
+def test_a_compute_capability_within_its_bounds_is_met() -> None:
+    bounded = replace(ABLE, min_compute_capability=(8, 0), max_compute_capability=(9, 0))
+    assert unmet(bounded, ASKED) == []
+
+
+SOURCE = """
+from pydantic import BaseModel, ConfigDict
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.attention import AttentionCapabilities, KVLayout
+from nanovllm_core.interfaces.specs import AttentionSpec
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tile: int = 1
+
+@hookimpl
+def nanovllm_attention():
+    return [AttentionSpec(
+        name="NAME", impl="x:Y", options=Options, rank=RANK,
+        capabilities=AttentionCapabilities(
+            devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True, MORE
+        ),
+        kv_layouts=lambda requirements: [KVLayout(name, n) for name, n in LAYOUTS],
+        check=CHECK,
+        provider=PROVIDER,
+    )]
+"""
+
+Backend = Callable[..., None]
+
+
+@pytest.fixture
+def backend(install: Install) -> Backend:
+    """Install a backend for CPUs and float32: `backend("fast", rank=3, layouts=[("NPKD", 16)])`."""
+
+    def make(
+        name: str,
+        rank: int = 0,
+        layouts: str = '[("NPKD", 16)]',
+        check: str = "lambda requirements, options: []",
+        provider: str = "None",
+        more: str = "",
+    ) -> None:
+        source = SOURCE
+        parts = {"NAME": name, "RANK": str(rank), "LAYOUTS": layouts, "CHECK": check}
+        for key, value in (parts | {"PROVIDER": provider, "MORE": more}).items():
+            source = source.replace(key, value)
+        module = f"fake_attention_{name}"
+        install(f"fake-{name}", {"nanovllm.attention": {name: module}}, {module: source})
+
+    return make
+
+
+def select(attention: object, **asked: Any) -> Selection:
+    """Choose among the fake backends only."""
+    real = {p.distribution for p in get_plugin_manager().installed() if p.kind == "attention"}
+    manager = get_plugin_manager(disable=[name for name in real if not name.startswith("fake-")])
+    requirements = {"device": "cpu", "dtype": "float32", "cuda_graphs": False} | asked
+    return select_attention(
+        manager,
+        EngineConfig(model="m", attention=attention).attention,
+        replace(ASKED, phase="prefill", **requirements),
+        replace(ASKED, phase="decode", **requirements),
+    )
+
+
+def test_auto_takes_the_highest_rank_and_says_why_each_other_one_lost(
+    backend: Backend, install: Install
+) -> None:
+    backend("slow", rank=1)
+    backend("fast", rank=5, provider="lambda options: f'tiles of {options.tile}'")
+    backend("huge", rank=9, more="head_sizes=frozenset({512})")
+    backend("moody", rank=9, check="lambda requirements, options: ['it is Friday']")
+    install(
+        "fake-broken", {"nanovllm.attention": {"broken": "fake_broken"}}, {"fake_broken": "1/0"}
+    )
+    selection = select("auto")
+    assert selection.prefill.name == selection.decode.name == "fast"
+    report = "\n".join(selection.report)
+    assert "decode: fast 1.2.3 (tiles of 1)" in report
+    assert "not slow: it can serve, but its rank 1 is not above fast's 5" in report
+    assert "not huge: has no head size 64, only 512" in report
+    assert "not moody: it is Friday" in report
+    assert "not broken: attention 'broken' of fake-broken 1.2.3" in report
+    assert "ZeroDivisionError" in report
+
+
+def test_auto_chooses_for_each_phase(backend: Backend) -> None:
+    backend("reader", rank=5, more='phases=frozenset({"prefill"})')
+    backend("writer", rank=1)
+    selection = select("auto")
+    assert (selection.prefill.name, selection.decode.name) == ("reader", "writer")
+
+
+def test_auto_prefers_by_name_where_ranks_are_equal(backend: Backend) -> None:
+    backend("b")
+    backend("a")
+    assert select("auto").decode.name == "a"
+
+
+def test_auto_with_nothing_installed_says_what_to_install() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        select("auto")
+    assert "None is installed" in str(caught.value)
+    assert 'pip install "nanovllm-core[sdpa]"' in str(caught.value)
+
+
+def test_auto_with_nothing_able_lists_every_reason(backend: Backend) -> None:
+    backend("fast")
+    with pytest.raises(UnsupportedError) as caught:
+        select("auto", dtype="float16")
+    assert caught.value.reasons == ("fast: does not compute in float16, only in float32",)
+    assert caught.value.reasons[0] in str(caught.value)
+
+
+def test_a_named_backend_is_taken_whatever_its_rank(backend: Backend) -> None:
+    backend("slow", rank=1)
+    backend("fast", rank=5)
+    selection = select({"backend": "slow", "options": {"tile": 4}})
+    assert selection.decode.name == "slow"
+    assert selection.decode.options == {"tile": 4}
+
+
+def test_a_named_backend_that_cannot_serve_is_an_error_with_the_alternatives(
+    backend: Backend,
+) -> None:
+    backend("moody", check="lambda requirements, options: ['it is Friday', 'it rains']")
+    backend("steady")
+    with pytest.raises(UnsupportedError) as caught:
+        select("moody")
+    assert "cannot serve prefill here: it is Friday; it rains. These can: steady." in str(
+        caught.value
+    )
+    assert caught.value.reasons == ("it is Friday", "it rains")
+
+
+def test_without_an_alternative_the_error_says_what_to_install(backend: Backend) -> None:
+    backend("moody", check="lambda requirements, options: ['it is Friday']")
+    with pytest.raises(UnsupportedError, match=r"No other installed one can; pip install"):
+        select("moody")
+
+
+def test_the_check_sees_the_validated_options(backend: Backend) -> None:
+    backend("x", check="lambda requirements, options: ['big'] if options.tile > 3 else []")
+    assert select({"backend": "x", "options": {"tile": 3}}).decode.name == "x"
+    with pytest.raises(UnsupportedError, match="big"):
+        select({"backend": "x", "options": {"tile": 4}})
+
+
+def test_a_wrong_option_names_the_phase_only_in_a_pair(backend: Backend) -> None:
+    backend("x")
+    with pytest.raises(ConfigError, match=r"^attention\.options\.tle: unknown option"):
+        select({"backend": "x", "options": {"tle": 1}})
+    with pytest.raises(ConfigError, match=r"^attention\.decode\.options\.tle: .* mean tile\?"):
+        select({"prefill": "x", "decode": {"backend": "x", "options": {"tle": 1}}})
+
+
+def test_a_backend_that_fails_while_asked_is_named(backend: Backend) -> None:
+    backend("x", check="lambda requirements, options: 1/0")
+    with pytest.raises(PluginLoadError, match=r"'x' \(fake-x 1\.2\.3\) failed .*ZeroDivisionError"):
+        select("x")
+
+
+@pytest.mark.parametrize(
+    ("layouts", "block_size"),
+    [("[('NPKD', 1)]", 16), ("[('NPKD', 16)]", 16), ("[('NPKD', 64), ('NPKD', 16)]", 64),
+     ("[('NPKD', 24)]", 24), ("[('NPKD', 6)]", 18)],
+)  # fmt: skip
+def test_the_page_is_the_first_layouts_multiple_and_16_at_least(
+    backend: Backend, layouts: str, block_size: int
+) -> None:
+    backend("x", layouts=layouts)
+    assert select("x").block_size == block_size
+
+
+def test_a_pair_takes_the_decode_backends_first_layout_that_both_read(backend: Backend) -> None:
+    backend("reader", layouts="[('NPKD', 96), ('OTHER', 8)]")
+    backend("writer", layouts="[('NONE', 4), ('OTHER', 32), ('NPKD', 64)]")
+    selection = select({"prefill": "reader", "decode": "writer"})
+    assert (selection.layout.name, selection.layout.page_multiple) == ("OTHER", 32)
+    assert selection.block_size == 32
+
+
+def test_the_pages_of_a_pair_suit_both(backend: Backend) -> None:
+    backend("reader", layouts="[('NPKD', 96)]")
+    backend("writer", layouts="[('NPKD', 64)]")
+    assert select({"prefill": "reader", "decode": "writer"}).block_size == 192
+
+
+def test_a_pair_without_a_common_layout_prints_both_lists(backend: Backend) -> None:
+    backend("reader", layouts="[('A', 16)]")
+    backend("writer", layouts="[('B', 32), ('C', 64)]")
+    with pytest.raises(UnsupportedError) as caught:
+        select({"prefill": "reader", "decode": "writer"})
+    assert "decode writer reads B by 32, C by 64, prefill reader reads A by 16" in str(caught.value)
+
+
+def test_a_given_block_size_is_kept(backend: Backend) -> None:
+    backend("x", layouts="[('NPKD', 128), ('NPKD', 16)]")
+    selection = select("x", block_size=64)
+    assert (selection.block_size, selection.layout.page_multiple) == (64, 16)
+
+
+def test_a_block_size_that_a_backend_cannot_use_is_refused_with_the_numbers(
+    backend: Backend,
+) -> None:
+    backend("x", layouts="[('NPKD', 64), ('NPKD', 48)]")
+    with pytest.raises(UnsupportedError, match="block_size 32, only multiples of 48, 64"):
+        select("x", block_size=32)
+
+
+def test_a_block_size_that_suits_each_but_not_both_is_refused_with_the_numbers(
+    backend: Backend,
+) -> None:
+    backend("reader", layouts="[('A', 16), ('B', 64)]")
+    backend("writer", layouts="[('A', 64), ('C', 16)]")
+    with pytest.raises(ConfigError) as caught:
+        select({"prefill": "reader", "decode": "writer"}, block_size=32)
+    assert "cache.block_size: 32" in str(caught.value)
+    assert "need a multiple of 64" in str(caught.value)

@@ -1,0 +1,220 @@
+"""`nanovllm config schema|show|check` and `nanovllm plugins list`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from nanovllm_core.cli.main import main, make_app
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_schema import config_schema
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+
+Install = Callable[..., None]
+
+ATTENTION = """
+from typing import Literal
+from pydantic import BaseModel, ConfigDict, Field
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.attention import AttentionCapabilities, KVLayout
+from nanovllm_core.interfaces.specs import AttentionSpec
+
+class Tuning(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    warps: int = 4
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    tuning: Tuning = Field(default_factory=Tuning, description="How to run.")
+
+@hookimpl
+def nanovllm_attention():
+    return [AttentionSpec(
+        name="fake", impl="x:Y", options=Options, summary="Made up.",
+        capabilities=AttentionCapabilities(
+            devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True
+        ),
+        kv_layouts=lambda requirements: [KVLayout("NPKD", 16)],
+    )]
+"""
+
+EXTENSION = """
+from nanovllm_core.hookspecs import hookimpl
+
+@hookimpl
+def nanovllm_cli(app):
+    @app.command()
+    def greet():
+        print("hello from an extension")
+"""
+
+
+def run(*arguments: str) -> str:
+    """What a command prints; its error, if it fails."""
+    result = CliRunner().invoke(make_app(), arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def fake(install: Install) -> None:
+    install("fake-attention", {"nanovllm.attention": {"fake": "fake_cli"}}, {"fake_cli": ATTENTION})
+
+
+def test_show_prints_the_effective_values_with_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("attention: {backend: triton, options: {chunk: 3}}\nseed: 7\n")
+    monkeypatch.setenv("NANOVLLM_DEBUG", "true")
+    shown = run("config", "show", str(file), "--model", "demo", "--set", "cache.block_size=32")
+    lines = [line.strip() for line in shown.splitlines()]
+    for line in (
+        f"seed: 7  # {file}",
+        f"chunk: 3  # {file}",
+        "debug: true  # NANOVLLM_DEBUG",
+        "block_size: 32  # argument",
+        "model: demo  # argument",
+        "max_num_seqs: 256  # default",
+    ):
+        assert line in lines
+
+
+def test_what_show_prints_is_a_configuration_file_of_the_same_meaning(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "model: demo\nattention: {prefill: sdpa, decode: {backend: x, options: {a: [1, b]}}}\n"
+        "cuda_graphs: {sizes: [1, 256]}\nplugins: {enable: [e], options: {e: {k: 'yes'}}}\n"
+    )
+    again = tmp_path / "again.yaml"
+    again.write_text(run("config", "show", str(file)))
+    assert load_config(file=again, env={}) == load_config(file=file, env={})
+
+
+def test_check_says_ok(tmp_path: Path, fake: None) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("attention: {prefill: fake, decode: auto}\nscheduler: fcfs\n")
+    assert run("config", "check", str(file)) == f"{file}: OK\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cache: {blok_size: 16}", "did you mean block_size?"),
+        ("attention: {backend: fake, options: {tunin: 1}}",
+         "attention.options.tunin: unknown option (value 1); did you mean tuning? "
+         "(fake 1.2.3, fake-attention)"),
+        ("attention: {prefill: fake, decode: {backend: fake, options: {tuning: {wraps: 1}}}}",
+         "attention.decode.options.tuning.wraps: unknown option"),
+        ("scheduler: nosuch", "no scheduler 'nosuch' is installed"),
+        ("plugins: {enable: [nosuch]}", "no extension 'nosuch' is installed"),
+    ],
+)  # fmt: skip
+def test_check_says_what_is_wrong_and_exits_with_1(
+    tmp_path: Path,
+    fake: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    said: str,
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["nanovllm", "config", "check", str(file)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert str(caught.value.code).startswith("error: ")
+    assert said in str(caught.value.code)
+    assert "OK" not in capsys.readouterr().out
+
+
+def test_the_schema_holds_the_options_of_installed_plugins(fake: None, install: Install) -> None:
+    install("broken", {"nanovllm.attention": {"broken": "broken_cli"}}, {"broken_cli": "1/0"})
+    schema = json.loads(run("config", "schema"))
+    assert set(schema["properties"]) == set(EngineConfig.model_fields)
+    forms = schema["$defs"]["AttentionChoice"]["anyOf"]
+    assert {"auto", "fake", "broken"} <= set(forms[0]["enum"])
+    by_name = {form["properties"]["backend"]["const"]: form["properties"] for form in forms[1:]}
+    tuning = by_name["fake"]["options"]["properties"]["tuning"]
+    assert tuning["$ref"] == "#/$defs/attention.fake.Tuning"
+    assert "warps" in schema["$defs"]["attention.fake.Tuning"]["properties"]
+    assert "ZeroDivisionError" in by_name["broken"]["options"]["description"]
+    assert {"fcfs"} <= set(schema["$defs"]["SchedulerSettings"]["anyOf"][0]["enum"])
+
+
+def test_every_reference_of_the_schema_leads_somewhere(fake: None) -> None:
+    schema = config_schema(get_plugin_manager())
+
+    def references(node: object) -> list[str]:
+        if isinstance(node, dict):
+            own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+            return own + [ref for child in node.values() for ref in references(child)]
+        if isinstance(node, list):
+            return [ref for child in node for ref in references(child)]
+        return []
+
+    found = references(schema)
+    assert found
+    assert {ref.removeprefix("#/$defs/") for ref in found} <= set(schema["$defs"])
+
+
+def test_the_listing_tells_ready_unsupported_broken_and_disabled_apart(
+    fake: None, install: Install
+) -> None:
+    install("broken", {"nanovllm.attention": {"broken": "broken_cli"}}, {"broken_cli": "1/0"})
+    install("notes", {"nanovllm.extensions": {"notes": "notes_cli"}}, {})
+    manager = get_plugin_manager(disable=["fcfs"])
+    on_cpu = {s.plugin.name: s for s in plugin_statuses(manager, typical_requirements("cpu", None))}
+    assert on_cpu["fake"].state == "ready"
+    assert on_cpu["fake"].note == "fake 1.2.3"
+    assert on_cpu["broken"].state == "broken"
+    assert "ZeroDivisionError" in on_cpu["broken"].reasons[0]
+    assert on_cpu["fcfs"].state == "disabled"
+    assert on_cpu["single"].state == "ready"
+    assert on_cpu["notes"].state == "ready"
+    on_gpu = plugin_statuses(manager, typical_requirements("cuda", (9, 0)))
+    unsupported = next(status for status in on_gpu if status.plugin.name == "fake")
+    assert unsupported.state == "unsupported"
+    assert "does not run on cuda, only on cpu" in unsupported.reasons
+    assert unsupported.note == "Made up."
+
+
+def test_plugins_list_prints_a_line_for_each_plugin(
+    fake: None, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("broken", {"nanovllm.attention": {"broken": "broken_cli"}}, {"broken_cli": "1/0"})
+    monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", "[executor:single]")
+    shown = run("plugins", "list")
+    for word in ("fake-attention", "1.2.3", "no, broken", "fcfs", "no, disabled"):
+        assert word in shown
+    listed = {entry["name"]: entry for entry in json.loads(run("plugins", "list", "--json"))}
+    assert listed["broken"]["state"] == "broken"
+    assert listed["fcfs"]["distribution"] == "nanovllm-core"
+    assert listed["single"]["state"] == "disabled"
+
+
+def test_without_an_attention_backend_the_listing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = sorted({p.distribution for p in get_plugin_manager().installed()} - {"nanovllm-core"})
+    monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", yaml.safe_dump(names))
+    assert 'pip install "nanovllm-core[sdpa]"' in run("plugins", "list").replace("\n", "")
+
+
+def test_an_enabled_extension_adds_a_command(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("greeter", {"nanovllm.extensions": {"greeter": "greeter_cli"}}, {
+        "greeter_cli": EXTENSION
+    })  # fmt: skip
+    assert "greet" not in run("--help")
+    monkeypatch.setenv("NANOVLLM_PLUGINS__ENABLE", "[greeter]")
+    assert "hello from an extension" in run("greet")

@@ -1,0 +1,235 @@
+"""Where values come from, what wins, and what the errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_errors import FLAT_KEYWORDS
+from nanovllm_core.config_sources import load_config, load_with_sources, parse_setting
+from nanovllm_core.errors import ConfigError
+
+WriteYaml = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteYaml:
+    def write_yaml(text: str) -> Path:
+        file = tmp_path / "engine.yaml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write_yaml
+
+
+def load(
+    file: Path | None = None, env: dict[str, str] | None = None, **overrides: Any
+) -> EngineConfig:
+    return load_config("demo", file=file, env=env or {}, overrides=overrides)
+
+
+def test_arguments_win_over_environment_over_file_over_defaults(write: WriteYaml) -> None:
+    file = write("seed: 1\nsteps_ahead: 2\ncache: {block_size: 32, num_blocks: 10}\n")
+    env = {"NANOVLLM_STEPS_AHEAD": "3", "NANOVLLM_CACHE__NUM_BLOCKS": "20", "PATH": "/bin"}
+    config = load(file, env, cache={"num_blocks": 30})
+    assert config.seed == 1
+    assert config.steps_ahead == 3
+    assert (config.cache.block_size, config.cache.num_blocks) == (32, 30)
+    assert config.limits.max_num_seqs == 256
+
+
+def test_the_source_of_every_value_is_known(write: WriteYaml) -> None:
+    file = write("seed: 1\nattention: triton\n")
+    loaded = load_with_sources(
+        "demo", file=file, env={"NANOVLLM_DEBUG": "true"}, overrides={"max_num_seqs": 4}
+    )
+    assert loaded.sources == {
+        "seed": str(file),
+        "attention.prefill.backend": str(file),
+        "attention.decode.backend": str(file),
+        "debug": "NANOVLLM_DEBUG",
+        "limits.max_num_seqs": "argument",
+        "model": "argument",
+    }
+
+
+def test_the_environment_is_read_as_yaml() -> None:
+    env = {
+        "NANOVLLM_ATTENTION": "{prefill: flash, decode: triton}",
+        "NANOVLLM_CUDA_GRAPHS__SIZES": "[1, 256]",
+        "NANOVLLM_LIMITS__MAX_MODEL_LEN": "null",
+        "NANOVLLM_CACHE__PREFIX_CACHING": "no",
+    }
+    config = load(env=env)
+    assert config.attention.prefill.backend == "flash"
+    assert config.cuda_graphs.sizes == (1, 256)
+    assert config.limits.max_model_len is None
+    assert config.cache.prefix_caching is False
+
+
+def test_another_backend_by_name_drops_the_options_of_the_first(write: WriteYaml) -> None:
+    file = write("attention: {backend: triton, options: {chunk: 1}}\nscheduler: {name: sjf}\n")
+    config = load(file, {"NANOVLLM_ATTENTION__BACKEND": "flash"}, scheduler="fcfs")
+    assert config.attention.prefill.backend == "flash"
+    assert config.attention.decode.options == {}
+    assert config.scheduler.name == "fcfs"
+
+
+def test_the_same_backend_again_keeps_the_options(write: WriteYaml) -> None:
+    file = write("attention: {backend: triton, options: {chunk: 1, depth: 2}}")
+    config = load(file, attention={"backend": "triton", "options": {"chunk": 3}})
+    assert config.attention.decode.options == {"chunk": 3, "depth": 2}
+
+
+def test_one_phase_may_be_changed_by_a_higher_layer(write: WriteYaml) -> None:
+    file = write("attention: sdpa")
+    config = load(file, {"NANOVLLM_ATTENTION__DECODE__BACKEND": "triton"})
+    assert config.attention.prefill.backend == "sdpa"
+    assert config.attention.decode.backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("max_num_batched_tokens", 512),
+        ("max_num_seqs", 8),
+        ("max_model_len", 99),
+        ("gpu_memory_utilization", 0.5),
+        ("kvcache_block_size", 64),
+        ("num_kvcache_blocks", 7),
+        ("enforce_eager", True),
+        ("tensor_parallel_size", 2),
+    ],
+)
+def test_flat_keywords_of_nano_vllm_set_the_nested_fields(keyword: str, value: Any) -> None:
+    field: Any = load(**{keyword: value})
+    for part in FLAT_KEYWORDS[keyword].split("."):
+        field = getattr(field, part)
+    assert field == value
+
+
+def test_every_flat_keyword_is_tested_above() -> None:
+    parameters = test_flat_keywords_of_nano_vllm_set_the_nested_fields.pytestmark[0].args[1]
+    assert {keyword for keyword, _ in parameters} == set(FLAT_KEYWORDS)
+
+
+def test_a_dotted_path_sets_a_nested_field() -> None:
+    assert load(**dict([parse_setting("cache.block_size=32")])).cache.block_size == 32
+
+
+@pytest.mark.parametrize("text", ["cache.block_size", "=3"])
+def test_a_setting_without_a_path_or_a_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected path=value"):
+        parse_setting(text)
+
+
+def test_the_same_field_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"limits\.max_num_seqs: given twice, as limits and as"):
+        load(limits={"max_num_seqs": 3}, max_num_seqs=4)
+
+
+def test_a_model_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model: given twice"):
+        load(model="other")
+
+
+@pytest.mark.parametrize("keyword", ["eos", "hf_config"])
+def test_keywords_without_a_field_say_what_to_do(keyword: str) -> None:
+    with pytest.raises(ConfigError, match=f"{keyword}: not a setting .* drop it"):
+        load(**{keyword: 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cache: {blok_size: 16}",
+         "cache.blok_size: unknown key (value 16); did you mean block_size?"),
+        ("max_num_seqs: 4",
+         "max_num_seqs: unknown key (value 4); did you mean limits.max_num_seqs?"),
+        ("block_size: 16", "did you mean cache.block_size?"),
+        ("blok_size: 16", "did you mean cache.block_size?"),
+        ("attention: {bakend: triton}", "attention.bakend: unknown key (value 'triton'); "
+         "did you mean backend?"),
+        ("attention: {prefill: {bakend: 1}}", "attention.prefill.bakend: unknown key"),
+        ("cache: {zzz: 1}", "known here: block_size, gpu_memory_utilization"),
+        ("dtype: bfloat61", "dtype: 'bfloat61' must be 'auto', 'float32', 'float16' or 'bfloat16'; "
+         "did you mean bfloat16?"),
+        ("device: gpu", "device: 'gpu' must be auto, cpu, cuda or cuda:N"),
+        ("limits: {max_num_seqs: many}", "limits.max_num_seqs: 'many' must be a valid integer"),
+        ("attention: {backend: 5}", "attention.backend: 5 must be a valid string"),
+        ("attention: {prefill: {backend: 5}}", "attention.prefill.backend: 5 must be a valid"),
+        ("attention: 5", "attention: 5 must be a section"),
+        ("attention: {backend: a, prefill: b}", "attention: give either backend and options"),
+        ("cache: 3", "cache: 3 must be a section of `key: value` lines"),
+        ("cache: {1: 2}", "cache[1]: the key 1 must be text"),
+        ("cache: {block_size: 24}", "cache.block_size: 24 must be one of 16, 32, 64, 128, 256"),
+        ("limits: {max_num_seqs: 9, max_num_batched_tokens: 8}",
+         "limits: max_num_batched_tokens (8) must be at least max_num_seqs (9)"),
+        ("cuda_graphs: {sizes: [1, x]}", "cuda_graphs.sizes[1]: 'x' must be a valid integer"),
+        ("cuda_graphs: {sizes: [1]}", "cuda_graphs.sizes must end with limits.max_num_seqs (256)"),
+    ],
+)  # fmt: skip
+def test_an_error_names_path_value_remedy_and_file(write: WriteYaml, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(text))
+    message = str(caught.value)
+    assert said in message
+    if "cuda_graphs.sizes must end" not in said and "the key 1" not in said:
+        assert "engine.yaml" in message
+    assert message.count("\n") == 0, "one mistake is told once"
+
+
+def test_every_mistake_is_told(write: WriteYaml) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write("seed: x\ncache: {blok_size: 16}"), {"NANOVLLM_DEBUG": "3"})
+    message = str(caught.value)
+    paths = {line.split(":")[0] for line in message.splitlines()}
+    assert paths == {"seed", "debug", "cache.blok_size"}
+    assert "NANOVLLM_DEBUG" in message
+
+
+def test_a_missing_model_is_told_with_what_it_may_be() -> None:
+    with pytest.raises(ConfigError, match=r"model: missing; name a folder .*demo.*Qwen/Qwen3"):
+        load_config(env={})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cache: [", "engine.yaml, line 1, column 9: not valid YAML: expected the node content"),
+        ("seed: 1\nseed: 2\n", "line 2, column 1: not valid YAML: the key 'seed' is there twice"),
+        ("- demo", "holds list ['demo']; expected `key: value` lines"),
+        ("seed: \x00", "engine.yaml: not valid YAML"),
+    ],
+)
+def test_unreadable_yaml_names_file_line_and_problem(
+    write: WriteYaml, text: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(text))
+    assert said in str(caught.value)
+
+
+def test_an_unreadable_environment_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="NANOVLLM_SEED, line 1, column 2: not valid YAML"):
+        load(env={"NANOVLLM_SEED": "["})
+
+
+def test_an_empty_file_means_the_defaults(write: WriteYaml) -> None:
+    assert load(write("# nothing\n")) == EngineConfig(model="demo")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(b"seed: \xff")
+    with pytest.raises(ConfigError, match=r"weights\.bin: not UTF-8 text \(byte 6\)"):
+        load(file)

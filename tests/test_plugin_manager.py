@@ -1,0 +1,274 @@
+"""Discovery by metadata, loading of what is chosen, and what is said when that fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import EntryPoint, distribution
+
+import pytest
+
+from nanovllm_core.errors import (
+    ConfigError,
+    PluginConflictError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
+from nanovllm_core.interfaces.specs import CONTRACT_VERSION, SchedulerSpec
+from nanovllm_core.plugin_manager import get_plugin_manager, load_object, parse_options
+
+Install = Callable[..., None]
+SCHEDULERS = "nanovllm.schedulers"
+
+GOOD = """
+from collections.abc import Sequence
+from pydantic import BaseModel, ConfigDict
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.specs import SchedulerSpec
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    ageing: int = 3
+    tail: tuple[int, ...] = ()
+
+SPECS = [SchedulerSpec(name="fair", impl="fair_plugin:Policy", options=Options)]
+
+class Policy:
+    class Inner: pass
+
+@hookimpl
+def nanovllm_schedulers():
+    return SPECS
+
+CALLS = []
+
+@hookimpl
+def nanovllm_engine_closed():
+    CALLS.append("closed")
+"""
+
+
+def install_fair(install: Install, source: str = GOOD) -> None:
+    install("nanovllm-fair", {SCHEDULERS: {"fair": "fair_plugin"}}, {"fair_plugin": source})
+
+
+def test_the_listing_imports_nothing(install: Install) -> None:
+    install("nanovllm-broken", {SCHEDULERS: {"broken": "broken_plugin"}}, {})
+    install_fair(install)
+    listed = [(p.kind, p.name, p.distribution, p.version) for p in get_plugin_manager().installed()]
+    assert ("scheduler", "broken", "nanovllm-broken", "1.2.3") in listed
+    assert ("scheduler", "fair", "nanovllm-fair", "1.2.3") in listed
+    assert "fair_plugin" not in sys.modules
+
+
+def test_built_ins_come_by_the_same_path() -> None:
+    manager = get_plugin_manager()
+    assert manager.spec("scheduler", "fcfs").name == "fcfs"
+    assert manager.spec("executor", "single").name == "single"
+    assert {"hub", "local"} <= set(manager.names("checkpoint"))
+
+
+def test_every_built_in_has_its_implementation() -> None:
+    manager = get_plugin_manager()
+    built_in = [p for p in manager.installed() if p.distribution == "nanovllm-core"]
+    assert len(built_in) == 4
+    for plugin in built_in:
+        assert callable(load_object(manager.resolve(plugin.kind, plugin.name)))
+
+
+def test_resolving_checks_the_options_and_fills_the_defaults(install: Install) -> None:
+    install_fair(install)
+    resolved = get_plugin_manager().resolve("scheduler", "fair", {"tail": (1, 2)})
+    assert resolved.options == {"ageing": 3, "tail": (1, 2)}
+    assert (resolved.distribution, resolved.version) == ("nanovllm-fair", "1.2.3")
+    assert parse_options(resolved).model_dump() == resolved.options
+    assert load_object(resolved).__name__ == "Policy"
+
+
+def test_a_wrong_option_names_path_plugin_version_and_the_nearest(install: Install) -> None:
+    install_fair(install)
+    with pytest.raises(ConfigError) as caught:
+        get_plugin_manager().resolve("scheduler", "fair", {"agein": 4}, "scheduler.options")
+    assert str(caught.value) == (
+        "scheduler.options.agein: unknown option (value 4); did you mean ageing? "
+        "(fair 1.2.3, nanovllm-fair)"
+    )
+
+
+def test_a_wrong_value_of_an_option_names_what_is_allowed(install: Install) -> None:
+    install_fair(install)
+    with pytest.raises(ConfigError, match=r"scheduler\.options\.ageing: 'x' must be a valid int"):
+        get_plugin_manager().resolve("scheduler", "fair", {"ageing": "x"})
+
+
+def test_a_missing_option_is_told(install: Install) -> None:
+    install_fair(install, GOOD.replace("ageing: int = 3", "ageing: int"))
+    with pytest.raises(ConfigError, match=r"scheduler\.options\.ageing: missing"):
+        get_plugin_manager().resolve("scheduler", "fair")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("scheduler", "fcsf", "did you mean fcfs?; installed: fcfs"),
+        ("scheduler", "sjf", 'no scheduler \'sjf\' is installed; pip install "nanovllm-core[sjf]"'),
+        ("attention", "tritn",
+         'did you mean triton?; pip install "nanovllm-core[triton]"; installed: none'),
+        ("model", "Qwen3ForCausalLM", 'pip install "nanovllm-core[qwen3]"'),
+        ("model", "LlamaForCausalLM", "no model 'LlamaForCausalLM' is installed; installed: none"),
+        ("attention", "zzz", "no attention 'zzz' is installed; installed: none"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_says_what_helps(kind: str, name: str, said: str) -> None:
+    core_alone = distribution("nanovllm-core").entry_points
+    with pytest.raises(PluginNotFoundError) as caught:
+        get_plugin_manager(entry_points=core_alone).spec(kind, name)
+    assert said in str(caught.value)
+
+
+def test_two_distributions_of_one_name_conflict_when_it_is_selected(install: Install) -> None:
+    install_fair(install)
+    install("other-fair", {SCHEDULERS: {"fair": "other_plugin"}}, {"other_plugin": GOOD}, "0.9")
+    manager = get_plugin_manager()
+    assert len([p for p in manager.installed() if p.name == "fair"]) == 2
+    assert manager.spec("scheduler", "fcfs").name == "fcfs"
+    with pytest.raises(PluginConflictError) as caught:
+        manager.spec("scheduler", "fair")
+    assert "nanovllm-fair 1.2.3 and other-fair 0.9" in str(caught.value)
+    assert "plugins: {disable: [other-fair]}" in str(caught.value)
+
+
+def test_a_conflict_is_settled_by_leaving_one_distribution_out(install: Install) -> None:
+    """Workers, which know the resolved plugin only, find the right one too."""
+    install_fair(install)
+    install("other-fair", {SCHEDULERS: {"fair": "other_plugin"}}, {"other_plugin": GOOD})
+    resolved = get_plugin_manager(disable=["other-fair"]).resolve("scheduler", "fair")
+    assert resolved.distribution == "nanovllm-fair"
+    assert parse_options(resolved).model_dump() == resolved.options
+
+
+@pytest.mark.parametrize("label", ["fair", "scheduler:fair", "nanovllm-fair"])
+def test_a_disabled_plugin_is_as_if_it_were_not_installed(install: Install, label: str) -> None:
+    install_fair(install)
+    manager = get_plugin_manager(disable=[label])
+    assert "fair" not in manager.names("scheduler")
+    assert [p.name for p in manager.disabled()] == ["fair"]
+    with pytest.raises(PluginNotFoundError, match=r"disabled; take it out of plugins\.disable"):
+        manager.spec("scheduler", "fair")
+
+
+def test_disabling_what_is_not_there_is_an_error(install: Install) -> None:
+    install_fair(install)
+    with pytest.raises(PluginNotFoundError, match="no installed plugin is 'fiar'; did you mean fa"):
+        get_plugin_manager(disable=["fiar"])
+
+
+def test_a_selected_plugin_that_does_not_import_is_fatal_and_named(install: Install) -> None:
+    install_fair(install, "import no_such_library")
+    with pytest.raises(PluginLoadError) as caught:
+        get_plugin_manager().spec("scheduler", "fair")
+    message = str(caught.value)
+    for part in ("nanovllm-fair 1.2.3", "fair_plugin", "No module named 'no_such_library'"):
+        assert part in message
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_broken_plugin_that_nobody_selects_does_no_harm(install: Install) -> None:
+    install("nanovllm-broken", {SCHEDULERS: {"broken": "broken_plugin"}}, {"broken_plugin": "1/0"})
+    assert get_plugin_manager().resolve("scheduler", "fcfs").name == "fcfs"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("def nanovllm_schedulers", "def nanovllm_shedulers"), "nanovllm_shedulers"),
+        (("def nanovllm_schedulers():", "def nanovllm_schedulers(surprise):"), "surprise"),
+        (("@hookimpl\ndef nanovllm_schedulers", "def nanovllm_schedulers"),
+         r"returned \[\] \(is the function marked @hookimpl\?\)"),
+        (('name="fair"', 'name="unfair"'), r"one spec named 'fair'.*returned \['unfair'\]"),
+        (("return SPECS", "return SPECS * 2"), r"returned \['fair', 'fair'\]"),
+        (("return SPECS", "return ['fair']"), "returned 'fair', not SchedulerSpec objects"),
+        (("return SPECS", "return 5"), "its hook nanovllm_schedulers failed: TypeError"),
+        (("return SPECS", "raise OSError('disk')"), "failed: OSError: disk"),
+        (("options=Options)", "options=Options, contract=99)"),
+         f"contract 99, and this nanovllm-core has contract {CONTRACT_VERSION}"),
+        (("fair_plugin:Policy", "fair_plugin.Policy"), "not of the form 'package.module:Object'"),
+        (("options=Options", "options=dict"), "is not a pydantic model class"),
+        (("options=Options", "options=3"), "is not a pydantic model class"),
+        (('extra="forbid", ', ""), 'Options must set extra="forbid"'),
+    ],
+)  # fmt: skip
+def test_a_plugin_that_breaks_the_contract_is_refused_by_name(
+    install: Install, change: tuple[str, str], said: str
+) -> None:
+    assert change[0] in GOOD
+    install_fair(install, GOOD.replace(*change))
+    manager = get_plugin_manager()
+    with pytest.raises(PluginLoadError, match=said) as caught:
+        manager.spec("scheduler", "fair")
+    assert "nanovllm-fair 1.2.3" in str(caught.value)
+    assert manager.spec("scheduler", "fcfs").name == "fcfs", "the others go on"
+
+
+@pytest.mark.parametrize(
+    "impl", ["no_such_package:Thing", "fair_plugin:Thing", "fair_plugin:Policy.Thing"]
+)
+def test_an_implementation_that_cannot_be_loaded_is_named(install: Install, impl: str) -> None:
+    install_fair(install)
+    resolved = replace(get_plugin_manager().resolve("scheduler", "fair"), impl=impl)
+    with pytest.raises(PluginLoadError, match=r"of scheduler 'fair' \(nanovllm-fair 1\.2\.3\)"):
+        load_object(resolved)
+    with pytest.raises(PluginLoadError, match=impl):
+        load_object(impl)
+
+
+def test_a_nested_implementation_is_found(install: Install) -> None:
+    install_fair(install)
+    assert load_object("fair_plugin:Policy.Inner").__name__ == "Inner"
+
+
+@pytest.mark.parametrize("change", [{"version": "1.2.4"}, {"distribution": "gone"}])
+def test_a_worker_refuses_another_version_than_the_engine_chose(
+    install: Install, change: dict[str, str]
+) -> None:
+    install_fair(install)
+    resolved = replace(get_plugin_manager().resolve("scheduler", "fair"), **change)
+    with pytest.raises(PluginLoadError, match="install the same version on every machine"):
+        parse_options(resolved)
+
+
+def test_extensions_are_loaded_only_when_they_are_enabled(install: Install) -> None:
+    install(
+        "nanovllm-notes",
+        {"nanovllm.extensions": {"notes": "notes_plugin"}},
+        {"notes_plugin": GOOD},
+    )
+    manager = get_plugin_manager()
+    manager.hook.nanovllm_engine_closed()
+    assert "notes_plugin" not in sys.modules
+    manager.enable(["notes"])
+    manager.enable(["notes"])
+    manager.hook.nanovllm_engine_closed()
+    assert sys.modules["notes_plugin"].CALLS == ["closed"]
+
+
+def test_an_unknown_extension_is_an_error() -> None:
+    with pytest.raises(PluginNotFoundError, match="no extension 'nope' is installed"):
+        get_plugin_manager().enable(["nope"])
+
+
+def test_two_managers_share_nothing(install: Install) -> None:
+    install_fair(install)
+    first, second = get_plugin_manager(), get_plugin_manager()
+    first.spec("scheduler", "fair")
+    second.hook.nanovllm_engine_closed()
+    assert sys.modules["fair_plugin"].CALLS == []
+
+
+def test_entry_points_without_a_distribution_can_be_given() -> None:
+    entry = EntryPoint("fcfs", "nanovllm_core.builtins", SCHEDULERS)
+    other_group = EntryPoint("x", "y", "console_scripts")
+    manager = get_plugin_manager(entry_points=[entry, other_group])
+    assert [str(plugin) for plugin in manager.installed()] == ["fcfs ?, ?"]
+    assert isinstance(manager.spec("scheduler", "fcfs"), SchedulerSpec)
