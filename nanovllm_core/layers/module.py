@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,9 @@ class Layer(nn.Module):
     def finalize(self) -> None:
         """Called once, after the weights are loaded: the place to repack them for a kernel."""
 
-    # nn.Module's call is typed to return Any; naming it here keeps strict typing of callers easy.
-    def __call__(self, *args: Any) -> Tensor:
-        out: Tensor = super().__call__(*args)
-        return out
+    if TYPE_CHECKING:  # nn.Module's own is typed to return Any
+
+        def __call__(self, *args: Any) -> Tensor: ...
 
 
 def finalize_layers(model: nn.Module) -> None:

@@ -83,7 +83,7 @@ def test_a_merged_linear_splits_each_of_its_outputs(size: int) -> None:
 
     results = run_ranks(size, on_rank)
     gate_weight, up_weight, gate_bias, up_bias = results[0][1]
-    parts = [out.split((12 // size, 4 // size), dim=-1) for out, _ in results]
+    parts = [torch.split(out, [12 // size, 4 // size], dim=-1) for out, _ in results]
     gate, up = (torch.cat([part[i] for part in parts], dim=-1) for i in (0, 1))
     assert_close_report(gate, x_TE @ gate_weight.T + gate_bias, rel_norm=1e-6)
     assert_close_report(up, x_TE @ up_weight.T + up_bias, rel_norm=1e-6)
@@ -118,7 +118,7 @@ def test_qkv_replicates_kv_heads_where_there_are_fewer_than_ranks(
             heads[:, :local_heads], q[:, first : first + local_heads], rel_norm=1e-6
         )
         needed = slice(first // group, (first + local_heads - 1) // group + 1)
-        kv = heads[:, local_heads:].split(local_kv_heads, dim=1)
+        kv = heads[:, local_heads:].chunk(2, dim=1)
         assert_close_report(kv[0], k[:, needed], rel_norm=1e-6)
         assert_close_report(kv[1], v[:, needed], rel_norm=1e-6)
 

@@ -15,9 +15,9 @@ from nanovllm_core.layers import RopeConfig, build_cos_sin_cache
 from nanovllm_core.testing.numerics import assert_close_report
 
 HEAD_SIZE = 64
-SIZES = {"max_position_embeddings": 256, "head_dim": HEAD_SIZE}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
+SIZES: dict[str, Any] = {"max_position_embeddings": 256, "head_dim": HEAD_SIZE}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
