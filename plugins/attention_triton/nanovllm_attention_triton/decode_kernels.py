@@ -84,16 +84,14 @@ def load_pages(table_ptr, start, end, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def page_offsets(
-    pages, start, stride_page, STRIDE_TOKEN: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr
-):
+def page_offsets(pages, start, stride_page, stride_token, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Element offsets [TILE], 64-bit, of the tokens from `start`, whose pages are `pages`."""
     lanes = tl.arange(0, TILE)
     if PAGE % TILE == 0:
         slots = start % PAGE + lanes
     else:
         slots = (start + lanes) % PAGE
-    return pages * stride_page + slots.to(tl.int64) * STRIDE_TOKEN
+    return pages * stride_page + slots.to(tl.int64) * stride_token
 
 
 @triton.jit
@@ -115,10 +113,10 @@ def decode_kernel(
     out_stride_head,
     table_stride,
     stride_page,
+    stride_token,
+    stride_head,
     item_capacity,
-    STRIDE_TOKEN: tl.constexpr,
-    STRIDE_HEAD: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
+    programs_per_item,
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
@@ -134,9 +132,8 @@ def decode_kernel(
     the softmax scale times log2(e), applied once, to the scores in fp32. Partials are
     [item, KV head, head block, PARTIAL_HEADS, HEAD_SIZE] fp32 and normalised; `lse` is base 2.
     """
-    HEADS_PER_ITEM: tl.constexpr = NUM_KV_HEADS * HEAD_BLOCKS
-    item = tl.program_id(0) // HEADS_PER_ITEM
-    head_block = tl.program_id(0) % HEADS_PER_ITEM
+    item = tl.program_id(0) // programs_per_item
+    head_block = tl.program_id(0) % programs_per_item
     if item >= tl.load(num_items_ptr):
         return
     row = tl.load(items_ptr + item)
@@ -155,15 +152,15 @@ def decode_kernel(
     q = tl.load(q_ptr + q_offsets, mask=real[:, None], other=0.0)
 
     table_row = table_ptr + row.to(tl.int64) * table_stride
-    k_head = k_ptr + kv_head * STRIDE_HEAD
-    v_head = v_ptr + kv_head * STRIDE_HEAD
+    k_head = k_ptr + kv_head * stride_head
+    v_head = v_ptr + kv_head * stride_head
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, HEAD_SIZE], tl.float32)
     pages = load_pages(table_row, begin, end, PAGE, TILE)
     for start in tl.range(begin, end, TILE):
         live = start + tl.arange(0, TILE) < end
-        offsets = page_offsets(pages, start, stride_page, STRIDE_TOKEN, PAGE, TILE)
+        offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, TILE)
         pages = load_pages(table_row, start + TILE, end, PAGE, TILE)
         kv_offsets = offsets[:, None] + dims[None, :]
         k = tl.load(k_head + kv_offsets, mask=live[:, None], other=0.0)
@@ -185,13 +182,13 @@ def decode_kernel(
         out_offsets = heads[:, None] * out_stride_head + dims[None, :]
         tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=real[:, None])
     else:
-        slot = (item * HEADS_PER_ITEM + head_block).to(tl.int64) * PARTIAL_HEADS
+        slot = (item * programs_per_item + head_block).to(tl.int64) * PARTIAL_HEADS
         tl.store(lse_ptr + slot + lanes, peak + tl.log2(denominator), mask=real)
         partial_offsets = (slot + lanes[:, None]) * HEAD_SIZE + dims[None, :]
         tl.store(partial_ptr + partial_offsets, result, mask=real[:, None])
         # Every thread's stores come before the ticket, every merge load after it.
         tl.debug_barrier()
-        ticket = tickets_ptr + row * HEADS_PER_ITEM + head_block
+        ticket = tickets_ptr + row * programs_per_item + head_block
         arrived = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu")
         if arrived == num_chunks - 1:
             tl.store(ticket, 0)
@@ -204,7 +201,7 @@ def decode_kernel(
                 num_chunks,
                 head_block,
                 out_stride_head,
-                HEADS_PER_ITEM,
+                programs_per_item,
                 HEAD_BLOCKS,
                 GROUP,
                 BLOCK_H,
@@ -223,7 +220,7 @@ def _merge_chunks(
     num_chunks,
     head_block,
     out_stride_head,
-    HEADS_PER_ITEM: tl.constexpr,
+    programs_per_item,
     HEAD_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -242,7 +239,9 @@ def _merge_chunks(
     for base in range(0, num_chunks, MERGE):
         chunks = base + tl.arange(0, MERGE)
         live = chunks < num_chunks
-        slots = ((first_item + chunks) * HEADS_PER_ITEM + head_block).to(tl.int64) * PARTIAL_HEADS
+        slots = ((first_item + chunks) * programs_per_item + head_block).to(
+            tl.int64
+        ) * PARTIAL_HEADS
         slots = slots[:, None] + lanes[None, :]
         mask = live[:, None] & real[None, :]
         # .cg reads the L2, where the other programs' stores are; an L1 line might be stale.

@@ -29,8 +29,8 @@ def prefill_kernel(
     lse_stride_head,
     table_stride,
     stride_page,
-    STRIDE_TOKEN: tl.constexpr,
-    STRIDE_HEAD: tl.constexpr,
+    stride_token,
+    stride_head,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -75,18 +75,18 @@ def prefill_kernel(
 
     table_row = table_ptr + seq.to(tl.int64) * table_stride
     kv_head = head // GROUP
-    k_head = k_ptr + kv_head * STRIDE_HEAD
-    v_head = v_ptr + kv_head * STRIDE_HEAD
+    k_head = k_ptr + kv_head * stride_head
+    v_head = v_ptr + kv_head * stride_head
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_SIZE], tl.float32)
     acc, denominator, peak = _attend(
         acc, denominator, peak, q, k_head, v_head, table_row, positions, 0, full_end,
-        log2_scale, stride_page, STRIDE_TOKEN, HEAD_SIZE, PAGE, False, CAUSAL, BLOCK_N,
+        log2_scale, stride_page, stride_token, HEAD_SIZE, PAGE, False, CAUSAL, BLOCK_N,
     )  # fmt: skip
     acc, denominator, peak = _attend(
         acc, denominator, peak, q, k_head, v_head, table_row, positions, full_end, end,
-        log2_scale, stride_page, STRIDE_TOKEN, HEAD_SIZE, PAGE, True, CAUSAL, BLOCK_N,
+        log2_scale, stride_page, stride_token, HEAD_SIZE, PAGE, True, CAUSAL, BLOCK_N,
     )  # fmt: skip
 
     acc = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
@@ -113,7 +113,7 @@ def _attend(
     end,
     log2_scale,
     stride_page,
-    STRIDE_TOKEN: tl.constexpr,
+    stride_token,
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -128,7 +128,7 @@ def _attend(
     pages = load_pages(table_row, begin, end, PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        offsets = page_offsets(pages, start, stride_page, STRIDE_TOKEN, PAGE, BLOCK_N)
+        offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, BLOCK_N)
         pages = load_pages(table_row, start + BLOCK_N, end, PAGE, BLOCK_N)
         kv_offsets = offsets[:, None] + dims[None, :]
         if MASKED:

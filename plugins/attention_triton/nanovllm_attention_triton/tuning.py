@@ -43,7 +43,9 @@ class PrefillTuning:
 
 def decode_tuning(element_size: int, head_size: int, options: TritonOptions) -> DecodeTuning:
     """The decode constants for a dtype of `element_size` bytes, with the user's overrides."""
-    base = DecodeTuning() if element_size == 2 else DecodeTuning(tile=32, num_stages=2)
+    base = DecodeTuning()
+    if element_size == 4:
+        base = DecodeTuning(tile=32, num_warps=8, num_stages=2)
     return replace(
         base,
         num_warps=options.decode_num_warps or base.num_warps,
@@ -60,7 +62,7 @@ def prefill_tuning(
     fp32 uses plain multiply-adds (IEEE): small tiles, or its operands do not fit the registers.
     """
     if element_size == 4:
-        base = PrefillTuning(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        base = PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1)
     elif max_query_len <= 64:
         base = PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3)
     else:
