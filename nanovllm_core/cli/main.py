@@ -9,7 +9,8 @@ import sys
 
 import typer
 
-from nanovllm_core.cli import bench, config, plugins
+from nanovllm_core.cli import bench, chat, config, generate, plugins
+from nanovllm_core.cli import eval as evaluation
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.plugin_manager import get_plugin_manager
@@ -23,6 +24,9 @@ def make_app() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
+    app.command()(generate.generate)
+    app.command()(chat.chat)
+    app.command("eval")(evaluation.evaluate)
     app.add_typer(bench.app, name="bench")
     app.add_typer(plugins.app, name="plugins")
     app.add_typer(config.app, name="config")

@@ -1,0 +1,123 @@
+"""`nanovllm chat`: a conversation, with the answers as they come."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from nanovllm_core.cli import engine_options as options
+from nanovllm_core.cli.generate import (
+    MaxTokens,
+    MinP,
+    Seed,
+    Speed,
+    Temperature,
+    TopK,
+    TopP,
+    write_text,
+)
+from nanovllm_core.errors import RequestError
+from nanovllm_core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm_core.llm import LLM
+
+HELP = "/clear forgets the conversation, /exit leaves; Ctrl-C stops an answer."
+
+
+def chat(
+    model: options.Model = None,
+    config: options.ConfigFile = None,
+    system: Annotated[str | None, typer.Option(help="Instructions ahead of everything.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    attention: options.Attention = None,
+    scheduler: options.Scheduler = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    settings: options.Settings = None,
+) -> None:
+    """Talk with the model; the conversation so far is part of every prompt."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    engine_config = options.engine_config(
+        model, config, attention, scheduler, device, dtype, settings
+    )
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    with options.open_llm(engine_config) as llm:
+        Console(stderr=True).print(HELP, style="dim", highlight=False)
+        converse(llm, params, opening)
+
+
+def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:
+    """Read lines and answer them until /exit or the end of the input."""
+    history = list(opening)
+    while (line := read_line()) is not None and line != "/exit":
+        if line == "/clear":
+            history = list(opening)
+        elif line:
+            history.append({"role": "user", "content": line})
+            try:
+                text = answer(llm, history, params)
+            except RequestError as error:
+                # The conversation may have grown too long: it goes on without this line.
+                history.pop()
+                Console(stderr=True).print(f"error: {error}", style="red", markup=False)
+            else:
+                history.append({"role": "assistant", "content": text})
+
+
+def read_line() -> str | None:
+    """One line from the user; None at the end of the input, or at Ctrl-C."""
+    try:
+        return Console().input("[bold]> [/]").strip()
+    except (EOFError, KeyboardInterrupt):
+        write_text("\n")
+        return None
+
+
+def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> str:
+    """Print the model's answer as it comes, and return it; Ctrl-C ends it early."""
+    speed, text = Speed.start(), ""
+    with interruptions() as interrupted:
+        outputs = llm.stream(history, params)
+        for output in outputs:
+            speed.add(len(output.new_token_ids))
+            text += output.new_text
+            write_text(output.new_text)
+            if interrupted.is_set():
+                break
+        # Leaving early aborts the request; closing makes that happen now.
+        close = getattr(outputs, "close", None)
+        if close is not None:
+            close()
+    write_text("\n")
+    speed.report()
+    return text
+
+
+@contextmanager
+def interruptions() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of raising inside a step, which would end the engine."""
+    event = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda _signal, _frame: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)

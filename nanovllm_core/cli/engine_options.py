@@ -1,0 +1,59 @@
+"""The flags that every command with an engine shares, and the engine they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm_core.cli.bench import attention_choice
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_sources import load_config, parse_setting
+
+if TYPE_CHECKING:
+    from nanovllm_core.llm import LLM
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="Folder, checkpoint plugin or hub id.")
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="A YAML configuration file.")]
+Attention = Annotated[
+    str | None,
+    typer.Option(help="Backend, or PREFILL+DECODE for a pair (flash+triton)."),
+]
+Scheduler = Annotated[str | None, typer.Option(help="Who is served first: fcfs, sjf, ...")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or auto.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16, bfloat16 or auto.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other field, as path=value (repeat for more)."),
+]
+
+
+def engine_config(
+    model: str | None,
+    config: Path | None,
+    attention: str | None,
+    scheduler: str | None,
+    device: str | None,
+    dtype: str | None,
+    settings: list[str] | None,
+) -> EngineConfig:
+    """The configuration that these flags give on top of the file and the environment."""
+    overrides: dict[str, Any] = dict(map(parse_setting, settings or []))
+    flags = {
+        "attention": None if attention is None else attention_choice(attention),
+        "scheduler": scheduler,
+        "device": device,
+        "dtype": dtype,
+    }
+    overrides.update({name: value for name, value in flags.items() if value is not None})
+    return load_config(model, file=config, overrides=overrides)
+
+
+def open_llm(config: EngineConfig) -> LLM:
+    """Start an engine; what is heavy is imported only now."""
+    from nanovllm_core.llm import LLM
+
+    return LLM.from_config(config)
