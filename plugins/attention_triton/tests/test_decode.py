@@ -1,0 +1,222 @@
+"""Decode: every key counts once, whatever the pages, the cut of the context and the neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
+from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.tuning import DecodeTuning
+from nanovllm_core.errors import InconsistentStateError, UnsupportedError
+from nanovllm_core.interfaces.attention import DecodeMetadata
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu.py"
+)
+RAGGED = [1, 0, 63, 64, 65, 200]
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (4, 4)])
+def test_a_ragged_batch_equals_the_reference(paged_batch, heads, page):
+    """Rows of any length, one of them empty, in shuffled pages with NaN in every unused place."""
+    batch = paged_batch(RAGGED, heads=heads, page=page)
+    batch.assert_right(batch.decode())
+
+
+@pytest.mark.parametrize("chunk", [64, 128, None])
+def test_half_precision_and_head_size_128_equal_the_reference(paged_batch, chunk):
+    """fp16 inputs, fp32 sums, one chunk or several."""
+    batch = paged_batch([130, 7, 0, 257], head_size=128, page=32, dtype=torch.float16)
+    batch.assert_right(batch.decode(batch.backend(TritonOptions(chunk_size=chunk))))
+
+
+def test_a_group_larger_than_one_program_is_cut_into_blocks_of_heads(paged_batch):
+    """80 query heads of one KV head take two programs, the second partly filled."""
+    batch = paged_batch([70, 129], heads=(80, 1))
+    batch.assert_right(batch.decode(batch.backend(TritonOptions(chunk_size=64))))
+
+
+@pytest.mark.parametrize("chunk", [64, None])
+@pytest.mark.parametrize("page", [16, 64, 256])
+def test_no_key_is_lost_at_the_edges_of_pages_tiles_and_chunks(paged_batch, page, chunk):
+    """The one key that matters sits in a different place in each row; its value is the output."""
+    needles = [0, 15, 16, 31, 32, 63, 64, 127, 128, 298, 299]
+    batch = paged_batch([300] * len(needles), needles=needles, page=page)
+    out = batch.decode(batch.backend(TritonOptions(chunk_size=chunk)))
+    batch.assert_right(out)
+    for row, needle in enumerate(needles):
+        value = batch.v[row][needle].repeat_interleave(2, 0)
+        torch.testing.assert_close(out[row], value, atol=2e-2, rtol=0)
+
+
+def test_a_padded_row_reads_nothing_and_writes_zeros(paged_batch):
+    """Length 0 with a block table that names no page: zeros, though the output held NaN."""
+    batch = paged_batch([0, 40, 0])
+    out = batch.decode()
+    assert (out[0] == 0).all()
+    assert (out[2] == 0).all()
+    batch.assert_right(out)
+
+
+def test_the_softmax_scale_is_applied_once(paged_batch):
+    """Two keys with scores 4 and 0 at scale 0.5 (bug 15): weights e^2 : 1, not e : 1 or e^4 : 1."""
+    batch = paged_batch([2], heads=(1, 1), scale=0.5)
+    batch.q[0][:] = torch.eye(64)[0]
+    page = batch.block_table[0, 0]
+    batch.k_cache[page, :2] = torch.stack([4 * torch.eye(64)[0], torch.zeros(64)])[:, None]
+    batch.v_cache[page, :2] = torch.tensor([1.0, 0.0])[:, None, None].expand(2, 1, 64)
+    expected = torch.tensor(2.0).sigmoid().expand(1, 1, 64)
+    torch.testing.assert_close(batch.decode(), expected)
+
+
+def test_strided_queries_and_a_shared_cache_tensor_are_read_in_place(paged_batch):
+    """q is a slice of packed qkv; K and V are the two halves of one tensor."""
+    batch = paged_batch([33, 90])
+    expected = batch.decode()
+    packed = torch.full((2, 8, 64), float("nan"))
+    packed[:, :4] = batch.packed_q
+    both = torch.stack([batch.k_cache, batch.v_cache])
+    backend, metadata = batch.backend(), batch.decode_metadata()
+    out = torch.empty(2, 4, 64)
+    backend.plan_decode(metadata)
+    backend.run_decode(packed[:, :4], both[0], both[1], metadata, out)
+    torch.testing.assert_close(out, expected, atol=0, rtol=0)
+
+
+def test_offsets_beyond_2_to_the_31_elements_reach_their_pages():
+    """A cache of 2^31 + 2^16 elements, of which only the touched pages take memory."""
+    page, kv_heads, head_size = 256, 2, 128
+    num_pages = (2**31 + 2**16) // (page * kv_heads * head_size)
+    cache = torch.empty(num_pages, page, kv_heads, head_size, dtype=torch.float16)
+    table = torch.tensor([[num_pages - 1, 0, num_pages - 2]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(600, kv_heads, head_size, generator=generator).half()
+    for index, chunk in enumerate(keys.split(page)):
+        cache[table[0, index], : len(chunk)] = chunk
+    shape = DecodeShape(
+        num_heads=2,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        max_num_seqs=1,
+        max_seq_len=768,
+        num_multiprocessors=1,
+    )
+    workspace = DecodeWorkspace(shape, DecodeTuning(), torch.device("cpu"))
+    workspace.plan(torch.tensor([600], dtype=torch.int32))
+    q = torch.randn(1, 2, head_size, generator=generator).half()
+    out = torch.empty_like(q)
+    workspace.run(q, cache, cache, table, 768, 0.1, out)
+    scores = torch.einsum("hd,thd->ht", q[0].double(), keys.double()) * 0.1
+    expected = torch.einsum("ht,thd->hd", scores.softmax(-1), keys.double())
+    torch.testing.assert_close(out[0].double(), expected, atol=2e-3, rtol=0)
+
+
+def test_repeated_runs_are_bitwise_equal_and_leave_the_tickets_at_zero(paged_batch):
+    """One plan serves many layers: what a layer leaves behind must not reach the next."""
+    batch = paged_batch([300, 64, 129])
+    backend = batch.backend(TritonOptions(chunk_size=64))
+    first = batch.decode(backend)
+    metadata = batch.decode_metadata()
+    for _ in range(2):
+        again = torch.empty_like(first)
+        backend.run_decode(batch.packed_q, batch.k_cache, batch.v_cache, metadata, again)
+        assert torch.equal(again, first)
+    assert not backend.workspace.tickets.any()
+
+
+def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
+    """Neighbours and padding change nothing; without the option, nothing beyond rounding."""
+    batch = paged_batch([300, 0, 129, 511])
+    options = TritonOptions(chunk_size=128)
+    together, free = batch.decode(batch.backend(options)), batch.decode()
+    for row in range(4):
+        alone = replace(
+            batch,
+            q=batch.q[row : row + 1],
+            k=batch.k[row : row + 1],
+            v=batch.v[row : row + 1],
+            block_table=batch.block_table[row : row + 1],
+        )
+        assert torch.equal(alone.decode(alone.backend(options))[0], together[row])
+        torch.testing.assert_close(alone.decode()[0], free[row], atol=1e-6, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 2000), min_size=1, max_size=12),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    multiprocessors=st.sampled_from([1, 16, 132]),
+    wave=st.integers(1, 4),
+    programs=st.integers(1, 16),
+    fixed=st.sampled_from([None, 64, 512]),
+)
+def test_the_plan_covers_every_token_once_within_its_grid(
+    lens, kv_heads, multiprocessors, wave, programs, fixed
+):
+    """Items of a row are consecutive whole tiles, and no step makes more than the grid holds."""
+    shape = DecodeShape(
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        head_size=64,
+        max_num_seqs=16,
+        max_seq_len=2048,
+        num_multiprocessors=multiprocessors,
+    )
+    tuning = DecodeTuning(wave_programs=wave, max_programs=programs, fixed_chunk=fixed)
+    workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
+    workspace.plan(torch.tensor(lens, dtype=torch.int32))
+    count = int(workspace.num_items)
+    assert count <= shape.max_items(len(lens), 2048, tuning) <= workspace.capacity
+    items = [tuple(item) for item in workspace.items[:, :count].T.tolist()]
+    expected_item = 0
+    for row, length in enumerate(lens):
+        mine = [item for item in items if item[0] == row]
+        assert [begin for _, begin, *_ in mine] == [0, *(end for _, _, end, *_ in mine[:-1])]
+        assert mine[-1][2] == length
+        assert all(begin % tuning.tile == 0 for _, begin, *_ in mine)
+        assert {item[3:] for item in mine} == {(expected_item, len(mine))}
+        assert items[expected_item : expected_item + len(mine)] == mine
+        expected_item += len(mine)
+    assert expected_item == count
+
+
+def test_the_workspace_keeps_its_addresses(paged_batch):
+    """A captured graph holds them: plans and runs make no new tensors (bug 22)."""
+    batch = paged_batch([300, 20])
+    backend = batch.backend(TritonOptions(chunk_size=64))
+    before = {name: tensor.data_ptr() for name, tensor in backend.captured_tensors().items()}
+    batch.decode(backend)
+    batch.decode(backend)
+    after = {name: tensor.data_ptr() for name, tensor in backend.captured_tensors().items()}
+    assert before == after
+    assert len(before) == 5
+
+
+def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
+    """Two queries per row, more rows than the workspace, pages of unequal strides, no workspace."""
+    batch = paged_batch([5, 9])
+    backend, metadata = batch.backend(), batch.decode_metadata()
+    with pytest.raises(UnsupportedError, match="query_len=2"):
+        backend.plan_decode(replace(metadata, query_len=2))
+    many = DecodeMetadata(batch.block_table.repeat(2, 1), metadata.seq_lens.repeat(2), 16)
+    with pytest.raises(InconsistentStateError, match="4 rows.*max_num_seqs=2"):
+        backend.plan_decode(many)
+    q = batch.packed_q
+    with pytest.raises(UnsupportedError, match="equal strides"):
+        backend.run_decode(
+            q, batch.k_cache, batch.v_cache.transpose(1, 2).contiguous(), metadata, q
+        )
+    with pytest.raises(UnsupportedError, match="contiguous head"):
+        backend.run_decode(
+            q.transpose(1, 2), batch.k_cache, batch.v_cache, metadata, q.transpose(1, 2)
+        )
+    bare = type(backend)(batch.config(), TritonOptions())
+    assert bare.captured_tensors() == {}
+    with pytest.raises(InconsistentStateError, match="allocate"):
+        bare.plan_decode(metadata)

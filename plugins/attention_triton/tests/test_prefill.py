@@ -1,0 +1,90 @@
+"""Prefill: packed ragged queries, causal, over pages that earlier chunks filled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu.py"
+)
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])
+def test_whole_prompts_equal_the_reference(paged_batch, heads, page):
+    """Lengths around the tile, one empty, in shuffled pages with NaN in every unused place."""
+    lens = [1, 0, 31, 32, 33, 100]
+    batch = paged_batch(lens, lens, heads=heads, page=page)
+    batch.assert_right(batch.prefill())
+
+
+def test_chunks_with_context_equal_the_reference(paged_batch):
+    """The queries are the last positions of their sequences; one row brings one token."""
+    batch = paged_batch([150, 64, 33, 200], [20, 64, 1, 70], page=32)
+    batch.assert_right(batch.prefill())
+
+
+def test_half_precision_and_head_size_128_equal_the_reference(paged_batch):
+    """fp16 inputs, fp32 sums, blocks of 128 queries."""
+    batch = paged_batch([150, 10], [140, 10], head_size=128, dtype=torch.float16)
+    batch.assert_right(batch.prefill())
+
+
+def test_a_row_without_queries_between_others_shifts_nothing(paged_batch):
+    """A sequence of the batch may bring no query at all."""
+    batch = paged_batch([40, 50, 60], [40, 0, 5])
+    batch.assert_right(batch.prefill())
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_key_is_seen_from_its_own_position_on(paged_batch, page):
+    """The one key that matters: queries before it never see it, queries from it on see only it."""
+    needles = [0, 31, 32, 63, 64, 99]
+    batch = paged_batch([100] * 6, [100] * 6, needles=needles, page=page)
+    out = batch.prefill().view(6, 100, 4, 64)
+    batch.assert_right(out.flatten(0, 1))
+    for row, needle in enumerate(needles):
+        value = batch.v[row][needle].repeat_interleave(2, 0)
+        near = (out[row] - value).abs().amax((1, 2)) < 2e-2
+        assert not near[:needle].any()
+        assert near[needle:].all()
+
+
+def test_a_prompt_in_chunks_equals_the_prompt_at_once(paged_batch):
+    """Chunk lengths that are no multiple of a tile, a page or each other."""
+    batch = paged_batch([120], [120])
+    whole = batch.prefill()
+    parts = []
+    for start, end in ((0, 7), (7, 64), (64, 119), (119, 120)):
+        chunk = replace(
+            batch, q=[batch.q[0][start:end]], k=[batch.k[0][:end]], v=[batch.v[0][:end]]
+        )
+        parts.append(chunk.prefill())
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-6, rtol=1e-5)
+
+
+def test_prefill_of_one_token_equals_decode(paged_batch):
+    """The two kernels agree on a step that either may serve."""
+    batch = paged_batch([77, 130, 1])
+    torch.testing.assert_close(batch.prefill(), batch.decode(), atol=1e-6, rtol=1e-5)
+
+
+def test_a_step_without_prompts_launches_nothing(paged_batch):
+    """No sequence, no query: the output is empty and nothing fails."""
+    batch = paged_batch([16], [16])
+    metadata = batch.prefill_metadata()
+    empty = replace(
+        metadata,
+        block_table=metadata.block_table[:0],
+        seq_lens=metadata.seq_lens[:0],
+        query_start_loc=metadata.query_start_loc[:1],
+        max_query_len=0,
+        max_seq_len=0,
+    )
+    q = batch.packed_q[:0]
+    out = torch.empty_like(q)
+    batch.backend().run_prefill(q, batch.k_cache, batch.v_cache, empty, out)
+    assert out.numel() == 0
