@@ -156,7 +156,8 @@ def gumbel_base_2(ids, key_1, key_2, C1: tl.constexpr, C2: tl.constexpr, APPROXI
     return -log2(exponential, APPROXIMATE)
 
 
-@triton.jit
+# One variant for every batch size: a graph's capture must not meet one that is not compiled yet.
+@triton.jit(do_not_specialize=["num_tiles"])
 def sample_partial_kernel(
     logits_ptr,
     rows_ptr,
@@ -213,7 +214,7 @@ def sample_partial_kernel(
     tl.store(ids_ptr + slot, tl.min(tl.where(best == score, best_ids, 0x7FFFFFFF), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def sample_reduce_kernel(
     rows_ptr, skip_ptr, scores_ptr, ids_ptr, out_ptr, num_splits, MAX_SPLITS: tl.constexpr
 ):
