@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers import Qwen3ForCausalLM as Reference
 
@@ -55,9 +55,8 @@ class Comparison:
         self.device = torch.device(device)
         config = Qwen3Config(**width, max_position_embeddings=1024)
         with self.device:
-            self.low: Any = Reference(config)
-            self.exact = Reference(config)
-        self.low.to(dtype)
+            self.low, self.exact = Reference(config), Reference(config)
+        nn.Module.to(self.low, dtype)
         self.low.save_pretrained(folder)
         self.exact.load_state_dict(self.low.state_dict())
         context = LayerContext(self.device, dtype, SingleRank(), get_kernels(self.device))
