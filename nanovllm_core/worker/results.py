@@ -1,9 +1,16 @@
-"""Results on their way to the host: asynchronous copies, read in order."""
+"""Results on their way to the host: the device writes them into pinned memory, the host reads them.
+
+The last kernel of a step writes each entry's id and finish flag as one 64-bit word into a ring of
+pinned memory, together with the step's tag. A word is written whole, so a row of words that all
+bear the tag is a complete result: no copy is launched, no event is recorded, and the host waits by
+looking. On a CPU the ring is ordinary memory and the result is there at once.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,79 +22,103 @@ from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
 from nanovllm_core.worker.sampler import LogprobTensors
 
+TAG_BITS = 30
+"""A word is tag << 32 | (id + 1) << 1 | finished; tags count steps from 1 and wrap."""
 
-@dataclass(slots=True)
+_LOOKS_BETWEEN_CHECKS = 4096
+
+
+@dataclass(slots=True, eq=False)
 class _Pending:
-    """One step in flight: where its [B, 2] result lands and which entries the engine asked for."""
+    """One step in flight: its words, the tag they will bear, and what the engine asked for."""
 
-    landing: NDArray[np.int32]
-    ready: torch.cuda.Event | None
+    words: NDArray[np.int64]
+    tag: int
     entries: NDArray[np.int64] | None
     logprobs: LogprobTensors | None
+    logprobs_ready: torch.cuda.Event | None
 
 
-class ResultQueue:
-    """Copies each step's result to pinned memory; `collect` waits for the oldest only.
+class ResultRing:
+    """Words of the last `num_slots` steps; the device counts the steps it has finished.
 
-    `num_slots` bounds the steps in flight; the engine never has more than its depth.
+    `num_slots` bounds the steps in flight. Every submitted step runs `finish_step` exactly once to
+    effect, so the host's count and the device's agree.
     """
 
     def __init__(self, device: torch.device, max_rows: int, num_slots: int) -> None:
-        cuda = device.type == "cuda"
-        self._slots = torch.empty((num_slots, max_rows, 2), dtype=torch.int32, pin_memory=cuda)
-        self._slots_host = self._slots.numpy()
-        self._events = [torch.cuda.Event() for _ in range(num_slots)] if cuda else None
+        self._cuda = device.type == "cuda"
+        self.words = torch.zeros((num_slots, max_rows), dtype=torch.int64, pin_memory=self._cuda)
+        self.num_finished = torch.zeros(1, dtype=torch.int32, device=device)
+        self._host = self.words.numpy()
         self._pending: deque[_Pending] = deque()
-        self._next = 0
+        self._num_pushed = 0
+
+    def reset(self) -> None:
+        """Forget all steps, after runs that no plan asked for (a capture)."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        self.words.zero_()
+        self.num_finished.zero_()
+        self._pending.clear()
+        self._num_pushed = 0
 
     def push(
         self,
-        result_B2: Tensor,
+        num_rows: int,
         entries: NDArray[np.int64] | None = None,
         logprobs: LogprobTensors | None = None,
     ) -> None:
-        """Send a step's result on its way. `entries` picks the batch entries to report, None all."""
-        num_slots = self._slots.shape[0]
+        """A step of `num_rows` entries was launched; `entries` picks those to report, None all."""
+        num_slots = len(self._host)
         if len(self._pending) == num_slots:
             raise ExecutorError(
                 f"{num_slots} steps are in flight and none was collected; collect() before submit()"
             )
-        slot, num_rows = self._next, result_B2.shape[0]
-        self._next = (slot + 1) % num_slots
-        self._slots[slot, :num_rows].copy_(result_B2, non_blocking=True)
+        words = self._host[self._num_pushed % num_slots, :num_rows]
+        self._num_pushed += 1
+        ready = None
         if logprobs is not None:
             logprobs = logprobs.to_host()
-        event = None
-        if self._events is not None:
-            event = self._events[slot]
-            event.record()
-        self._pending.append(_Pending(self._slots_host[slot, :num_rows], event, entries, logprobs))
+            if self._cuda:
+                ready = torch.cuda.Event()
+                ready.record()
+        tag = self._num_pushed & ((1 << TAG_BITS) - 1)
+        self._pending.append(_Pending(words, tag, entries, logprobs, ready))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
         if not self._pending:
             raise ExecutorError("no step is in flight; submit() a plan before collect()")
         step = self._pending.popleft()
-        if step.ready is not None:
-            step.ready.synchronize()
-        landed = step.landing if step.entries is None else step.landing[step.entries]
-        logprobs = _by_entry(step.logprobs, step.entries)
-        # A copy, because the slot is written again a few steps later.
-        return StepResult(landed[:, 0].copy(), landed[:, 1].astype(np.bool_), logprobs)
-
-    def clear(self) -> None:
-        """Forget steps in flight."""
-        self._pending.clear()
+        _wait(step, is_idle=torch.cuda.current_stream().query if self._cuda else lambda: True)
+        words = step.words if step.entries is None else step.words[step.entries]
+        low = words.astype(np.int32)  # the low halves, copied before the slot is written again
+        if step.logprobs_ready is not None:
+            step.logprobs_ready.synchronize()
+        return StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), _by_place(step))
 
 
-def _by_entry(
-    logprobs: LogprobTensors | None, entries: NDArray[np.int64] | None
-) -> Mapping[int, TokenLogprobs]:
+def _wait(step: _Pending, is_idle: Callable[[], bool]) -> None:
+    """Look until every word bears the tag; ExecutorError if the device stops without writing."""
+    words, tag = step.words, step.tag
+    looks = 0
+    # The last entry is looked at alone, because looking at all of them costs more.
+    while int(words[-1]) >> 32 != tag or not np.all(words >> 32 == tag):
+        looks += 1
+        if looks % _LOOKS_BETWEEN_CHECKS == 0 and is_idle() and int(words[-1]) >> 32 != tag:
+            raise ExecutorError(
+                f"the device is idle, but step {tag} left no result; an earlier kernel failed, or a "
+                "plan without rows was submitted"
+            )
+        time.sleep(0)  # other threads may run
+
+
+def _by_place(step: _Pending) -> Mapping[int, TokenLogprobs]:
     """Logprobs keyed by their place in the reported result."""
-    if logprobs is None:
+    if step.logprobs is None:
         return {}
-    by_batch_entry = logprobs.to_records()
-    if entries is None:
-        return by_batch_entry
-    place: Sequence[int] = entries.tolist()
-    return {i: by_batch_entry[e] for i, e in enumerate(place) if e in by_batch_entry}
+    by_entry = step.logprobs.to_records()
+    if step.entries is None:
+        return by_entry
+    return {i: by_entry[e] for i, e in enumerate(step.entries.tolist()) if e in by_entry}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.rows import RowTables
 
 
@@ -27,7 +28,7 @@ class RowOps(Protocol):
         tables: RowTables,
         inputs: StepInputs,
         sampled_B: Tensor,
-        result_B2: Tensor,
+        results: ResultRing,
         skip: Tensor,
     ) -> None: ...
 

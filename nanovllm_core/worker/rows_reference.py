@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm_core.interfaces.plan import PADDED
 from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.results import TAG_BITS, ResultRing
 from nanovllm_core.worker.rows import RowTables
 
 
@@ -60,12 +61,12 @@ def prepare_prefill(
 
 
 def finish_step(
-    tables: RowTables, inputs: StepInputs, sampled_B: Tensor, result_B2: Tensor, skip: Tensor
+    tables: RowTables, inputs: StepInputs, sampled_B: Tensor, results: ResultRing, skip: Tensor
 ) -> None:
-    """Write sampled ids back to their rows, advance them, set finish flags.
+    """Write sampled ids back to their rows, advance them, set finish flags, report to the host.
 
-    `result_B2` int32 gets the id (`PADDED` for padding) and the flag. Where the flag `skip` [1] is
-    1 nothing happens.
+    The step's slot of `results` gets the id (`PADDED` for padding) and the flag of each entry.
+    Where the flag `skip` [1] is 1 nothing happens.
     """
     if skip.item():
         return
@@ -79,7 +80,9 @@ def finish_step(
     stopped &= length + 1 - tables.num_prompt[rows] >= tables.min_tokens[rows]
     finished = (stopped | (length + 1 >= tables.max_length[rows])).int()
     tables.finished[rows] = finished
-    result_B2[:, 0].fill_(PADDED)
-    result_B2[:, 1].zero_()
-    result_B2[live, 0] = token
-    result_B2[live, 1] = finished
+    reported = torch.full_like(inputs.rows, (PADDED + 1) << 1)
+    reported[live] = ((token + 1) << 1) | finished
+    slot = int(results.num_finished) % results.words.shape[0]
+    results.num_finished += 1
+    tag = results.num_finished.long() & ((1 << TAG_BITS) - 1)
+    results.words[slot, : inputs.num_rows] = (tag << 32) | reported

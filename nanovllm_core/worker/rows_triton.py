@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.results import TAG_BITS, ResultRing
 from nanovllm_core.worker.rows import RowTables
 
 _BLOCK = 256
@@ -76,18 +77,18 @@ def prepare_decode(tables: RowTables, inputs: StepInputs) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["chunk_stride"])
 def _prepare_prefill_kernel(
-    chunks, num_chunks, num_prompt, token_ids, block_table,
+    chunks, chunk_stride, num_prompt, token_ids, block_table,
     out_ids, out_positions, out_slots, out_rows, out_seq_lens, out_index, out_block_table,
     max_model_len, max_blocks, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(chunks + chunk).to(tl.int64)
-    start = tl.load(chunks + num_chunks + chunk)
-    length = tl.load(chunks + 2 * num_chunks + chunk)
-    offset = tl.load(chunks + 3 * num_chunks + chunk)
-    samples = tl.load(chunks + 4 * num_chunks + chunk)
+    start = tl.load(chunks + chunk_stride + chunk)
+    length = tl.load(chunks + 2 * chunk_stride + chunk)
+    offset = tl.load(chunks + 3 * chunk_stride + chunk)
+    samples = tl.load(chunks + 4 * chunk_stride + chunk)
     i = tile * BLOCK + tl.arange(0, BLOCK)
     mask = i < length
     position = start + i
@@ -114,7 +115,7 @@ def prepare_prefill(
     """See `rows_reference.prepare_prefill`."""
     num_chunks = chunks_5S.shape[1]
     _prepare_prefill_kernel[(num_chunks, triton.cdiv(max_query_len, _BLOCK))](
-        chunks_5S, num_chunks, tables.num_prompt, tables.token_ids, tables.block_table,
+        chunks_5S, chunks_5S.stride(0), tables.num_prompt, tables.token_ids, tables.block_table,
         inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.rows,
         inputs.seq_lens, inputs.output_index, inputs.block_table,
         tables.token_ids.shape[1], tables.block_table.shape[1],
@@ -122,42 +123,51 @@ def prepare_prefill(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _finish_step_kernel(
     skip, rows, seq_lens, sampled, token_ids, computed, num_prompt, max_length, min_tokens,
-    finished, stop_ids, result, max_model_len, NUM_STOP_IDS: tl.constexpr,
+    finished, stop_ids, words, num_finished, num_rows, num_slots, max_rows, max_model_len,
+    NUM_STOP_IDS: tl.constexpr, TAG_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One program for all entries, so that one store counts the step."""
     if tl.load(skip) != 0:
         return
-    i = tl.program_id(0)
-    row = tl.load(rows + i)
-    if row < 0:
-        tl.store(result + 2 * i, -1)
-        tl.store(result + 2 * i + 1, 0)
-        return
-    token = tl.load(sampled + i)
-    length = tl.load(seq_lens + i)
-    tl.store(
-        token_ids + row.to(tl.int64) * max_model_len + length, token, mask=length < max_model_len
-    )
-    tl.store(computed + row, length)
-    stops = tl.load(stop_ids + row * NUM_STOP_IDS + tl.arange(0, NUM_STOP_IDS))
-    stopped = tl.sum((stops == token).to(tl.int32)) > 0
-    num_outputs = length + 1 - tl.load(num_prompt + row)
-    stopped = stopped & (num_outputs >= tl.load(min_tokens + row))
-    ended = (stopped | (length + 1 >= tl.load(max_length + row))).to(tl.int32)
-    tl.store(finished + row, ended)
-    tl.store(result + 2 * i, token)
-    tl.store(result + 2 * i + 1, ended)
+    step = tl.load(num_finished)
+    tag = ((step + 1) & TAG_MASK).to(tl.int64) << 32
+    slot = words + (step % num_slots).to(tl.int64) * max_rows
+    for start in range(0, num_rows, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_rows
+        row = tl.load(rows + i, mask=mask, other=-1)
+        live = row >= 0
+        token = tl.load(sampled + i, mask=live, other=-1)
+        length = tl.load(seq_lens + i, mask=live, other=0)
+        fits = live & (length < max_model_len)
+        tl.store(token_ids + row.to(tl.int64) * max_model_len + length, token, mask=fits)
+        tl.store(computed + row, length, mask=live)
+        stops = row[:, None] * NUM_STOP_IDS + tl.arange(0, NUM_STOP_IDS)[None, :]
+        stops = tl.load(stop_ids + stops, mask=live[:, None], other=-1)
+        stopped = tl.sum((stops == token[:, None]).to(tl.int32), axis=1) > 0
+        num_outputs = length + 1 - tl.load(num_prompt + row, mask=live, other=0)
+        stopped = stopped & (num_outputs >= tl.load(min_tokens + row, mask=live, other=0))
+        at_end = length + 1 >= tl.load(max_length + row, mask=live, other=0)
+        ended = (live & (stopped | at_end)).to(tl.int32)
+        tl.store(finished + row, ended, mask=live)
+        tl.store(slot + i, tag | (((token + 1) << 1) | ended).to(tl.int64), mask=mask)
+    tl.debug_barrier()  # no warp may still read the count
+    tl.store(num_finished, step + 1)
 
 
 def finish_step(
-    tables: RowTables, inputs: StepInputs, sampled_B: Tensor, result_B2: Tensor, skip: Tensor
+    tables: RowTables, inputs: StepInputs, sampled_B: Tensor, results: ResultRing, skip: Tensor
 ) -> None:
-    """See `rows_reference.finish_step`; does nothing where the device flag `skip` is 1."""
-    _finish_step_kernel[(inputs.num_rows,)](
+    """See `rows_reference.finish_step`."""
+    num_slots, max_rows = results.words.shape
+    _finish_step_kernel[(1,)](
         skip, inputs.rows, inputs.seq_lens, sampled_B, tables.token_ids, tables.computed,
         tables.num_prompt, tables.max_length, tables.min_tokens, tables.finished,
-        tables.stop_ids, result_B2, tables.token_ids.shape[1],
-        NUM_STOP_IDS=tables.stop_ids.shape[1], num_warps=1,
+        tables.stop_ids, results.words, results.num_finished, inputs.num_rows, num_slots, max_rows,
+        tables.token_ids.shape[1],
+        NUM_STOP_IDS=tables.stop_ids.shape[1], TAG_MASK=(1 << TAG_BITS) - 1, BLOCK=_BLOCK,
+        num_warps=8,
     )  # fmt: skip

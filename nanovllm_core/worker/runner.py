@@ -20,7 +20,7 @@ from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import DecodeGraphs
 from nanovllm_core.worker.model import LoadedModel
-from nanovllm_core.worker.results import ResultQueue
+from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler import LogprobTensors, SamplerTail
@@ -54,12 +54,11 @@ class ModelRunner:
         self.ops = get_row_ops(self.device)
         self._updates = RowUpdates(self.tables)
         self._staging = StagingRing(self.device)
-        self._results = ResultQueue(self.device, max_rows, max_steps_in_flight)
+        self._results = ResultRing(self.device, max_rows, max_steps_in_flight)
         self._inputs = StepInputs.allocate(max_rows, max_rows, self.max_blocks, self.device)
         vocab_size = model.shape.vocab_size
         self.logits = torch.zeros((max_rows, vocab_size), dtype=model.dtype, device=self.device)
         self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
-        self._result = torch.zeros((max_rows, 2), dtype=torch.int32, device=self.device)
         self._never = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._sampler = make_sampler(self.device, max_rows)
         self._tail = SamplerTail(self.device, vocab_size, max_rows)
@@ -71,7 +70,6 @@ class ModelRunner:
 
     # -- the executor's calls ---------------------------------------------------------------------
 
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and launch its step; never waits for the device."""
         self._apply(plan)
@@ -129,13 +127,15 @@ class ModelRunner:
         """Capture a decode step at every bucket; decode steps are replays from now on."""
         with torch.inference_mode():
             graphs.capture(self.bucket_sizes, self.decode)
+        self._results.reset()
         self._graphs = graphs
 
     def _launch_decode(self, plan: StepPlan) -> None:
         num_rows = len(plan.decode_rows)
         bucket = self.bucket(num_rows)
         if self._graphs is None:
-            self.decode(bucket)
+            with torch.inference_mode():
+                self.decode(bucket)
         else:
             self._graphs.replay(bucket)
         logprobs = None
@@ -146,9 +146,8 @@ class ModelRunner:
                 inputs,
                 plan.decode_rows,
                 self._active_sampling,
-                self._result[:num_rows],
             )
-        self._results.push(self._result[:num_rows], logprobs=logprobs)
+        self._results.push(num_rows, logprobs=logprobs)
 
     def decode(self, bucket: int) -> None:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
@@ -159,10 +158,11 @@ class ModelRunner:
         )
         hidden = self.model.forward(inputs.input_ids, inputs.positions)
         logits = self.model.compute_logits(hidden, out=self.logits[:bucket])
-        self._sample(logits, inputs, self._result[:bucket], skip=self.tables.skip_sampler)
+        self._sample(logits, inputs, skip=self.tables.skip_sampler)
 
     # -- steps with prompt chunks -----------------------------------------------------------------
 
+    @torch.inference_mode()
     def _launch_mixed(self, plan: StepPlan) -> None:
         """Decode rows first, then the packed chunks; one forward pass over all their tokens."""
         decode, num_decode = None, len(plan.decode_rows)
@@ -212,17 +212,16 @@ class ModelRunner:
     def _finish_mixed(self, plan: StepPlan, logits: Tensor, inputs: StepInputs) -> None:
         rows = plan.decode_rows + tuple(chunk.row for chunk in plan.prefill)
         sampling = tuple(self._row_sampling[row] for row in rows)
-        result = torch.empty((inputs.num_rows, 2), dtype=torch.int32, device=self.device)
         logprobs = None
         if any(params.needs_tail for params in sampling):
-            logprobs = self._run_tail(logits, inputs, rows, sampling, result)
+            logprobs = self._run_tail(logits, inputs, rows, sampling)
         else:
-            self._sample(logits, inputs, result, skip=self._never)
+            self._sample(logits, inputs, skip=self._never)
         entries = None
         if not all(chunk.samples for chunk in plan.prefill):
             samples = [True] * len(plan.decode_rows) + [chunk.samples for chunk in plan.prefill]
             entries = np.flatnonzero(samples)
-        self._results.push(result, entries, logprobs)
+        self._results.push(inputs.num_rows, entries, logprobs)
 
     # -- sampling ---------------------------------------------------------------------------------
 
@@ -231,21 +230,21 @@ class ModelRunner:
             return None
         return DecodeMetadata(inputs.block_table, inputs.seq_lens, max_seq_len=self.max_model_len)
 
-    def _sample(self, logits: Tensor, inputs: StepInputs, result: Tensor, skip: Tensor) -> None:
+    def _sample(self, logits: Tensor, inputs: StepInputs, skip: Tensor) -> None:
         """Greedy and temperature; on the device `skip` says whether a tail does it instead."""
         tables, sampled = self.tables, self._sampled[: inputs.num_rows]
         self._sampler(
             logits, inputs.rows, tables.temperature, tables.seed, inputs.output_index, sampled, skip
         )
-        self.ops.finish_step(tables, inputs, sampled, result, skip)
+        self.ops.finish_step(tables, inputs, sampled, self._results, skip)
 
+    @torch.inference_mode()
     def _run_tail(
         self,
         logits: Tensor,
         inputs: StepInputs,
         rows: tuple[int, ...],
         sampling: tuple[RowSampling, ...],
-        result: Tensor,
     ) -> LogprobTensors | None:
         """Everything beyond greedy and temperature, from logits that are already there."""
         tables, sampled = self.tables, self._sampled[: inputs.num_rows]
@@ -262,5 +261,5 @@ class ModelRunner:
             inputs.rows,
             sampled,
         )
-        self.ops.finish_step(tables, inputs, sampled, result, self._never)
+        self.ops.finish_step(tables, inputs, sampled, self._results, self._never)
         return logprobs

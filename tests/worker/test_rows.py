@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nanovllm_core.interfaces.plan import PADDED, Admission, PageAppend, RowSampling
 from nanovllm_core.worker import rows_reference
 from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.rows import MAX_DEVICE_STOP_IDS, RowTables, RowUpdates, StagingRing
 
 CPU = torch.device("cpu")
@@ -132,14 +133,18 @@ def test_padded_entries_neither_read_nor_write() -> None:
     assert inputs.slot_mapping.tolist() == [-1, -1, -1]
     assert inputs.seq_lens.tolist() == [0, 0, 0]
     before = tables.arena.clone()
-    result = torch.zeros((3, 2), dtype=torch.int32)
-    finish(tables, inputs, torch.tensor([1, 2, 3], dtype=torch.int32), result)
+    assert finish(tables, inputs, [1, 2, 3]) == [(PADDED, False)] * 3
     assert torch.equal(tables.arena, before)
-    assert result.tolist() == [[PADDED, 0]] * 3
 
 
-def finish(tables: RowTables, inputs: StepInputs, sampled: torch.Tensor, result: torch.Tensor) -> None:
-    rows_reference.finish_step(tables, inputs, sampled, result, torch.zeros(1, dtype=torch.int32))
+def finish(tables: RowTables, inputs: StepInputs, sampled: list[int]) -> list[tuple[int, bool]]:
+    """Finish a step; what the host then reads of each entry."""
+    ring = ResultRing(CPU, tables.computed.numel(), num_slots=2)
+    ring.push(inputs.num_rows)
+    ids = torch.tensor(sampled, dtype=torch.int32)
+    rows_reference.finish_step(tables, inputs, ids, ring, torch.zeros(1, dtype=torch.int32))
+    result = ring.collect()
+    return list(zip(result.token_ids.tolist(), result.finished.tolist(), strict=True))
 
 
 def test_a_sampled_id_is_written_back_and_the_row_advances() -> None:
@@ -147,9 +152,7 @@ def test_a_sampled_id_is_written_back_and_the_row_advances() -> None:
     tables = make_tables()
     admit(tables, admission(0, [3, 4], num_computed=1), active=(0,))
     inputs = decode_inputs(tables, 1)
-    result = torch.zeros((1, 2), dtype=torch.int32)
-    finish(tables, inputs, torch.tensor([42], dtype=torch.int32), result)
-    assert result.tolist() == [[42, 0]]
+    assert finish(tables, inputs, [42]) == [(42, False)]
     assert tables.token_ids[0, :3].tolist() == [3, 4, 42]
     following = decode_inputs(tables, 1)
     assert following.input_ids.tolist() == [42]
@@ -169,9 +172,7 @@ def test_a_row_finishes_on_a_stop_id_after_min_tokens_or_on_its_length(
     sampling = RowSampling(stop_token_ids=(9,), min_tokens=min_tokens)
     one = admission(0, [3, 4], num_computed=1, max_length=max_length, sampling=sampling)
     admit(tables, one, active=(0,))
-    result = torch.zeros((1, 2), dtype=torch.int32)
-    finish(tables, decode_inputs(tables, 1), torch.tensor([token], dtype=torch.int32), result)
-    assert result[0, 1] == finished
+    assert finish(tables, decode_inputs(tables, 1), [token]) == [(token, bool(finished))]
     assert decode_inputs(tables, 1).rows.tolist() == [-1 if finished else 0]
 
 
@@ -179,9 +180,7 @@ def test_the_last_id_of_the_longest_sequence_writes_no_neighbour() -> None:
     """A row that reaches the model's length writes no id past its own table."""
     tables = make_tables(2)
     admit(tables, admission(0, [1] * MAX_LEN, num_computed=MAX_LEN - 1), active=(0,))
-    result = torch.zeros((1, 2), dtype=torch.int32)
-    finish(tables, decode_inputs(tables, 1), torch.tensor([42], dtype=torch.int32), result)
-    assert result.tolist() == [[42, 1]]
+    assert finish(tables, decode_inputs(tables, 1), [42]) == [(42, True)]
     assert not (tables.token_ids == 42).any()
 
 
@@ -190,11 +189,11 @@ def test_a_skipped_sampler_changes_nothing() -> None:
     tables = make_tables()
     admit(tables, admission(0, [3, 4], num_computed=1), active=(0,))
     inputs, before = decode_inputs(tables, 1), tables.arena.clone()
-    result = torch.full((1, 2), 7, dtype=torch.int32)
-    flag = torch.ones(1, dtype=torch.int32)
-    rows_reference.finish_step(tables, inputs, torch.tensor([1], dtype=torch.int32), result, flag)
+    ring, one = ResultRing(CPU, 4, num_slots=2), torch.ones(1, dtype=torch.int32)
+    rows_reference.finish_step(tables, inputs, one, ring, skip=one)
     assert torch.equal(tables.arena, before)
-    assert result.tolist() == [[7, 7]]
+    assert not ring.words.any()
+    assert ring.num_finished == 0
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,6 +10,7 @@ import torch
 from nanovllm_core.worker import rows_reference, rows_triton
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.row_ops import get_row_ops
+from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.rows import RowTables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,13 +63,15 @@ def test_decode_inputs_equal_the_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_prefill_inputs_equal_the_reference(seed: int) -> None:
-    """Chunks longer than a tile, of one token, and of the whole length."""
+    """Chunks longer than a tile, of one token, and of the whole length, in rows with a gap behind."""
     tables = random_tables(seed)
     chunks, offset = [], 0
     for row, start, length, samples in [(2, 0, 1, 1), (0, 3, 280, 0), (4, 16, 16, 1), (1, 0, 300, 1)]:
         chunks.append((row, start, length, offset, samples))
         offset += length
-    packed = torch.tensor(chunks, dtype=torch.int32, device=DEVICE).t().contiguous()
+    staged = torch.full((5, 16), 99, dtype=torch.int32, device=DEVICE)
+    packed = staged[:, : len(chunks)]
+    packed.copy_(torch.tensor(chunks, dtype=torch.int32).t())
     shape = (offset, len(chunks), tables.block_table.shape[1], DEVICE)
     actual, expected = StepInputs.allocate(*shape), StepInputs.allocate(*shape)
     rows_triton.prepare_prefill(tables, packed, actual, 300)
@@ -81,15 +84,19 @@ def test_finished_steps_equal_the_reference(seed: int) -> None:
     """Ids written back, lengths, stop ids, min_tokens and flags."""
     ours, theirs = random_tables(seed), random_tables(seed)
     sampled = torch.arange(10, 10 + NUM_ROWS, dtype=torch.int32, device=DEVICE)
-    results = []
+    rings = []
     for operations, tables in ((rows_triton, ours), (rows_reference, theirs)):
         inputs = StepInputs.allocate(NUM_ROWS, NUM_ROWS, tables.block_table.shape[1], DEVICE)
         rows_reference.prepare_decode(tables, inputs)
-        result = torch.zeros((NUM_ROWS, 2), dtype=torch.int32, device=DEVICE)
         never = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        operations.finish_step(tables, inputs, sampled, result, never)
-        results.append(result)
-    assert torch.equal(results[0], results[1])
+        ring = ResultRing(DEVICE, NUM_ROWS, num_slots=3)
+        for _ in range(4):  # once round the ring
+            operations.finish_step(tables, inputs, sampled, ring, never)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        rings.append(ring)
+    assert rings[0].num_finished == 4
+    assert torch.equal(rings[0].words, rings[1].words)
     assert torch.equal(ours.arena, theirs.arena)
 
 
@@ -113,10 +120,10 @@ def test_a_set_skip_flag_stops_the_kernel() -> None:
     rows_reference.prepare_decode(tables, inputs)
     before = tables.arena.clone()
     ones = torch.ones(NUM_ROWS, dtype=torch.int32, device=DEVICE)
-    result = torch.full((NUM_ROWS, 2), 7, dtype=torch.int32, device=DEVICE)
-    rows_triton.finish_step(tables, inputs, ones, result, ones[:1])
+    ring = ResultRing(DEVICE, NUM_ROWS, num_slots=2)
+    rows_triton.finish_step(tables, inputs, ones, ring, ones[:1])
     assert torch.equal(tables.arena, before)
-    assert bool((result == 7).all())
+    assert ring.num_finished == 0
 
 
 def test_the_operations_follow_the_device() -> None:

@@ -1,0 +1,87 @@
+"""Results reach the host complete, in order, and once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm_core.errors import ExecutorError
+from nanovllm_core.worker.results import ResultRing
+
+CPU = torch.device("cpu")
+
+
+def write(ring: ResultRing, slot: int, tag: int, entries: list[tuple[int, int]]) -> None:
+    """What the device does at the end of a step."""
+    words = [(tag << 32) | ((token + 1) << 1) | ended for token, ended in entries]
+    ring.words[slot, : len(words)] = torch.tensor(words)
+
+
+def test_a_result_is_read_from_the_slot_of_its_step() -> None:
+    """Two steps in flight come back in order; -1 stands for padding."""
+    ring = ResultRing(CPU, 3, num_slots=2)
+    ring.push(2)
+    ring.push(3)
+    write(ring, 1, 2, [(7, 0), (8, 1), (-1, 0)])
+    write(ring, 0, 1, [(5, 1), (0, 0)])
+    first, second = ring.collect(), ring.collect()
+    assert first.token_ids.tolist() == [5, 0]
+    assert first.finished.tolist() == [True, False]
+    assert second.token_ids.tolist() == [7, 8, -1]
+    assert second.finished.tolist() == [False, True, False]
+
+
+def test_a_result_outlives_its_slot() -> None:
+    """What was collected does not change when the slot is written again."""
+    ring = ResultRing(CPU, 1, num_slots=1)
+    ring.push(1)
+    write(ring, 0, 1, [(5, 0)])
+    result = ring.collect()
+    write(ring, 0, 2, [(9, 1)])
+    assert result.token_ids.tolist() == [5]
+    assert result.finished.tolist() == [False]
+
+
+def test_only_the_entries_that_were_asked_for_are_reported() -> None:
+    """A prompt's unfinished chunk has a word but no token."""
+    ring = ResultRing(CPU, 3, num_slots=1)
+    ring.push(3, entries=np.array([0, 2]))
+    write(ring, 0, 1, [(5, 0), (-1, 0), (6, 1)])
+    assert ring.collect().token_ids.tolist() == [5, 6]
+
+
+def test_a_device_that_stops_without_a_result_is_an_error() -> None:
+    """The host does not wait for ever; a word of an earlier step is not taken for this one's."""
+    ring = ResultRing(CPU, 1, num_slots=1)
+    write(ring, 0, 7, [(5, 0)])
+    ring.push(1)
+    with pytest.raises(ExecutorError, match="left no result"):
+        ring.collect()
+
+
+def test_more_steps_than_slots_are_refused() -> None:
+    """A slot that was not read is never written again."""
+    ring = ResultRing(CPU, 1, num_slots=2)
+    ring.push(1)
+    ring.push(1)
+    with pytest.raises(ExecutorError, match="2 steps are in flight"):
+        ring.push(1)
+
+
+def test_collecting_without_a_step_is_an_error() -> None:
+    """There is nothing to wait for."""
+    with pytest.raises(ExecutorError, match="no step is in flight"):
+        ResultRing(CPU, 1, num_slots=1).collect()
+
+
+def test_a_reset_ring_counts_from_the_beginning() -> None:
+    """Steps that a capture ran leave nothing behind."""
+    ring = ResultRing(CPU, 1, num_slots=2)
+    ring.num_finished += 5
+    ring.push(1)
+    ring.reset()
+    ring.push(1)
+    write(ring, 0, 1, [(3, 0)])
+    assert ring.collect().token_ids.tolist() == [3]
+    assert ring.num_finished == 0
