@@ -35,7 +35,7 @@ class FlashAttention2:
     def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
         """Decode over pages, split over the context as flash-attn chooses."""
         out: Tensor = flash_attn_with_kvcache(
-            q_BHD[:, None],
+            q_BHD.unsqueeze(1),
             k_cache,
             v_cache,
             cache_seqlens=batch.key_lens,
@@ -43,4 +43,4 @@ class FlashAttention2:
             softmax_scale=self.scale,
             causal=True,
         )
-        return out[:, 0]
+        return out.squeeze(1)

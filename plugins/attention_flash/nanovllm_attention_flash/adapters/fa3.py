@@ -34,7 +34,7 @@ class FlashAttention3:
     def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
         """Decode over pages as a batch of one query each."""
         out: Tensor = flash_attn_with_kvcache(
-            q_BHD[:, None],
+            q_BHD.unsqueeze(1),
             k_cache,
             v_cache,
             cache_seqlens=batch.key_lens,
@@ -42,4 +42,4 @@ class FlashAttention3:
             softmax_scale=self.scale,
             causal=True,
         )
-        return out[:, 0]
+        return out.squeeze(1)

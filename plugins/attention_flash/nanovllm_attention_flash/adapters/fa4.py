@@ -46,7 +46,7 @@ class FlashAttention4:
         (flash_fwd_sm90.py, n_block = n_block_max - 1), so padded rows attend to one key.
         """
         out, _ = flash_attn_varlen_func(
-            q_BHD[:, None],
+            q_BHD.unsqueeze(1),
             k_cache,
             v_cache,
             max_seqlen_q=1,
@@ -56,4 +56,4 @@ class FlashAttention4:
             softmax_scale=self.scale,
             causal=False,
         )
-        return cast(Tensor, out[:, 0])
+        return cast(Tensor, out.squeeze(1))
