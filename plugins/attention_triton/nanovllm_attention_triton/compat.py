@@ -47,8 +47,9 @@ def flash_attn_varlen_func(
 
     `q` [T, H, D]; `k`, `v` [total keys, K, D], or pages [N, P, K, D] with `block_table` [S, M]
     int32; `cu_seqlens_q`, `cu_seqlens_k` [S + 1] int32. Returns out [T, H, D]; with
-    `return_attn_probs` (out, softmax_lse [H, T] fp32, an empty tensor where flash-attn shows dropout's pattern).
-    `deterministic` is always true. Raises UnsupportedError for what the kernels cannot do.
+    `return_attn_probs` (out, softmax_lse [H, T] fp32, an empty tensor where flash-attn shows
+    dropout's pattern). The result is always `deterministic`. Raises UnsupportedError for what the
+    kernels cannot do.
     """
     name = "flash_attn_varlen_func"
     if dropout_p != 0.0:

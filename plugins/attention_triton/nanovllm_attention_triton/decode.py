@@ -67,6 +67,19 @@ class DecodeShape:
     def programs_per_item(self) -> int:
         return self.num_kv_heads * self.head_blocks
 
+    def constants(self, page: int, tile: int) -> dict[str, int]:
+        """The compile-time arguments of `decode_kernel`."""
+        return {
+            "GROUP": self.group,
+            "BLOCK_H": self.block_heads,
+            "HEAD_BLOCKS": self.head_blocks,
+            "PARTIAL_HEADS": self.partial_heads,
+            "MERGE": max(MERGE_ELEMENTS // (self.partial_heads * self.head_size), 1),
+            "HEAD_SIZE": self.head_size,
+            "PAGE": page,
+            "TILE": tile,
+        }
+
     def items_per_step(self, programs_per_multiprocessor: int) -> int:
         """The items that make this many programs on every multiprocessor."""
         programs = self.num_multiprocessors * programs_per_multiprocessor
@@ -182,14 +195,7 @@ class DecodeWorkspace:
             k_cache.stride(2),
             self.capacity,
             shape.programs_per_item,
-            GROUP=shape.group,
-            BLOCK_H=shape.block_heads,
-            HEAD_BLOCKS=shape.head_blocks,
-            PARTIAL_HEADS=shape.partial_heads,
-            MERGE=max(MERGE_ELEMENTS // (shape.partial_heads * shape.head_size), 1),
-            HEAD_SIZE=shape.head_size,
-            PAGE=k_cache.shape[1],
-            TILE=tuning.tile,
+            **shape.constants(k_cache.shape[1], tuning.tile),
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
         )

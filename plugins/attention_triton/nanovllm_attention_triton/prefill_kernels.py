@@ -89,13 +89,14 @@ def prefill_kernel(
         log2_scale, stride_page, stride_token, HEAD_SIZE, PAGE, True, CAUSAL, BLOCK_N,
     )  # fmt: skip
 
-    acc = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
+    mass = tl.where(denominator > 0.0, denominator, 1.0)
+    acc = acc / mass[:, None]
     out_offsets = tokens[:, None] * out_stride_token + head * out_stride_head + dims[None, :]
     mine = queries < query_len
     tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None])
     if WITH_LSE:
         LN2: tl.constexpr = 0.6931471805599453
-        lse = (peak + tl.log2(denominator)) * LN2
+        lse = (peak + tl.log2(mass)) * LN2
         tl.store(lse_ptr + head.to(tl.int64) * lse_stride_head + tokens, lse, mask=mine)
 
 

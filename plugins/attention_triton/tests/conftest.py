@@ -32,8 +32,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 class PagedBatch:
     """Sequences whose K and V lie in shuffled pages; everything else in the cache is NaN.
 
-    `k`, `v`: each sequence's keys and values [L, K, D]; `q`: its last `query_lens` queries [T, H, D].
-    Unused entries of the block table name a page that does not exist.
+    `k`, `v`: each sequence's keys and values [L, K, D]; `q`: its last queries [T, H, D]. Unused
+    entries of the block table name a page that does not exist.
     """
 
     q: list[Tensor]

@@ -205,7 +205,7 @@ def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
     with pytest.raises(UnsupportedError, match="query_len=2"):
         backend.plan_decode(replace(metadata, query_len=2))
     many = DecodeMetadata(batch.block_table.repeat(2, 1), metadata.seq_lens.repeat(2), 16)
-    with pytest.raises(InconsistentStateError, match="4 rows.*max_num_seqs=2"):
+    with pytest.raises(InconsistentStateError, match=r"4 rows.*max_num_seqs=2"):
         backend.plan_decode(many)
     q = batch.packed_q
     with pytest.raises(UnsupportedError, match="equal strides"):

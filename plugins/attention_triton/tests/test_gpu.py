@@ -1,0 +1,259 @@
+"""On a GPU: the full matrix of shapes, captured graphs, determinism, a cache beyond 2^31."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata, PrefillMetadata
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+NORM_LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+BATCHES, LENGTHS = (1, 4, 16, 32), (1, 2, 127, 128, 512, 2048, 4096)
+MODELS = list(itertools.product((8, 16, 32), (64, 128), (1, 2, 8)))
+PAGE, MAX_LEN = 64, 4096
+
+
+def make_backend(heads, kv_heads, head_size, dtype, *, rows=32, page=PAGE, options=None):
+    config = AttentionConfig(
+        device=torch.device("cuda"),
+        dtype=dtype,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        block_size=page,
+        max_num_seqs=rows,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=8192,
+    )
+    backend = TritonAttention(config, options or TritonOptions())
+    backend.allocate()
+    return backend
+
+
+def shuffled_table(rows: int, pages_per_row: int, num_pages: int) -> Tensor:
+    pages = torch.randperm(num_pages, device="cuda")[: rows * pages_per_row]
+    return pages.int().view(rows, pages_per_row)
+
+
+def gathered(cache: Tensor, table: Tensor, tokens: int) -> Tensor:
+    """Pages -> [rows, kv heads, tokens, D]."""
+    return cache[table.long()].flatten(1, 2)[:, :tokens].transpose(1, 2)
+
+
+def reference(q_BHQD: Tensor, k: Tensor, v: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch's attention in `dtype`; rows without keys are 0."""
+    out = scaled_dot_product_attention(
+        q_BHQD.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask, enable_gqa=True
+    )
+    return out.double().nan_to_num(0.0)
+
+
+def check(out: Tensor, exact: Tensor, own: Tensor, label: str) -> None:
+    """The limits of conftest's `assert_right`, kept on the device."""
+    difference = out.double() - exact
+    norm_error = (difference.norm() / exact.norm()).item()
+    limit = 2 * (own - exact).abs().max().item()
+    limit = max(limit, torch.finfo(out.dtype).eps * exact.abs().max().item())
+    worst = difference.abs().max().item()
+    assert norm_error <= NORM_LIMIT[out.dtype], f"{label}: relative norm error {norm_error:.2e}"
+    assert worst <= limit, f"{label}: worst element off by {worst:.2e}, limit {limit:.2e}"
+
+
+def ragged_lens(rows: int, longest: int) -> Tensor:
+    """The longest first, an empty row last, anything between."""
+    lens = torch.randint(1, longest + 1, (rows,), device="cuda", dtype=torch.int32)
+    lens[0] = longest
+    if rows > 1:
+        lens[-1] = 0
+    return lens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_decode_matrix_equals_the_reference(dtype):
+    """Batches × lengths × heads × head sizes × groups, ragged and with an empty row."""
+    torch.manual_seed(0)
+    for heads, head_size, group in MODELS:
+        kv_heads = heads // group
+        backend = make_backend(heads, kv_heads, head_size, dtype)
+        num_pages = 32 * MAX_LEN // PAGE
+        shape = (num_pages, PAGE, kv_heads, head_size)
+        k_cache, v_cache = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
+        for rows, longest in itertools.product(BATCHES, LENGTHS):
+            table = shuffled_table(rows, MAX_LEN // PAGE, num_pages)
+            lens = ragged_lens(rows, longest)
+            q = torch.randn(rows, heads, head_size, dtype=dtype, device="cuda")
+            out = torch.full_like(q, float("nan"))
+            metadata = DecodeMetadata(table, lens, max_seq_len=MAX_LEN)
+            backend.plan_decode(metadata)
+            backend.run_decode(q, k_cache, v_cache, metadata, out)
+            k, v = (gathered(x, table, longest) for x in (k_cache, v_cache))
+            mask = torch.arange(longest, device="cuda") < lens[:, None, None, None]
+            exact, own = (
+                reference(q[:, :, None], k, v, mask, kind)[:, :, 0]
+                for kind in (torch.float64, dtype)
+            )
+            label = f"{rows} x {longest}, heads {heads}/{kv_heads}, head size {head_size}"
+            check(out, exact, own, label)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_prefill_matrix_equals_the_reference(dtype):
+    """Whole prompts and chunks behind a context, ragged, every head count, size and group."""
+    torch.manual_seed(0)
+    for heads, head_size, group in MODELS:
+        kv_heads = heads // group
+        backend = make_backend(heads, kv_heads, head_size, dtype)
+        num_pages = 4 * 2048 // PAGE
+        shape = (num_pages, PAGE, kv_heads, head_size)
+        k_cache, v_cache = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
+        for rows, queries, context in ((1, 127, 0), (4, 128, 0), (4, 65, 512), (1, 512, 1500)):
+            longest = queries + context
+            table = shuffled_table(rows, 2048 // PAGE, num_pages)
+            query_lens = ragged_lens(rows, queries)
+            lens = query_lens + context
+            starts = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
+            starts[1:] = query_lens.cumsum(0)
+            packed = torch.randn(int(starts[-1]), heads, head_size, dtype=dtype, device="cuda")
+            out = torch.full_like(packed, float("nan"))
+            metadata = PrefillMetadata(table, lens, starts, queries, longest)
+            backend.run_prefill(packed, k_cache, v_cache, metadata, out)
+            # Dense: queries padded to [rows, H, queries, D], each row's at the front.
+            steps = torch.arange(queries, device="cuda")
+            real = steps < query_lens[:, None]
+            dense = packed.new_zeros(rows, queries, heads, head_size)
+            dense[real] = packed
+            keys = torch.arange(longest, device="cuda")
+            mask = (keys <= context + steps[:, None]) & (keys < lens[:, None, None])
+            k, v = (gathered(x, table, longest) for x in (k_cache, v_cache))
+            exact, own = (
+                reference(dense.transpose(1, 2), k, v, mask[:, None], kind).transpose(1, 2)[real]
+                for kind in (torch.float64, dtype)
+            )
+            label = f"{rows} x {queries} after {context}, heads {heads}/{kv_heads}, {head_size}"
+            check(out, exact, own, label)
+
+
+@pytest.mark.parametrize("page", [16, 32, 128, 256])
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (4, 4), (80, 1)])
+def test_pages_groups_and_needles_equal_the_reference(paged_batch, heads, page):
+    """Poisoned pages, a needle in every awkward place, decode cut in chunks, and prefill."""
+    needles = [0, 15, 16, 63, 64, 127, 128, 255, 256, 299]
+    for options in (TritonOptions(), TritonOptions(chunk_size=64)):
+        batch = paged_batch(
+            [300] * 10, heads=heads, page=page, needles=needles, head_size=128,
+            dtype=torch.bfloat16, device="cuda",
+        )  # fmt: skip
+        batch.assert_right(batch.decode(batch.backend(options)))
+    chunks = paged_batch(
+        [300, 0, 64, 129], [200, 0, 1, 129], heads=heads, page=page, head_size=64,
+        dtype=torch.float16, device="cuda",
+    )  # fmt: skip
+    chunks.assert_right(chunks.prefill())
+
+
+def test_replay_with_changed_inputs_equals_eager_bitwise():
+    """Several buckets share one workspace; the allocator is disturbed in between (bug 22)."""
+    torch.manual_seed(0)
+    dtype, heads, kv_heads, head_size = torch.bfloat16, 16, 8, 128
+    backend = make_backend(heads, kv_heads, head_size, dtype)
+    num_pages = 32 * MAX_LEN // PAGE
+    shape = (num_pages, PAGE, kv_heads, head_size)
+    caches = [
+        tuple(torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2)) for _ in range(2)
+    ]
+    steps = {}
+    for rows in (1, 4, 16, 32):
+        metadata = DecodeMetadata(
+            torch.zeros(rows, MAX_LEN // PAGE, dtype=torch.int32, device="cuda"),
+            torch.zeros(rows, dtype=torch.int32, device="cuda"),
+            max_seq_len=MAX_LEN,
+        )
+        q = torch.zeros(rows, heads, head_size, dtype=dtype, device="cuda")
+        outs = [torch.zeros_like(q) for _ in caches]
+
+        def step(metadata=metadata, q=q, outs=outs):
+            backend.plan_decode(metadata)
+            for (k, v), out in zip(caches, outs, strict=True):
+                backend.run_decode(q, k, v, metadata, out)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        steps[rows] = (graph, step, metadata, q, outs)
+    addresses = {n: t.data_ptr() for n, t in backend.captured_tensors().items()}
+    for longest in (1, 700, MAX_LEN):
+        for rows, (graph, step, metadata, q, outs) in steps.items():
+            metadata.block_table.copy_(shuffled_table(rows, MAX_LEN // PAGE, num_pages))
+            metadata.seq_lens.copy_(ragged_lens(rows, longest))
+            q.normal_()
+            junk = [torch.full((size,), float("nan"), device="cuda") for size in (10, 10**6, 10**7)]
+            graph.replay()
+            replayed = [out.clone() for out in outs]
+            del junk
+            for out in outs:
+                out.fill_(float("nan"))
+            step()
+            for eager, replay in zip(outs, replayed, strict=True):
+                assert torch.equal(eager, replay)
+                assert replay.isfinite().all()
+            assert not torch.equal(*replayed)
+    assert addresses == {n: t.data_ptr() for n, t in backend.captured_tensors().items()}
+
+
+def test_who_arrives_last_does_not_change_a_bit(paged_batch):
+    """300 runs of rows in many chunks: one result, and tickets back at zero."""
+    batch = paged_batch([4000, 777, 64, 1500], heads=(16, 8), head_size=128,
+                        dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    backend = batch.backend(TritonOptions(chunk_size=64))
+    first = batch.decode(backend)
+    batch.assert_right(first)
+    metadata, q, again = batch.decode_metadata(), batch.packed_q, torch.empty_like(first)
+    for _ in range(300):
+        again.fill_(float("nan"))
+        backend.run_decode(q, batch.k_cache, batch.v_cache, metadata, again)
+        assert torch.equal(again, first)
+    assert not backend.workspace.tickets.any()
+
+
+def test_pages_beyond_2_to_the_31_elements_are_read_right():
+    """Decode and prefill from the highest pages of a cache of more than 2^31 elements."""
+    torch.manual_seed(0)
+    page, kv_heads, head_size = 256, 8, 128
+    num_pages = 2**31 // (page * kv_heads * head_size) + 64
+    k_cache, v_cache = (
+        torch.zeros(num_pages, page, kv_heads, head_size, dtype=torch.bfloat16, device="cuda")
+        for _ in range(2)
+    )
+    table = torch.arange(num_pages - 16, num_pages, dtype=torch.int32, device="cuda").flip(0)[None]
+    for cache in (k_cache, v_cache):
+        cache[-16:].normal_()
+    backend = make_backend(16, kv_heads, head_size, torch.bfloat16, rows=1, page=page)
+    lens = torch.tensor([4000], dtype=torch.int32, device="cuda")
+    q = torch.randn(1, 16, head_size, dtype=torch.bfloat16, device="cuda")
+    k, v = (gathered(x, table, 4000) for x in (k_cache, v_cache))
+    mask = torch.ones(4000, dtype=torch.bool, device="cuda")
+    exact, own = (
+        reference(q[:, :, None], k, v, mask, kind)[:, :, 0]
+        for kind in (torch.float64, torch.bfloat16)
+    )
+    metadata = DecodeMetadata(table, lens, max_seq_len=MAX_LEN)
+    out = torch.empty_like(q)
+    backend.plan_decode(metadata)
+    backend.run_decode(q, k_cache, v_cache, metadata, out)
+    check(out, exact, own, "decode")
+    starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q)
+    backend.run_prefill(q, k_cache, v_cache, PrefillMetadata(table, lens, starts, 1, 4000), out)
+    check(out, exact, own, "prefill")

@@ -1,0 +1,112 @@
+"""What the plugin says about itself, and that saying it costs no import of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+from pydantic import ValidationError
+
+from nanovllm_attention_triton import plugin
+from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_core.interfaces.attention import AttentionRequirements
+
+SPEC = plugin.nanovllm_attention()[0]
+
+
+def requirements(**changes):
+    values = {
+        "phase": "decode",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_size": 128,
+    }
+    return AttentionRequirements(**(values | changes))
+
+
+def test_the_entry_point_names_the_spec_module():
+    """Group, name and module are the ones that YAML's `triton` resolves to."""
+    (found,) = entry_points(group="nanovllm.attention", name="triton")
+    assert found.value == "nanovllm_attention_triton.plugin"
+    assert found.dist.name == "nanovllm-attention-triton"
+    assert SPEC.name == "triton"
+
+
+def test_the_spec_module_imports_neither_torch_nor_triton():
+    """Listing plugins must stay fast."""
+    code = (
+        "import sys, nanovllm_attention_triton.plugin as p; p.nanovllm_attention(); "
+        "sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_gpu_of_any_dtype_passes_the_check():
+    """No reason against it."""
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert SPEC.check(requirements(dtype=dtype), TritonOptions()) == []
+
+
+def test_a_cpu_is_refused_without_the_interpreter(monkeypatch):
+    """The reason names the switch and the backend to take instead."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (reason,) = SPEC.check(requirements(device="cpu", dtype="float32"), TritonOptions())
+    assert "TRITON_INTERPRET=1" in reason
+    assert "sdpa" in reason
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert SPEC.check(requirements(device="cpu", dtype="float32"), TritonOptions()) == []
+
+
+def test_bfloat16_on_a_cpu_is_refused(monkeypatch):
+    """The interpreter computes it wrongly without a word."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (reason,) = SPEC.check(requirements(device="cpu"), TritonOptions())
+    assert "bfloat16" in reason
+
+
+def test_heads_that_do_not_divide_are_refused():
+    """With both numbers."""
+    (reason,) = SPEC.check(requirements(num_heads=10, num_kv_heads=4), TritonOptions())
+    assert "10" in reason
+    assert "4" in reason
+
+
+def test_the_provider_names_triton_and_its_version():
+    """What listings print."""
+    assert SPEC.provider(TritonOptions()).startswith("triton 3.")
+
+
+@pytest.mark.parametrize("wrong", [{"chunk_size": 100}, {"chunk_size": 0}, {"decode_num_warps": 3}])
+def test_options_out_of_range_are_refused(wrong):
+    """A chunk is whole tiles, warps are a power of two."""
+    with pytest.raises(ValidationError):
+        TritonOptions(**wrong)
+
+
+def test_an_unknown_option_is_refused():
+    """No option is swallowed."""
+    with pytest.raises(ValidationError, match="chunk_sise"):
+        TritonOptions(chunk_sise=64)
+
+
+def test_every_option_reaches_the_kernels_constants():
+    """An option that changes nothing would be worse than none."""
+    options = TritonOptions(
+        chunk_size=128,
+        decode_num_warps=2,
+        decode_num_stages=4,
+        prefill_num_warps=8,
+        prefill_num_stages=2,
+    )
+    for element_size in (2, 4):
+        decode = decode_tuning(element_size, 128, options)
+        assert (decode.fixed_chunk, decode.num_warps, decode.num_stages) == (128, 2, 4)
+        assert options.chunk_size % decode.tile == 0
+        for length in (1, 1000):
+            prefill = prefill_tuning(element_size, 128, length, options)
+            assert (prefill.num_warps, prefill.num_stages) == (8, 2)
