@@ -40,3 +40,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     for module in set(sys.modules) - known:
         if (tmp_path / f"{module}.py").exists():
             del sys.modules[module]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest test, so that it does not run alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("wheels") is None)

@@ -1,0 +1,195 @@
+"""The distributions as a user gets them: versions, metadata, wheels in a clean environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanovllm_core
+from nanovllm_core.plugin_manager import EXTENSION_GROUP, KINDS, KNOWN_EXTRAS
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = {
+    file.parent: tomllib.loads(file.read_text())["project"]
+    for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml")))
+}
+PLUGINS = {folder: project for folder, project in PROJECTS.items() if folder != ROOT}
+CORE: Mapping[str, Any] = PROJECTS[ROOT]
+
+
+def test_the_six_plugins_of_the_project_are_there() -> None:
+    assert {folder.name for folder in PLUGINS} == {
+        "attention_flash",
+        "attention_sdpa",
+        "attention_triton",
+        "checkpoint_demo",
+        "model_qwen3",
+        "scheduler_sjf",
+    }
+
+
+def test_every_distribution_has_the_one_version() -> None:
+    versions = {project["name"]: project["version"] for project in PROJECTS.values()}
+    assert set(versions.values()) == {nanovllm_core.__version__}, versions
+
+
+def test_every_plugin_needs_the_core_of_its_own_version() -> None:
+    for project in PLUGINS.values():
+        assert f"nanovllm-core=={nanovllm_core.__version__}" in project["dependencies"]
+
+
+def test_folder_distribution_and_package_share_one_stem() -> None:
+    for folder, project in PLUGINS.items():
+        assert project["name"] == f"nanovllm-{folder.name.replace('_', '-')}"
+        assert (folder / f"nanovllm_{folder.name}" / "__init__.py").exists()
+        assert (folder / f"nanovllm_{folder.name}" / "py.typed").exists()
+        assert (folder / "README.md").exists()
+        assert list((folder / "tests").glob("test_*.py"))
+
+
+def test_every_distribution_supports_the_same_pythons_under_one_licence() -> None:
+    for project in PROJECTS.values():
+        assert project["requires-python"] == ">=3.11,<3.14"
+        assert project["license"] == "MIT"
+
+
+def test_every_plugin_has_an_extra_of_the_core() -> None:
+    extras = CORE["optional-dependencies"]
+    in_extras = {requirement for extra in extras.values() for requirement in extra}
+    for project in PLUGINS.values():
+        assert f"{project['name']}=={project['version']}" in in_extras
+    everything = "nanovllm-core[sdpa,triton,flash,sjf,qwen3,demo]"
+    assert extras["all"] == [everything]
+
+
+def test_the_hints_name_extras_that_install_that_plugin() -> None:
+    """What an error tells to install brings the entry point that was missing."""
+    by_group = {kind.group: name for name, kind in KINDS.items()}
+    offered = {}
+    for project in PLUGINS.values():
+        for group, entries in project["entry-points"].items():
+            for name in entries:
+                offered[by_group[group], name] = f"{project['name']}=={project['version']}"
+    assert set(offered) == set(KNOWN_EXTRAS)
+    for plugin, extra in KNOWN_EXTRAS.items():
+        assert CORE["optional-dependencies"][extra] == [offered[plugin]]
+
+
+def test_every_entry_point_group_is_one_that_the_core_reads() -> None:
+    known = {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP}
+    for project in PROJECTS.values():
+        assert set(project["entry-points"]) <= known
+
+
+def test_every_dependency_is_pinned_in_the_constraints_and_no_build_of_torch_is_forced() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
+    assert not any("+" in version for version in pinned.values())
+    needed = [*CORE["dependencies"], *CORE["optional-dependencies"]["dev"]]
+    names = {requirement.split(">=")[0].split("==")[0] for requirement in needed}
+    assert names <= set(pinned)
+
+
+# ------------------------------------------------------------------------------ wheels
+
+
+def run(*command: str | Path, **variables: str) -> str:
+    """Run a command of the clean environment; its output, which the test shows if it fails."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("NANOVLLM_", "PYTHON", "COV_", "COVERAGE_", "TRITON_"))
+    }
+    result = subprocess.run(
+        list(map(str, command)),
+        env=inherited | {"OMP_NUM_THREADS": "1"} | variables,
+        cwd="/",  # Not the checkout: what is imported must be what was installed.
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def fails(*command: str | Path, **variables: str) -> str:
+    """Run a command that must fail with a message, not a traceback; the message."""
+    with pytest.raises(AssertionError) as caught:
+        run(*command, **variables)
+    message = str(caught.value)
+    assert "Traceback" not in message
+    assert "error:" in message
+    return message
+
+
+def build_wheels(folder: Path) -> list[Path]:
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
+        *("-w", folder, *PROJECTS),
+    )
+    return sorted(folder.glob("*.whl"))
+
+
+ASK = """
+import sys
+from nanovllm_core import LLM, SamplingParams
+with LLM(config_file=sys.argv[1]) as llm:
+    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is 27 + 15?"}])
+    text = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4))[0]["text"]
+    print(llm.config.scheduler.name, "|", llm.info.attention, "|", text)
+"""
+
+
+@pytest.mark.wheels
+def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(tmp_path: Path) -> None:
+    """From the core alone to everything, in one environment, as a user would add to it."""
+    wheels = build_wheels(tmp_path / "dist")
+    assert len(wheels) == len(PROJECTS)
+    for wheel in wheels:
+        assert any(name.endswith("/py.typed") for name in zipfile.ZipFile(wheel).namelist())
+        assert not any("test_" in name for name in zipfile.ZipFile(wheel).namelist())
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    python, nanovllm = tmp_path / "env/bin/python", tmp_path / "env/bin/nanovllm"
+
+    def install(requirement: str) -> None:
+        run(
+            *(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"),
+            *("--find-links", tmp_path / "dist", requirement),
+        )
+
+    install("nanovllm-core")
+    assert 'pip install "nanovllm-core[sdpa]"' in run(nanovllm, "plugins", "list")
+    refused = fails(nanovllm, "generate", "--model", "demo", "Hello")
+    assert 'pip install "nanovllm-core[demo]"' in refused
+
+    install("nanovllm-core[qwen3,sdpa,demo]")
+    listed = run(nanovllm, "plugins", "list")
+    for name in ("nanovllm-attention-sdpa", "nanovllm-model-qwen3", "nanovllm-checkpoint-demo"):
+        assert name in listed
+    assert "42" in run(nanovllm, "generate", "--model", "demo", "--chat", "What is 27 + 15?")
+
+    install("nanovllm-core[all]")
+    for attention, scheduler, ran in (
+        ("sdpa", "fcfs", "sdpa"),
+        ("triton", "sjf", "triton"),
+        ("{prefill: sdpa, decode: triton}", "{name: sjf, options: {}}", "triton"),
+    ):
+        file = tmp_path / "engine.yaml"
+        file.write_text(f"model: demo\nattention: {attention}\nscheduler: {scheduler}\n")
+        answer = run(python, "-c", ASK, file, TRITON_INTERPRET="1")
+        name, backend, text = answer.strip().splitlines()[-1].split(" | ")
+        assert name in scheduler
+        assert ran in backend
+        assert text == "42"
+    (tmp_path / "engine.yaml").write_text("model: demo\nattention: flash\n")
+    refused = fails(nanovllm, "generate", "--config", tmp_path / "engine.yaml", "Hello")
+    assert "attention backend 'flash' (nanovllm-attention-flash" in refused
