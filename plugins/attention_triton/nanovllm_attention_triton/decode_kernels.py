@@ -134,13 +134,14 @@ def decode_kernel(
     """
     item = tl.program_id(0) // programs_per_item
     head_block = tl.program_id(0) % programs_per_item
-    if item >= tl.load(num_items_ptr):
-        return
+    # Loaded before the test, so that the two do not wait for each other.
     row = tl.load(items_ptr + item)
     begin = tl.load(items_ptr + item_capacity + item)
     end = tl.load(items_ptr + 2 * item_capacity + item)
     first_item = tl.load(items_ptr + 3 * item_capacity + item)
     num_chunks = tl.load(items_ptr + 4 * item_capacity + item)
+    if item >= tl.load(num_items_ptr):
+        return
 
     kv_head = head_block // HEAD_BLOCKS
     lanes = tl.arange(0, BLOCK_H)
