@@ -1,8 +1,9 @@
 """Paged attention by gathering pages into a bounded workspace and calling torch's SDPA.
 
 Shape suffixes as in `nanovllm_core.interfaces.attention`; G query heads per KV head, L keys
-gathered, Q queries. The query heads that share a KV head are packed: in decode as G queries of
-that head (they share one mask), in prefill as G heads over an expanded, never copied, K and V.
+gathered, Q queries. K and V are never copied per query head: where there is a mask, the query
+heads that share a KV head are packed as more queries of it; where there is none, they see an
+expanded view.
 """
 
 from __future__ import annotations
@@ -288,39 +289,54 @@ class SdpaAttention(AttentionBackend):
             keys = num_pages * self.config.block_size
             heads = self.config.num_kv_heads
             for part in slice_rows_and_heads(1, keys, heads, self._max_slots):
-                k_1KLD, v_1KLD = self._gather(k_cache, v_cache, pages, part.heads)
+                k, v = self._gather(k_cache, v_cache, pages, part.heads)
                 self._attend_chunk(
                     q_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
-                    k_1KLD.transpose(0, 1).expand(-1, self._group, -1, -1),
-                    v_1KLD.transpose(0, 1).expand(-1, self._group, -1, -1),
+                    k,
+                    v,
                     chunk.num_keys,
                     out_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                 )
 
     def _attend_chunk(
-        self, q_KGQD: Tensor, k_KGLD: Tensor, v_KGLD: Tensor, num_keys: int, out_KGQD: Tensor
+        self, q_KGQD: Tensor, k_1KLD: Tensor, v_1KLD: Tensor, num_keys: int, out_KGQD: Tensor
     ) -> None:
-        """Causal attention of a chunk that ends at key `num_keys`, masks bounded in size."""
-        num_queries = q_KGQD.shape[2]
-        maskless = num_queries == num_keys or q_KGQD.device.type == "cuda"
+        """Causal attention of a chunk that ends at key `num_keys`."""
+        maskless = q_KGQD.shape[2] == num_keys or q_KGQD.device.type == "cuda"
         if maskless and not self._writes_scores:
-            k, v = k_KGLD[:, :, :num_keys], v_KGLD[:, :, :num_keys]
-            out_KGQD.copy_(self._attend.causal(q_KGQD, k, v, self.config.scale))
+            k_KGLD, v_KGLD = (
+                x[0, :, None, :num_keys].expand(-1, self._group, -1, -1) for x in (k_1KLD, v_1KLD)
+            )
+            out_KGQD.copy_(self._attend.causal(q_KGQD, k_KGLD, v_KGLD, self.config.scale))
             return
+        self._attend_masked(q_KGQD, k_1KLD, v_1KLD, num_keys, out_KGQD)
+
+    def _attend_masked(
+        self, q_KGQD: Tensor, k_1KLD: Tensor, v_1KLD: Tensor, num_keys: int, out_KGQD: Tensor
+    ) -> None:
+        """The same with a mask in memory, for as many queries at a time as its limit allows."""
+        num_heads, group, num_queries, _ = q_KGQD.shape
         context = num_keys - num_queries
-        step = queries_per_slice(k_KGLD.shape[2], self._score_bytes(q_KGQD))
+        step = queries_per_slice(k_1KLD.shape[2], self._score_bytes(q_KGQD))
         for start in range(0, num_queries, step):
             stop = min(start + step, num_queries)
             # Rounded up, since efficient attention reads masks 16 columns at a time.
             keys = -(-(context + stop) // 16) * 16
-            bias = _causal_bias(context + start, context + stop, keys, q_KGQD)
-            q, k, v = q_KGQD[:, :, start:stop], k_KGLD[:, :, :keys], v_KGLD[:, :, :keys]
-            out_KGQD[:, :, start:stop] = self._attend(q, k, v, bias, self.config.scale)
+            bias_QL = _causal_bias(context + start, context + stop, keys, q_KGQD)
+            out = self._attend(
+                q_KGQD[:, :, start:stop].flatten(1, 2)[None],
+                k_1KLD[:, :, :keys],
+                v_1KLD[:, :, :keys],
+                bias_QL.repeat(group, 1),
+                self.config.scale,
+            )
+            out_KGQD[:, :, start:stop] = out.view(num_heads, group, stop - start, -1)
 
     def _score_bytes(self, q_KGQD: Tensor) -> int:
         """Bytes per (query, key) pair: the mask, and float32 scores, biased and soft-maxed."""
-        scores = 3 * 4 * q_KGQD.shape[0] * q_KGQD.shape[1] if self._writes_scores else 0
-        return 2 * q_KGQD.element_size() + scores
+        num_heads, group, _, _ = q_KGQD.shape
+        scores = 3 * 4 * num_heads if self._writes_scores else 0
+        return group * (2 * q_KGQD.element_size() + scores)
 
 
 def _causal_bias(first: int, stop: int, keys: int, like: Tensor) -> Tensor:

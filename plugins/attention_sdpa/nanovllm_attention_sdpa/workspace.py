@@ -35,9 +35,9 @@ class Slice:
 def slot_bytes(head_size: int, itemsize: int, *, copies_in_fp32: bool) -> int:
     """Bytes that one gathered slot costs.
 
-    torch's math kernel scales and lays out K and V anew in float32: two more copies of each.
+    torch's math kernel converts K and V to float32, scales them and lays them out anew.
     """
-    copies = 2 * 4 if copies_in_fp32 else 0
+    copies = 3 * 4 if copies_in_fp32 else 0
     return 2 * head_size * (itemsize + copies)
 
 
