@@ -59,8 +59,8 @@ help:
 	touch $@
 
 demo: $(RUN_ENV)
-	$(PY) -m nanovllm_core generate --model demo --chat --stream --temperature 0.7 --seed 1 \
-		"Tell me a short story." "What is 27 + 15?"
+	$(PY) -m nanovllm_core generate --model demo --chat --stream \
+		"Write a story about a fox named Mia, the forest and a key." "What is 27 + 15?"
 
 lint: $(DEV_ENV)
 	$(PY) -m ruff check .
