@@ -19,7 +19,7 @@ from nanovllm_core.plugin_manager import KINDS, get_plugin_manager
 
 Install = Callable[..., None]
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "triton", "transformers", "numpy.testing")
+HEAVY = ("torch", "triton", "transformers")
 HOOKS = [name for name in vars(hookspecs) if name.startswith("nanovllm_")]
 
 
