@@ -47,5 +47,5 @@ class CausalLM(Protocol):
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Token ids and positions, int32 or int64 [T] -> hidden states [T, hidden_size], normed."""
 
-    def compute_logits(self, hidden_TE: Tensor) -> Tensor:
-        """Hidden states -> logits [T, vocab_size] in the model's dtype."""
+    def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
+        """Hidden states -> logits [T, vocab_size] in the model's dtype, in `out_TV` where given."""
