@@ -84,8 +84,7 @@ class Planner:
         sharable = self.kv.num_sharable(request.num_prompt_tokens)
         if request.state is RequestState.FINISHED or request.num_published >= sharable:
             for sample in request.held_samples:
-                if sample.state is RequestState.HELD:  # it may have been aborted meanwhile
-                    self.enqueue(sample)
+                self.enqueue(sample)
             request.held_samples = []
 
     # -- a step
@@ -242,7 +241,7 @@ class Planner:
         )
         shares = self.scheduler.schedule(state)
         if shares:
-            check_shares(self.scheduler, state, shares)
+            check_shares(self.scheduler, state, shares, self.waiting, self.prefilling)
         elif not appends:
             return steady
         # Pages to share are taken first, so that no new page of this step evicts them.

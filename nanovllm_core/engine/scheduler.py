@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.scheduler import (
@@ -86,12 +86,17 @@ class TokenBudgetScheduler(Scheduler):
 
 
 def check_shares(
-    scheduler: Scheduler, state: SchedulerState, shares: Sequence[PrefillShare]
+    scheduler: Scheduler,
+    state: SchedulerState,
+    shares: Sequence[PrefillShare],
+    waiting: Mapping[str, RequestView],
+    prefilling: Mapping[str, RequestView],
 ) -> None:
-    """Refuse what cannot be; raises `SchedulerError` with the scheduler's class and the numbers."""
+    """Refuse what cannot be; raises `SchedulerError` with the scheduler's class and the numbers.
+
+    `waiting` and `prefilling` are those of `state`, by id.
+    """
     name = type(scheduler).__name__
-    waiting = {request.request_id: request for request in state.waiting}
-    prefilling = {request.request_id: request for request in state.prefilling}
     seen: set[str] = set()
     tokens = rows = blocks = 0
     for share in shares:

@@ -118,6 +118,11 @@ class FakeExecutor(Executor):
         self.plans.append(plan)
         assert plan.decode_rows or plan.prefill, "an empty step was submitted"
         assert plan.num_tokens <= self.max_num_batched_tokens, "over the token budget"
+        busy = [*plan.decode_rows, *(chunk.row for chunk in plan.prefill)]
+        assert len(set(busy)) == len(busy), "a row works twice in one step"
+        assert all(0 <= row < self.num_rows for row in busy)
+        deltas = {delta.row for delta in (*plan.admissions, *plan.appends)}
+        assert deltas <= set(busy), "a delta for a row that does not work"
         for admission in plan.admissions:
             self._admit(admission)
         for append in plan.appends:
@@ -126,9 +131,6 @@ class FakeExecutor(Executor):
             table.append(append.block_id)
             assert len(table) <= self.max_blocks, "a block table outgrew the device's"
             self.pages_touched.add(append.block_id)
-        busy = [*plan.decode_rows, *(chunk.row for chunk in plan.prefill)]
-        assert len(set(busy)) == len(busy), "a row works twice in one step"
-        assert all(0 <= row < self.num_rows for row in busy)
         outcome = [self._decode(row) for row in plan.decode_rows]
         for chunk in plan.prefill:
             row = self.rows[chunk.row]

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm_core.sampling_params import SamplingParams
 
-from .harness import Harness, Letters, Setting, letters
+from .harness import Harness, Setting
 
 DEPTHS = (0, 1, 2, 3)
 

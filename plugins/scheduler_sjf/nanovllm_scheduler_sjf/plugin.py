@@ -1,0 +1,38 @@
+"""What the sjf scheduler says about itself; importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.specs import SchedulerSpec
+
+
+class SjfOptions(BaseModel):
+    """Options of `scheduler: {name: sjf}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ageing: float = Field(
+        default=16.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="How many prompt tokens of advantage a step of waiting is worth. A prompt of W "
+        "tokens is passed over only by requests that arrive within W / ageing steps after it; 0 "
+        "switches ageing off, and endless short prompts can then starve a long one.",
+    )
+
+
+@hookimpl
+def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+    """Shortest job first, with ageing."""
+    return [
+        SchedulerSpec(
+            name="sjf",
+            impl="nanovllm_scheduler_sjf.policy:SjfPolicy",
+            summary="Shortest prompt first; waiting makes up for length.",
+            options=SjfOptions,
+        )
+    ]

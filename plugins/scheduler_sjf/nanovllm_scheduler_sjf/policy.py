@@ -1,0 +1,54 @@
+"""Shortest job first by remaining prompt work, with linear ageing.
+
+The key of a request is
+
+    key = work + ageing * arrival_step
+
+where work is the number of known tokens whose KV is still to be computed when it joins the queue.
+A shorter prompt has the lower key, and so has one that arrived earlier. Comparing two keys is the
+same as comparing `work - ageing * steps waited`, for both at the same moment: every step of waiting
+is worth `ageing` tokens.
+
+The bound. Let a request of work W join at step a. Another, of work w >= 1, that arrives at step b is
+served before it only if w + ageing * b <= W + ageing * a, so only if
+
+    b - a <= (W - 1) / ageing
+
+(or w + ageing * b is equal and it arrived earlier). So nobody who arrives more than
+(W - 1) / ageing steps after a request is admitted before it, however many come and however short
+they are: what is served before it is finite, and the default scheduler, which never passes over the
+head of its queue, then admits it. With ageing = 0 there is no such step, and endless arrivals of
+shorter prompts starve it.
+
+A preempted request joins the queue anew with its first arrival_step; its work then counts the outputs
+that must be computed again.
+"""
+
+from __future__ import annotations
+
+from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
+from nanovllm_scheduler_sjf.plugin import SjfOptions
+
+
+class SjfPolicy(SchedulingPolicy):
+    """Least prompt work first; waiting makes up for length."""
+
+    def __init__(self, options: SjfOptions) -> None:
+        self.options = options
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        work = request.num_tokens - request.num_scheduled
+        return (work + self.options.ageing * request.arrival_step,)
+
+    def victim_key(self, request: RequestView) -> tuple[float, ...]:
+        """Whoever came last gives way: the oldest running request always finishes."""
+        return (request.arrival_index,)
+
+    def last_step_to_be_passed(self, work: int, arrival_step: int) -> float:
+        """Requests that arrive after this step are never admitted before one of this work.
+
+        Infinite with ageing switched off.
+        """
+        if self.options.ageing == 0:
+            return float("inf")
+        return arrival_step + (work - 1) / self.options.ageing

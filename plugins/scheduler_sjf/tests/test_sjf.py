@@ -1,0 +1,144 @@
+"""Shortest job first: the order, and the bound on waiting that ageing gives."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from nanovllm_core.engine import Engine, EngineLimits, RequestOutput, TokenBudgetScheduler
+from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.specs import NoOptions
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_scheduler_sjf.plugin import SjfOptions, nanovllm_schedulers
+from nanovllm_scheduler_sjf.policy import SjfPolicy
+
+
+class OneTokenWorker(Executor):
+    """Ends every request with its first token."""
+
+    def __init__(self) -> None:
+        super().__init__(NoOptions())
+        self.sizes: deque[int] = deque()
+        self.admitted: list[int] = []
+
+    def start(self, setup: WorkerSetup) -> WorkerInfo:
+        raise NotImplementedError("the tests build the engine by hand")
+
+    def submit(self, plan: StepPlan) -> None:
+        self.sizes.append(len(plan.sampled_rows))
+        self.admitted += [len(admission.token_ids) for admission in plan.admissions]
+
+    def collect(self) -> StepResult:
+        size = self.sizes.popleft()
+        return StepResult(np.zeros(size, np.int32), np.ones(size, np.bool_))
+
+    def close(self) -> None: ...
+
+
+ONE_TOKEN = SamplingParams(max_tokens=1)
+
+
+def make_engine(ageing: float, budget: int = 32, max_num_seqs: int = 2) -> Engine:
+    return Engine(
+        OneTokenWorker(),
+        TokenBudgetScheduler(SjfPolicy(SjfOptions(ageing=ageing))),
+        EngineLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=512,
+            num_blocks=256,
+            block_size=16,
+            vocab_size=10,
+        ),
+        prefix_caching=False,
+        debug=True,
+    )
+
+
+def passed_over(engine: Engine, long: int, short: int, per_step: int, steps: int) -> list[int]:
+    """Add a long prompt, then short ones at every step; the steps of those admitted before it.
+
+    A `-1` at the end says that the long one was not served within `steps`.
+    """
+    engine.add_request("long", [1] * long, ONE_TOKEN)
+    before: list[int] = []
+    for _ in range(steps):
+        arrived = engine.stats.steps
+        for i in range(per_step):
+            engine.add_request(f"{arrived}.{i}.{len(before)}", [1] * short, ONE_TOKEN)
+        done: list[RequestOutput] = engine.step()
+        names = [output.request_id for output in done]
+        if "long" in names:
+            return before
+        before += [int(name.split(".")[0]) for name in names]
+    return [*before, -1]
+
+
+@given(
+    ageing=st.floats(0.5, 64),
+    long=st.integers(40, 400),
+    short=st.integers(1, 30),
+    per_step=st.integers(2, 4),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_long_prompt_is_served_within_its_bound(
+    ageing: float, long: int, short: int, per_step: int
+) -> None:
+    """Under endless short arrivals, with the core's own scheduler, nobody jumps past the bound."""
+    engine = make_engine(ageing)
+    policy = SjfPolicy(SjfOptions(ageing=ageing))
+    bound = policy.last_step_to_be_passed(long, 0)
+    # Those who may pass take at most a step each; then the long prompt takes its own chunks.
+    enough = int(bound + 2) * (per_step + 1) + long // 32 + 10
+    before = passed_over(engine, long, short, per_step, enough)
+    assert before[-1:] != [-1], "the long prompt starved"
+    assert all(step <= bound for step in before)
+
+
+def test_without_ageing_a_long_prompt_starves() -> None:
+    """The same load with ageing off: the long prompt is never served, the bound is infinite."""
+    long, short, per_step = 400, 30, 2
+    fair = make_engine(ageing=16)
+    assert passed_over(fair, long, short, per_step, steps=200)[-1] != -1
+    starving = make_engine(ageing=0)
+    assert passed_over(starving, long, short, per_step, steps=200)[-1] == -1
+    assert SjfPolicy(SjfOptions(ageing=0)).last_step_to_be_passed(long, 0) == float("inf")
+
+
+def test_the_shortest_is_served_first() -> None:
+    """Prompts that wait together go by length, equal ones in the order of arrival."""
+    engine = make_engine(ageing=16, max_num_seqs=1, budget=512)
+    for name, length in (("c", 30), ("b", 20), ("d", 40), ("a", 10), ("b2", 20)):
+        engine.add_request(name, [1] * length, ONE_TOKEN)
+    order = []
+    while engine.has_unfinished():
+        order += [output.request_id for output in engine.step()]
+    assert order == ["a", "b", "b2", "c", "d"]
+
+
+def test_whoever_came_last_gives_way() -> None:
+    """The victim is the newest, however short it is."""
+    engine = make_engine(ageing=16)
+    engine.add_request("old and long", [1] * 100, ONE_TOKEN)
+    engine.add_request("new and short", [1], ONE_TOKEN)
+    requests = list(engine._requests.values())
+    scheduler = TokenBudgetScheduler(SjfPolicy(SjfOptions()))
+    assert scheduler.choose_victim(requests) == "new and short"
+
+
+@pytest.mark.parametrize("ageing", [-1, float("nan"), float("inf")])
+def test_ageing_is_a_number_of_at_least_0(ageing: float) -> None:
+    with pytest.raises(ValidationError):
+        SjfOptions(ageing=ageing)
+
+
+def test_the_spec_names_the_policy() -> None:
+    (spec,) = nanovllm_schedulers()
+    assert (spec.name, spec.level, spec.options) == ("sjf", "policy", SjfOptions)
+    assert spec.impl == f"{SjfPolicy.__module__}:{SjfPolicy.__name__}"

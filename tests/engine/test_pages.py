@@ -1,0 +1,165 @@
+"""Pages: who holds them, what is found again, and what must never be."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm_core.engine.block_pool import BlockPool
+from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.sampling_params import SamplingParams
+
+from .harness import Harness, Setting
+
+
+def greedy(max_tokens: int, **fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+def test_pages_with_nothing_to_find_are_used_first_then_the_longest_free() -> None:
+    """Published content outlives pages that hold none, and the oldest goes first."""
+    pool = BlockPool(4)
+    held = [pool.allocate() for _ in range(4)]
+    for block_id, digest in zip(held[:3], (b"a", b"b", b"c"), strict=True):
+        pool.publish(block_id, digest)
+    for block_id in (held[1], held[0], held[3], held[2]):
+        pool.release([block_id])
+    assert [pool.allocate() for _ in range(4)] == [held[3], held[1], held[0], held[2]]
+    assert pool.find(b"a") is None
+
+
+def test_the_last_page_of_a_table_is_given_away_first() -> None:
+    """A prefix is cut from its end, so that what remains can still be found."""
+    pool = BlockPool(3)
+    held = [pool.allocate() for _ in range(3)]
+    for block_id, digest in zip(held, (b"a", b"ab", b"abc"), strict=True):
+        pool.publish(block_id, digest)
+    pool.release(held)
+    assert pool.allocate() == held[2]
+
+
+def test_a_page_is_published_under_one_name_and_a_name_has_one_page() -> None:
+    """Equal content in a second page stays private."""
+    pool = BlockPool(2)
+    first, second = pool.allocate(), pool.allocate()
+    pool.publish(first, b"x")
+    pool.publish(second, b"x")
+    pool.publish(first, b"y")
+    assert pool.find(b"x") == first
+    assert pool.find(b"y") is None
+
+
+def test_an_empty_pool_says_so() -> None:
+    pool = BlockPool(1)
+    pool.allocate()
+    with pytest.raises(InconsistentStateError, match="all 1 are held"):
+        pool.allocate()
+
+
+def test_a_page_is_not_released_twice() -> None:
+    pool = BlockPool(1)
+    with pytest.raises(InconsistentStateError, match="page 0 was released by nobody"):
+        pool.release([0])
+
+
+def test_the_pool_notices_what_does_not_add_up() -> None:
+    """Wrong counts, a page named twice, a free list or an index that contradicts the counts."""
+    pool = BlockPool(2)
+    block_id = pool.allocate()
+    pool.assert_consistent([[block_id]])
+    with pytest.raises(InconsistentStateError, match="counts 1 holders, 0 tables"):
+        pool.assert_consistent([])
+    with pytest.raises(InconsistentStateError, match="names a page twice"):
+        pool.assert_consistent([[block_id, block_id]])
+    pool._free[block_id] = None
+    with pytest.raises(InconsistentStateError, match="has 1 holders but is on the free list"):
+        pool.assert_consistent([[block_id]])
+    del pool._free[block_id]
+    pool._block_of[b"x"] = block_id
+    with pytest.raises(InconsistentStateError, match="contradicts itself"):
+        pool.assert_consistent([[block_id]])
+
+
+@pytest.mark.parametrize("length", [4, 9, 12])
+def test_samples_share_the_full_pages_of_the_prompt(length: int) -> None:
+    """n samples take the prompt's full pages once, and a page of their own for the rest."""
+    samples, shared = 4, (length - 1) // 4
+    harness = Harness(Setting(block_size=4, max_num_seqs=samples, num_blocks=60))
+    requests = harness.add("a", range(length), greedy(12, n=samples))
+    all_ran = False
+    while harness.engine.has_unfinished():
+        harness.step()
+        if all(request.block_ids for request in requests):
+            all_ran = True
+            own = sum(len(request.block_ids) - shared for request in requests)
+            assert 60 - harness.engine.stats.free_blocks == shared + own
+    assert all_ran
+    harness.check_all()
+    for index in range(1, samples):
+        assert harness.finished["a", index].num_cached_tokens == shared * 4
+
+
+def test_samples_do_not_wait_where_nothing_can_be_shared() -> None:
+    """Without prefix caching, or with less than a page of prompt, all samples start at once."""
+    for setting, prompt in ((Setting(prefix_caching=False), range(20)), (Setting(), range(3))):
+        harness = Harness(setting)
+        harness.add("a", prompt, greedy(4, n=3))
+        harness.step()
+        assert harness.engine.stats.running == 3
+        harness.run()
+        harness.check_all()
+
+
+def test_samples_start_at_once_on_a_prompt_that_is_cached() -> None:
+    """Samples are held only until the pages can be found, which they already can."""
+    harness = Harness(Setting(max_num_seqs=3, steps_ahead=0))
+    harness.add("first", range(9))
+    harness.run()
+    harness.add("more", range(9), greedy(4, n=3))
+    harness.step()
+    harness.step()
+    assert harness.engine.stats.running == 3
+    harness.run()
+    harness.check_all()
+
+
+def test_held_samples_go_on_when_the_first_one_is_gone() -> None:
+    """A first sample that stops at once still lets the others in."""
+    harness = Harness(Setting(max_num_batched_tokens=4, max_num_seqs=4))
+    harness.add("a", range(30), SamplingParams(temperature=0.5, max_tokens=1, n=3))
+    harness.run()
+    harness.check_all()
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    """Requests of different salts share no page; of the same salt they do."""
+    harness = Harness()
+    for name, salt in (("a", b"x"), ("b", b"y"), ("c", b"x")):
+        harness.add(name, range(9), cache_salt=salt)
+        harness.run()
+    assert [harness.finished[name, 0].num_cached_tokens for name in "abc"] == [0, 0, 8]
+
+
+def test_pages_filled_while_decoding_are_found_again() -> None:
+    """A conversation's next turn finds the answer's pages, not only the prompt's."""
+    harness = Harness(Setting(block_size=4))
+    harness.add("turn 1", range(6), greedy(12))
+    answer = harness.run()["turn 1", 0].token_ids
+    harness.add("turn 2", [*range(6), *answer, 1, 2])
+    finished = harness.run()
+    harness.check_all()
+    # The last output is never fed back: 17 positions have KV, four full pages.
+    assert finished["turn 2", 0].num_cached_tokens == 16
+
+
+def test_forgetting_the_cache_loses_nothing_that_runs() -> None:
+    """After a reset nothing is found, and the running requests go on."""
+    harness = Harness()
+    harness.add("a", range(9))
+    harness.step()
+    harness.step()
+    harness.engine.reset_prefix_cache()
+    harness.add("b", range(9))
+    finished = harness.run()
+    harness.check_all()
+    assert finished["b", 0].num_cached_tokens == 0
+    assert harness.engine.stats.prefix_hit_tokens == 0

@@ -1,0 +1,371 @@
+"""Requests are checked when they come, end for a true reason, and can be aborted at any time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nanovllm_core.engine import EngineLimits, RequestOutput
+from nanovllm_core.engine.request import Request, RequestState
+from nanovllm_core.engine.seeds import derive_seed, sample_seed
+from nanovllm_core.errors import (
+    ConfigError,
+    InconsistentStateError,
+    InvalidPromptError,
+    InvalidSamplingError,
+    RequestError,
+    RequestTooLongError,
+)
+from nanovllm_core.interfaces.plan import StepResult
+from nanovllm_core.sampling_params import SamplingParams
+
+from .harness import Harness, Letters, Setting, letters
+
+
+def greedy(max_tokens: int | None = 8, **fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [[1, 50], [-1], [1, 2, 2**40]])
+def test_ids_outside_the_vocabulary_are_refused(prompt: list[int]) -> None:
+    with pytest.raises(InvalidPromptError, match="outside the vocabulary of 50 ids"):
+        Harness().add("a", prompt)
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], np.zeros((1, 2), np.int64)])
+def test_a_prompt_that_is_not_a_flat_list_of_ids_is_refused(prompt: list[int]) -> None:
+    with pytest.raises(InvalidPromptError, match="flat list of whole token ids"):
+        Harness().add("a", prompt)
+
+
+def test_stop_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(InvalidSamplingError, match="stop_token_ids holds 50"):
+        Harness().add("a", [1], greedy(stop_token_ids=[3, 50]))
+
+
+def test_min_tokens_beyond_the_model_length_are_refused() -> None:
+    with pytest.raises(RequestTooLongError, match="min_tokens=60 exceed"):
+        Harness().add("a", range(10), greedy(None, min_tokens=60))
+
+
+def test_stop_strings_need_a_detokenizer() -> None:
+    with pytest.raises(InvalidSamplingError, match="no detokenizer"):
+        Harness().add("a", [1], greedy(stop="x"))
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
+    """Also an id that a sample of another request goes by."""
+    harness = Harness()
+    harness.add("a", [1], greedy(n=2))
+    for taken in ("a", "a#1"):
+        with pytest.raises(RequestError, match=f"'{taken}' is in use"):
+            harness.add(taken, [1])
+    harness.run()
+    harness.finished.clear()
+    harness.add("a", [1])
+    harness.run()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"max_num_batched_tokens": 3}, "3, below max_num_seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    ],
+)
+def test_limits_under_which_nothing_runs_are_refused(changed: dict[str, int], message: str) -> None:
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "num_blocks": 64,
+        "block_size": 4,
+        "vocab_size": 50,
+    }
+    EngineLimits(**sizes)
+    with pytest.raises(ConfigError, match=message):
+        EngineLimits(**{**sizes, **changed})
+
+
+def test_a_negative_number_of_steps_ahead_is_refused() -> None:
+    with pytest.raises(ConfigError, match="steps_ahead is -1"):
+        Harness(Setting(steps_ahead=-1))
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_ends_a_request_in_any_state(steps: int, steps_ahead: int) -> None:
+    """Held, waiting, half computed, decoding or draining: it ends, the neighbours do not notice."""
+    setting = Setting(max_num_batched_tokens=6, max_num_seqs=3, steps_ahead=steps_ahead)
+    harness = Harness(setting)
+    harness.add("neighbour", range(3), greedy(9))
+    harness.add("gone", range(10, 19), greedy(3, n=3))
+    harness.add("behind", range(30, 33), greedy(4))
+    for _ in range(steps):
+        harness.step()
+    harness.engine.abort("gone")
+    harness.engine.abort("gone")
+    harness.engine.abort("never there")
+    harness.engine.assert_consistent()
+    harness.run()
+    harness.check_all()
+
+
+def test_an_aborted_request_that_gave_way_leaves_nothing_behind() -> None:
+    """An abort between a preemption and the arrival of the tokens in flight."""
+    harness = Harness(Setting(num_blocks=6, block_size=4, steps_ahead=2))
+    harness.add("first", range(8), greedy(12))
+    (second,) = harness.add("second", range(20, 28), greedy(12))
+    while not harness.engine.stats.preemptions:
+        harness.step()
+    assert second.state is RequestState.DRAINING
+    harness.engine.abort("second")
+    harness.run()
+    harness.check_all()
+
+
+def test_only_streaming_requests_give_outputs_on_the_way() -> None:
+    """Each token of a stream once, everything else when it is finished."""
+    harness = Harness()
+    harness.add("stream", [1, 2], greedy(6), stream=True, detokenizer=Letters)
+    harness.add("whole", [1, 2], greedy(6), detokenizer=Letters)
+    harness.run()
+    harness.check_all()
+    streamed = [out for out in harness.outputs if out.request_id == "stream"]
+    whole = [out for out in harness.outputs if out.request_id == "whole"]
+    assert len(streamed) == 6
+    assert len(whole) == 1
+    assert [i for out in streamed for i in out.new_token_ids] == whole[0].token_ids
+    assert "".join(out.new_text for out in streamed) == whole[0].text
+    assert [out.finished for out in streamed] == [False] * 5 + [True]
+    assert streamed[2].token_ids == whole[0].token_ids[:3]
+
+
+def test_the_ending_id_is_in_the_ids_and_not_in_the_text() -> None:
+    free_ids = _free_run(6)
+    end = free_ids[3]
+    harness = Harness(Setting(eos_token_ids=(end,)))
+    harness.add("a", [1, 2], greedy(6), detokenizer=Letters)
+    harness.add("ignores", [1, 2], greedy(6, ignore_eos=True), detokenizer=Letters)
+    finished = harness.run()
+    cut = free_ids[: free_ids.index(end)]
+    assert finished["a", 0].token_ids == [*cut, end]
+    assert finished["a", 0].text == letters(cut)
+    assert finished["ignores", 0].token_ids == free_ids
+
+
+def test_min_tokens_keep_a_request_going() -> None:
+    """Stop ids and stop strings count from the token that makes min_tokens."""
+    free_ids = _free_run(8)
+    harness = Harness()
+    stop = letters(free_ids)[0]
+    harness.add("ids", [1, 2], greedy(8, stop_token_ids=free_ids, min_tokens=5))
+    harness.add("text", [1, 2], greedy(8, stop=stop, min_tokens=5), detokenizer=Letters)
+    finished = harness.run()
+    assert finished["ids", 0].token_ids == free_ids[:5]
+    assert len(finished["text", 0].token_ids) >= 5
+    assert stop in finished["text", 0].text
+
+
+def _free_run(max_tokens: int) -> list[int]:
+    harness = Harness()
+    harness.add("free", [1, 2], greedy(max_tokens))
+    return harness.run()["free", 0].token_ids
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_a_stop_string_over_several_tokens_is_cut_off(steps_ahead: int) -> None:
+    """Its beginning is held back from the stream; tokens after it are thrown away."""
+    text = letters(_free_run(8))
+    harness = Harness(Setting(steps_ahead=steps_ahead))
+    for name, stream in (("stream", True), ("whole", False)):
+        params = greedy(8, stop=["...", text[3:6]])
+        harness.add(name, [1, 2], params, stream=stream, detokenizer=Letters)
+    finished = harness.run()
+    for name in ("stream", "whole"):
+        output = finished[name, 0]
+        assert output.text == text[:3]
+        assert len(output.token_ids) == 6
+        assert (output.finish_reason, output.stop_reason) == ("stop", text[3:6])
+    streamed = [out for out in harness.outputs if out.request_id == "stream"]
+    assert "".join(out.new_text for out in streamed) == text[:3]
+    assert [len(out.text) for out in streamed] == [1, 2, 3, 3, 3, 3]
+
+
+def test_what_was_held_back_comes_when_no_stop_string_follows() -> None:
+    text = letters(_free_run(4))
+    harness = Harness()
+    params = greedy(4, stop=text[3] + "...")
+    harness.add("a", [1, 2], params, stream=True, detokenizer=Letters)
+    output = harness.run()["a", 0]
+    assert (output.text, output.finish_reason) == (text, "length")
+    assert output.new_text == text[3]
+
+
+def test_logprobs_come_one_per_output() -> None:
+    """Also through a preemption, and only where they were asked for."""
+    harness = Harness(Setting(num_blocks=6, block_size=4))
+    harness.add("a", range(8), greedy(12, logprobs=2))
+    harness.add("b", range(20, 28), greedy(12, logprobs=0))
+    harness.add("c", [1], greedy(2))
+    finished = harness.run()
+    assert harness.engine.stats.preemptions >= 1
+    for name in "ab":
+        output = finished[name, 0]
+        assert output.logprobs is not None
+        assert [-int(p.token_logprob) for p in output.logprobs] == output.token_ids
+    assert finished["c", 0].logprobs is None
+
+
+def test_missing_logprobs_are_an_error() -> None:
+    harness = Harness()
+    harness.add("a", [1], greedy(logprobs=1))
+    harness.executor._reply = lambda plan, _: harness.executor.results.append(  # type: ignore[method-assign]
+        StepResult(np.zeros(len(plan.sampled_rows), np.int32), np.zeros(1, np.bool_))
+    )
+    with pytest.raises(InconsistentStateError, match="no logprobs for entry 0"):
+        harness.step()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"), [([1, 2], "returned 2 tokens for a step of 1"), ([-1], "padding")]
+)
+def test_results_that_cannot_be_are_an_error(tokens: list[int], message: str) -> None:
+    """A result of the wrong size, or padding for a row that runs, is a worker's mistake."""
+    harness = Harness(Setting(steps_ahead=0))
+    harness.add("a", [1])
+    harness.step()
+    wrong = StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.bool_))
+    harness.executor._reply = lambda *_: harness.executor.results.append(wrong)  # type: ignore[method-assign]
+    with pytest.raises(InconsistentStateError, match=message):
+        harness.step()
+
+
+def test_seeds_are_derived_where_none_is_given() -> None:
+    """From the engine's seed and the arrival, or the request's seed and the sample."""
+    harness = Harness()
+    none = harness.add("none", [1], SamplingParams(max_tokens=2))
+    other = harness.add("other", [1], SamplingParams(max_tokens=2))
+    given = harness.add("given", [1], SamplingParams(max_tokens=2, seed=7, n=3))
+    seeds = [request.sampling.seed for request in (*none, *other, *given)]
+    assert len(set(seeds)) == 5
+    assert seeds[0] == derive_seed(0, 0)
+    assert seeds[2:] == [7, sample_seed(7, 1), sample_seed(7, 2)]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, 2) != derive_seed(2, 1)
+
+
+def test_samples_differ_and_a_seed_repeats_them() -> None:
+    outputs = []
+    for _ in range(2):
+        harness = Harness()
+        harness.add("a", range(6), SamplingParams(temperature=1, seed=5, n=3, max_tokens=6))
+        finished = harness.run()
+        harness.check_all()
+        outputs.append([finished["a", index].token_ids for index in range(3)])
+    assert outputs[0] == outputs[1]
+    assert len({tuple(ids) for ids in outputs[0]}) == 3
+
+
+def test_an_output_answers_as_nano_vllms_do() -> None:
+    output = RequestOutput(
+        request_id="a",
+        index=0,
+        prompt_token_ids=[1],
+        token_ids=[2],
+        new_token_ids=[2],
+        text="t",
+    )
+    assert (output["text"], output["token_ids"], output.finished) == ("t", [2], False)
+    with pytest.raises(KeyError, match="'text' and 'token_ids'"):
+        output["prompt"]
+
+
+def test_stats_say_how_things_stand() -> None:
+    harness = Harness(Setting(max_num_seqs=2))
+    for i in range(3):
+        harness.add(f"r{i}", [i], greedy(4))
+    assert (harness.engine.stats.running, harness.engine.stats.waiting) == (0, 3)
+    harness.step()
+    assert (harness.engine.stats.running, harness.engine.stats.waiting) == (2, 1)
+    harness.run()
+    stats = harness.engine.stats
+    assert stats.output_tokens == 12
+    assert stats.steps == len(harness.executor.plans)
+    assert 0 < stats.host_seconds < 10
+
+
+def _broken(harness: Harness, request: Request, how: str) -> None:
+    rows, planner = harness.engine._rows, harness.engine._planner
+    match how:
+        case "rows .* are taken":
+            rows.free.append(request.row)
+        case "is not its request's row":
+            rows.requests[request.row] = rows.requests[1 - request.row]
+        case "requests hold rows":
+            rows.requests[request.row] = None
+            rows.free.append(request.row)
+        case "finished and still listed":
+            request.state = RequestState.FINISHED
+        case "the queue says otherwise":
+            planner.waiting[request.request_id] = request
+        case "unfinished prompts says otherwise":
+            planner.prefilling[request.request_id] = request
+        case "its row says otherwise":
+            rows.decoding[request.row] = 0
+        case "is decoding in row -1":
+            rows.free.append(request.row)
+            rows.requests[request.row] = None
+            request.row = -1
+        case "ids of":
+            rows.known[request.row] = 63
+        case "is planned to":
+            rows.scheduled[request.row] = 60
+        case "tokens in flight":
+            rows.known[request.row] = 3
+        case "gave way and still holds":
+            planner.draining.append(request)
+        case "pages for":
+            rows.scheduled[request.row] += 4
+            rows.known[request.row] += 4
+        case "shares pages it does not hold":
+            request.num_published = 99
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "rows .* are taken",
+        "is not its request's row",
+        "requests hold rows",
+        "finished and still listed",
+        "the queue says otherwise",
+        "unfinished prompts says otherwise",
+        "its row says otherwise",
+        "is decoding in row -1",
+        "ids of",
+        "is planned to",
+        "tokens in flight",
+        "gave way and still holds",
+        "pages for",
+        "shares pages it does not hold",
+    ],
+)
+def test_a_broken_invariant_is_noticed_and_named(how: str) -> None:
+    """Each check of the engine's state can fail."""
+    harness = Harness()
+    (request,) = harness.add("a", range(6), greedy(20))
+    harness.add("b", range(10, 16), greedy(20))
+    for _ in range(3):
+        harness.step()
+    harness.engine.assert_consistent()
+    _broken(harness, request, how)
+    with pytest.raises(InconsistentStateError, match=how):
+        harness.engine.assert_consistent()
+
+
+def test_a_free_row_has_no_request() -> None:
+    with pytest.raises(LookupError, match="row 2 is free"):
+        Harness().engine._rows.request_at(2)

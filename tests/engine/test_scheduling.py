@@ -1,0 +1,243 @@
+"""The default scheduler's order, and what the core does with a scheduler's decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from nanovllm_core.engine import FcfsPolicy, TokenBudgetScheduler
+from nanovllm_core.errors import EngineClosedError, SchedulerError
+from nanovllm_core.interfaces.scheduler import (
+    PrefillShare,
+    RequestView,
+    Scheduler,
+    SchedulerState,
+    SchedulingPolicy,
+)
+from nanovllm_core.sampling_params import SamplingParams
+
+from .harness import Harness, Setting
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+class Scripted(Scheduler):
+    """Decides what the test says."""
+
+    def __init__(
+        self,
+        decide: Callable[[SchedulerState], Sequence[PrefillShare]],
+        victim: str = "",
+    ) -> None:
+        self.decide = decide
+        self.victim = victim
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        return self.decide(state)
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        return self.victim or running[-1].request_id
+
+
+def everything(state: SchedulerState) -> list[PrefillShare]:
+    """Every prompt in full, whatever it costs."""
+    return [PrefillShare(request.request_id, request.num_tokens) for request in state.waiting]
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (PrefillShare("nobody", 3), "scheduled 'nobody', which neither waits"),
+        (PrefillShare("a", 0), "gave 'a' 0 tokens; it has 10"),
+        (PrefillShare("a", -2), "gave 'a' -2 tokens; it has 10"),
+        (PrefillShare("a", 11), "gave 'a' 11 tokens; it has 10"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(share: PrefillShare, message: str) -> None:
+    """Unknown ids and sizes out of range end the engine with the scheduler's name."""
+    harness = Harness(scheduler=Scripted(lambda _: [share]))
+    harness.add("a", range(10))
+    with pytest.raises(SchedulerError, match=f"Scripted {message}"):
+        harness.step()
+    with pytest.raises(EngineClosedError, match="ended with SchedulerError"):
+        harness.step()
+    with pytest.raises(EngineClosedError, match="make a new one"):
+        harness.add("b", range(10))
+
+
+def test_two_shares_for_one_request_are_refused() -> None:
+    harness = Harness(scheduler=Scripted(lambda _: [PrefillShare("a", 2)] * 2))
+    harness.add("a", range(10))
+    with pytest.raises(SchedulerError, match="scheduled 'a' twice"):
+        harness.step()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (Setting(max_num_batched_tokens=25), "30 tokens in one step; 25 were left"),
+        (Setting(max_num_seqs=2), "3 rows in one step; 2 were left"),
+        (Setting(num_blocks=8, max_model_len=32), "9 pages in one step; 8 were left"),
+    ],
+)
+def test_more_than_is_left_is_refused(setting: Setting, message: str) -> None:
+    """Tokens, rows and pages beyond what SchedulerState says."""
+    harness = Harness(setting, Scripted(everything))
+    for i in range(3):
+        harness.add(f"r{i}", range(10 * i, 10 * i + 10))
+    with pytest.raises(SchedulerError, match=message):
+        harness.step()
+
+
+def test_a_victim_that_does_not_run_is_refused() -> None:
+    """The choice of victim is checked like everything else."""
+    harness = Harness(Setting(num_blocks=6), Scripted(everything, victim="nobody"))
+    harness.add("a", range(8), greedy(12))
+    harness.add("b", range(20, 28), greedy(12))
+    with pytest.raises(SchedulerError, match=r"chose 'nobody' to give way.* 2 running"):
+        harness.run()
+
+
+def test_a_scheduler_that_never_starts_anything_is_named() -> None:
+    """Nothing runs and nothing is scheduled: an error instead of an endless loop."""
+    harness = Harness(scheduler=Scripted(lambda _: []))
+    harness.add("a", range(8))
+    with pytest.raises(SchedulerError, match=r"Scripted scheduled nothing .* 1 requests wait"):
+        harness.step()
+
+
+def _greedy_chunks(state: SchedulerState) -> list[PrefillShare]:
+    """Admit everybody with four tokens, then go on with four at a time while pages last."""
+    shares, blocks = [], state.free_blocks
+    for request in (*state.prefilling, *state.waiting):
+        chunk = min(4, request.num_tokens - request.num_scheduled)
+        needed = state.num_new_blocks(request, chunk)
+        if needed <= blocks:
+            blocks -= needed
+            shares.append(PrefillShare(request.request_id, chunk))
+    return shares
+
+
+def test_half_computed_prompts_cannot_block_each_other() -> None:
+    """Three prompts that hold all pages and need more: the newest gives way until one is done."""
+    harness = Harness(
+        Setting(num_blocks=6, max_model_len=24, prefix_caching=False), Scripted(_greedy_chunks)
+    )
+    for i in range(3):
+        harness.add(f"r{i}", range(16 * i, 16 * i + 16), greedy(4))
+    harness.run()
+    harness.check_all()
+    assert harness.engine.stats.preemptions >= 1
+
+
+def test_the_head_of_the_queue_is_never_passed_over() -> None:
+    """A big prompt that does not fit yet keeps small ones behind it waiting: no starving."""
+    harness = Harness(Setting(num_blocks=8, max_model_len=32, prefix_caching=False))
+    harness.add("running", range(16), greedy(10))
+    harness.step()
+    harness.add("big", range(20), greedy(2))
+    harness.add("small", [1], greedy(2))
+    harness.run()
+    harness.check_all()
+    order = [out.request_id for out in harness.outputs]
+    assert order.index("running") < order.index("big")
+    admitted = [len(a.token_ids) for plan in harness.executor.plans for a in plan.admissions]
+    assert admitted == [16, 20, 1]
+
+
+def test_an_unfinished_prompt_reserves_the_pages_of_its_rest() -> None:
+    """A waiting prompt is admitted only beside what the unfinished one still needs."""
+    setting = Setting(num_blocks=8, max_num_batched_tokens=6, max_model_len=32)
+    harness = Harness(setting)
+    harness.add("long", range(24), greedy(2))
+    harness.add("next", range(25, 40), greedy(2))
+    for _ in range(4):
+        harness.step()
+    assert harness.engine.stats.running == 1
+    harness.run()
+    harness.check_all()
+    assert harness.engine.stats.preemptions == 0
+
+
+def test_prompts_go_on_beside_decoding_rows() -> None:
+    """One step mixes decodes with chunks, decodes first, under one budget."""
+    harness = Harness(Setting(max_num_batched_tokens=8))
+    harness.add("first", [1, 2, 3], greedy(12))
+    harness.add("second", range(20), greedy(3))
+    harness.run()
+    harness.check_all()
+    mixed = [plan for plan in harness.executor.plans if plan.decode_rows and plan.prefill]
+    assert len(mixed) >= 2
+    assert max(plan.num_tokens for plan in mixed) == 8
+
+
+def test_a_steady_step_submits_the_same_object_again() -> None:
+    """Nothing changed: the same plan; a page was added: a new plan with the same decode_rows."""
+    harness = Harness(Setting(block_size=4))
+    harness.add("a", [1, 2], greedy(20))
+    harness.add("b", [3, 4], greedy(20))
+    harness.run()
+    plans = [plan for plan in harness.executor.plans if len(plan.decode_rows) == 2]
+    assert len({id(plan.decode_rows) for plan in plans}) == 1
+    steady = [plan for plan in plans if not plan.has_deltas]
+    assert len(steady) > 10
+    assert len({id(plan) for plan in steady}) == 1
+    assert any(plan.appends for plan in plans)
+
+
+class Backwards(SchedulingPolicy):
+    """Last come, first served, all keys of a kind equal."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (-request.arrival_step,)
+
+
+def test_equal_keys_are_served_in_the_order_of_arrival() -> None:
+    """The policy's order first, then the order of arrival."""
+    harness = Harness(Setting(max_num_seqs=1), TokenBudgetScheduler(Backwards()))
+    for name in ("a", "b", "c"):
+        harness.add(name, [ord(name) % 50], greedy(2))
+    harness.step()
+    harness.add("late", [1], greedy(2))
+    harness.run()
+    assert [out.request_id for out in harness.outputs] == ["a", "late", "b", "c"]
+
+
+def test_a_request_that_left_the_queue_is_skipped() -> None:
+    """An aborted request's place in the queue comes to nothing."""
+    harness = Harness(Setting(max_num_seqs=1))
+    for name in ("a", "b", "c"):
+        harness.add(name, [1, 2])
+    harness.engine.abort("b")
+    harness.run()
+    assert [out.request_id for out in harness.outputs] == ["b", "a", "c"]
+
+
+def test_waiting_requests_are_seen_as_a_sequence() -> None:
+    """A scheduler may index the queue, from both ends, and learns where it ends."""
+    seen: list[str] = []
+
+    def look(state: SchedulerState) -> list[PrefillShare]:
+        if not seen:
+            seen.extend([state.waiting[0].request_id, state.waiting[-1].request_id])
+            with pytest.raises(IndexError):
+                state.waiting[len(state.waiting)]
+        return everything(state)
+
+    harness = Harness(scheduler=Scripted(look))
+    for name in ("a", "b", "c"):
+        harness.add(name, [1, 2])
+    harness.run()
+    assert seen == ["a", "c"]
+
+
+def test_fcfs_lets_the_newest_give_way() -> None:
+    """Without a key of its own for victims, a policy preempts whoever it serves last."""
+    harness = Harness()
+    requests = [harness.add(name, [1, 2])[0] for name in ("a", "b", "c")]
+    policy = FcfsPolicy()
+    assert policy.victim_key(requests[2]) > policy.victim_key(requests[0])
+    assert TokenBudgetScheduler(policy).choose_victim(requests) == "c"
