@@ -149,8 +149,9 @@ def evaluate(
     reasons = unmet(spec.capabilities, requirements)
     if not reasons:  # A plugin's own check may rely on what its capabilities promise.
         try:
-            reasons = list(spec.check(requirements, _options(spec, resolved)))
-            layouts = tuple(spec.kv_layouts(requirements))
+            options = _options(spec, resolved)
+            reasons = list(spec.check(requirements, options))
+            layouts = tuple(spec.kv_layouts(requirements, options))
         except Exception as error:
             raise PluginLoadError(
                 f"attention {choice.backend!r} ({resolved.distribution} {resolved.version}) failed "

@@ -95,7 +95,7 @@ def nanovllm_attention():
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True, MORE
         ),
-        kv_layouts=lambda requirements: [KVLayout(name, n) for name, n in LAYOUTS],
+        kv_layouts=lambda requirements, options: [KVLayout(name, n) for name, n in LAYOUTS],
         check=CHECK,
         provider=PROVIDER,
     )]

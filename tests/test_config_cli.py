@@ -42,7 +42,7 @@ def nanovllm_attention():
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True
         ),
-        kv_layouts=lambda requirements: [KVLayout("NPKD", 16)],
+        kv_layouts=lambda requirements, options: [KVLayout("NPKD", 16)],
     )]
 """
 

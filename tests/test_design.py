@@ -127,7 +127,7 @@ def test_a_plugin_of_each_kind_is_found_by_its_hook(install: Install, kind: str)
     """The smallest plugin of every kind loads, and its spec is of the kind's type."""
     wanted = KINDS[kind]
     more = {
-        "attention": "capabilities=None, kv_layouts=lambda requirements: []",
+        "attention": "capabilities=None, kv_layouts=lambda requirements, options: []",
         "model": "",
         "scheduler": "",
         "executor": "",

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 PADDED = -1
 """The token id a result holds for a row that the device had already finished."""
 
+MAX_DEVICE_STOP_IDS = 8
+"""Stop ids of a row that the device checks; where there are more, the engine checks every token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:

@@ -48,13 +48,13 @@ class AttentionSpec(PluginSpec):
 
     `check` returns reasons beyond what `capabilities` can say (an import that is missing, an option
     that excludes a shape); it takes the requirements and the validated options.
-    `kv_layouts` returns the (layout, page multiple) choices in order of preference.
+    `kv_layouts` takes the same and returns the (layout, page multiple) choices, the preferred first.
     `rank` orders candidates for `backend: auto`; the highest that passes its checks wins.
     `provider` names what really runs, where a backend chooses among libraries.
     """
 
     capabilities: AttentionCapabilities
-    kv_layouts: Callable[[AttentionRequirements], Sequence[KVLayout]]
+    kv_layouts: Callable[[AttentionRequirements, BaseModel], Sequence[KVLayout]]
     check: Callable[[AttentionRequirements, BaseModel], list[str]] = lambda _req, _opt: []
     provider: Callable[[BaseModel], str] | None = None
     rank: int = 0

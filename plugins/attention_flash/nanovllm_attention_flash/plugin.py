@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -35,7 +36,7 @@ def provider_of(options: BaseModel) -> Provider:
 
 
 def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
-    """Why the chosen provider cannot serve: not installed, the wrong GPU, the wrong page size."""
+    """Why the chosen provider cannot serve: not installed, or the wrong GPU."""
     provider = provider_of(options)
     reasons = []
     missing = provider.missing()
@@ -48,24 +49,14 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
             f"provider {provider.name} reads pages on compute capability {first}.x to {last}.x, "
             f"this GPU has {here[0]}.{here[1]}; choose another provider or backend"
         )
-    # Layouts are asked for without options, so that a provider's own multiple is held here.
-    multiple, block_size = provider.page_multiple, requirements.block_size
-    if _offered(block_size) % multiple:
-        reasons.append(
-            f"provider {provider.name} reads pages of a multiple of {multiple} tokens, "
-            f"cache.block_size is {block_size or 'unset'}; set cache.block_size: {multiple}"
-        )
     return reasons
 
 
-def kv_layouts(_requirements: AttentionRequirements) -> Sequence[KVLayout]:
-    """Pages of 128 tokens first, one key tile of FlashAttention-4; then any multiple of 16."""
-    return (KVLayout("NPKD", 128), KVLayout("NPKD", 16))
-
-
-def _offered(block_size: int | None) -> int:
-    """The page size to expect where the configuration leaves it to the first layout."""
-    return block_size or 128
+def kv_layouts(_requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
+    """Pages of 128 tokens, one key tile of FlashAttention-4, where the provider takes them."""
+    multiple = provider_of(options).page_multiple
+    preferred = math.lcm(128, multiple)
+    return tuple(KVLayout("NPKD", size) for size in dict.fromkeys((preferred, multiple)))
 
 
 @hookimpl

@@ -52,7 +52,7 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
     return reasons
 
 
-def kv_layouts(_requirements: AttentionRequirements) -> Sequence[KVLayout]:
+def kv_layouts(_requirements: AttentionRequirements, _options: BaseModel) -> Sequence[KVLayout]:
     """Pages of any multiple of 16 tokens: efficient attention reads masks 16 columns at a time."""
     return (KVLayout("NPKD", 16),)
 

@@ -18,9 +18,12 @@ from nanovllm_core.interfaces.attention import (
 from nanovllm_core.interfaces.specs import AttentionSpec
 
 
-def _kv_layouts(requirements: AttentionRequirements) -> Sequence[KVLayout]:
-    """Pages of any multiple of 16 tokens: a tile may span pages, a page may hold several tiles."""
-    return [KVLayout("NPKD", page_multiple=16)]
+def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
+    """Pages of any multiple of 16 tokens: a tile may span pages, a page may hold several tiles.
+
+    64 is preferred: the kernels are as fast, and the host hands out a quarter as many pages.
+    """
+    return [KVLayout("NPKD", page_multiple=64), KVLayout("NPKD", page_multiple=16)]
 
 
 def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:

@@ -9,8 +9,8 @@ A shorter prompt has the lower key, and so has one that arrived earlier. Compari
 same as comparing `work - ageing * steps waited`, for both at the same moment: every step of waiting
 is worth `ageing` tokens.
 
-The bound. Let a request of work W join at step a. Another, of work w >= 1, that arrives at step b is
-served before it only if w + ageing * b <= W + ageing * a, so only if
+The bound. Let a request of work W join at step a. Another, of work w >= 1, that arrives at step b
+is served before it only if w + ageing * b <= W + ageing * a, so only if
 
     b - a <= (W - 1) / ageing
 
@@ -20,8 +20,8 @@ they are: what is served before it is finite, and the default scheduler, which n
 head of its queue, then admits it. With ageing = 0 there is no such step, and endless arrivals of
 shorter prompts starve it.
 
-A preempted request joins the queue anew with its first arrival_step; its work then counts the outputs
-that must be computed again.
+A preempted request joins the queue anew with its first arrival_step; its work then counts the
+outputs that must be computed again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""The whole engine on a GPU: what a steady step does, and that nothing changes the answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.worker.graphs import DecodeGraphs
+from tests.gpu.test_graphs import BACKENDS
+
+SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 512, "device": "cuda"}
+BLOCKS = {"cache.num_blocks": 2048, "cache.block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[list[dict[str, str]]]:
+    """A spread of the demo's held-out items."""
+    from nanovllm_checkpoint_demo.plugin import locate
+
+    lines = (locate("") / "eval.jsonl").read_text().splitlines()[::24]
+    return [json.loads(line)["messages"] for line in lines]
+
+
+def answers(llm: LLM, questions: list[list[dict[str, str]]]) -> list[list[int]]:
+    outputs = llm.chat(questions, SamplingParams(temperature=0, max_tokens=128), use_tqdm=False)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(questions: list[list[dict[str, str]]]) -> Iterator[list[list[int]]]:
+    """The tokens of the plainest engine: fp32, eager, no prefix cache, no step ahead."""
+    with LLM(
+        "demo", attention="sdpa", dtype="float32", enforce_eager=True, steps_ahead=0,
+        **SMALL, **BLOCKS, **{"cache.prefix_caching": False},
+    ) as llm:  # fmt: skip
+        yield answers(llm, questions)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "three steps ahead": {"steps_ahead": 3},
+    "small chunks": {"max_num_batched_tokens": 48},
+    "large pages": {"cache.block_size": 128, "cache.num_blocks": 256},
+    "forced preemption": {"cache.num_blocks": 40},
+    "debug": {"debug": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_answers_do_not_depend_on_how_they_are_computed(
+    questions: list[list[dict[str, str]]],
+    expected: list[list[int]],
+    backend: str,
+    variant: str,
+    dtype: str,
+) -> None:
+    """Exact tokens in fp32; in bf16 too, since the demo's top two logits are far apart."""
+    if backend == "flash" and (dtype == "float32" or variant == "three steps ahead"):
+        pytest.skip("flash has no fp32, and compiles for each engine")
+    changes = {**SMALL, **BLOCKS, **VARIANTS[variant]}
+    with LLM("demo", attention=backend, dtype=dtype, **changes) as llm:
+        assert answers(llm, questions) == expected
+        assert (llm.stats.preemptions > 0) is (variant == "forced preemption")
+
+
+def test_a_steady_step_is_one_replay_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 steps under the sync debug mode "error", each with exactly one replay."""
+    replays = []
+    replay = DecodeGraphs.replay
+
+    def count(graphs: DecodeGraphs, bucket: int) -> None:
+        replays.append(bucket)
+        replay(graphs, bucket)
+
+    with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:
+        engine = llm._engine
+        params = SamplingParams(temperature=0.8, max_tokens=400, ignore_eos=True)
+        for index in range(32):
+            engine.add_request(str(index), [1 + index, 2, 3], params)
+        for _ in range(5):
+            engine.step()
+        monkeypatch.setattr(DecodeGraphs, "replay", count)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(50):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert replays == [32] * 50
+
+
+def test_the_cache_is_sized_by_this_process_on_a_shared_gpu() -> None:
+    """Half the GPU is the same number of pages while another process holds 30 GiB (bug 7)."""
+    hold = (
+        "import sys, torch; x = torch.empty(30 << 30, dtype=torch.uint8, device='cuda'); "
+        "torch.cuda.synchronize(); print('held', flush=True); sys.stdin.read()"
+    )
+
+    def pages() -> int:
+        with LLM(
+            "demo", attention="triton", **SMALL, **{"cache.gpu_memory_utilization": 0.5}
+        ) as llm:
+            return llm.info.num_blocks
+
+    alone = pages()
+    neighbour = subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert neighbour.stdout is not None
+        assert neighbour.stdout.readline() == b"held\n"
+        shared = pages()
+    finally:
+        neighbour.communicate()
+    assert abs(shared - alone) <= 0.01 * alone

@@ -1,0 +1,135 @@
+"""Captured steps equal eager ones, whatever changed since the capture."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from importlib import metadata
+
+import pytest
+import torch
+
+from tests.gpu.conftest import Machine
+
+BACKENDS = ["triton", "sdpa"]
+if "flash-attn-4" in {d.metadata["Name"] for d in metadata.distributions()}:
+    BACKENDS.append("flash")
+
+
+def random_prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(4096) for _ in range(length)] for _ in range(count)]
+
+
+def perturb_allocator() -> None:
+    """Make the allocator hand out other addresses than it did at capture."""
+    keep = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(64)]
+    del keep[::2]
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
+    machine: Callable[..., Machine], backend: str
+) -> None:
+    """Same bucket, same backend: logits, tables and tokens agree to the last bit (bug 22).
+
+    Inputs differ from those at capture, the allocator was perturbed, one entry of the bucket is
+    padding, and the pages are the highest.
+    """
+    made = machine(attention=backend, max_num_seqs=64, max_model_len=512)
+    runner = made.runner
+    graphs = runner._graphs
+    assert graphs is not None
+    made.prefill(random_prompts(64, 150), computed=150, temperature=0.7)
+    for bucket in runner.bucket_sizes:
+        made.activate(max(1, bucket - 1))
+        perturb_allocator()
+        before = runner.tables.arena.clone()
+        runner.logits.fill_(float("nan"))
+        graphs.replay(bucket)
+        logits, after = runner.logits[:bucket].clone(), runner.tables.arena.clone()
+        runner.tables.arena.copy_(before)
+        runner.logits.fill_(float("nan"))
+        with torch.inference_mode():
+            runner.decode(bucket)
+        live = max(1, bucket - 1)
+        assert torch.equal(runner.logits[:live], logits[:live]), f"bucket {bucket}"
+        assert torch.equal(runner.tables.arena, after), f"bucket {bucket}"
+        assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_beyond_2_to_the_31_elements_are_read_and_written(
+    machine: Callable[..., Machine], backend: str
+) -> None:
+    """The same text from the highest pages of a large cache as from a small one."""
+    logits = []
+    for num_blocks in (64, 17_000):
+        made = machine(
+            model={"num_hidden_layers": 1},
+            attention=backend,
+            max_num_seqs=4,
+            max_model_len=512,
+            **{"cache.block_size": 128, "cache.num_blocks": num_blocks},
+        )
+        cache = made.runner.attention._cache
+        assert cache is not None
+        assert (cache.layer(0)[0].numel() > 2**31) is (num_blocks > 64)
+        made.prefill(random_prompts(4, 300), computed=300)
+        made.activate(4)
+        graphs = made.runner._graphs
+        assert graphs is not None
+        graphs.replay(4)
+        logits.append(made.runner.logits[:4].clone())
+        made.executor.close()
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_sampled_tokens_follow_the_distribution_across_replays(
+    machine: Callable[..., Machine],
+) -> None:
+    """Chi-square of 32 replays of 256 rows, all with one row's logits and seeds of their own."""
+    made = machine(
+        model={"vocab_size": 32}, attention="triton", max_num_seqs=256, max_model_len=256
+    )
+    runner, graphs = made.runner, made.runner._graphs
+    assert graphs is not None
+    prompt = [i % 32 for i in range(40)]
+    made.prefill([prompt] * 256, computed=40, temperature=1.0)
+    made.activate(256)
+    before = runner.tables.arena.clone()
+    draws = []
+    for replay in range(32):
+        runner.tables.arena.copy_(before)
+        runner.tables.seed.copy_(torch.arange(256, device="cuda") + 1000 * replay)
+        graphs.replay(256)
+        draws.append(runner.tables.token_ids[:, 41].long().clone())
+    samples = torch.stack(draws)
+    expected = torch.softmax(runner.logits[0].double(), 0) * samples.numel()
+    observed = torch.bincount(samples.flatten(), minlength=32).double()
+    chi_square = ((observed - expected) ** 2 / expected).sum().item()
+    assert chi_square < 61.1, f"chi-square {chi_square:.1f} with 31 degrees of freedom, p < 1e-3"
+    centred = samples.double() - samples.double().mean()
+    for shifted in (centred.roll(1, 0), centred.roll(1, 1)):
+        correlation = (centred * shifted).mean() / centred.square().mean()
+        assert abs(correlation.item()) < 4 / samples.numel() ** 0.5
+
+
+def test_a_sampled_token_does_not_depend_on_its_batch(machine: Callable[..., Machine]) -> None:
+    """With equal logits, seed and output index a row draws the same id alone and among others."""
+    made = machine(attention="triton", max_num_seqs=64, max_model_len=256)
+    graphs = made.runner._graphs
+    assert graphs is not None
+    made.prefill([random_prompts(1, 40)[0]] * 64, computed=40, temperature=1.0)
+    before = made.runner.tables.arena.clone()
+    tokens = []
+    for bucket in (1, 8, 64):
+        made.runner.tables.arena.copy_(before)
+        made.activate(bucket)
+        made.runner.tables.seed.fill_(7)
+        graphs.replay(bucket)
+        drawn = made.runner.tables.token_ids[:bucket, 41]
+        assert (drawn == drawn[0]).all()
+        tokens.append(int(drawn[0]))
+    assert len(set(tokens)) == 1
