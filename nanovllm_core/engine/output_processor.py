@@ -18,6 +18,9 @@ class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these further ids complete; "" while a character is incomplete."""
 
+    def flush(self) -> str:
+        """What is left at the end of the sequence, such as the bytes of half a character."""
+
 
 DetokenizerFactory = Callable[[], Detokenizer]
 """Makes a fresh detokenizer; called once for each sample of a request."""
@@ -30,7 +33,8 @@ class RequestOutput:
     `token_ids` are all output ids, with the end-of-sequence id if that ended them; `text` leaves
     the ending id and the stop string out, and is "" where the request has no detokenizer.
     `stop_reason` is the id or string that stopped the request. `logprobs` has an entry per output
-    id where they were asked for. `num_cached_tokens` counts prompt tokens the prefix cache held.
+    id where they were asked for. `num_cached_tokens` counts prompt tokens the prefix cache held,
+    `wait_steps` the engine's steps from the arrival to the admission (None before it).
     """
 
     request_id: str
@@ -44,6 +48,7 @@ class RequestOutput:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    wait_steps: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -76,19 +81,23 @@ class OutputStream:
     def push(self, token_ids: Sequence[int], ended: bool) -> None:
         """Take further output ids; `ended` says that the device ended the request at the last.
 
-        Sets `finish_reason` where the request is over, by the device's word or by a stop string.
+        Sets `finish_reason` where the request is over: by the device's word, by a stop id (the
+        device does not check all of many), or by a stop string.
         """
         self.token_ids += token_ids
-        ending_id = self._ending_id() if ended else None
+        ending_id = self._ending_id()
+        ended = ended or ending_id is not None
         if self.detokenizer is not None:
-            with_text = token_ids if ending_id is None else token_ids[:-1]
-            self._append_text(self.detokenizer, with_text)
+            text = self.detokenizer.push(token_ids if ending_id is None else token_ids[:-1])
+            self._append_text(text + self.detokenizer.flush() if ended else text)
         if self.finish_reason is None and ended:
             self.finish_reason = "length" if ending_id is None else "stop"
             self.stop_reason = ending_id
 
     def abort(self) -> None:
         """The caller wants no more."""
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.flush()
         self.finish_reason = "abort"
 
     def take(self) -> RequestOutput:
@@ -106,6 +115,7 @@ class OutputStream:
             stop_reason=self.stop_reason,
             logprobs=self.logprobs[:] if self.request.params.logprobs is not None else None,
             num_cached_tokens=self.request.num_cached_tokens,
+            wait_steps=self.request.wait_steps,
         )
         self._num_sent_ids = len(self.token_ids)
         self._num_sent_chars = sendable
@@ -114,15 +124,15 @@ class OutputStream:
     def _ending_id(self) -> int | None:
         """The last id, if it is one that ends the request."""
         sampling = self.request.sampling
+        if not self.token_ids or len(self.token_ids) < sampling.min_tokens:
+            return None
         last = self.token_ids[-1]
-        stops = last in sampling.stop_token_ids and len(self.token_ids) >= sampling.min_tokens
-        return last if stops else None
+        return last if last in sampling.stop_token_ids else None
 
-    def _append_text(self, detokenizer: Detokenizer, token_ids: Sequence[int]) -> None:
-        """Append the ids' text and cut it before the first stop string that it completes."""
+    def _append_text(self, text: str) -> None:
+        """Append further text and cut it before the first stop string that it completes."""
         searched = len(self.text)
-        if token_ids:
-            self.text += detokenizer.push(token_ids)
+        self.text += text
         strings = self.request.params.stop_strings
         if not strings or len(self.token_ids) < self.request.params.min_tokens:
             return

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.engine.rows import RowTable
-from nanovllm_core.interfaces.plan import RowSampling
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, RowSampling
 from nanovllm_core.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -69,7 +69,8 @@ class Request:
     """Leading pages of `block_ids` that the prefix cache was told about."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
-    was_admitted: bool = False
+    wait_steps: int | None = None
+    """Steps from the arrival to the first admission; None before it."""
     held_samples: list[Request] = field(default_factory=list)
     """Samples that wait for this request's prompt pages."""
 
@@ -89,7 +90,12 @@ class Request:
     def is_watched(self) -> bool:
         """True where every single token needs the output processor."""
         params = self.params
-        return self.stream or bool(params.stop) or params.logprobs is not None
+        return (
+            self.stream
+            or bool(params.stop)
+            or params.logprobs is not None
+            or len(self.sampling.stop_token_ids) > MAX_DEVICE_STOP_IDS
+        )
 
     @property
     def num_in_flight(self) -> int:

@@ -15,10 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm_core.interfaces.plan import Admission, PageAppend
-
-MAX_DEVICE_STOP_IDS = 8
-"""Stop ids the device checks by itself; the engine checks any further ones when results arrive."""
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission, PageAppend
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,9 @@ class Letters:
         self.pushed += token_ids
         return letters(token_ids)
 
+    def flush(self) -> str:
+        return ""
+
 
 def letters(token_ids: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)

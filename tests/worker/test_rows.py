@@ -10,11 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_core.interfaces.plan import PADDED, Admission, PageAppend, RowSampling
+from nanovllm_core.interfaces.plan import (
+    MAX_DEVICE_STOP_IDS,
+    PADDED,
+    Admission,
+    PageAppend,
+    RowSampling,
+)
 from nanovllm_core.worker import rows_reference
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.results import ResultRing
-from nanovllm_core.worker.rows import MAX_DEVICE_STOP_IDS, RowTables, RowUpdates, StagingRing
+from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
