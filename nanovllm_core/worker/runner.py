@@ -84,7 +84,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
-        """Run the largest step there can be, on page 0 and to no effect, to find its peak memory."""
+        """Run the largest step there can be, to no effect but on page 0, for its peak memory."""
         length = min(num_tokens, self.max_model_len)
         num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
@@ -187,7 +187,7 @@ class ModelRunner:
         num_chunks = len(chunks)
         lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        # Each part starts at a multiple of 16 bytes: kernels are compiled for a pointer's alignment.
+        # Each part starts at a multiple of 16 bytes: kernels are compiled for an alignment.
         width = -(-(num_chunks + 1) // 4) * 4
         host = np.zeros((6, width), dtype=np.int32)
         host[0, : num_chunks + 1] = starts

@@ -65,7 +65,7 @@ class Machine:
         self.runner: ModelRunner = executor._runner
 
     def prefill(self, prompts: list[list[int]], computed: int, **sampling: Any) -> None:
-        """Put prompt i on row i, its pages from the highest down, and compute `computed` positions."""
+        """Put prompt i on row i, its pages from the highest down; compute `computed` positions."""
         num_blocks, size = self.info.num_blocks, self.info.block_size
         pages = iter(range(num_blocks - 1, -1, -1))
         admissions = tuple(
@@ -99,9 +99,8 @@ def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
 
     def make(width: str = "0.6B", model: dict[str, Any] | None = None, **overrides: Any) -> Machine:
         write_config(tmp_path, width, **(model or {}))
-        config = load_config(
-            str(tmp_path), overrides={"load_format": "dummy", "device": "cuda", **overrides}
-        )
+        fixed = {"load_format": "dummy", "device": "cuda", "cache.num_blocks": 2048}
+        config = load_config(str(tmp_path), overrides={**fixed, **overrides})
         startup = start(config)
         executor = startup.executor
         assert isinstance(executor, SingleProcessExecutor)
