@@ -186,7 +186,7 @@ class LimitSettings(Section):
 
     max_model_len: int | None = Field(
         default=None,
-        ge=1,
+        ge=2,
         description="The longest a sequence may become, prompt and answer together, in tokens (a "
         "token is about three quarters of an English word). Left out, the model's own limit.",
     )

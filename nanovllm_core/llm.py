@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +16,10 @@ from nanovllm_core.config_sources import load_config
 from nanovllm_core.engine import Engine, EngineLimits, EngineStats, RequestOutput
 from nanovllm_core.errors import CheckpointError, EngineClosedError, InvalidPromptError
 from nanovllm_core.interfaces.plan import WorkerInfo
+from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.startup import start
-from nanovllm_core.tokenizer import Tokenizer
+from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -45,33 +47,45 @@ class LLM:
         self.config = config
         self._closed = False
         self._next_id = 0
+        self._awaited: set[str] = set()
+        """Requests whose caller wants their outputs."""
+        self._kept: list[RequestOutput] = []
+        """Outputs that came while another caller ran the steps, as when a stream is left open."""
         startup = start(config)
         self._plugins, self._executor = startup.plugins, startup.executor
         self._tokenizer = Tokenizer.find(config.tokenizer or startup.setup.checkpoint)
-        eos = self._tokenizer.eos_token_ids if self._tokenizer is not None else ()
+        # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
+        eos = dict.fromkeys(checkpoint_eos_token_ids(startup.setup.checkpoint))
+        if self._tokenizer is not None:
+            eos |= dict.fromkeys(self._tokenizer.eos_token_ids)
         try:
             self.info: WorkerInfo = self._executor.start(startup.setup)
+            self._engine = self._make_engine(startup.scheduler, eos)
         except BaseException:
             self._executor.close()
             raise
-        self._engine = Engine(
+        self._plugins.hook.nanovllm_engine_started(info=self.info)
+
+    def _make_engine(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> Engine:
+        config, info = self.config, self.info
+        limits = EngineLimits(
+            max_num_seqs=config.limits.max_num_seqs,
+            max_num_batched_tokens=config.limits.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+        )
+        return Engine(
             self._executor,
-            startup.scheduler,
-            EngineLimits(
-                max_num_seqs=config.limits.max_num_seqs,
-                max_num_batched_tokens=config.limits.max_num_batched_tokens,
-                max_model_len=self.info.max_model_len,
-                num_blocks=self.info.num_blocks,
-                block_size=self.info.block_size,
-                vocab_size=self.info.vocab_size,
-            ),
-            eos_token_ids=eos,
+            scheduler,
+            limits,
+            eos_token_ids=eos_token_ids,
             prefix_caching=config.cache.prefix_caching,
             steps_ahead=config.steps_ahead,
             seed=config.seed,
             debug=config.debug,
         )
-        self._plugins.hook.nanovllm_engine_started(info=self.info)
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -95,7 +109,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer conversations (lists of `{"role", "content"}`) through the checkpoint's template."""
+        """Answer conversations, lists of `{"role", "content"}`, by the checkpoint's template."""
         many = (
             [conversations]
             if conversations and isinstance(conversations[0], Mapping)
@@ -120,13 +134,11 @@ class LLM:
         left = params.n
         try:
             while left:
-                for output in self._step():
-                    if output.request_id == request_id:
-                        left -= output.finish_reason is not None
-                        yield output
+                for output in self._step([request_id]):
+                    left -= output.finish_reason is not None
+                    yield output
         finally:
-            if left:
-                self._engine.abort(request_id)
+            self._forget([request_id])
 
     def _run(
         self,
@@ -141,10 +153,8 @@ class LLM:
                 order[self._add(ids, one)] = len(order)
             total = sum(one.n for one in params)
             outputs = self._drain(order, total, show=use_tqdm and sys.stderr.isatty())
-        except BaseException:
-            for request_id in order:
-                self._engine.abort(request_id)
-            raise
+        finally:
+            self._forget(order)
         return sorted(outputs, key=lambda output: (order[output.request_id], output.index))
 
     def _drain(self, order: Mapping[str, int], total: int, show: bool) -> list[RequestOutput]:
@@ -155,15 +165,28 @@ class LLM:
         ) as progress:
             task = progress.add_task("Generating", total=total)
             while len(finished) < total:
-                for output in self._step():
-                    if output.finish_reason is not None and output.request_id in order:
+                for output in self._step(order):
+                    if output.finish_reason is not None:
                         finished.append(output)
                         progress.advance(task)
         return finished
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self, mine: Container[str]) -> list[RequestOutput]:
+        """Run a step; the news of the requests in `mine`. What others await is kept for them."""
         self._check_open()
-        return self._engine.step()
+        news = self._kept + self._engine.step()
+        self._kept = [
+            output
+            for output in news
+            if output.request_id in self._awaited and output.request_id not in mine
+        ]
+        return [output for output in news if output.request_id in mine]
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more; what is unfinished of them is aborted."""
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+            self._awaited.discard(request_id)
 
     def _add(self, ids: Sequence[int], params: SamplingParams, stream: bool = False) -> str:
         self._check_open()
@@ -171,12 +194,19 @@ class LLM:
         self._next_id += 1
         detokenizer = self._tokenizer.detokenizer if self._tokenizer is not None else None
         self._engine.add_request(request_id, ids, params, stream=stream, detokenizer=detokenizer)
+        self._awaited.add(request_id)
         return request_id
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        return list(prompt)
+        try:
+            return list(prompt)
+        except TypeError:
+            raise InvalidPromptError(
+                f"a prompt is text or a list of token ids; got {type(prompt).__name__} "
+                f"{prompt!r:.80}"
+            ) from None
 
     # -- what it is made of -----------------------------------------------------------------------
 
@@ -230,9 +260,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidPromptError(
-            f"prompts: expected text, a list of token ids or a list of these, got {type(prompts).__name__}"
+            "prompts: expected text, a list of token ids or a list of these, got "
+            f"{type(prompts).__name__} {prompts!r:.80}"
         )
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
