@@ -285,8 +285,8 @@ class Planner:
 
     def _admit(self, request: Request, num_cached: int, share: PrefillShare) -> Admission:
         self.prefix_hit_tokens += num_cached
-        if not request.was_admitted:
-            request.was_admitted = True
+        if request.wait_steps is None:
+            request.wait_steps = self.step - request.arrival_step
             request.num_cached_tokens = num_cached
         request.row = self.rows.acquire(request, num_cached)
         request.state = RequestState.PREFILLING

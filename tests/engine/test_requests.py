@@ -283,6 +283,20 @@ def test_an_output_answers_as_nano_vllms_do() -> None:
         output["prompt"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_aborted_request_returns_what_it_had(stream: bool) -> None:
+    """Its ids and its text so far, with the true reason."""
+    harness = Harness()
+    harness.add("a", [1, 2], greedy(20), stream=stream, detokenizer=Letters)
+    for _ in range(4):
+        harness.step()
+    harness.engine.abort("a")
+    output = harness.run()["a", 0]
+    assert output.finish_reason == "abort"
+    assert output.token_ids == _free_run(20)[:4]
+    assert output.text == letters(output.token_ids)
+
+
 def test_stats_say_how_things_stand() -> None:
     harness = Harness(Setting(max_num_seqs=2))
     for i in range(3):
@@ -295,6 +309,17 @@ def test_stats_say_how_things_stand() -> None:
     assert stats.output_tokens == 12
     assert stats.steps == len(harness.executor.plans)
     assert 0 < stats.host_seconds < 10
+
+
+def test_outputs_say_how_long_the_request_waited() -> None:
+    """In steps, from the arrival to the first admission; None if it was never admitted."""
+    harness = Harness(Setting(max_num_seqs=1, steps_ahead=0))
+    for name in ("a", "b", "gone"):
+        harness.add(name, [1, 2], greedy(4))
+    harness.engine.abort("gone")
+    finished = harness.run()
+    waits = [finished[name, 0].wait_steps for name in ("a", "b", "gone")]
+    assert waits == [0, 4, None]
 
 
 def _broken(harness: Harness, request: Request, how: str) -> None:
