@@ -1,0 +1,428 @@
+"""What the documents say is true: their code runs, their tables are current, their links lead on."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import click
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from nanovllm_core import hookspecs
+from nanovllm_core.cli.config import check_plugins
+from nanovllm_core.cli.main import make_app
+from nanovllm_core.config_errors import FLAT_KEYWORDS
+from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
+from nanovllm_core.errors import ConfigError
+from nanovllm_core.interfaces.scheduler import SchedulerState
+from nanovllm_core.plugin_manager import EXTENSION_GROUP, KINDS, get_plugin_manager
+from nanovllm_core.startup import make_scheduler
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+CONFIGURATION = ROOT / "docs/configuration.md"
+COMING_FROM = ROOT / "docs/coming_from_nano_vllm.md"
+PLUGINS = ROOT / "docs/plugins.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("plugins/*/*.md")])
+OUR_DOCUMENTS = [path for path in DOCUMENTS if "plugins" not in path.parent.parts]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    document: Path
+    line: int
+    language: str
+    info: str
+    text: str
+
+    @property
+    def title(self) -> str | None:
+        match = re.search(r'title="([^"]+)"', self.info)
+        return match[1] if match else None
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(document: Path, language: str) -> Iterator[Block]:
+    text = document.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w+)([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if match[1] == language:
+            line = text[: match.start()].count("\n") + 1
+            yield Block(document, line, match[1], match[2], match[3])
+
+
+def blocks_of_all(language: str) -> list[Block]:
+    return [block for document in OUR_DOCUMENTS for block in blocks(document, language)]
+
+
+def by_place(value: object) -> str:
+    return str(value)
+
+
+@pytest.fixture
+def demo_plugins() -> None:
+    for name in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):
+        pytest.importorskip(f"nanovllm_{name}", reason=f"needs the plugin {name}")
+
+
+# -- code blocks ----------------------------------------------------------------------------------
+
+PROGRAMS = [block for block in blocks_of_all("python") if not block.title]
+
+
+def test_there_are_programs_and_commands_to_check() -> None:
+    assert len(PROGRAMS) >= 3
+    assert len(COMMANDS) >= 8
+
+
+@pytest.mark.usefixtures("demo_plugins")
+@pytest.mark.parametrize("block", PROGRAMS, ids=by_place)
+def test_every_program_in_the_documents_runs(
+    block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
+    exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert printed.strip()
+    if block.document == README:
+        assert printed.endswith("apple cat moon tree"), "the model answers the question"
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in blocks_of_all("yaml") if b.info == ""], ids=by_place
+)
+def test_every_yaml_file_in_the_documents_is_right(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    check_plugins(get_plugin_manager(), load_config(file=file, env={}))
+
+
+WRONG = [
+    (wrong, right)
+    for document in OUR_DOCUMENTS
+    for wrong in blocks(document, "yaml")
+    if wrong.info.strip() == "error"
+    for right in [next(b for b in blocks(document, "text") if b.line > wrong.line)]
+]
+
+
+@pytest.mark.parametrize(("block", "message"), WRONG, ids=by_place)
+def test_every_shown_error_is_what_one_gets(block: Block, message: Block, tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        check_plugins(get_plugin_manager(), load_config(file=file, env={}))
+    assert str(caught.value).replace(str(file), file.name) == message.text.strip()
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(where, command) of every `nanovllm ...` line in a bash block, continued lines joined."""
+    for block in blocks_of_all("bash"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if line.startswith("nanovllm "):
+                yield str(block), line
+
+
+COMMANDS = list(commands())
+NOT_RUN_HERE = ("bench", "Qwen/")
+"""They need a GPU or a download; their flags are checked all the same."""
+
+
+@pytest.mark.parametrize(("where", "line"), COMMANDS, ids=by_place)
+def test_every_command_is_one_with_flags_that_exist(where: str, line: str) -> None:
+    command: click.Command = typer.main.get_command(make_app())
+    words = shlex.split(line, comments=True)[1:]
+    context = None
+    while isinstance(command, click.Group):
+        context = click.Context(command, parent=context, info_name=command.name)
+        _, found, words = command.resolve_command(context, words)
+        assert found is not None, where
+        command = found
+    command.make_context(command.name, words, parent=context)
+
+
+@pytest.mark.usefixtures("demo_plugins")
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [c for c in COMMANDS if not any(word in c[1] for word in NOT_RUN_HERE)],
+    ids=by_place,
+)
+def test_every_command_that_needs_no_gpu_runs(
+    where: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
+    words = shlex.split(line, comments=True)[1:]
+    if words[0] == "eval":
+        words += ["--limit", "1"]
+    result = CliRunner().invoke(make_app(), words, input="/exit\n")
+    assert result.exit_code == 0, f"{where}: {result.output} {result.exception!r}"
+
+
+def test_make_knows_the_targets_that_the_documents_name() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {
+        (document.name, target)
+        for document in OUR_DOCUMENTS
+        for target in re.findall(r"\bmake ([a-z-]+)\b(?=[`\s])", _code_of(document))
+    }
+    assert {target for _, target in named} >= {"demo", "test"}
+    for document, target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document}: make {target}"
+
+
+def _code_of(document: Path) -> str:
+    """Fenced blocks and inline code of a document."""
+    text = document.read_text(encoding="utf-8")
+    inline = re.findall(r"`[^`\n]+`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return "\n".join([*(b.text for b in blocks(document, "bash")), *inline])
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_the_configuration_are_what_the_code_says() -> None:
+    text = CONFIGURATION.read_text(encoding="utf-8")
+    current = load_generator().render(text)
+    assert current == text, "run: python docs/generate.py"
+
+
+def test_a_changed_description_would_be_noticed() -> None:
+    """The comparison above is not one of a text with itself."""
+    text = CONFIGURATION.read_text(encoding="utf-8")
+    changed = text.replace("at the same time; further ones wait", "at once; further ones wait")
+    assert changed != text
+    assert load_generator().render(changed) == load_generator().render(text) != changed
+
+
+def table_rows(document: Path, first_header: str) -> list[list[str]]:
+    """The rows of the table whose first column has this header."""
+    lines = iter(document.read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if line.startswith(f"| {first_header} |"):
+            next(lines)
+            break
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            return rows
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+def test_the_keywords_of_nano_vllm_are_told_with_their_fields_and_defaults() -> None:
+    rows = table_rows(COMING_FROM, "keyword")
+    assert {row[0].strip("`"): row[1].strip("`") for row in rows} == dict(FLAT_KEYWORDS)
+    config = load_config("demo", env={})
+    for _, field, _, here in rows:
+        value: object = config
+        for name in field.strip("`").split("."):
+            value = getattr(value, name)
+        assert (str(value) == here) == (value is not None), f"{field} is {value}"
+    text = COMING_FROM.read_text(encoding="utf-8")
+    assert all(f"`{keyword}`" in text for keyword in REFUSED_KEYWORDS)
+
+
+def test_the_kinds_of_plugins_are_told_with_group_hook_and_spec() -> None:
+    told = {row[0]: row[1:4] for row in table_rows(PLUGINS, "kind")}
+    actual = {
+        f"`{name}`": [f"`{kind.group}`", f"`{kind.hook}`", f"`{kind.spec.__name__}`"]
+        for name, kind in KINDS.items()
+    }
+    assert told.pop("`extension`")[0] == f"`{EXTENSION_GROUP}`"
+    assert told == actual
+
+
+def test_the_readme_names_every_kind_and_every_plugin() -> None:
+    rows = table_rows(README, "kind")
+    groups = {row[1].strip("`") for row in rows}
+    assert groups == {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP}
+    told = " ".join(row[2] for row in rows)
+    for project in ROOT.glob("plugins/*/pyproject.toml"):
+        entries = tomllib.loads(project.read_text())["project"]["entry-points"]
+        for name in [name for group in entries.values() for name in group]:
+            assert f"[{name}](plugins/{project.parent.name}/README.md)" in told
+
+
+def test_the_lifecycle_hooks_are_told_with_their_arguments() -> None:
+    lifecycle = {
+        f"`{name}({', '.join(hook.__annotations__.keys() - {'return'})})`"
+        for name, hook in vars(hookspecs).items()
+        if name.startswith("nanovllm_") and name not in {kind.hook for kind in KINDS.values()}
+    }
+    assert {row[0] for row in table_rows(PLUGINS, "hook")} == lifecycle
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading_that_exist(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (document.parent / path).resolve() if path else document
+        assert place.exists(), f"{document.name}: {target}"
+        assert not anchor or anchor in anchors(place), f"{document.name}: no heading {target}"
+
+
+def test_the_map_names_folders_that_exist_and_every_package_of_the_core() -> None:
+    named = {row[0].strip("`") for row in table_rows(README, "folder")}
+    assert all((ROOT / folder).is_dir() for folder in named)
+    packages = {f"nanovllm_core/{p.parent.name}/" for p in ROOT.glob("nanovllm_core/*/__init__.py")}
+    top = {f"{name}/" for name in ("nanovllm_core", "plugins", "tests", "examples", "docs")}
+    assert packages | top <= named
+
+
+@pytest.mark.parametrize(
+    "document", OUR_DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_files_of_the_project_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:nanovllm_core|tests|docs|examples|plugins)/[\w./-]+)`", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+# -- the plugin that is shown ---------------------------------------------------------------------
+
+
+def write_titled_blocks(folder: Path) -> None:
+    """Write the files of docs/plugins.md where their titles say."""
+    for language in ("toml", "python", "yaml"):
+        for block in blocks(PLUGINS, language):
+            if block.title:
+                file = folder / block.title
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(block.text, encoding="utf-8")
+
+
+@pytest.fixture
+def shown_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The plugins of docs/plugins.md, installed by pip from what the document shows."""
+    source, target = tmp_path / "source", tmp_path / "site"
+    write_titled_blocks(source)
+    # A package needs a module `__init__`, which the document does not waste a block on.
+    (source / "nanovllm_scheduler_brief/__init__.py").touch()
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
+            *("--no-build-isolation", "--disable-pip-version-check", "--target", target),
+            *(source, source / "extension"),
+        ],
+        check=True,
+    )
+    monkeypatch.syspath_prepend(target)
+    known = set(sys.modules)
+    yield source
+    for module in set(sys.modules) - known:
+        if module.startswith(("nanovllm_scheduler_brief", "nanovllm_extension_hello")):
+            del sys.modules[module]
+
+
+@pytest.mark.usefixtures("demo_plugins")
+def test_the_plugins_of_the_document_install_load_and_do_what_it_says(
+    shown_plugins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert metadata.version("nanovllm-scheduler-brief") == "0.1.0"
+    config = load_config(file=shown_plugins / "engine.yaml", env={})
+    assert config.scheduler.options == {"ageing": 0.5}
+    assert shown_order(config, arrival_steps=(0, 0)) == ["short", "long"]
+    assert shown_order(config, arrival_steps=(0, 1000)) == ["long", "short"], "waiting counts"
+
+    from nanovllm_core import LLM, SamplingParams
+
+    small = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2}
+    plugins = {"enable": ["hello"]}
+    file = str(shown_plugins / "engine.yaml")
+    with LLM(config_file=file, plugins=plugins, **small) as llm:
+        [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=4), use_tqdm=False)
+        pages = llm.info.num_blocks
+    assert output.token_ids
+    assert f": {pages} pages of" in capsys.readouterr().out
+
+    monkeypatch.setenv("NANOVLLM_PLUGINS__ENABLE", "[hello]")
+    assert CliRunner().invoke(make_app(), ["hello"]).stdout == "hello\n"
+
+
+def shown_order(config: object, arrival_steps: tuple[int, int]) -> list[str]:
+    """The order in which the configured scheduler admits a long answer, then a short one."""
+    scheduler = make_scheduler(get_plugin_manager(), config)  # type: ignore[arg-type]
+    requests = [
+        SimpleNamespace(
+            request_id=name,
+            arrival_step=step,
+            arrival_index=index,
+            num_prompt_tokens=10,
+            num_tokens=10,
+            num_scheduled=0,
+            max_length=length,
+        )
+        for index, (name, length, step) in enumerate(
+            zip(("long", "short"), (200, 20), arrival_steps, strict=True)
+        )
+    ]
+    for request in requests:
+        scheduler.add(request)
+    state = SchedulerState(
+        step=0,
+        waiting=requests,
+        prefilling=(),
+        token_budget=100,
+        free_rows=2,
+        free_blocks=100,
+        num_cached_tokens=lambda _request: 0,
+        num_new_blocks=lambda _request, _tokens: 1,
+    )
+    return [share.request_id for share in scheduler.schedule(state)]
+
+
+# -- files beside the documents -------------------------------------------------------------------
+
+
+def test_the_configuration_example_is_right_and_sets_what_it_explains() -> None:
+    file = ROOT / "examples/config.yaml"
+    check_plugins(get_plugin_manager(), load_config(file=file, env={}))
+    assert {"model", "attention", "scheduler", "cache", "limits"} <= set(
+        yaml.safe_load(file.read_text(encoding="utf-8"))
+    )
+
+
+def test_no_document_speaks_of_the_machine_it_was_written_on() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert not re.search(r"(?<![\w.])/(work|opt|root|home)/", text), document
