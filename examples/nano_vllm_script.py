@@ -1,6 +1,6 @@
 """A script written for nano-vllm; only its import was changed (it was `from nanovllm import ...`).
 
-    python examples/nano_vllm_script.py [MODEL]     MODEL: a folder; default: the embedded model
+python examples/nano_vllm_script.py [MODEL]     MODEL: a folder; default: the embedded model
 """
 
 from __future__ import annotations

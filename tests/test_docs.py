@@ -1,4 +1,4 @@
-"""What the documents say is true: their code runs, their tables are current, their links lead on."""
+"""What the documents say is true: code runs, tables are current, links lead on."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from nanovllm_core import hookspecs
 from nanovllm_core.cli.config import check_plugins
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_errors import FLAT_KEYWORDS
 from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
 from nanovllm_core.errors import ConfigError
@@ -103,9 +104,7 @@ def test_every_program_in_the_documents_runs(
         assert printed.endswith("apple cat moon tree"), "the model answers the question"
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in blocks_of_all("yaml") if b.info == ""], ids=by_place
-)
+@pytest.mark.parametrize("block", [b for b in blocks_of_all("yaml") if b.info == ""], ids=by_place)
 def test_every_yaml_file_in_the_documents_is_right(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "engine.yaml"
     file.write_text(block.text, encoding="utf-8")
@@ -308,9 +307,7 @@ def test_the_map_names_folders_that_exist_and_every_package_of_the_core() -> Non
     assert packages | top <= named
 
 
-@pytest.mark.parametrize(
-    "document", OUR_DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("document", OUR_DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_of_the_project_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     named = re.findall(r"`((?:nanovllm_core|tests|docs|examples|plugins)/[\w./-]+)`", text)
@@ -379,9 +376,9 @@ def test_the_plugins_of_the_document_install_load_and_do_what_it_says(
     assert CliRunner().invoke(make_app(), ["hello"]).stdout == "hello\n"
 
 
-def shown_order(config: object, arrival_steps: tuple[int, int]) -> list[str]:
+def shown_order(config: EngineConfig, arrival_steps: tuple[int, int]) -> list[str]:
     """The order in which the configured scheduler admits a long answer, then a short one."""
-    scheduler = make_scheduler(get_plugin_manager(), config)  # type: ignore[arg-type]
+    scheduler = make_scheduler(get_plugin_manager(), config)
     requests = [
         SimpleNamespace(
             request_id=name,
