@@ -61,7 +61,10 @@ class EngineLimits:
         """
         if len(token_ids) == 0:
             raise InvalidPromptError("the prompt is empty (0 tokens); give at least 1 token")
-        ids = np.asarray(token_ids)
+        try:
+            ids = np.asarray(token_ids)
+        except ValueError:  # lists inside, of different lengths
+            ids = np.array(token_ids, dtype=object)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise InvalidPromptError(
                 f"a prompt is a flat list of whole token ids; got {ids.ndim} dimensions of "

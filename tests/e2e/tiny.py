@@ -88,8 +88,8 @@ def write_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def open_tiny(folder: Path, **changes: Any) -> LLM:
-    """An engine for a checkpoint of these, small, in debug mode, on the CPU."""
+def open_tiny(model: Path | str, **changes: Any) -> LLM:
+    """An engine for a checkpoint of these or the demo, small, in debug mode, on the CPU."""
     settings: dict[str, Any] = {
         "device": "cpu",
         "attention": "sdpa",
@@ -98,7 +98,7 @@ def open_tiny(folder: Path, **changes: Any) -> LLM:
         "max_num_batched_tokens": 512,
         "debug": True,
     }
-    return LLM(str(folder), **{**settings, **changes})
+    return LLM(str(model), **{**settings, **changes})
 
 
 @dataclass
