@@ -76,7 +76,10 @@ def by_place(value: object) -> str:
 
 
 @pytest.fixture
-def demo_plugins() -> None:
+def demo_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where `auto` would take Triton's interpreter because these tests switch it on."""
+    monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
+    monkeypatch.setenv("NANOVLLM_ATTENTION__BACKEND", "sdpa")
     for name in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):
         pytest.importorskip(f"nanovllm_{name}", reason=f"needs the plugin {name}")
 
@@ -94,9 +97,8 @@ def test_there_are_programs_and_commands_to_check() -> None:
 @pytest.mark.usefixtures("demo_plugins")
 @pytest.mark.parametrize("block", PROGRAMS, ids=by_place)
 def test_every_program_in_the_documents_runs(
-    block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    block: Block, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
     exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert printed.strip()
@@ -168,7 +170,6 @@ def test_every_command_that_needs_no_gpu_runs(
     where: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
     words = shlex.split(line, comments=True)[1:]
     if words[0] == "eval":
         words += ["--limit", "1"]
@@ -363,7 +364,7 @@ def test_the_plugins_of_the_document_install_load_and_do_what_it_says(
 
     from nanovllm_core import LLM, SamplingParams
 
-    small = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2}
+    small = {"max_model_len": 64, "max_num_seqs": 2}
     plugins = {"enable": ["hello"]}
     file = str(shown_plugins / "engine.yaml")
     with LLM(config_file=file, plugins=plugins, **small) as llm:

@@ -16,6 +16,8 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):
         pytest.importorskip(f"nanovllm_{name}", reason=f"needs the plugin {name}")
     monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
+    # `auto` would take Triton's interpreter, which these tests switch on and which is slow.
+    monkeypatch.setenv("NANOVLLM_ATTENTION__BACKEND", "sdpa")
 
 
 def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
