@@ -1,4 +1,4 @@
-"""From a configuration to everything an engine needs: what was chosen, checked, before work begins."""
+"""From a configuration to everything an engine needs, chosen and checked before work begins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
-from nanovllm_core.interfaces.specs import ExecutorSpec
+from nanovllm_core.interfaces.specs import ExecutorSpec, ResolvedPlugin
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def start(config: EngineConfig) -> Startup:
     checkpoint = find_checkpoint(plugins, config.model)
     model_config = read_model_config(checkpoint)
     architecture = _architecture(model_config, checkpoint)
-    model = plugins.resolve("model", architecture, {}, path="model")
+    model = _find_model(plugins, architecture, checkpoint)
     shape: ModelShape = load_object(model).shape(model_config)
     device = resolve_device(config.device)
     dtype = _resolve_dtype(config.dtype, device, model_config)
@@ -74,7 +74,7 @@ def start(config: EngineConfig) -> Startup:
 
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
-    """The folder of a checkpoint: a path, a source plugin's name, `source:reference`, or a hub id."""
+    """The folder of a checkpoint: a path, a source's name, `source:reference`, or a hub id."""
     if Path(model).exists():
         source, reference = "local", model
     elif ":" in model:
@@ -102,8 +102,8 @@ def read_model_config(checkpoint: Path) -> Mapping[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(
-            f"{checkpoint} holds no config.json, so it is no checkpoint; `model` must name a folder "
-            "with config.json, a tokenizer and safetensors files"
+            f"{checkpoint} holds no config.json, so it is no checkpoint; `model` must name a "
+            "folder with config.json, a tokenizer and safetensors files"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointNotFoundError(f"{file} cannot be read: {error}") from error
@@ -122,8 +122,18 @@ def _architecture(model_config: Mapping[str, Any], checkpoint: Path) -> str:
     return str(architectures[0])
 
 
+def _find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> ResolvedPlugin:
+    try:
+        return plugins.resolve("model", architecture, {}, path="model")
+    except PluginNotFoundError as error:
+        raise ArchitectureError(
+            f"{checkpoint}/config.json: no installed plugin runs the architecture "
+            f"{architecture!r}; install one that does, or use another checkpoint. {error}"
+        ) from error
+
+
 def resolve_device(device: str) -> str:
-    """`auto` -> the first GPU, or the CPU; DeviceError where a GPU was asked for and none is there."""
+    """`auto` -> the first GPU, or the CPU; DeviceError for a GPU that is not there."""
     import torch
 
     if device == "auto":
@@ -132,8 +142,8 @@ def resolve_device(device: str) -> str:
         return device
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"device: {device!r}, but torch {torch.__version__} sees no CUDA device; use device: cpu "
-            "(or auto), or install a CUDA build of torch and the driver"
+            f"device: {device!r}, but torch {torch.__version__} sees no CUDA device; use device: "
+            "cpu (or auto), or install a CUDA build of torch and the driver"
         )
     index = int(device.split(":")[1]) if ":" in device else 0
     count = torch.cuda.device_count()
@@ -152,8 +162,8 @@ def _resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> 
     stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
     if stored not in ("float32", "float16", "bfloat16"):
         raise ConfigError(
-            f"dtype: auto follows the checkpoint, which says {stored!r}; choose float32, float16 or "
-            "bfloat16"
+            f"dtype: auto follows the checkpoint, which says {stored!r}; choose float32, float16 "
+            "or bfloat16"
         )
     return stored
 

@@ -41,6 +41,9 @@ class SingleProcessExecutor(Executor):
     def start(self, setup: WorkerSetup) -> WorkerInfo:
         """Load the model, size the KV cache by a trial step, capture the graphs."""
         started = time.perf_counter()
+        num_blocks = setup.config.cache.num_blocks
+        if num_blocks is not None:  # known to be too few before anything is loaded
+            check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len)
         device = torch.device(setup.device)
         context_bytes = _open_device(device)
         kernels = get_kernels(device)
