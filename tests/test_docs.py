@@ -80,6 +80,7 @@ def demo_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where `auto` would take Triton's interpreter because these tests switch it on."""
     monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
     monkeypatch.setenv("NANOVLLM_ATTENTION__BACKEND", "sdpa")
+    monkeypatch.setenv("NANOVLLM_CACHE__NUM_BLOCKS", "256")  # not gigabytes of zeros
     for name in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):
         pytest.importorskip(f"nanovllm_{name}", reason=f"needs the plugin {name}")
 

@@ -18,6 +18,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_DEVICE", "cpu")
     # `auto` would take Triton's interpreter, which these tests switch on and which is slow.
     monkeypatch.setenv("NANOVLLM_ATTENTION__BACKEND", "sdpa")
+    monkeypatch.setenv("NANOVLLM_CACHE__NUM_BLOCKS", "256")  # not gigabytes of zeros
 
 
 def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
