@@ -17,6 +17,8 @@ from nanovllm_core.errors import (
     ConfigError,
     DeviceError,
     ExecutorError,
+    NanoVLLMError,
+    PluginLoadError,
     PluginNotFoundError,
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
@@ -44,7 +46,6 @@ def start(config: EngineConfig) -> Startup:
     """Resolve every choice of `config`; loads no weights and allocates nothing on the device."""
     plugins = get_plugin_manager(disable=config.plugins.disable)
     plugins.enable(config.plugins.enable)
-    plugins.hook.nanovllm_configure(config=config)
     checkpoint = find_checkpoint(plugins, config.model)
     model_config = read_model_config(checkpoint)
     architecture = _architecture(model_config, checkpoint)
@@ -69,8 +70,10 @@ def start(config: EngineConfig) -> Startup:
         dtype=dtype,
         cuda_graphs=cuda_graphs,
     )
-    scheduler = make_scheduler(plugins, config)
-    return Startup(plugins, setup, scheduler, _make_executor(plugins, config), shape.vocab_size)
+    scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
+    # By now every selected plugin is known, so each hears of it, as extensions do.
+    plugins.hook.nanovllm_configure(config=config)
+    return Startup(plugins, setup, scheduler, executor, shape.vocab_size)
 
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
@@ -221,10 +224,10 @@ def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
 
     choice = config.scheduler
     resolved = plugins.resolve("scheduler", choice.name, choice.options, path="scheduler.options")
-    instance = load_object(resolved)(plugins.parse_options(resolved))
-    if isinstance(instance, SchedulingPolicy):
-        return TokenBudgetScheduler(instance)
-    return cast(Scheduler, instance)
+    made = _make(plugins, resolved, SchedulingPolicy, Scheduler)
+    if isinstance(made, SchedulingPolicy):
+        return TokenBudgetScheduler(made)
+    return cast(Scheduler, made)
 
 
 def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
@@ -237,4 +240,23 @@ def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
             "executor that spans several devices"
         )
     resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
-    return cast(Executor, load_object(resolved)(plugins.parse_options(resolved)))
+    return cast(Executor, _make(plugins, resolved, Executor))
+
+
+def _make(plugins: PluginManager, resolved: ResolvedPlugin, *wanted: type) -> Any:
+    """An instance of a plugin's class; PluginLoadError where it is none, or cannot be made."""
+    who = f"{resolved.kind} {resolved.name!r} ({resolved.distribution} {resolved.version})"
+    implementation = load_object(resolved)
+    options = plugins.parse_options(resolved)
+    try:
+        made = implementation(options)
+    except NanoVLLMError:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"{who}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, wanted):
+        names = " or ".join(kind.__name__ for kind in wanted)
+        raise PluginLoadError(f"{who}: {resolved.impl} made {made!r:.80}, which is no {names}")
+    return made

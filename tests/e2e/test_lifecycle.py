@@ -1,0 +1,149 @@
+"""Plugins hear of an engine's life: extensions that are enabled, and plugins that are selected."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_core.errors import ConfigError, PluginLoadError, WeightsError
+
+from .tiny import open_tiny, write_config
+
+Install = Callable[..., None]
+
+DIARY = """
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.scheduler import SchedulingPolicy
+from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
+from nanovllm_core.errors import ConfigError
+
+EVENTS = []
+
+@hookimpl
+def nanovllm_configure(config):
+    EVENTS.append(("configure", config.limits.max_num_seqs))
+    if config.limits.max_num_seqs == 7:
+        raise ConfigError("limits.max_num_seqs: 7 is refused by the diary")
+
+@hookimpl
+def nanovllm_engine_started(info):
+    EVENTS.append(("started", info.num_blocks))
+
+@hookimpl
+def nanovllm_engine_closed():
+    EVENTS.append(("closed",))
+"""
+
+SCHEDULER = (
+    DIARY
+    + """
+class Backwards(SchedulingPolicy):
+    def __init__(self, options):
+        pass
+
+    def service_key(self, request):
+        return (-request.arrival_index,)
+
+@hookimpl
+def nanovllm_schedulers():
+    return [SchedulerSpec(name="backwards", impl=__name__ + ":Backwards")]
+"""
+)
+
+INCOMPLETE = """
+class Made(SchedulingPolicy):
+    def __init__(self, options):
+        pass
+"""
+
+LIFE = [("configure", 8), ("started", 32), ("closed",)]
+
+
+@pytest.fixture
+def diaries(install: Install) -> Callable[[str], list[Any]]:
+    """Installs an extension and a scheduler that note their hooks; returns what one noted."""
+    install(
+        "diary",
+        {
+            "nanovllm.extensions": {"diary": "diary_extension"},
+            "nanovllm.schedulers": {"backwards": "diary_scheduler"},
+        },
+        {"diary_extension": DIARY, "diary_scheduler": SCHEDULER},
+    )
+    return lambda module: sys.modules[module].EVENTS  # type: ignore[no-any-return]
+
+
+def test_enabled_extensions_and_selected_plugins_hear_of_everything_once(
+    tiny: Path, diaries: Callable[[str], list[Any]]
+) -> None:
+    """Configured, started, closed; closing a second time is no second event."""
+    with open_tiny(
+        tiny,
+        plugins={"enable": ["diary"]},
+        scheduler="backwards",
+        cache={"num_blocks": 32},
+    ) as llm:
+        assert diaries("diary_extension") == diaries("diary_scheduler") == LIFE[:2]
+        assert len(llm.generate([[1, 2], [3]])) == 2
+    llm.close()
+    assert diaries("diary_extension") == diaries("diary_scheduler") == LIFE
+
+
+def test_what_is_neither_enabled_nor_selected_is_not_imported(
+    tiny: Path, diaries: Callable[[str], list[Any]]
+) -> None:
+    with open_tiny(tiny):
+        assert "diary_extension" not in sys.modules
+        assert "diary_scheduler" not in sys.modules
+
+
+def test_a_plugin_may_refuse_a_configuration(
+    tiny: Path, diaries: Callable[[str], list[Any]]
+) -> None:
+    """Its error reaches the caller as it is, and nothing is started."""
+    with pytest.raises(ConfigError, match="7 is refused by the diary"):
+        open_tiny(tiny, plugins={"enable": ["diary"]}, max_num_seqs=7)
+    assert diaries("diary_extension") == [("configure", 7)]
+
+
+def test_an_engine_that_did_not_start_is_not_closed(
+    tmp_path_factory: pytest.TempPathFactory, diaries: Callable[[str], list[Any]]
+) -> None:
+    """A checkpoint without weights: configured, and that was all."""
+    folder = write_config(tmp_path_factory.mktemp("empty"))
+    with pytest.raises(WeightsError):
+        open_tiny(folder, plugins={"enable": ["diary"]})
+    assert diaries("diary_extension") == LIFE[:1]
+
+
+def test_a_selected_plugin_that_is_broken_is_fatal_and_named(tiny: Path, install: Install) -> None:
+    install(
+        "broken", {"nanovllm.schedulers": {"broken": "broken_plugin"}}, {"broken_plugin": "1/0"}
+    )
+    with open_tiny(tiny) as llm:
+        assert llm.generate([[1]])
+    with pytest.raises(PluginLoadError, match=r"'broken' of broken 1\.2\.3 .*ZeroDivisionError"):
+        open_tiny(tiny, scheduler="broken")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (INCOMPLETE, r"cannot be made: TypeError: .*service_key"),
+        ("Made = dict", r"made .*, which is no SchedulingPolicy or Scheduler"),
+    ],
+)
+def test_a_plugin_that_is_not_what_its_kind_needs_is_named(
+    body: str, message: str, tiny: Path, install: Install
+) -> None:
+    """A class with a method missing, or something else altogether."""
+    source = SCHEDULER.replace(":Backwards", ":Made") + body + "\n"
+    install("odd", {"nanovllm.schedulers": {"backwards": "odd_plugin"}}, {"odd_plugin": source})
+    with pytest.raises(
+        PluginLoadError, match=r"'backwards' \(odd 1\.2\.3\): odd_plugin:Made " + message
+    ):
+        open_tiny(tiny, scheduler="backwards")
