@@ -43,7 +43,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_commit(folder: Path) -> dict[str, Any]:
-    """The commit of the checkout around `folder`, and whether its tree was clean; None outside one."""
+    """The commit of the checkout around `folder`, and whether its tree is clean; else None."""
     commit = _git(folder, "rev-parse", "HEAD")
     status = _git(folder, "status", "--porcelain")
     return {"commit": commit, "clean_tree": None if status is None else status == ""}

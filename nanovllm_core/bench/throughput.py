@@ -53,6 +53,7 @@ def measure_throughput(
     llm: LLM, workload: Workload, *, temperature: float = 0.6, runs: int = 3
 ) -> ThroughputResult:
     """Run the workload once to warm up, then `runs` times; every run must give every token."""
+    workload = workload.within(llm.info.vocab_size)
     params = [
         SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
         for length in workload.output_lens

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VOCABULARY = 10_000
-"""Prompt ids are drawn from 0 to this, so that any model's vocabulary holds them."""
+"""Prompt ids are drawn from 0 to this, as nano-vllm's are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,15 @@ class Workload:
         pairs = zip(self.prompts, self.output_lens, strict=True)
         return max(len(prompt) + length for prompt, length in pairs)
 
+    def within(self, vocab_size: int) -> Workload:
+        """The same lengths, with ids that a small vocabulary holds."""
+        if vocab_size > VOCABULARY:
+            return self
+        return replace(self, prompts=[[i % vocab_size for i in ids] for ids in self.prompts])
+
 
 def nano_workload(num_seqs: int = 256) -> Workload:
-    """nano-vllm's benchmark: lengths uniform in 100 to 1024, seed 0; all prompts are drawn first."""
+    """nano-vllm's benchmark: lengths uniform in 100 to 1024, seed 0; prompts are drawn first."""
     rng = random.Random(0)
     prompts = [
         [rng.randint(0, VOCABULARY) for _ in range(rng.randint(100, 1024))] for _ in range(num_seqs)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm_core.cli.bench import attention_choice
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_sources import load_config, parse_setting
 
@@ -50,6 +49,12 @@ def engine_config(
     }
     overrides.update({name: value for name, value in flags.items() if value is not None})
     return load_config(model, file=config, overrides=overrides)
+
+
+def attention_choice(text: str) -> Any:
+    """`triton` -> itself; `flash+triton` -> the pair of prefill and decode backends."""
+    prefill, plus, decode = text.partition("+")
+    return {"prefill": prefill, "decode": decode} if plus else text
 
 
 def open_llm(config: EngineConfig) -> LLM:
