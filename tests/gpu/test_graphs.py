@@ -96,7 +96,8 @@ def test_sampled_tokens_follow_the_distribution_across_replays(
     runner, graphs = made.runner, made.runner._graphs
     assert graphs is not None
     prompt = [i % 32 for i in range(40)]
-    made.prefill([prompt] * 256, computed=40, temperature=1.0)
+    made.prefill([prompt] * 256, computed=40)  # greedy, so that all rows go on alike
+    runner.tables.temperature.fill_(1.0)
     made.activate(256)
     before = runner.tables.arena.clone()
     draws = []
@@ -121,7 +122,8 @@ def test_a_sampled_token_does_not_depend_on_its_batch(machine: Callable[..., Mac
     made = machine(attention="triton", max_num_seqs=64, max_model_len=256)
     graphs = made.runner._graphs
     assert graphs is not None
-    made.prefill([random_prompts(1, 40)[0]] * 64, computed=40, temperature=1.0)
+    made.prefill([random_prompts(1, 40)[0]] * 64, computed=40)  # greedy: all rows go on alike
+    made.runner.tables.temperature.fill_(1.0)
     before = made.runner.tables.arena.clone()
     tokens = []
     for bucket in (1, 8, 64):

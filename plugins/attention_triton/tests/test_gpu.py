@@ -64,8 +64,9 @@ def check(out: Tensor, exact: Tensor, own: Tensor, label: str) -> None:
     difference = out.double() - exact
     norm_error = (difference.norm() / exact.norm()).item()
     limit = 2 * (own - exact).abs().max().item()
-    # Two roundings are no error: of the weights (exp2 is good to 2 ulp) and of the result.
-    limit = max(limit, 2 * torch.finfo(out.dtype).eps * exact.abs().max().item())
+    # Four units in the last place are no error: ex2.approx, which every GPU softmax in base 2 uses,
+    # is good to two, and the scores' factor log2(e) costs the rest. Seen to matter in fp32 only.
+    limit = max(limit, 4 * torch.finfo(out.dtype).eps * exact.abs().max().item())
     worst = difference.abs().max().item()
     assert norm_error <= NORM_LIMIT[out.dtype], f"{label}: relative norm error {norm_error:.2e}"
     assert worst <= limit, f"{label}: worst element off by {worst:.2e}, limit {limit:.2e}"
@@ -244,7 +245,7 @@ def test_pages_beyond_2_to_the_31_elements_are_read_right():
     lens = torch.tensor([4000], dtype=torch.int32, device="cuda")
     q = torch.randn(1, 16, head_size, dtype=torch.bfloat16, device="cuda")
     k, v = (gathered(x, table, 4000) for x in (k_cache, v_cache))
-    mask = torch.ones(4000, dtype=torch.bool, device="cuda")
+    mask = torch.ones(1, 4000, dtype=torch.bool, device="cuda")
     exact, own = (
         reference(q[:, :, None], k, v, mask, kind)[:, :, 0]
         for kind in (torch.float64, torch.bfloat16)
