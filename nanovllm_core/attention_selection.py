@@ -48,6 +48,7 @@ class Candidate:
     resolved: ResolvedPlugin
     spec: AttentionSpec
     layouts: tuple[KVLayout, ...]
+    rank: int
     reasons: tuple[str, ...]
 
     @property
@@ -146,12 +147,14 @@ def evaluate(
     resolved = manager.resolve("attention", choice.backend, choice.options, path)
     spec = cast(AttentionSpec, manager.spec("attention", choice.backend))
     layouts: tuple[KVLayout, ...] = ()
+    rank = 0
     reasons = unmet(spec.capabilities, requirements)
     if not reasons:  # A plugin's own check may rely on what its capabilities promise.
         try:
             options = _options(spec, resolved)
             reasons = list(spec.check(requirements, options))
             layouts = tuple(spec.kv_layouts(requirements, options))
+            rank = spec.rank(requirements)
         except Exception as error:
             raise PluginLoadError(
                 f"attention {choice.backend!r} ({resolved.distribution} {resolved.version}) failed "
@@ -161,7 +164,7 @@ def evaluate(
         if not reasons and size and all(size % layout.page_multiple for layout in layouts):
             multiples = _list(layout.page_multiple for layout in layouts)
             reasons.append(f"cannot use cache.block_size {size}, only multiples of {multiples}")
-    return Candidate(resolved, spec, layouts, tuple(reasons))
+    return Candidate(resolved, spec, layouts, rank, tuple(reasons))
 
 
 def _named(
@@ -199,7 +202,7 @@ def _best(
     for other in others:
         report.append(
             f"attention auto, {requirements.phase}: not {other.resolved.name}: it can serve, but "
-            f"its rank {other.spec.rank} is not above {best.resolved.name}'s {best.spec.rank}"
+            f"its rank {other.rank} is not above {best.resolved.name}'s {best.rank}"
         )
     return best
 
@@ -220,7 +223,7 @@ def _able(
             losers.append(f"{name}: {'; '.join(candidate.reasons)}")
         else:
             able.append(candidate)
-    return sorted(able, key=lambda c: (-c.spec.rank, c.resolved.name)), losers
+    return sorted(able, key=lambda c: (-c.rank, c.resolved.name)), losers
 
 
 def _common_pages(

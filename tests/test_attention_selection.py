@@ -91,7 +91,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="NAME", impl="x:Y", options=Options, rank=RANK,
+        name="NAME", impl="x:Y", options=Options, rank=lambda requirements: RANK,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True, MORE
         ),

@@ -17,7 +17,8 @@ from nanovllm_core.sampling_params import SamplingParams
 class ThroughputResult:
     """`seconds` are the raw wall times of the counted runs; the first run is never counted.
 
-    `host_us_per_step` is what the host spent planning, submitting and absorbing, without waiting.
+    `host_us_per_step` is what the host spent planning, submitting and absorbing in the last run,
+    without waiting; `host_us_per_steady_step` the same over steps that had no prompt to plan.
     """
 
     workload: str
@@ -35,6 +36,7 @@ class ThroughputResult:
     seconds: list[float]
     steps: int
     host_us_per_step: float
+    host_us_per_steady_step: float
     peak_memory_gib: float | None
     config: dict[str, Any]
     environment: dict[str, Any] = field(default_factory=describe_environment)
@@ -59,7 +61,7 @@ def measure_throughput(
         for length in workload.output_lens
     ]
     seconds: list[float] = []
-    steps, host_seconds = 0, 0.0
+    before = after = llm.stats
     for run in range(runs + 1):
         llm.reset_prefix_cache()
         before = llm.stats
@@ -73,8 +75,7 @@ def measure_throughput(
             )
         if run:
             seconds.append(elapsed)
-            steps = llm.stats.steps - before.steps
-            host_seconds = llm.stats.host_seconds - before.host_seconds
+            after = llm.stats
     return ThroughputResult(
         workload=workload.name,
         num_seqs=len(workload.prompts),
@@ -89,11 +90,20 @@ def measure_throughput(
         load_seconds=round(llm.info.load_seconds, 3),
         capture_seconds=round(llm.info.capture_seconds, 3),
         seconds=[round(s, 4) for s in seconds],
-        steps=steps,
-        host_us_per_step=round(host_seconds / max(steps, 1) * 1e6, 1),
+        steps=after.steps - before.steps,
+        host_us_per_step=_microseconds(
+            after.host_seconds - before.host_seconds, after.steps - before.steps
+        ),
+        host_us_per_steady_step=_microseconds(
+            after.steady_seconds - before.steady_seconds, after.steady_steps - before.steady_steps
+        ),
         peak_memory_gib=_peak_memory_gib(),
         config=llm.config.model_dump(mode="json"),
     )
+
+
+def _microseconds(seconds: float, count: int) -> float:
+    return round(seconds / max(count, 1) * 1e6, 1)
 
 
 def _peak_memory_gib() -> float | None:

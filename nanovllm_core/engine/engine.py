@@ -41,7 +41,8 @@ class EngineStats:
     """Counts since the engine started, and how things stand.
 
     `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
-    and taking results in.
+    and taking results in. `steady_seconds` is its part in the `steady_steps` calls that had no
+    prompt to plan, where only decoding rows were in work.
     """
 
     steps: int
@@ -52,6 +53,8 @@ class EngineStats:
     waiting: int
     free_blocks: int
     host_seconds: float
+    steady_steps: int
+    steady_seconds: float
 
 
 class Engine:
@@ -98,6 +101,8 @@ class Engine:
         self._num_arrived = 0
         self._num_output_tokens = 0
         self._host_seconds = 0.0
+        self._steady_steps = 0
+        self._steady_seconds = 0.0
         self._failure: BaseException | None = None
 
     # -- requests come and go
@@ -201,6 +206,8 @@ class Engine:
             waiting=len(self._requests) - running,
             free_blocks=self._kv.pool.num_free,
             host_seconds=self._host_seconds,
+            steady_steps=self._steady_steps,
+            steady_seconds=self._steady_seconds,
         )
 
     def assert_consistent(self) -> None:
@@ -223,6 +230,7 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         started = perf_counter()
+        is_steady = not (self._planner.prefilling or self._planner.waiting)
         self._submit_ahead()
         if self._in_flight:
             waiting = perf_counter()
@@ -234,7 +242,11 @@ class Engine:
         if self._debug:
             self.assert_consistent()
         outputs, self._outputs = self._outputs, []
-        self._host_seconds += perf_counter() - started
+        seconds = perf_counter() - started
+        self._host_seconds += seconds
+        if is_steady:
+            self._steady_steps += 1
+            self._steady_seconds += seconds
         return outputs
 
     def _submit_ahead(self) -> None:

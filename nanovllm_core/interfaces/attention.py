@@ -5,11 +5,14 @@ Who calls what, and when:
     spec.check, spec.kv_layouts     once, at start, before torch touches the device
     Backend(config, options)        once, after the weights are loaded
     allocate()                      once, before the KV cache is sized and before any capture
-    plan_decode / plan_prefill      once per step, outside any captured graph
-    run_decode / run_prefill        once per layer and step; run_decode also inside captured graphs
+    plan_decode / plan_prefill      once per step, before the layers
+    run_decode / run_prefill        once per layer and step
 
-Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads, D head size,
-N KV pages, P tokens per page, M pages per sequence at most.
+In a captured decode step plan_decode and run_decode are captured; a test may also plan outside the
+graph and replay the runs alone. Prefill is never captured.
+
+Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads,
+D head size, N KV pages, P tokens per page, M pages per sequence at most.
 """
 
 from __future__ import annotations
@@ -164,7 +167,7 @@ class AttentionBackend(ABC):
         metadata: DecodeMetadata,
         out_BHD: Tensor,
     ) -> None:
-        """Attend each row's query to its pages (`k_cache`, `v_cache` [N, P, K, D]) into `out_BHD`."""
+        """Attend each row's query to its pages (caches [N, P, K, D]), into `out_BHD`."""
 
     @abstractmethod
     def run_prefill(

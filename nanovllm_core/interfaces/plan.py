@@ -1,8 +1,8 @@
 """The data that crosses from the engine to the workers and back: plain, small, serialisable.
 
 The engine owns the truth (rows, pages, lengths, known ids); a worker mirrors it in device tables
-indexed by row. A plan carries deltas only. Plans are applied in the order they are submitted, on one
-stream, so a page freed by one plan may be given to another row by the next.
+indexed by row. A plan carries deltas only. Plans are applied in the order they are submitted, on
+one stream, so a page freed by one plan may be given to another row by the next.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PageAppend:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Positions `start` to `start + length - 1` of a row are computed; `samples` on the last chunk."""
+    """Positions `start` to `start + length - 1` of a row; `samples` on a prompt's last chunk."""
 
     row: int
     start: int

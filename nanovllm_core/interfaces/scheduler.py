@@ -105,4 +105,4 @@ class Scheduler(ABC):
 
     @abstractmethod
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        """The id of the request to preempt, because a decoding row needs a page and none is free."""
+        """The id of the request to preempt: a decoding row needs a page and none is free."""

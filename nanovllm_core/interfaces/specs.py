@@ -48,8 +48,9 @@ class AttentionSpec(PluginSpec):
 
     `check` returns reasons beyond what `capabilities` can say (an import that is missing, an option
     that excludes a shape); it takes the requirements and the validated options.
-    `kv_layouts` takes the same and returns the (layout, page multiple) choices, the preferred first.
-    `rank` orders candidates for `backend: auto`; the highest that passes its checks wins.
+    `kv_layouts` takes the same and returns (layout, page multiple) choices, the preferred first.
+    `rank` orders candidates for `backend: auto`: among those that can serve, the highest for the
+    requirements (a backend may be better at one phase, or on one device) wins.
     `provider` names what really runs, where a backend chooses among libraries.
     """
 
@@ -57,7 +58,7 @@ class AttentionSpec(PluginSpec):
     kv_layouts: Callable[[AttentionRequirements, BaseModel], Sequence[KVLayout]]
     check: Callable[[AttentionRequirements, BaseModel], list[str]] = lambda _req, _opt: []
     provider: Callable[[BaseModel], str] | None = None
-    rank: int = 0
+    rank: Callable[[AttentionRequirements], int] = lambda _req: 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

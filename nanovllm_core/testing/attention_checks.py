@@ -183,7 +183,7 @@ def _capture(
     plan_is_captured: bool,
 ) -> torch.cuda.CUDAGraph:
     """Warm up on a side stream, then capture two layers of one step."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         backend.plan_decode(metadata)

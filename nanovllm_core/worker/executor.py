@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import cast
 
@@ -82,11 +83,15 @@ class SingleProcessExecutor(Executor):
     def close(self) -> None:
         if self._runner is None:
             return
-        if self._runner.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.device)
+        device = self._runner.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         if self._graphs is not None:
             self._graphs.clear()
         self._runner = self._graphs = None
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()  # the next engine, or the neighbours, find the memory free
 
     def _running(self) -> ModelRunner:
         if self._runner is None:
@@ -105,6 +110,9 @@ def _open_device(device: torch.device) -> int:
     torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     free_after, _ = torch.cuda.mem_get_info(device)
+    # The peak of an engine that was closed before is not this one's.
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     return max(0, free_before - free_after)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm_core.errors import GraphSafetyError
 
 WARM_UP_RUNS = 2
-"""Runs before a capture: the first compiles kernels and creates handles, neither of which can be captured."""
+"""Runs before a capture: the first compiles kernels and creates handles, which none can capture."""
 
 
 class DecodeGraphs:
@@ -39,7 +39,7 @@ class DecodeGraphs:
         self.capture_seconds = 0.0
 
     def capture(self, buckets: Iterable[int], step: Callable[[int], None]) -> None:
-        """Capture `step(bucket)` at every bucket, the largest first, so that the pool is laid out once."""
+        """Capture `step(bucket)` at every bucket, the largest first: it lays out the pool."""
         started = time.perf_counter()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -76,9 +76,9 @@ class DecodeGraphs:
         for name, captured in self._addresses[bucket].items():
             if now.get(name) != captured:
                 raise GraphSafetyError(
-                    f"the graph of bucket {bucket} was captured with {name} at {captured:#x}, which "
-                    f"is now at {now.get(name, 0):#x}: it was made anew after capture; allocate it "
-                    "once, in allocate(), and write into it"
+                    f"the graph of bucket {bucket} was captured with {name} at {captured:#x}, "
+                    f"which is now at {now.get(name, 0):#x}: it was made anew after capture; "
+                    "allocate it once, in allocate(), and write into it"
                 )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,14 +13,14 @@ from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.model import ModelShape
 
 CPU_CACHE_BYTES = 2 << 30
-"""What pages may take on a CPU where the configuration does not say; untouched pages cost nothing."""
+"""What pages may take on a CPU unless the configuration says; untouched pages cost nothing."""
 
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Zeroed pages of every layer in one tensor [layers, 2, N, P, K, D]; block 0 is a page as any."""
+    """Zeroed pages of every layer in one tensor [layers, 2, N, P, K, D]."""
 
     pages: Tensor
 
@@ -39,7 +41,11 @@ class KVCache:
             shape.num_kv_heads,
             shape.head_size,
         )
-        # Zeros, not empty: backends may read (and discard) the unused tail of a page, and NaN spreads.
+        # Zeros, not empty: backends may read (and discard) a page's unused tail, and NaN spreads.
+        if device.type == "cpu":
+            # The system's zero pages: memory is taken when a page is written, not at the start.
+            zeros = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+            return cls(torch.from_numpy(zeros).view(dtype).view(size))
         return cls(torch.zeros(size, dtype=dtype, device=device))
 
     @property
@@ -106,8 +112,8 @@ def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block:
             f"no room for the KV cache: cache.gpu_memory_utilization={utilization} of "
             f"{memory.total / _GIB:.1f} GiB is {memory.total * utilization / _GIB:.1f} GiB, this "
             f"process needs {(memory.peak + memory.context) / _GIB:.1f} GiB and "
-            f"{memory.free / _GIB:.1f} GiB are free, which leaves {budget / _GIB:.2f} GiB for pages "
-            f"of {bytes_per_block / _GIB:.4f} GiB; raise cache.gpu_memory_utilization, lower "
+            f"{memory.free / _GIB:.1f} GiB are free, which leaves {budget / _GIB:.2f} GiB for "
+            f"pages of {bytes_per_block / _GIB:.4f} GiB; raise cache.gpu_memory_utilization, lower "
             "limits.max_num_batched_tokens, or free the GPU"
         )
     return budget // bytes_per_block
@@ -118,8 +124,8 @@ def check_one_sequence_fits(num_blocks: int, block_size: int, max_model_len: int
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
         raise OutOfMemoryError(
-            f"the KV cache holds {num_blocks} pages of {block_size} tokens ({num_blocks * block_size}"
-            f" tokens), but limits.max_model_len={max_model_len} needs {needed}; set "
+            f"the KV cache holds {num_blocks} pages of {block_size} tokens "
+            f"({num_blocks * block_size} tokens), but limits.max_model_len={max_model_len} needs {needed}; set "
             f"limits.max_model_len to at most {num_blocks * block_size}, or give the cache more "
             "memory (cache.gpu_memory_utilization, cache.num_blocks)"
         )

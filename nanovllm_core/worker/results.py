@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
@@ -108,8 +107,8 @@ def _wait(step: _Pending, is_idle: Callable[[], bool]) -> None:
         looks += 1
         if looks % _LOOKS_BETWEEN_CHECKS == 0 and is_idle() and int(words[-1]) >> 32 != tag:
             raise ExecutorError(
-                f"the device is idle, but step {tag} left no result; an earlier kernel failed, or a "
-                "plan without rows was submitted"
+                f"the device is idle, but step {tag} left no result; an earlier kernel failed, or "
+                "a plan without rows was submitted"
             )
         time.sleep(0)  # other threads may run
 

@@ -1,8 +1,8 @@
 """The device's mirror of the engine's rows: one int32 arena, updated by (address, value) pairs.
 
 Every per-row fact that a step reads on the device lives in one flat int32 tensor: token ids, block
-tables, lengths, sampling parameters (floats and 64-bit seeds by their bits). Whatever a plan changes
-becomes one packed copy and one scatter kernel, whichever tables it touches.
+tables, lengths, sampling parameters (floats and 64-bit seeds by their bits). Whatever a plan
+changes becomes one packed copy and one scatter kernel, whichever tables it touches.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RowUpdates:
         self._range(self._skip_sampler_at, [int(skip)])
 
     def take(self) -> NDArray[np.int32] | None:
-        """Everything collected so far, [2, n]: addresses, then values. None where there is nothing."""
+        """Everything collected so far, [2, n]: addresses, then values; None if there is nothing."""
         if not self._pieces:
             return None
         packed = np.stack([np.concatenate(column) for column in zip(*self._pieces, strict=True)])

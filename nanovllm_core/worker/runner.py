@@ -1,9 +1,9 @@
 """The model runner: applies plans to the device's tables and launches their steps.
 
 A step has two shapes. A decode step has one token per row, padded to a bucket, and is the same
-sequence of kernels every time, from the row tables to the sampled ids: captured once per bucket and
-replayed (see `graphs`), or run eagerly with the same padding. A step with prompt chunks is built and
-launched eagerly.
+sequence of kernels every time, from the row tables to the sampled ids: captured once per bucket
+and replayed (see `graphs`), or run eagerly with the same padding. A step with prompt chunks is
+built and launched eagerly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device's row tables: updates land where they belong, steps are built and written back right."""
+"""The device's row tables: updates land where they belong, steps are built and written back."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_decode_entry_reads_the_id_at_its_computed_position() -> None:
 
 
 def test_padded_entries_neither_read_nor_write() -> None:
-    """Padding has slot -1 and length 0 (bug 9), also where a row finished since the plan was made."""
+    """Padding has slot -1 and length 0 (bug 9), also where a row finished after the plan."""
     tables = make_tables()
     admit(tables, admission(0, [3], num_computed=0), active=(0,))
     tables.finished[0] = 1

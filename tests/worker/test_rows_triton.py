@@ -9,8 +9,8 @@ import torch
 
 from nanovllm_core.worker import rows_reference, rows_triton
 from nanovllm_core.worker.batch import StepInputs
-from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.results import ResultRing
+from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,7 +43,9 @@ def random_tables(seed: int) -> RowTables:
 def assert_same(actual: StepInputs, expected: StepInputs, block_size: int) -> None:
     for field in fields(StepInputs):
         if field.name != "block_table":
-            assert torch.equal(getattr(actual, field.name), getattr(expected, field.name)), field.name
+            assert torch.equal(getattr(actual, field.name), getattr(expected, field.name)), (
+                field.name
+            )
     for entry, length in enumerate(expected.seq_lens.tolist()):
         used = -(-length // block_size)
         got, wanted = actual.block_table[entry, :used], expected.block_table[entry, :used]
@@ -63,10 +65,15 @@ def test_decode_inputs_equal_the_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_prefill_inputs_equal_the_reference(seed: int) -> None:
-    """Chunks longer than a tile, of one token, and of the whole length, in rows with a gap behind."""
+    """Chunks longer than a tile, of one token, of the whole length; rows with a gap behind."""
     tables = random_tables(seed)
     chunks, offset = [], 0
-    for row, start, length, samples in [(2, 0, 1, 1), (0, 3, 280, 0), (4, 16, 16, 1), (1, 0, 300, 1)]:
+    for row, start, length, samples in [
+        (2, 0, 1, 1),
+        (0, 3, 280, 0),
+        (4, 16, 16, 1),
+        (1, 0, 300, 1),
+    ]:
         chunks.append((row, start, length, offset, samples))
         offset += length
     staged = torch.full((5, 16), 99, dtype=torch.int32, device=DEVICE)

@@ -78,6 +78,6 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             kv_layouts=kv_layouts,
             check=check,
             provider=lambda options: f"torch sdpa, kernel {cast(SdpaOptions, options).kernel}",
-            rank=10,
+            rank=lambda requirements: 10,
         ),
     )

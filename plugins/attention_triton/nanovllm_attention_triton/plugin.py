@@ -51,6 +51,11 @@ def _provider(options: BaseModel) -> str:
     return f"triton {metadata.version('triton')}"
 
 
+def _rank(requirements: AttentionRequirements) -> int:
+    """The interpreter is for tests: on a CPU it serves where it is named, and never wins."""
+    return 50 if requirements.device == "cuda" else 0
+
+
 @hookimpl
 def nanovllm_attention() -> Sequence[AttentionSpec]:
     return [
@@ -70,6 +75,6 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             kv_layouts=_kv_layouts,
             check=_check,
             provider=_provider,
-            rank=50,
+            rank=_rank,
         )
     ]

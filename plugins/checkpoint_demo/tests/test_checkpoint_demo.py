@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from nanovllm_checkpoint_demo import plugin
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from nanovllm_checkpoint_demo import plugin
 from nanovllm_core.errors import CheckpointNotFoundError
 
 TRAINING = Path(__file__).parents[1] / "training"
@@ -118,7 +118,7 @@ def test_weights_are_bf16_and_have_no_output_matrix() -> None:
         "plain words, 12 + 345?",
         "  spaces \n\n\ttabs \r\n",
         "emoji 😀👩‍👩‍👧‍👦 🇨🇭",
-        "你好，世界。こんにちは 한국어",
+        "你好，世界。こんにちは 한국어",  # noqa: RUF001 - Chinese punctuation is meant
         "é e\u0301 ß Ω עברית العربية",
         "\x00\x01\x7f\ufffd\u2028",
     ],

@@ -196,8 +196,8 @@ class Story:
         plots = (
             (
                 f"One {place.weather} day {found}{pronoun} {animal.walk} to {her} friend, the "
-                f"{place.friend}. Together they used the {self.thing} to {thing.use}. Then they shared "
-                f"some {animal.food}. "
+                f"{place.friend}. Together they used the {self.thing} to {thing.use}. "
+                f"Then they shared some {animal.food}. "
             ),
             (
                 f"It was a {place.weather} morning. {self.name} had lost {her} {animal.food}. "

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROW_TOKENS = 512
@@ -150,7 +150,7 @@ def weighted_loss(logits: Tensor, ids: Tensor, own: Tensor) -> Tensor:
     """Next-token loss in which the model's own words count most."""
     weights = own[:, 1:].float() * (1 - PROMPT_WEIGHT) + PROMPT_WEIGHT
     logits = logits[:, :-1].float()
-    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 

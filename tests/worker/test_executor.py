@@ -1,0 +1,168 @@
+"""The single-process executor: it starts once, sizes the cache, runs plans, and closes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.errors import EngineClosedError, OutOfMemoryError, WeightsError
+from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
+from nanovllm_core.startup import start
+from nanovllm_core.worker.kv_cache import KVCache
+
+from ..e2e.tiny import Reference, write_checkpoint, write_config
+
+for plugin in ("model_qwen3", "attention_sdpa"):
+    pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def prepare(folder: Path, **changes: Any) -> tuple[Executor, WorkerSetup]:
+    settings = {"device": "cpu", "attention": "sdpa", "max_model_len": 64, "max_num_seqs": 5}
+    startup = start(load_config(str(folder), overrides={**settings, **changes}))
+    return startup.executor, startup.setup
+
+
+@pytest.fixture
+def executor(folder: Path) -> Iterator[Executor]:
+    executor, setup = prepare(folder)
+    executor.start(setup)
+    yield executor
+    executor.close()
+
+
+def plan_for(prompt: list[int], sampling: RowSampling | None = None) -> StepPlan:
+    admission = Admission(
+        row=2,
+        token_ids=np.array(prompt, np.int32),
+        num_prompt_tokens=len(prompt),
+        num_computed=0,
+        block_ids=(3, 1),
+        max_length=20,
+        sampling=sampling or RowSampling(),
+    )
+    return StepPlan(
+        admissions=(admission,), prefill=(PrefillChunk(2, 0, len(prompt), samples=True),)
+    )
+
+
+def test_started_it_says_what_it_offers(folder: Path) -> None:
+    """Buckets end at max_num_seqs, which need not be a multiple of anything."""
+    executor, setup = prepare(folder)
+    info = executor.start(setup)
+    executor.close()
+    assert info.bucket_sizes == (1, 2, 4, 5)
+    assert (info.block_size, info.max_model_len, info.vocab_size) == (16, 64, 97)
+    assert info.num_blocks == 5 * 4, "as many pages as five rows of the longest sequence can use"
+    assert (info.device, info.cuda_graphs) == ("cpu", False)
+    assert "sdpa" in info.attention
+
+
+def test_a_given_number_of_pages_is_honoured(folder: Path) -> None:
+    """Also where it is more than could ever be used, or exactly one sequence."""
+    for num_blocks in (4, 7, 500):
+        executor, setup = prepare(folder, cache={"num_blocks": num_blocks})
+        assert executor.start(setup).num_blocks == num_blocks
+        executor.close()
+
+
+def test_too_few_pages_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    executor, setup = prepare(write_config(tmp_path), cache={"num_blocks": 3})
+    with pytest.raises(OutOfMemoryError, match=r"3 pages of 16 tokens.*needs 4; set"):
+        executor.start(setup)
+    executor, setup = prepare(tmp_path, cache={"num_blocks": 4})
+    with pytest.raises(WeightsError, match="download the weights"):
+        executor.start(setup)
+
+
+def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
+    """`load_format: dummy` needs a config.json alone, and two starts of one seed agree."""
+    write_config(tmp_path)
+    tokens = []
+    for seed in (1, 1, 2, 3):
+        executor, setup = prepare(tmp_path, load_format="dummy", seed=seed)
+        executor.start(setup)
+        executor.submit(plan_for([5, 6, 7], RowSampling(logprobs=3)))
+        record = executor.collect().logprobs[0]
+        tokens.append(record)
+        executor.close()
+    assert tokens[0] == tokens[1]
+    assert tokens[0] != tokens[2] != tokens[3]
+
+
+def test_results_come_in_the_order_of_the_plans(executor: Executor, folder: Path) -> None:
+    """A prompt, then two decode steps submitted before anything is collected."""
+    prompt = [9, 8, 7, 6]
+    decode = StepPlan(decode_rows=(2,))
+    executor.submit(plan_for(prompt))
+    executor.submit(decode)
+    executor.submit(decode)
+    tokens = [int(executor.collect().token_ids[0]) for _ in range(3)]
+    assert tokens == Reference.of(folder).tokens(prompt, 3)
+
+
+def test_closed_it_refuses_work_and_closing_again_is_fine(executor: Executor) -> None:
+    executor.close()
+    executor.close()
+    with pytest.raises(EngineClosedError, match="create a new LLM"):
+        executor.submit(plan_for([1]))
+    with pytest.raises(EngineClosedError, match="create a new LLM"):
+        executor.collect()
+
+
+def test_an_executor_that_never_started_closes_too(folder: Path) -> None:
+    executor, _ = prepare(folder)
+    executor.close()
+    with pytest.raises(EngineClosedError):
+        executor.submit(plan_for([1]))
+
+
+def test_a_pair_of_backends_serves_both_phases(folder: Path) -> None:
+    """Two objects where the choices differ, one where they are the same."""
+    executor, setup = prepare(
+        folder,
+        attention={"prefill": {"backend": "sdpa", "options": {"kernel": "math"}}, "decode": "sdpa"},
+    )
+    info = executor.start(setup)
+    assert info.attention.startswith("prefill torch")
+    assert ", decode torch" in info.attention
+    executor.submit(plan_for([1, 2, 3]))
+    assert executor.collect().token_ids.tolist() == Reference.of(folder).tokens([1, 2, 3], 1)
+    executor.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> None:
+    """Half a GiB of zeroed pages, of which the process holds next to nothing."""
+    shape = ModelShape(
+        num_layers=4,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        head_size=64,
+        vocab_size=8,
+        max_position=64,
+    )
+    num_blocks = (512 << 20) // (2 * 4 * 16 * 4 * 64 * dtype.itemsize)
+    before = _resident_pages()
+    cache = KVCache.allocate(shape, num_blocks, 16, dtype, torch.device("cpu"))
+    assert cache.pages.nbytes == 512 << 20
+    assert (_resident_pages() - before) * 4096 < 64 << 20
+    assert not cache.layer(3)[1][-1].any()
+
+
+def _resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,0 +1,283 @@
+"""The model runner on a CPU: padding changes nothing, page 0 is a page as any, trials are idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.errors import ExecutorError
+from nanovllm_core.interfaces.plan import (
+    PADDED,
+    Admission,
+    PageAppend,
+    PrefillChunk,
+    RowSampling,
+    StepPlan,
+    StepResult,
+)
+from nanovllm_core.startup import start
+from nanovllm_core.worker.executor import SingleProcessExecutor
+from nanovllm_core.worker.runner import ModelRunner
+
+from ..e2e.tiny import Reference, write_checkpoint
+
+for plugin in ("model_qwen3", "attention_sdpa"):
+    pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+
+PROMPTS = [[3, 1, 4, 1, 5], list(range(20, 37)), [9]]
+MAX_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    reference = Reference.of(folder)
+    return [reference.tokens(prompt, 6) for prompt in PROMPTS]
+
+
+class Started:
+    """An executor that has started, and the runner inside it."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        settings = {"device": "cpu", "attention": "sdpa", "max_model_len": MAX_LEN}
+        limits = {"max_num_seqs": 8, "cache": {"num_blocks": 32}}
+        startup = start(load_config(str(folder), overrides={**settings, **limits, **changes}))
+        assert isinstance(startup.executor, SingleProcessExecutor)
+        self.executor = startup.executor
+        self.executor.start(startup.setup)
+        runner = self.executor._runner
+        assert runner is not None
+        self.runner: ModelRunner = runner
+
+    @property
+    def pages(self) -> Tensor:
+        cache = self.runner.attention._cache
+        assert cache is not None
+        return cache.pages
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.runner.submit(plan)
+        return self.runner.collect()
+
+
+@pytest.fixture
+def started(folder: Path) -> Iterator[Started]:
+    started = Started(folder)
+    yield started
+    started.executor.close()
+
+
+def admission(row: int, ids: list[int], first_page: int, **changes: Any) -> Admission:
+    fields: dict[str, Any] = {
+        "row": row,
+        "token_ids": np.array(ids, np.int32),
+        "num_prompt_tokens": len(ids),
+        "num_computed": 0,
+        "block_ids": (first_page, first_page + 1),
+        "max_length": 32,
+        "sampling": RowSampling(),
+    }
+    return Admission(**{**fields, **changes})
+
+
+def prefill(rows: tuple[int, ...], **changes: Any) -> StepPlan:
+    """The three prompts, in these rows, on pages 2 and 3, 4 and 5, 6 and 7."""
+    return StepPlan(
+        admissions=tuple(
+            admission(row, ids, 2 + 2 * place, **changes)
+            for place, (row, ids) in enumerate(zip(rows, PROMPTS, strict=True))
+        ),
+        prefill=tuple(
+            PrefillChunk(row, 0, len(ids), samples=True)
+            for row, ids in zip(rows, PROMPTS, strict=True)
+        ),
+    )
+
+
+def generate(started: Started, rows: tuple[int, ...]) -> list[list[int]]:
+    steps = [started.run(prefill(rows)).token_ids]
+    decode = StepPlan(decode_rows=rows)
+    steps += [started.run(decode).token_ids for _ in range(5)]
+    return np.stack(steps, axis=1).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", [(3, 8), (8,), (1, 2, 4, 5, 8), (1, 2, 3, 4, 5, 6, 7, 8)])
+@pytest.mark.parametrize("rows", [(0, 1, 2), (7, 0, 3)])
+def test_a_padded_decode_step_equals_one_without_padding(
+    sizes: tuple[int, ...], rows: tuple[int, ...], folder: Path, expected: list[list[int]]
+) -> None:
+    """Three rows in a bucket of 3, 4 or 8, wherever in the tables they are."""
+    started = Started(folder, cuda_graphs={"sizes": sizes})
+    assert generate(started, rows) == expected
+    started.executor.close()
+
+
+def test_the_bucket_is_the_smallest_that_holds_the_rows(started: Started) -> None:
+    """And there is one for every number of rows up to the maximum, which is the last."""
+    assert started.runner.bucket_sizes == (1, 2, 4, 8)
+    assert [started.runner.bucket(n) for n in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
+
+
+def test_a_maximum_that_no_step_of_8_meets_is_a_bucket(
+    folder: Path, expected: list[list[int]]
+) -> None:
+    """Bug 5 of peers: nothing held the rows between the last step and the maximum."""
+    for maximum in (3, 5, 13):
+        started = Started(folder, max_num_seqs=maximum)
+        assert started.runner.bucket(maximum) == maximum == started.runner.bucket_sizes[-1]
+        assert generate(started, (maximum - 1, 0, 1)) == expected
+        started.executor.close()
+
+
+def test_padding_neither_writes_nor_reads_page_0(
+    started: Started, expected: list[list[int]]
+) -> None:
+    """Page 0, and every page that no row has, is poisoned: it stays so, and no NaN spreads."""
+    rows = (1, 5, 2)
+    owned = [2, 3, 4, 5, 6, 7]
+    others = [page for page in range(32) if page not in owned]
+    started.pages[:, :, others] = torch.nan
+    assert generate(started, rows) == expected
+    assert started.pages[:, :, others].isnan().all()
+    assert not started.pages[:, :, owned].isnan().any()
+
+
+def test_a_finished_row_is_padding_until_it_is_admitted_again(
+    started: Started, expected: list[list[int]]
+) -> None:
+    """It ends on the device at its length; later steps give PADDED for it and write nothing."""
+    rows = (0, 1, 2)
+    plan = prefill(rows)
+    short = admission(0, PROMPTS[0], 2, max_length=len(PROMPTS[0]) + 2)
+    plan = StepPlan(admissions=(short, *plan.admissions[1:]), prefill=plan.prefill)
+    assert not started.run(plan).finished.any()
+    decode = StepPlan(decode_rows=rows)
+    second = started.run(decode)
+    assert second.finished.tolist() == [True, False, False]
+    before = started.pages[:, :, 2:4].clone()
+    third = started.run(decode)
+    assert third.token_ids.tolist() == [PADDED, expected[1][2], expected[2][2]]
+    assert torch.equal(started.pages[:, :, 2:4], before)
+    again = StepPlan(
+        admissions=(admission(0, PROMPTS[0], 2),),
+        decode_rows=(1, 2),
+        prefill=(PrefillChunk(0, 0, 5, samples=True),),
+    )
+    assert started.run(again).token_ids.tolist() == [
+        expected[1][3],
+        expected[2][3],
+        expected[0][0],
+    ]
+
+
+def test_chunks_beside_decoding_rows_change_neither(
+    started: Started, expected: list[list[int]]
+) -> None:
+    """A prompt in three chunks, a page appended on the way; only its last chunk gives a token."""
+    first = StepPlan(
+        admissions=(admission(4, PROMPTS[0], 2),),
+        prefill=(PrefillChunk(4, 0, 5, samples=True),),
+    )
+    tokens = [int(started.run(first).token_ids[0])]
+    ids = PROMPTS[1]
+    admitted = admission(3, ids, 9, block_ids=(9,))
+    chunks = [
+        StepPlan(admissions=(admitted,), decode_rows=(4,), prefill=(PrefillChunk(3, 0, 6, False),)),
+        StepPlan(decode_rows=(4,), prefill=(PrefillChunk(3, 6, 10, False),)),
+        StepPlan(
+            appends=(PageAppend(3, 1, 30),),
+            decode_rows=(4,),
+            prefill=(PrefillChunk(3, 16, 1, True),),
+        ),
+    ]
+    for plan, count in zip(chunks, (1, 1, 2), strict=True):
+        result = started.run(plan)
+        assert len(result.token_ids) == count
+        tokens.append(int(result.token_ids[0]))
+    assert tokens == expected[0][:4]
+    assert result.token_ids[1] == expected[1][0]
+    both = started.run(StepPlan(decode_rows=(3, 4)))
+    assert both.token_ids.tolist() == [expected[1][1], expected[0][4]]
+
+
+def test_pages_that_hold_a_prefix_already_are_not_computed_again(
+    started: Started, expected: list[list[int]]
+) -> None:
+    """With `num_computed` 16 the first page is read, not written."""
+    ids = PROMPTS[1]
+    started.run(
+        StepPlan(
+            admissions=(admission(0, ids, 4),), prefill=(PrefillChunk(0, 0, 17, samples=True),)
+        )
+    )
+    before = started.pages[:, :, 4].clone()
+    hit = admission(6, ids, 4, num_computed=16, block_ids=(4, 20))
+    plan = StepPlan(admissions=(hit,), prefill=(PrefillChunk(6, 16, 1, samples=True),))
+    assert started.run(plan).token_ids.tolist() == [expected[1][0]]
+    assert torch.equal(started.pages[:, :, 4], before)
+    assert started.pages[:, :, 20, 0].any()
+
+
+def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> None:
+    """Bug 4 of peers: a prompt of the model's length needed one entry too many."""
+    ids = [(7 * i) % 97 for i in range(MAX_LEN - 1)]
+    started = Started(folder)
+    assert started.runner.max_blocks == 4
+    admitted = admission(0, ids, 0, block_ids=(5, 9, 1, 30), max_length=MAX_LEN)
+    plan = StepPlan(admissions=(admitted,), prefill=(PrefillChunk(0, 0, len(ids), samples=True),))
+    result = started.run(plan)
+    assert result.token_ids.tolist() == Reference.of(folder).tokens(ids, 1)
+    assert result.finished.tolist() == [True]
+    started.executor.close()
+
+
+def test_a_trial_step_leaves_no_trace_in_tables_or_results(
+    started: Started, expected: list[list[int]]
+) -> None:
+    """It runs the largest step on whatever pages are set, and requests come out as ever."""
+    arena = started.runner.tables.arena.clone()
+    started.runner.trial_step(200)
+    assert torch.equal(started.runner.tables.arena, arena)
+    with pytest.raises(ExecutorError, match="no step is in flight"):
+        started.runner.collect()
+    assert generate(started, (0, 1, 2)) == expected
+
+
+def test_a_tail_for_one_row_leaves_the_others_to_the_same_noise(
+    folder: Path,
+) -> None:
+    """Rows with and without extras, in one step: each gets the token that it gets alone."""
+    sampled = RowSampling(temperature=0.9, seed=5)
+    extras = RowSampling(temperature=0.9, seed=5, top_k=3, logprobs=2)
+
+    def tokens(samplings: list[RowSampling]) -> list[list[int]]:
+        started = Started(folder)
+        rows = tuple(range(len(samplings)))
+        plan = StepPlan(
+            admissions=tuple(
+                admission(row, PROMPTS[1], 2 + 2 * row, sampling=sampling)
+                for row, sampling in zip(rows, samplings, strict=True)
+            ),
+            prefill=tuple(PrefillChunk(row, 0, 17, samples=True) for row in rows),
+        )
+        steps = [started.run(plan)] + [started.run(StepPlan(decode_rows=rows)) for _ in range(4)]
+        for step in steps:
+            asked = {i for i, sampling in enumerate(samplings) if sampling.logprobs is not None}
+            assert set(step.logprobs) == asked
+        started.executor.close()
+        return np.stack([step.token_ids for step in steps], axis=1).tolist()  # type: ignore[no-any-return]
+
+    alone = tokens([sampled]) + tokens([extras])
+    assert tokens([sampled, extras]) == alone
+    assert tokens([extras, sampled]) == alone[::-1]
