@@ -125,7 +125,7 @@ def check_one_sequence_fits(num_blocks: int, block_size: int, max_model_len: int
     if num_blocks < needed:
         raise OutOfMemoryError(
             f"the KV cache holds {num_blocks} pages of {block_size} tokens "
-            f"({num_blocks * block_size} tokens), but limits.max_model_len={max_model_len} needs {needed}; set "
-            f"limits.max_model_len to at most {num_blocks * block_size}, or give the cache more "
-            "memory (cache.gpu_memory_utilization, cache.num_blocks)"
+            f"({num_blocks * block_size} tokens), but limits.max_model_len={max_model_len} needs "
+            f"{needed}; set limits.max_model_len to at most {num_blocks * block_size}, or give the "
+            "cache more memory (cache.gpu_memory_utilization, cache.num_blocks)"
         )
