@@ -131,12 +131,15 @@ class Reference:
         """The next `count` ids, greedy or with the sampler's noise."""
         ids = list(prompt)
         for index in range(count):
-            scores = self.logits(ids)[-1]
-            if temperature > 0:
-                noise = gumbel_noise(torch.tensor([seed]), torch.tensor([index]), VOCAB_SIZE)[0]
-                scores = scores / temperature + noise
-            ids.append(int(scores.argmax()))
+            ids.append(self.choose(self.logits(ids)[-1], temperature, seed, index))
         return ids[len(prompt) :]
+
+    def choose(self, scores: Tensor, temperature: float, seed: int, index: int) -> int:
+        """The id that logits give as output number `index`."""
+        if temperature > 0:
+            noise = gumbel_noise(torch.tensor([seed]), torch.tensor([index]), VOCAB_SIZE)[0]
+            scores = scores / temperature + noise
+        return int(scores.argmax())
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"{name}.weight"].T

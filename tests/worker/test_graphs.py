@@ -1,0 +1,97 @@
+"""Captured steps on a machine without a GPU: what debug mode compares, and how graphs are freed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.errors import GraphSafetyError
+from nanovllm_core.worker.graphs import DecodeGraphs, _addresses
+
+
+class FakeGraph:
+    """Counts what a captured graph is asked for."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.resets = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def captured(tensors: dict[str, Tensor], debug: bool) -> tuple[DecodeGraphs, FakeGraph]:
+    """Graphs as they are after a capture at bucket 4 with these tensors in use."""
+    graphs = DecodeGraphs(torch.device("cpu"), lambda: tensors, debug=debug)
+    fake: Any = FakeGraph()
+    graphs._graphs[4] = fake
+    graphs._addresses[4] = _addresses(tensors)
+    return graphs, fake
+
+
+def test_a_tensor_made_anew_after_capture_is_named() -> None:
+    """Bug 22 of peers: right in eager mode, silently wrong in replay. The error says which."""
+    tensors = {"kv_cache": torch.zeros(8), "attention.decode.splits": torch.zeros(4)}
+    graphs, fake = captured(tensors, debug=True)
+    graphs.replay(4)
+    assert fake.replays == 1
+    kept = tensors["attention.decode.splits"]
+    tensors["attention.decode.splits"] = torch.zeros(4)
+    with pytest.raises(
+        GraphSafetyError,
+        match=r"bucket 4 was captured with attention\.decode\.splits at 0x\w+, which is now "
+        r"at 0x\w+.*allocate it once, in allocate\(\), and write into it",
+    ):
+        graphs.replay(4)
+    assert fake.replays == 1, "nothing was launched"
+    tensors["attention.decode.splits"] = kept
+    graphs.replay(4)
+    assert fake.replays == 2
+
+
+def test_a_tensor_that_is_gone_is_named_too() -> None:
+    tensors = {"row_tables": torch.zeros(8)}
+    graphs, _ = captured(tensors, debug=True)
+    tensors.clear()
+    with pytest.raises(GraphSafetyError, match=r"row_tables at 0x\w+, which is now at 0x0"):
+        graphs.replay(4)
+
+
+def test_contents_may_change_between_replays() -> None:
+    """Addresses are compared, not values: new inputs are what replays are for."""
+    tensors = {"row_tables": torch.zeros(8)}
+    graphs, fake = captured(tensors, debug=True)
+    tensors["row_tables"].fill_(7)
+    graphs.replay(4)
+    assert fake.replays == 1
+
+
+def test_without_debug_nothing_is_looked_at() -> None:
+    """A steady step makes exactly one replay and no host work for it."""
+    looks = []
+
+    def watched() -> dict[str, Tensor]:
+        looks.append(1)
+        return {}
+
+    graphs = DecodeGraphs(torch.device("cpu"), watched)
+    fake: Any = FakeGraph()
+    graphs._graphs[1] = fake
+    graphs.replay(1)
+    assert (fake.replays, looks) == (1, [])
+
+
+def test_graphs_are_freed_once_however_often_it_is_asked() -> None:
+    """Bug 17 of peers: graphs that outlive what they read hang the exit."""
+    graphs, fake = captured({}, debug=False)
+    graphs.clear()
+    graphs.clear()
+    assert fake.resets == 1
+    with pytest.raises(KeyError):
+        graphs.replay(4)
