@@ -1,6 +1,7 @@
 # make demo        install into .venv and let the embedded model write
 # make test        install into .venv, check and test everything (under 12 minutes on two cores)
 # make test-full   the slow tests too
+# make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests.json
 # make lint        ruff, mypy, import-linter
 # make wheels      every distribution, into dist/
 #
@@ -37,7 +38,7 @@ COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
 FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/plugin_manager.py,nanovllm_core/attention_selection.py
 
-.PHONY: help demo test test-full unit lint format wheels clean
+.PHONY: help demo test test-full test-gpu unit lint format wheels clean
 
 help:
 	@sed -n 's/^# \?//;1,/^$$/p' Makefile
@@ -83,6 +84,9 @@ test: lint unit
 test-full: lint
 	$(PYTEST) $(COVERED)
 	$(PY) -m coverage report --fail-under=90
+
+test-gpu: $(DEV_ENV)
+	$(PY) -m pytest -m gpu --report-json benchmarks/results/gpu_tests.json
 
 wheels: $(DEV_ENV)
 	for distribution in $(DISTRIBUTIONS); do \

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nanovllm_core.bench.environment import describe_environment
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import CheckpointError
@@ -97,6 +98,7 @@ def evaluate(
             "passed": passed,
             "overall": _as_json(overall),
             "tasks": {name: _as_json(task) for name, task in scores.items()},
+            "environment": describe_environment(),
             "wrong": [asdict(one) for one in answered if not one.is_right],
         }
         out.parent.mkdir(parents=True, exist_ok=True)
