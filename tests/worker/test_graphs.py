@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import GraphSafetyError
+from nanovllm_core.startup import start
 from nanovllm_core.worker.graphs import DecodeGraphs, _addresses
+
+from ..e2e.tiny import write_config
 
 
 class FakeGraph:
@@ -95,3 +102,30 @@ def test_graphs_are_freed_once_however_often_it_is_asked() -> None:
     assert fake.resets == 1
     with pytest.raises(KeyError):
         graphs.replay(4)
+
+
+def test_closing_frees_the_graphs_before_pages_and_weights(tmp_path: Path) -> None:
+    """Bug 17 of peers, end to end: at the moment of the reset the runner is still alive."""
+    for plugin in ("model_qwen3", "attention_sdpa"):
+        pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+    changes = {"device": "cpu", "attention": "sdpa", "load_format": "dummy", "max_num_seqs": 2}
+    startup = start(load_config(str(write_config(tmp_path)), overrides=changes))
+    executor: Any = startup.executor
+    executor.start(startup.setup)
+    runner = weakref.ref(executor._runner)
+    alive = []
+
+    class Watching(FakeGraph):
+        def reset(self) -> None:
+            alive.append(runner() is not None)
+            super().reset()
+
+    graphs, _ = captured({}, debug=False)
+    graphs._graphs[4] = Watching()  # type: ignore[assignment]
+    executor._graphs = graphs
+    del graphs
+    executor.close()
+    executor.close()
+    assert alive == [True]
+    gc.collect()
+    assert runner() is None, "pages and weights go with the runner"

@@ -1,0 +1,70 @@
+"""`nanovllm eval` and `generate` on the embedded model: right with sdpa and with triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nanovllm_core.cli.main import make_app
+
+pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
+
+SMALL = ("--set", "limits.max_model_len=192", "--set", "limits.max_num_seqs=8")
+
+
+def test_eval_with_sdpa_on_ten_questions_of_each_task(tmp_path: Path) -> None:
+    """Thresholds met, exit status 0, and a result file that names what ran."""
+    out = tmp_path / "eval.json"
+    result = CliRunner().invoke(
+        make_app(),
+        [
+            *("eval", "--model", "demo", "--device", "cpu", "--attention", "sdpa"),
+            *("--limit", "10", "--set", "limits.max_model_len=256", "--out", str(out)),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads(out.read_text())
+    assert record["passed"] is True
+    assert record["overall"]["total"] == 60
+    assert "sdpa" in record["attention"]
+
+
+def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, whose Triton interprets its kernels."""
+    pytest.importorskip("nanovllm_attention_triton", reason="needs the plugin attention_triton")
+    return subprocess.run(
+        [sys.executable, "-m", "nanovllm_core", *arguments, "--attention", "triton"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_triton_answers_a_question_through_the_interpreter() -> None:
+    """Prefill and decode kernels in the engine, from a command to the text."""
+    done = interpreted(
+        *("generate", "Add 15 and 2.", "--chat", "--max-tokens", "8"),
+        *("--model", "demo", "--device", "cpu", *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "17"
+
+
+@pytest.mark.slow
+def test_eval_with_triton_through_the_interpreter(tmp_path: Path) -> None:
+    """One question of each task, all of them right."""
+    out = tmp_path / "eval.json"
+    done = interpreted(
+        *("eval", "--model", "demo", "--device", "cpu", "--limit", "1", "--out", str(out)), *SMALL
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert record["overall"] == {"correct": 6, "total": 6, "accuracy": 1.0}
+    assert record["attention"].startswith("triton")

@@ -1,0 +1,33 @@
+"""Half precision on a CPU: one dtype for weights, activations and cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm_core import SamplingParams
+
+from .tiny import Reference, open_tiny
+
+PROMPT = [(11 * i) % 97 for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-4), ("float16", 0.05), ("bfloat16", 0.4)]
+)
+def test_the_cache_has_the_dtype_of_the_model(
+    dtype: str, tolerance: float, tiny: Path, reference: Reference
+) -> None:
+    """And the log-probabilities stay near those of float64 (bug 15 of peers: fp16 KV for bf16)."""
+    with open_tiny(tiny, dtype=dtype) as llm:
+        runner = llm._executor._runner  # type: ignore[attr-defined]
+        assert runner.attention._cache.pages.dtype == getattr(torch, dtype)
+        assert runner.model.dtype == runner.logits.dtype == getattr(torch, dtype)
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+        output = llm.generate([PROMPT], params)[0]
+    assert output.logprobs is not None
+    expected = reference.logits(PROMPT)[-1].log_softmax(-1)
+    for token_id, value in output.logprobs[0].top:
+        assert value == pytest.approx(expected[token_id].item(), abs=tolerance)

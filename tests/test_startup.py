@@ -1,0 +1,154 @@
+"""From a configuration to choices: which checkpoint, device, number format and length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm_core import startup
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.errors import CheckpointNotFoundError, ConfigError, DeviceError
+from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.startup import find_checkpoint, read_model_config, resolve_device, start
+
+from .e2e.tiny import write_config
+
+for plugin in ("model_qwen3", "attention_sdpa"):
+    pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "model")
+
+
+def started(folder: Path, **changes: Any) -> startup.Startup:
+    return start(load_config(str(folder), overrides={"device": "cpu", **changes}))
+
+
+# -- where the checkpoint is ----------------------------------------------------------------------
+
+
+def test_a_folder_is_found_by_its_path_absolute_or_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that exists is a folder, even where a checkpoint plugin has that name."""
+    monkeypatch.chdir(folder.parent)
+    plugins = get_plugin_manager()
+    for model in (str(folder), "model", "./model", f"local:{folder}"):
+        assert find_checkpoint(plugins, model) == folder.resolve()
+
+
+def test_a_name_with_a_slash_is_the_hubs_and_one_without_a_plugins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import nanovllm_core.checkpoint_sources as sources
+
+    asked: list[str] = []
+    monkeypatch.setattr(sources, "from_hub", lambda reference: asked.append(reference) or tmp_path)
+    plugins = get_plugin_manager()
+    for model in ("Qwen/Qwen3-0.6B", "hub:Qwen/Qwen3-0.6B"):
+        assert find_checkpoint(plugins, model) == tmp_path
+    assert asked == ["Qwen/Qwen3-0.6B"] * 2
+
+
+def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(tmp_path: Path) -> None:
+    plugins = get_plugin_manager()
+    for model in (str(tmp_path / "none"), "./none/here", "~/none/here"):
+        with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+            find_checkpoint(plugins, model)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no config.json, so it is no checkpoint"),
+        ("{", "cannot be read"),
+        ("[]", "holds list, not an object"),
+    ],
+)
+def test_a_config_that_is_none_is_named(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointNotFoundError, match=message):
+        read_model_config(tmp_path)
+
+
+# -- device and number format ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "resolved"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 1, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_a_device_is_resolved_by_what_is_there(
+    device: str, gpus: int, resolved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert resolve_device(device) == resolved
+
+
+def test_a_gpu_beyond_the_last_is_named_with_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DeviceError, match="'cuda:2', but there are 2 GPUs: cuda:0 to cuda:1"):
+        resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "stored", "expected"),
+    [
+        ("float16", "cpu", {"dtype": "bfloat16"}, "float16"),
+        ("auto", "cpu", {"dtype": "bfloat16"}, "float32"),
+        ("auto", "cuda:0", {"dtype": "float16"}, "float16"),
+        ("auto", "cuda:0", {"torch_dtype": "float32"}, "float32"),
+        ("auto", "cuda:0", {}, "bfloat16"),
+    ],
+)
+def test_auto_follows_the_checkpoint_on_a_gpu_and_is_float32_on_a_cpu(
+    asked: str, device: str, stored: dict[str, str], expected: str
+) -> None:
+    """Bug 15 of peers: KV kept in fp16 for a bf16 model. One dtype serves weights and cache."""
+    assert startup._resolve_dtype(asked, device, stored) == expected
+
+
+def test_a_stored_dtype_that_is_not_computed_in_is_told() -> None:
+    with pytest.raises(ConfigError, match="which says 'float8_e4m3fn'; choose float32, float16"):
+        startup._resolve_dtype("auto", "cuda:0", {"dtype": "float8_e4m3fn"})
+
+
+# -- what the workers are told --------------------------------------------------------------------
+
+
+def test_the_setup_holds_everything_that_was_resolved(folder: Path) -> None:
+    """Nothing is left to guess: no `auto`, and each plugin with its distribution and version."""
+    setup = started(folder, attention="sdpa").setup
+    assert (setup.device, setup.dtype, setup.cuda_graphs) == ("cpu", "float32", False)
+    assert (setup.max_model_len, setup.block_size) == (512, 16)
+    assert setup.model.name == "Qwen3ForCausalLM"
+    for plugin in (setup.model, setup.prefill_attention, setup.decode_attention):
+        assert plugin.distribution.startswith("nanovllm-")
+        assert plugin.version
+
+
+def test_nothing_heavy_happens_at_the_start(folder: Path) -> None:
+    """A checkpoint of a config alone goes through: weights are read by the worker."""
+    assert started(folder).vocab_size == 97
+
+
+def test_the_chosen_attention_is_logged_with_why_others_lost(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="nanovllm_core.startup"):
+        started(folder)
+    assert "sdpa" in caplog.text
