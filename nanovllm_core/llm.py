@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any
@@ -120,10 +120,10 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
 
-        Leaving the loop early aborts the request.
+        Leaving the loop early, or `close()`, aborts the request.
         """
         params = sampling_params or SamplingParams()
         if isinstance(prompt, str) or not isinstance(prompt[0] if prompt else 0, Mapping):

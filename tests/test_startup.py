@@ -48,7 +48,12 @@ def test_a_name_with_a_slash_is_the_hubs_and_one_without_a_plugins(
     import nanovllm_core.checkpoint_sources as sources
 
     asked: list[str] = []
-    monkeypatch.setattr(sources, "from_hub", lambda reference: asked.append(reference) or tmp_path)
+
+    def download(reference: str) -> Path:
+        asked.append(reference)
+        return tmp_path
+
+    monkeypatch.setattr(sources, "from_hub", download)
     plugins = get_plugin_manager()
     for model in ("Qwen/Qwen3-0.6B", "hub:Qwen/Qwen3-0.6B"):
         assert find_checkpoint(plugins, model) == tmp_path

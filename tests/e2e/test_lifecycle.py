@@ -74,7 +74,7 @@ def diaries(install: Install) -> Callable[[str], list[Any]]:
         },
         {"diary_extension": DIARY, "diary_scheduler": SCHEDULER},
     )
-    return lambda module: sys.modules[module].EVENTS  # type: ignore[no-any-return]
+    return lambda module: sys.modules[module].EVENTS
 
 
 def test_enabled_extensions_and_selected_plugins_hear_of_everything_once(

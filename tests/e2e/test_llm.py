@@ -286,7 +286,7 @@ def test_a_bad_prompt_is_refused_before_any_is_run(
     """The good prompts before it are not run either, and other requests go on."""
     steps = busy.stats.steps
     with pytest.raises(error, match=message):
-        busy.generate([PROMPTS[0], prompt], greedy())  # type: ignore[list-item]
+        busy.generate([PROMPTS[0], prompt], greedy())  # type: ignore[arg-type]  # on purpose
     assert busy.stats.steps == steps
     assert busy.stats.waiting == 0
 

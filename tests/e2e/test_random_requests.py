@@ -128,7 +128,7 @@ def test_streams_that_are_left_at_any_time_change_no_other(
                 output = next(stream)
                 tokens[i] += output.new_token_ids
                 if output.finished or len(tokens[i]) == leave_after.get(i):
-                    stream.close()  # type: ignore[attr-defined]  # a generator
+                    stream.close()
                     del streams[i]
         for i, one in enumerate(asked):
             assert tokens[i] == expected(reference, one)[: leave_after.get(i)]

@@ -51,7 +51,7 @@ def random_weights(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * 1.5 / columns**0.5
+        return torch.randn(rows, columns, generator=generator).mul_(1.5 * columns**-0.5)
 
     def norm(size: int) -> Tensor:
         return 1 + 0.3 * torch.randn(size, generator=generator)
