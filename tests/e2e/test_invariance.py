@@ -116,6 +116,22 @@ def test_giving_way_loses_no_token(
         assert llm.stats.free_blocks == 20
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+def test_a_stream_that_gives_way_repeats_no_token(
+    steps_ahead: int, tiny: Path, expected: list[list[int]]
+) -> None:
+    """What a stream has given is not given again after the prompt is computed anew."""
+    cases = dict(list(enumerate(CASES))[-8:])
+    with open_tiny(tiny, steps_ahead=steps_ahead, **{"cache.num_blocks": 20}) as llm:
+        streams = {i: llm.stream(case.prompt, case.params) for i, case in cases.items()}
+        tokens: dict[int, list[int]] = {i: [] for i in cases}
+        for outputs in zip(*streams.values(), strict=True):
+            for i, output in zip(cases, outputs, strict=True):
+                tokens[i] += output.new_token_ids
+        assert llm.stats.preemptions > 0
+    assert tokens == {i: expected[i] for i in cases}
+
+
 def test_alone_or_among_others_is_the_same(tiny: Path, expected: list[list[int]]) -> None:
     """Each request on its own, and the batch in another order."""
     with open_tiny(tiny) as llm:
