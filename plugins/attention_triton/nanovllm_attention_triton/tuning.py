@@ -27,7 +27,7 @@ class DecodeTuning:
     min_chunk: int = 64
     max_chunk: int = 512
     wave_programs: int = 3
-    max_programs: int = 16
+    max_programs: int = 8
     fixed_chunk: int | None = None
 
 

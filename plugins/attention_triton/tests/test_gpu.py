@@ -64,9 +64,9 @@ def check(out: Tensor, exact: Tensor, own: Tensor, label: str) -> None:
     difference = out.double() - exact
     norm_error = (difference.norm() / exact.norm()).item()
     limit = 2 * (own - exact).abs().max().item()
-    # Four units in the last place are no error: ex2.approx, which every GPU softmax in base 2 uses,
-    # is good to two, and the scores' factor log2(e) costs the rest. Seen to matter in fp32 only.
-    limit = max(limit, 4 * torch.finfo(out.dtype).eps * exact.abs().max().item())
+    if out.dtype is torch.float32:  # both errors are a few roundings; which is larger is chance
+        limit += 1e-6 * exact.abs().max().item()
+    limit = max(limit, torch.finfo(out.dtype).eps * exact.abs().max().item())
     worst = difference.abs().max().item()
     assert norm_error <= NORM_LIMIT[out.dtype], f"{label}: relative norm error {norm_error:.2e}"
     assert worst <= limit, f"{label}: worst element off by {worst:.2e}, limit {limit:.2e}"
