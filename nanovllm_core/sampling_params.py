@@ -12,6 +12,8 @@ from nanovllm_core.errors import InvalidSamplingError
 
 T = TypeVar("T")
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
+"""Outside these a temperature in float32, or a logit divided by it, may be zero or infinite."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
@@ -59,7 +61,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _strings("stop", stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        _check_real("temperature", self.temperature, 0.0, math.inf, "0 takes the likeliest token")
+        _check_temperature(self.temperature)
         _check_integer("top_k", self.top_k, -1, None, "0 or -1 switches it off")
         _check_real("top_p", self.top_p, 0.0, 1.0, "1 switches it off", above=True)
         _check_real("min_p", self.min_p, 0.0, 1.0, "0 switches it off")
@@ -90,6 +92,13 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """`stop_token_ids`, always as a tuple."""
         return tuple(self.stop_token_ids)
+
+
+def _check_temperature(value: float) -> None:
+    remedy = "0 takes the likeliest token"
+    _check_real("temperature", value, 0.0, MAX_TEMPERATURE, remedy)
+    if value > 0:
+        _check_real("temperature", value, MIN_TEMPERATURE, MAX_TEMPERATURE, remedy)
 
 
 def _check_real(

@@ -161,13 +161,17 @@ class Engine:
             )
             for index, sample_id in enumerate(sample_ids)
         ]
+        streams = {
+            request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
+            for request in samples
+        }
+        # All parts are made: from here on the request is known.
         self._num_arrived += len(samples)
         self._samples[request_id] = samples
+        self._streams |= streams
         for request in samples:
             request.state = RequestState.HELD
             self._requests[request.request_id] = request
-            decoder = detokenizer() if detokenizer is not None else None
-            self._streams[request.request_id] = OutputStream(request, decoder)
         first, *others = samples
         self._planner.enqueue(first)
         first.held_samples = others
@@ -353,10 +357,11 @@ class Engine:
     def _row_sampling(self, params: SamplingParams, seed: int) -> RowSampling:
         """What the device needs of the parameters."""
         eos = () if params.ignore_eos else self._eos_token_ids
+        cuts = 0 < params.top_k < self.limits.vocab_size
         return RowSampling(
             temperature=params.temperature,
             seed=seed,
-            top_k=max(params.top_k, 0),
+            top_k=params.top_k if cuts else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,28 @@ def test_stop_ids_outside_the_vocabulary_are_refused() -> None:
 def test_min_tokens_beyond_the_model_length_are_refused() -> None:
     with pytest.raises(RequestTooLongError, match="min_tokens=60 exceed"):
         Harness().add("a", range(10), greedy(None, min_tokens=60))
+
+
+@pytest.mark.parametrize(("top_k", "sent"), [(-1, 0), (0, 0), (49, 49), (50, 0), (2**70, 0)])
+def test_a_top_k_that_cuts_nothing_reaches_the_device_as_off(top_k: int, sent: int) -> None:
+    """However large: no integer of the device has to hold it, and the fast sampler stays on."""
+    (request,) = Harness().add("a", [1], SamplingParams(top_k=top_k, max_tokens=8))
+    assert request.sampling.top_k == sent
+    assert request.sampling.needs_tail == (sent > 0)
+
+
+def test_a_detokenizer_that_cannot_be_made_leaves_no_request_behind() -> None:
+    """The error is the caller's; the id is free and the engine goes on."""
+
+    def broken() -> NoReturn:
+        raise ValueError("no decoder here")
+
+    harness = Harness()
+    with pytest.raises(ValueError, match="no decoder here"):
+        harness.add("a", [1], greedy(n=2), detokenizer=broken)
+    assert not harness.engine.has_unfinished()
+    harness.add("a", [1])
+    assert harness.run().keys() == {("a", 0)}
 
 
 def test_stop_strings_need_a_detokenizer() -> None:

@@ -20,6 +20,8 @@ from nanovllm_core.sampling_params import MAX_SEED, SamplingParams
         ("temperature", math.inf, "finite"),
         ("temperature", True, "finite"),
         ("temperature", "hot", "finite"),
+        ("temperature", 1e-40, "1e-10"),  # its reciprocal is infinite in float32
+        ("temperature", 1e39, "1e+10"),  # infinite itself
         ("top_k", -2, "at least -1"),
         ("top_k", 2.0, "whole number"),
         ("top_p", 0, "above 0 and at most 1"),
