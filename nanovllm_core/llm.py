@@ -61,10 +61,10 @@ class LLM:
         try:
             self.info: WorkerInfo = self._executor.start(startup.setup)
             self._engine = self._make_engine(startup.scheduler, eos)
+            self._plugins.hook.nanovllm_engine_started(info=self.info)
         except BaseException:
             self._executor.close()
             raise
-        self._plugins.hook.nanovllm_engine_started(info=self.info)
 
     def _make_engine(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> Engine:
         config, info = self.config, self.info

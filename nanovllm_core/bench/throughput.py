@@ -26,6 +26,7 @@ class ThroughputResult:
     prompt_tokens: int
     output_tokens: int
     temperature: float
+    device: str
     attention: str
     scheduler: str
     cuda_graphs: bool
@@ -82,6 +83,7 @@ def measure_throughput(
         prompt_tokens=workload.num_prompt_tokens,
         output_tokens=workload.num_output_tokens,
         temperature=temperature,
+        device=llm.info.device,
         attention=llm.info.attention,
         scheduler=llm.config.scheduler.name,
         cuda_graphs=llm.info.cuda_graphs,

@@ -84,7 +84,7 @@ def _show(result: dict[str, Any]) -> None:
         "attention": result["attention"],
         "scheduler": result["scheduler"],
         "CUDA graphs": "on" if result["cuda_graphs"] else "off",
-        "device": environment["device"]["name"],
+        "device": result["device"],
         "torch": environment["packages"].get("torch", "?"),
         "KV cache": f"{result['num_blocks']:,} pages of {result['block_size']} tokens",
         "start": f"load {result['load_seconds']:.1f} s, capture {result['capture_seconds']:.1f} s",

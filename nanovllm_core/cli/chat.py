@@ -103,10 +103,7 @@ def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> s
             write_text(output.new_text)
             if interrupted.is_set():
                 break
-        # Leaving early aborts the request; closing makes that happen now.
-        close = getattr(outputs, "close", None)
-        if close is not None:
-            close()
+        outputs.close()  # Leaving early aborts the request; closing makes that happen now.
     write_text("\n")
     speed.report()
     return text

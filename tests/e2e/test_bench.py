@@ -56,6 +56,7 @@ def test_a_result_says_what_ran(tiny: Path) -> None:
     assert len(record["seconds"]) == 2
     assert record["tokens_per_second"] == pytest.approx(15 / min(result.seconds), rel=1e-2)
     assert "sdpa" in record["attention"]
+    assert record["device"] == "cpu", "where it ran, whatever else the machine has"
     assert record["scheduler"] == "fcfs"
     assert record["cuda_graphs"] is False
     assert record["block_size"] == 16

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm_core.errors import ConfigError, PluginLoadError, WeightsError
+from nanovllm_core.worker.executor import SingleProcessExecutor
 
 from .tiny import open_tiny, write_config
 
@@ -118,6 +119,23 @@ def test_an_engine_that_did_not_start_is_not_closed(
     with pytest.raises(WeightsError):
         open_tiny(folder, plugins={"enable": ["diary"]})
     assert diaries("diary_extension") == LIFE[:1]
+
+
+def test_an_extension_that_fails_at_the_start_leaves_no_device_held(
+    tiny: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error reaches the caller, and the executor that had started is closed."""
+    closed: list[SingleProcessExecutor] = []
+    monkeypatch.setattr(SingleProcessExecutor, "close", lambda executor: closed.append(executor))
+    failing = DIARY.replace('EVENTS.append(("started", info.num_blocks))', "1 / 0")
+    install(
+        "failing",
+        {"nanovllm.extensions": {"failing": "failing_plugin"}},
+        {"failing_plugin": failing},
+    )
+    with pytest.raises(ZeroDivisionError):
+        open_tiny(tiny, plugins={"enable": ["failing"]})
+    assert len(closed) == 1
 
 
 def test_a_selected_plugin_that_is_broken_is_fatal_and_named(tiny: Path, install: Install) -> None:
