@@ -14,7 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.engine import Engine, EngineLimits, EngineStats, RequestOutput
-from nanovllm_core.errors import CheckpointError, EngineClosedError, InvalidPromptError
+from nanovllm_core.errors import (
+    CheckpointError,
+    EngineClosedError,
+    InvalidPromptError,
+    InvalidSamplingError,
+)
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
@@ -125,11 +130,11 @@ class LLM:
 
         Leaving the loop early, or `close()`, aborts the request.
         """
-        params = sampling_params or SamplingParams()
-        if isinstance(prompt, str) or not isinstance(prompt[0] if prompt else 0, Mapping):
-            ids = self._encode(prompt)  # type: ignore[arg-type]
-        else:
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             ids = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        else:
+            ids = self._encode(prompt)  # type: ignore[arg-type]
         request_id = self._add(ids, params, stream=True)
         left = params.n
         try:
@@ -190,6 +195,11 @@ class LLM:
 
     def _add(self, ids: Sequence[int], params: SamplingParams, stream: bool = False) -> str:
         self._check_open()
+        if not isinstance(params, SamplingParams):
+            raise InvalidSamplingError(
+                f"expected SamplingParams, got {type(params).__name__} {params!r:.80}; make one, "
+                "as in SamplingParams(temperature=0.6)"
+            )
         request_id = str(self._next_id)
         self._next_id += 1
         detokenizer = self._tokenizer.detokenizer if self._tokenizer is not None else None
@@ -271,8 +281,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 def _spread(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, Sequence):
+        return [params] * count
     if len(params) != count:
         raise InvalidPromptError(
             f"{len(params)} sampling_params for {count} prompts; give one for all, or one for each"

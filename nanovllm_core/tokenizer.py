@@ -256,11 +256,15 @@ def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    good = bool(messages) and all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in messages
+    good = (
+        isinstance(messages, Sequence)
+        and bool(messages)
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
     )
     if not good:
         raise InvalidPromptError(

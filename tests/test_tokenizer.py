@@ -214,7 +214,7 @@ def test_a_template_that_refuses_its_messages_is_an_invalid_prompt(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "messages", [[], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}]], ids=str
+    "messages", [[], 5, ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}]], ids=str
 )
 def test_malformed_messages_are_refused(tokenizer, messages):
     with pytest.raises(InvalidPromptError, match="they must be one or more"):

@@ -314,6 +314,20 @@ def test_a_bad_conversation_is_refused(messages: object, message: str, demo: LLM
         demo.chat(messages, greedy())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0.5}, [{"temperature": 0.5}]], ids=str)
+def test_parameters_that_are_none_are_refused(shared_engine: LLM, params: object) -> None:
+    """A dict is easily given in their place; the error says what is wanted."""
+    with pytest.raises(InvalidSamplingError, match="expected SamplingParams, got dict"):
+        shared_engine.generate([[1]], params)  # type: ignore[arg-type]
+
+
+def test_a_stream_of_something_that_is_no_prompt_is_refused(shared_engine: LLM) -> None:
+    with pytest.raises(InvalidPromptError, match="text or a list of token ids; got int 5"):
+        next(shared_engine.stream(5))  # type: ignore[arg-type]
+    with pytest.raises(InvalidSamplingError, match="expected SamplingParams, got dict"):
+        next(shared_engine.stream([1], {"top_k": 3}))  # type: ignore[arg-type]
+
+
 def test_an_empty_text_is_refused(demo: LLM) -> None:
     with pytest.raises(InvalidPromptError, match="empty"):
         demo.generate("", greedy())
