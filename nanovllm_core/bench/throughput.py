@@ -18,7 +18,7 @@ class ThroughputResult:
     """`seconds` are the raw wall times of the counted runs; the first run is never counted.
 
     `host_us_per_step` is what the host spent planning, submitting and absorbing in the last run,
-    without waiting; `host_us_per_steady_step` the same over steps that had no prompt to plan.
+    without waiting; `host_us_per_steady_step` the same over decode steps of unchanged rows.
     """
 
     workload: str

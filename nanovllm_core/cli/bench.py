@@ -89,7 +89,7 @@ def _show(result: dict[str, Any]) -> None:
         "KV cache": f"{result['num_blocks']:,} pages of {result['block_size']} tokens",
         "start": f"load {result['load_seconds']:.1f} s, capture {result['capture_seconds']:.1f} s",
         "runs": ", ".join(f"{seconds:.2f} s" for seconds in result["seconds"]),
-        "host time per step": f"{result['host_us_per_steady_step']:.0f} µs with no prompt to plan, "
+        "host time per step": f"{result['host_us_per_steady_step']:.0f} µs per steady decode step, "
         f"{result['host_us_per_step']:.0f} µs over all {result['steps']:,} steps",
         "throughput": f"[bold]{result['tokens_per_second']:,.0f} output tok/s[/] (best run)",
     }

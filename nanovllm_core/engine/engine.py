@@ -41,8 +41,8 @@ class EngineStats:
     """Counts since the engine started, and how things stand.
 
     `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
-    and taking results in. `steady_seconds` is its part in the `steady_steps` calls that had no
-    prompt to plan, where only decoding rows were in work.
+    and taking results in. `steady_seconds` is its part in the `steady_steps` calls that submitted a
+    decode step of the very rows of the step before.
     """
 
     steps: int
@@ -101,6 +101,7 @@ class Engine:
         self._num_arrived = 0
         self._num_output_tokens = 0
         self._host_seconds = 0.0
+        self._newest_batch: DecodeBatch | None = None
         self._steady_steps = 0
         self._steady_seconds = 0.0
         self._failure: BaseException | None = None
@@ -234,8 +235,7 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         started = perf_counter()
-        is_steady = not (self._planner.prefilling or self._planner.waiting)
-        self._submit_ahead()
+        is_steady = self._submit_ahead()
         if self._in_flight:
             waiting = perf_counter()
             result = self._executor.collect()
@@ -253,16 +253,21 @@ class Engine:
             self._steady_seconds += seconds
         return outputs
 
-    def _submit_ahead(self) -> None:
+    def _submit_ahead(self) -> bool:
+        """Fill the depth; True if the last step submitted decodes the rows of the one before."""
+        is_steady = False
         while len(self._in_flight) <= self._steps_ahead:
             planned = self._planner.plan()
             if planned is not None:
                 self._executor.submit(planned.plan)
                 self._in_flight.append(planned)
+                is_steady = planned.batch is self._newest_batch and not planned.chunks
+                self._newest_batch = planned.batch
             elif self._in_flight or not self._requests:
-                return
+                break
             else:
                 self._planner.unblock()
+        return is_steady
 
     def _check_alive(self) -> None:
         if self._failure is not None:

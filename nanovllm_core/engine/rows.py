@@ -58,6 +58,7 @@ class RowTable:
         self.scheduled = np.zeros(num_rows, dtype=np.int64)
         self.generation = np.zeros(num_rows, dtype=np.int64)
         self.decoding = np.zeros(num_rows, dtype=np.int64)
+        self.watched = np.zeros(num_rows, dtype=np.bool_)
         self.attend_at = np.full(num_rows, NEVER, dtype=np.int64)
         self.publish_at = np.full(num_rows, NEVER, dtype=np.int64)
         self._due = np.zeros(num_rows, dtype=np.bool_)
@@ -89,6 +90,7 @@ class RowTable:
         row = self.free.pop()
         length = len(request.token_ids)
         self.requests[row] = request
+        self.watched[row] = request.is_watched
         self.token_ids[row, :length] = request.token_ids
         self.known[row] = length
         self._next_id_at[row] = self._row_start[row] + length
@@ -123,7 +125,7 @@ class RowTable:
         """The rows that decode now."""
         rows = tuple(self.decoding_rows())
         row_array = np.array(rows, dtype=np.intp)
-        watched = tuple(i for i, row in enumerate(rows) if self.request_at(row).is_watched)
+        watched = tuple(np.flatnonzero(self.watched[row_array]).tolist())
         return DecodeBatch(
             rows,
             row_array,

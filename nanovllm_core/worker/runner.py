@@ -63,6 +63,7 @@ class ModelRunner:
         self._sampler = make_sampler(self.device, max_rows)
         self._tail = SamplerTail(self.device, vocab_size, max_rows)
         self._row_sampling = [RowSampling()] * max_rows
+        self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
         self._active: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
         self._tail_is_on = False
@@ -101,6 +102,7 @@ class ModelRunner:
             for admission in plan.admissions:
                 self._updates.admit(admission)
                 self._row_sampling[admission.row] = admission.sampling
+                self._row_needs_tail[admission.row] = admission.sampling.needs_tail
             self._updates.append_pages(plan.appends)
             if membership_changed:
                 self._set_active(plan.decode_rows)
@@ -110,12 +112,15 @@ class ModelRunner:
 
     def _set_active(self, rows: tuple[int, ...]) -> None:
         self._active = rows
-        self._active_sampling = tuple(self._row_sampling[row] for row in rows)
         self._updates.set_active_rows(rows)
-        needs_tail = any(sampling.needs_tail for sampling in self._active_sampling)
+        needs_tail = bool(self._row_needs_tail[list(rows)].any())
+        self._active_sampling = self._sampling_of(rows) if needs_tail else ()
         if needs_tail != self._tail_is_on:
             self._tail_is_on = needs_tail
             self._updates.set_skip_sampler(needs_tail)
+
+    def _sampling_of(self, rows: tuple[int, ...]) -> tuple[RowSampling, ...]:
+        return tuple(self._row_sampling[row] for row in rows)
 
     # -- decode steps -----------------------------------------------------------------------------
 
@@ -211,10 +216,9 @@ class ModelRunner:
 
     def _finish_mixed(self, plan: StepPlan, logits: Tensor, inputs: StepInputs) -> None:
         rows = plan.decode_rows + tuple(chunk.row for chunk in plan.prefill)
-        sampling = tuple(self._row_sampling[row] for row in rows)
         logprobs = None
-        if any(params.needs_tail for params in sampling):
-            logprobs = self._run_tail(logits, inputs, rows, sampling)
+        if self._row_needs_tail[list(rows)].any():
+            logprobs = self._run_tail(logits, inputs, rows, self._sampling_of(rows))
         else:
             self._sample(logits, inputs, skip=self._never)
         entries = None

@@ -188,6 +188,18 @@ def test_a_steady_step_submits_the_same_object_again() -> None:
     assert any(plan.appends for plan in plans)
 
 
+def test_steady_steps_are_those_that_decode_the_rows_of_the_step_before() -> None:
+    """One prompt, 20 tokens: 19 decode steps, all but the first of them steady."""
+    harness = Harness(Setting(block_size=4))
+    harness.add("a", [1, 2], greedy(20))
+    harness.run()
+    stats = harness.engine.stats
+    decode_steps = [plan for plan in harness.executor.plans if plan.decode_rows]
+    assert len(decode_steps) == 19
+    assert 0 < stats.steady_steps <= 18
+    assert 0 < stats.steady_seconds <= stats.host_seconds
+
+
 class Backwards(SchedulingPolicy):
     """Last come, first served, all keys of a kind equal."""
 

@@ -21,9 +21,10 @@ from nanovllm_core.interfaces.specs import AttentionSpec
 def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
     """Pages of any multiple of 16 tokens: a tile may span pages, a page may hold several tiles.
 
-    64 is preferred: the kernels are as fast, and the host hands out a quarter as many pages.
+    256 is preferred on a GPU: the kernels are as fast, and the host's share of a step halves.
     """
-    return [KVLayout("NPKD", page_multiple=64), KVLayout("NPKD", page_multiple=16)]
+    multiples = (256, 16) if requirements.device == "cuda" else (16,)
+    return [KVLayout("NPKD", page_multiple=multiple) for multiple in multiples]
 
 
 def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:

@@ -46,6 +46,13 @@ def test_the_spec_module_imports_neither_torch_nor_triton():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(("device", "multiples"), [("cuda", [256, 16]), ("cpu", [16])])
+def test_large_pages_are_preferred_on_a_gpu(device, multiples):
+    """Fewer pages to hand out; any multiple of 16 serves."""
+    layouts = SPEC.kv_layouts(requirements(device=device), TritonOptions())
+    assert [layout.page_multiple for layout in layouts] == multiples
+
+
 def test_a_gpu_of_any_dtype_passes_the_check():
     """No reason against it."""
     for dtype in ("float16", "bfloat16", "float32"):
