@@ -50,7 +50,7 @@ def start(config: EngineConfig) -> Startup:
     model_config = read_model_config(checkpoint)
     architecture = _architecture(model_config, checkpoint)
     model = _find_model(plugins, architecture, checkpoint)
-    shape: ModelShape = load_object(model).shape(model_config)
+    shape = _model_shape(model, model_config, checkpoint)
     device = resolve_device(config.device)
     dtype = _resolve_dtype(config.dtype, device, model_config)
     max_model_len = _resolve_max_model_len(config, shape)
@@ -132,6 +132,21 @@ def _find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> 
         raise ArchitectureError(
             f"{checkpoint}/config.json: no installed plugin runs the architecture "
             f"{architecture!r}; install one that does, or use another checkpoint. {error}"
+        ) from error
+
+
+def _model_shape(
+    model: ResolvedPlugin, model_config: Mapping[str, Any], checkpoint: Path
+) -> ModelShape:
+    """What the model plugin reads in config.json; ArchitectureError where it cannot."""
+    implementation = load_object(model)
+    try:
+        return cast(ModelShape, implementation.shape(model_config))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ArchitectureError(
+            f"{checkpoint}/config.json cannot be read by {model.name} ({model.distribution} "
+            f"{model.version}): {type(error).__name__}: {error}; correct that setting, or fetch "
+            "the file again"
         ) from error
 
 
@@ -231,6 +246,14 @@ def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
 
 
 def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
+    choice = config.executor
+    check_tensor_parallel_size(plugins, config)
+    resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
+    return cast(Executor, _make(plugins, resolved, Executor))
+
+
+def check_tensor_parallel_size(plugins: PluginManager, config: EngineConfig) -> None:
+    """ExecutorError where the configured executor does not span that many devices."""
     choice, size = config.executor, config.tensor_parallel_size
     spec = cast(ExecutorSpec, plugins.spec("executor", choice.name))
     if size > spec.max_tensor_parallel_size:
@@ -239,8 +262,6 @@ def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
             f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
             "executor that spans several devices"
         )
-    resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
-    return cast(Executor, _make(plugins, resolved, Executor))
 
 
 def _make(plugins: PluginManager, resolved: ResolvedPlugin, *wanted: type) -> Any:

@@ -86,6 +86,11 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], st
         ArchitectureError,
         r"'dynamic' is not supported: .*; supported are default, linear, yarn, llama3",
     ),
+    "a setting of another type": (
+        changed_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}),
+        ArchitectureError,
+        r"config\.json cannot be read by Qwen3ForCausalLM \(nanovllm-model-qwen3 .*'x'; correct",
+    ),
     "config.json that is not JSON": (
         broken_json,
         CheckpointNotFoundError,
