@@ -115,6 +115,9 @@ def test_check_says_ok(tmp_path: Path, fake: None) -> None:
         ("attention: {prefill: fake, decode: {backend: fake, options: {tuning: {wraps: 1}}}}",
          "attention.decode.options.tuning.wraps: unknown option"),
         ("scheduler: nosuch", "no scheduler 'nosuch' is installed"),
+        ("scheduler: nosuch\nattention: {backend: fake, options: {tunin: 1}}",
+         "\nattention.options.tunin: unknown option"),
+        ("tensor_parallel_size: 2", "tensor_parallel_size: 2, but the executor 'single' runs at"),
         ("plugins: {enable: [nosuch]}", "no extension 'nosuch' is installed"),
     ],
 )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,9 @@ import yaml
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_schema import config_schema
 from nanovllm_core.config_sources import load_with_sources, parse_setting, read_yaml
+from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
+from nanovllm_core.startup import check_tensor_parallel_size
 
 app = typer.Typer(no_args_is_help=True, help="The configuration: schema, values, check.")
 
@@ -52,16 +55,31 @@ def check(file: Annotated[Path, typer.Argument(help="A YAML configuration file."
 
 
 def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
-    """Load what the configuration names, and check its options; a PluginError or ConfigError."""
-    for kind, choice in (("scheduler", config.scheduler), ("executor", config.executor)):
-        manager.resolve(kind, choice.name, choice.options, f"{kind}.options")
+    """Load what the configuration names, and check its options; raises all that is wrong."""
     attention = config.attention
-    same = attention.prefill == attention.decode
-    for phase, backend in (("prefill", attention.prefill), ("decode", attention.decode)):
-        if backend.backend != "auto":
-            path = "attention.options" if same else f"attention.{phase}.options"
-            manager.resolve("attention", backend.backend, backend.options, path)
-    manager.enable(config.plugins.enable)
+    phases = {"attention.prefill": attention.prefill, "attention.decode": attention.decode}
+    if attention.prefill == attention.decode:
+        phases = {"attention": attention.prefill}
+    checks: list[Callable[[], object]] = [
+        partial(manager.resolve, kind, choice.name, choice.options, f"{kind}.options")
+        for kind, choice in (("scheduler", config.scheduler), ("executor", config.executor))
+    ]
+    checks += [
+        partial(manager.resolve, "attention", choice.backend, choice.options, f"{path}.options")
+        for path, choice in phases.items()
+        if choice.backend != "auto"
+    ]
+    checks.append(partial(manager.enable, config.plugins.enable))
+    checks.append(partial(check_tensor_parallel_size, manager, config))
+    wrong: list[str] = []
+    for check_one in checks:
+        try:
+            check_one()
+        except NanoVLLMError as error:
+            wrong.append(str(error))
+    if wrong:
+        # An executor that is not there fails two checks with one message.
+        raise ConfigError("\n".join(dict.fromkeys(wrong)))
 
 
 def render(
