@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -425,3 +426,21 @@ def test_no_document_speaks_of_the_machine_it_was_written_on() -> None:
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         assert not re.search(r"(?<![\w.])/(work|opt|root|home)/", text), document
+
+
+def test_the_speed_table_is_what_the_result_files_say() -> None:
+    """No figure is typed by hand: rates and times of the README are recomputed from the JSON."""
+    results = ROOT / "benchmarks" / "results" / "h200"
+    table = README.read_text().split("## Speed")[1].split("## Map")[0]
+    rows = [line.split("|")[2:5] for line in table.splitlines() if line.startswith("| `")]
+    written = [[cell.strip() for cell in row] for row in rows]
+    measured = []
+    for name in ("triton", "auto", "flash", "sdpa"):
+        result = json.loads((results / f"throughput_{name}.json").read_text())
+        best = min(result["seconds"])
+        assert result["tokens_per_second"] == pytest.approx(
+            result["output_tokens"] / best, rel=1e-3
+        )
+        start = result["load_seconds"] + result["capture_seconds"]
+        measured.append([f"{result['tokens_per_second']:,.0f}", f"{best:.2f} s", f"{start:.1f} s"])
+    assert written == measured
