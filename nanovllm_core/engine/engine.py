@@ -124,7 +124,8 @@ class Engine:
         `cache_salt` separates requests that must not share cached pages.
 
         Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`, and
-        `RequestTooLongError` for a request that can never fit. Other requests go on.
+        `RequestTooLongError` for a request that can never fit. Other requests go on; an error of
+        the scheduler ends the engine, as in `step()`.
         """
         self._check_alive()
         sample_ids = _sample_ids(request_id, params.n)
@@ -174,9 +175,13 @@ class Engine:
             request.state = RequestState.HELD
             self._requests[request.request_id] = request
         first, *others = samples
-        self._planner.enqueue(first)
         first.held_samples = others
-        self._planner.release_samples(first)
+        try:
+            self._planner.enqueue(first)
+            self._planner.release_samples(first)
+        except BaseException as error:  # What the scheduler knows of its queue is uncertain now.
+            self._failure = error
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request with all its samples, in whatever state; an unknown id is no error.

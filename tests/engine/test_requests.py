@@ -7,11 +7,12 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from nanovllm_core.engine import EngineLimits, RequestOutput
+from nanovllm_core.engine import EngineLimits, FcfsPolicy, RequestOutput
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.seeds import derive_seed, sample_seed
 from nanovllm_core.errors import (
     ConfigError,
+    EngineClosedError,
     InconsistentStateError,
     InvalidPromptError,
     InvalidSamplingError,
@@ -70,6 +71,18 @@ def test_a_detokenizer_that_cannot_be_made_leaves_no_request_behind() -> None:
     assert not harness.engine.has_unfinished()
     harness.add("a", [1])
     assert harness.run().keys() == {("a", 0)}
+
+
+def test_a_scheduler_that_fails_at_a_request_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it has noted of the queue is unknown; later calls name its error, not a symptom."""
+    harness = Harness()
+    monkeypatch.setattr(FcfsPolicy, "service_key", lambda _policy, _request: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        harness.add("a", [1])
+    with pytest.raises(EngineClosedError, match="ended with ZeroDivisionError"):
+        harness.engine.step()
 
 
 def test_stop_strings_need_a_detokenizer() -> None:
