@@ -13,6 +13,7 @@ from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.kernels import KernelSet
 from nanovllm_core.layers import Attention, LayerContext, SingleRank, finalize_layers
 from nanovllm_core.plugin_manager import load_object
+from nanovllm_core.worker.progress import counting
 from nanovllm_core.worker.weights import init_dummy_weights, load_weights
 
 
@@ -49,6 +50,9 @@ def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
         if setup.config.load_format == "dummy":
             init_dummy_weights(module, seed=setup.config.seed)
         else:
-            load_weights(module, setup.checkpoint, tied=shape.tied_embeddings)
+            with counting("Loading weights") as progress:
+                load_weights(
+                    module, setup.checkpoint, tied=shape.tied_embeddings, progress=progress
+                )
         finalize_layers(module)
     return LoadedModel(module, shape, device, dtype)
