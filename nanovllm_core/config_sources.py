@@ -171,7 +171,8 @@ def nest_keywords(arguments: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in arguments:
         if name in REFUSED_KEYWORDS:
             raise ConfigError(f"{name}: not a setting (value {value!r}); {REFUSED_KEYWORDS[name]}")
-        branch = _nest(FLAT_KEYWORDS.get(name, name).split("."), value)
+        # Written out before they are merged: a short form would replace its section's options.
+        branch = expand(_nest(FLAT_KEYWORDS.get(name, name).split("."), value), name)
         for path, _ in leaves(tag(branch, name)):
             if path in given:
                 raise ConfigError(f"{'.'.join(path)}: given twice, as {given[path]} and as {name}")
@@ -190,8 +191,8 @@ def _nest(path: Iterable[str], value: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ merging
 
 
-def tag(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Write short forms out, and note the source of every leaf."""
+def expand(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Write short forms out: `sjf` is `{name: sjf}`, and a backend one for both phases."""
     full = dict(values)
     if "attention" in full:
         try:
@@ -201,7 +202,12 @@ def tag(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name in ("scheduler", "executor"):
         if name in full:
             full[name] = expand_name(full[name], "name")
-    return {key: _tag(value, source) for key, value in full.items()}
+    return full
+
+
+def tag(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Write short forms out, and note the source of every leaf."""
+    return {key: _tag(value, source) for key, value in expand(values, source).items()}
 
 
 def _tag(value: Any, source: str) -> Any:

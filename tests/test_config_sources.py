@@ -127,6 +127,18 @@ def test_a_setting_without_a_path_or_a_value_is_refused(text: str) -> None:
         parse_setting(text)
 
 
+@pytest.mark.parametrize("name_first", [True, False])
+def test_a_short_form_and_a_dotted_option_are_both_heard(name_first: bool) -> None:
+    """As flags give them: `--attention sdpa --set attention.options.kernel=math`."""
+    names = {"attention": "sdpa", "scheduler": "sjf"}
+    options = {"attention.options.kernel": "math", "scheduler.options.ageing": 3}
+    overrides = names | options if name_first else options | names
+    config = load_config("demo", overrides=overrides, env={})
+    for choice in (config.attention.prefill, config.attention.decode):
+        assert (choice.backend, choice.options) == ("sdpa", {"kernel": "math"})
+    assert (config.scheduler.name, config.scheduler.options) == ("sjf", {"ageing": 3})
+
+
 def test_the_same_field_given_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"limits\.max_num_seqs: given twice, as limits and as"):
         load(limits={"max_num_seqs": 3}, max_num_seqs=4)
