@@ -39,7 +39,6 @@ class Startup:
     setup: WorkerSetup
     scheduler: Scheduler
     executor: Executor
-    vocab_size: int
 
 
 def start(config: EngineConfig) -> Startup:
@@ -73,7 +72,7 @@ def start(config: EngineConfig) -> Startup:
     scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
     # By now every selected plugin is known, so each hears of it, as extensions do.
     plugins.hook.nanovllm_configure(config=config)
-    return Startup(plugins, setup, scheduler, executor, shape.vocab_size)
+    return Startup(plugins, setup, scheduler, executor)
 
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:

@@ -148,7 +148,7 @@ def test_the_setup_holds_everything_that_was_resolved(folder: Path) -> None:
 
 def test_nothing_heavy_happens_at_the_start(folder: Path) -> None:
     """A checkpoint of a config alone goes through: weights are read by the worker."""
-    assert started(folder).vocab_size == 97
+    assert started(folder).setup.model_config["vocab_size"] == 97
 
 
 def test_the_chosen_attention_is_logged_with_why_others_lost(

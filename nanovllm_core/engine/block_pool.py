@@ -59,7 +59,11 @@ class BlockPool:
         self._holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give the pages of one block table back; the last is allocated again first."""
+        """Give the pages of one block table back.
+
+        Of published pages the last of a table is allocated again before its first: a prefix is
+        worth more than what follows it.
+        """
         for block_id in reversed(block_ids):
             holders = self._holders[block_id] - 1
             if holders < 0:

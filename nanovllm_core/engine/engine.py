@@ -105,6 +105,7 @@ class Engine:
         self._steady_steps = 0
         self._steady_seconds = 0.0
         self._failure: BaseException | None = None
+        self._is_waiting = False
 
     # -- requests come and go
 
@@ -229,13 +230,16 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Submit steps until enough are in flight, take the oldest result in, return the news.
 
-        Any error here ends the engine: later calls raise `EngineClosedError`.
+        Any error here ends the engine: later calls raise `EngineClosedError`. Only Ctrl-C while
+        waiting for a result does not; the next call waits for the same one.
         """
         self._check_alive()
+        self._is_waiting = False
         try:
             return self._step()
         except BaseException as error:
-            self._failure = error
+            if not (self._is_waiting and isinstance(error, KeyboardInterrupt)):
+                self._failure = error
             raise
 
     def _step(self) -> list[RequestOutput]:
@@ -243,7 +247,9 @@ class Engine:
         is_steady = self._submit_ahead()
         if self._in_flight:
             waiting = perf_counter()
+            self._is_waiting = True
             result = self._executor.collect()
+            self._is_waiting = False
             started += perf_counter() - waiting
             self._absorb(self._in_flight.popleft(), result)
             if self._planner.draining:

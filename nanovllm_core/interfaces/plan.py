@@ -148,6 +148,7 @@ class WorkerInfo:
     vocab_size: int
     attention: str
     device: str
+    dtype: str = ""
     cuda_graphs: bool = False
     load_seconds: float = 0.0
     capture_seconds: float = 0.0

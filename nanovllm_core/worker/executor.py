@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
 from pydantic import BaseModel
 
-from nanovllm_core.errors import EngineClosedError
+from nanovllm_core.errors import EngineClosedError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.kernels import get_kernels
+from nanovllm_core.layers import Attention
 from nanovllm_core.plugin_manager import load_object, parse_options
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.graphs import DecodeGraphs
@@ -68,6 +71,7 @@ class SingleProcessExecutor(Executor):
             vocab_size=model.shape.vocab_size,
             attention=_describe(prefill, decode),
             device=_device_name(device),
+            dtype=setup.dtype,
             cuda_graphs=setup.cuda_graphs,
             load_seconds=loaded - started,
             capture_seconds=time.perf_counter() - loaded,
@@ -75,7 +79,9 @@ class SingleProcessExecutor(Executor):
         )
 
     def submit(self, plan: StepPlan) -> None:
-        self._running().submit(plan)
+        runner = self._running()
+        with _current(runner.device):
+            runner.submit(plan)
 
     def collect(self) -> StepResult:
         return self._running().collect()
@@ -84,11 +90,13 @@ class SingleProcessExecutor(Executor):
         if self._runner is None:
             return
         device = self._runner.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if self._graphs is not None:
-            self._graphs.clear()
-        self._runner = self._graphs = None
+        try:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        finally:
+            if self._graphs is not None:
+                self._graphs.clear()
+            self._runner = self._graphs = None
         if device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()  # the next engine, or the neighbours, find the memory free
@@ -97,6 +105,11 @@ class SingleProcessExecutor(Executor):
         if self._runner is None:
             raise EngineClosedError("the executor is closed; create a new LLM")
         return self._runner
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Make a GPU the current one: kernels are launched there, whatever else the process does."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _open_device(device: torch.device) -> int:
@@ -121,6 +134,7 @@ def _make_backends(
 ) -> tuple[AttentionBackend, AttentionBackend]:
     """The prefill and the decode backend; one object where both are the same choice."""
     layers = model.attention_layers()
+    _check_alike(layers)
     config = AttentionConfig(
         device=model.device,
         dtype=model.dtype,
@@ -140,6 +154,26 @@ def _make_backends(
     prefill = make(setup.prefill_attention)
     same = setup.prefill_attention == setup.decode_attention
     return prefill, prefill if same else make(setup.decode_attention)
+
+
+def _check_alike(layers: Sequence[Attention]) -> None:
+    """One backend serves all layers; refuse what it would otherwise ignore in silence."""
+    for index, layer in enumerate(layers):
+        for name in ("sliding_window", "soft_cap"):
+            value = getattr(layer, name)
+            if value is not None:
+                raise UnsupportedError(
+                    f"attention layer {index} has {name}={value}, which this version does not "
+                    "apply; use a model without it"
+                )
+        facts = (layer.scale, layer.prep.num_heads, layer.prep.num_kv_heads, layer.prep.head_size)
+        prep = layers[0].prep
+        first = (layers[0].scale, prep.num_heads, prep.num_kv_heads, prep.head_size)
+        if facts != first:
+            raise UnsupportedError(
+                f"attention layer {index} has (scale, heads, KV heads, head size) {facts}, layer 0 "
+                f"has {first}; this version needs all layers alike"
+            )
 
 
 def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttention) -> ModelRunner:

@@ -92,5 +92,6 @@ def cut_top_k_top_p(
     probabilities = ranked.masked_fill_(beyond_k, -torch.inf).softmax(dim=1, dtype=torch.float64)
     before = probabilities.cumsum(dim=1) - probabilities
     cut_ranked = beyond_k | (before >= top_p_N[:, None])
+    cut_ranked[:, 0] = False  # a top_p too small for float32 still keeps the most likely id
     cut = torch.zeros_like(cut_ranked).scatter_(1, ids, cut_ranked)
     logits_SV.index_copy_(0, which_N, logits.masked_fill_(cut, -torch.inf))

@@ -48,10 +48,15 @@ class ResultRing:
     def __init__(self, device: torch.device, max_rows: int, num_slots: int) -> None:
         self._cuda = device.type == "cuda"
         self.words = torch.zeros((num_slots, max_rows), dtype=torch.int64, pin_memory=self._cuda)
-        self.num_finished = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_finished = torch.zeros(1, dtype=torch.int64, device=device)
         self._host = self.words.numpy()
         self._pending: deque[_Pending] = deque()
         self._num_pushed = 0
+
+    def _is_idle(self) -> bool:
+        if not self._cuda:
+            return True
+        return torch.cuda.current_stream(self.num_finished.device).query()
 
     def reset(self) -> None:
         """Forget all steps, after runs that no plan asked for (a capture)."""
@@ -89,8 +94,9 @@ class ResultRing:
         """Wait for the oldest step in flight."""
         if not self._pending:
             raise ExecutorError("no step is in flight; submit() a plan before collect()")
-        step = self._pending.popleft()
-        _wait(step, is_idle=torch.cuda.current_stream().query if self._cuda else lambda: True)
+        step = self._pending[0]
+        _wait(step, is_idle=self._is_idle)
+        self._pending.popleft()  # only now: an interrupted wait can be taken up again
         words = step.words if step.entries is None else step.words[step.entries]
         low = words.astype(np.int32)  # the low halves, copied before the slot is written again
         if step.logprobs_ready is not None:
@@ -105,7 +111,7 @@ def _wait(step: _Pending, is_idle: Callable[[], bool]) -> None:
     # The last entry is looked at alone, because looking at all of them costs more.
     while int(words[-1]) >> 32 != tag or not np.all(words >> 32 == tag):
         looks += 1
-        if looks % _LOOKS_BETWEEN_CHECKS == 0 and is_idle() and int(words[-1]) >> 32 != tag:
+        if looks % _LOOKS_BETWEEN_CHECKS == 0 and is_idle() and not np.all(words >> 32 == tag):
             raise ExecutorError(
                 f"the device is idle, but step {tag} left no result; an earlier kernel failed, or "
                 "a plan without rows was submitted"

@@ -159,10 +159,10 @@ class StagingRing:
     """Host-to-device copies of int32 arrays that never wait for the device.
 
     Pinned buffers are used in turn, each guarded by an event, so that none is written again while
-    its copy is in flight.
+    its copy is in flight. A step takes at most two of them.
     """
 
-    def __init__(self, device: torch.device, num_slots: int = 4) -> None:
+    def __init__(self, device: torch.device, num_slots: int) -> None:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(num_slots)]
         self._events = [torch.cuda.Event() for _ in range(num_slots)] if self._cuda else []

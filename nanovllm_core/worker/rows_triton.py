@@ -133,8 +133,8 @@ def _finish_step_kernel(
     if tl.load(skip) != 0:
         return
     step = tl.load(num_finished)
-    tag = ((step + 1) & TAG_MASK).to(tl.int64) << 32
-    slot = words + (step % num_slots).to(tl.int64) * max_rows
+    tag = ((step + 1) & TAG_MASK) << 32
+    slot = words + (step % num_slots) * max_rows
     for start in range(0, num_rows, BLOCK):
         i = start + tl.arange(0, BLOCK)
         mask = i < num_rows

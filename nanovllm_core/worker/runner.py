@@ -53,7 +53,7 @@ class ModelRunner:
         self.max_blocks = self.tables.block_table.shape[1]
         self.ops = get_row_ops(self.device)
         self._updates = RowUpdates(self.tables)
-        self._staging = StagingRing(self.device)
+        self._staging = StagingRing(self.device, num_slots=2 * max_steps_in_flight)
         self._results = ResultRing(self.device, max_rows, max_steps_in_flight)
         self._inputs = StepInputs.allocate(max_rows, max_rows, self.max_blocks, self.device)
         vocab_size = model.shape.vocab_size
@@ -217,7 +217,7 @@ class ModelRunner:
     def _finish_mixed(self, plan: StepPlan, logits: Tensor, inputs: StepInputs) -> None:
         rows = plan.decode_rows + tuple(chunk.row for chunk in plan.prefill)
         logprobs = None
-        if self._row_needs_tail[list(rows)].any():
+        if self._row_needs_tail[list(plan.sampled_rows)].any():
             logprobs = self._run_tail(logits, inputs, rows, self._sampling_of(rows))
         else:
             self._sample(logits, inputs, skip=self._never)

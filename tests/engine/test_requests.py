@@ -19,7 +19,7 @@ from nanovllm_core.errors import (
     RequestError,
     RequestTooLongError,
 )
-from nanovllm_core.interfaces.plan import StepResult
+from nanovllm_core.interfaces.plan import StepPlan, StepResult
 from nanovllm_core.sampling_params import SamplingParams
 
 from .harness import Harness, Letters, Setting, letters
@@ -431,3 +431,41 @@ def test_a_broken_invariant_is_noticed_and_named(how: str) -> None:
 def test_a_free_row_has_no_request() -> None:
     with pytest.raises(LookupError, match="row 2 is free"):
         Harness().engine._rows.request_at(2)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+def test_an_interrupted_wait_can_be_taken_up_again(
+    steps_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while waiting for the device loses no step: every token still comes."""
+    harness = Harness(Setting(steps_ahead=steps_ahead))
+    harness.add("a", [1, 2, 3], greedy(12))
+    harness.step()
+    collect = harness.executor.collect
+
+    def interrupted() -> StepResult:
+        monkeypatch.setattr(harness.executor, "collect", collect)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness.executor, "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine.step()
+    harness.run()
+    harness.check_all()
+
+
+def test_an_interrupt_in_the_middle_of_the_work_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half a step is no state to go on from."""
+    harness = Harness(Setting())
+    harness.add("a", [1, 2, 3], greedy(12))
+
+    def interrupted(plan: StepPlan) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness.executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine.step()
+    with pytest.raises(EngineClosedError, match="ended with KeyboardInterrupt"):
+        harness.engine.step()

@@ -11,12 +11,19 @@ import pytest
 import torch
 
 from nanovllm_core.config_sources import load_config
-from nanovllm_core.errors import EngineClosedError, OutOfMemoryError, WeightsError
+from nanovllm_core.errors import (
+    EngineClosedError,
+    OutOfMemoryError,
+    UnsupportedError,
+    WeightsError,
+)
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
+from nanovllm_core.layers import Attention
 from nanovllm_core.startup import start
 from nanovllm_core.worker.kv_cache import KVCache
+from nanovllm_core.worker.model import LoadedModel
 
 from ..e2e.tiny import Reference, write_checkpoint, write_config
 
@@ -166,3 +173,23 @@ def test_pages_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> 
 
 def _resident_pages() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("sliding_window", 4), ("soft_cap", 30.0), ("scale", 0.5)]
+)
+def test_layers_that_no_backend_would_serve_as_they_are_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    """A window, a soft cap or a scale of its own is an error, not something to be ignored."""
+    executor, setup = prepare(folder)
+    layers = LoadedModel.attention_layers
+
+    def changed(model: LoadedModel) -> list[Attention]:
+        found = layers(model)
+        setattr(found[-1], name, value)
+        return found
+
+    monkeypatch.setattr(LoadedModel, "attention_layers", changed)
+    with pytest.raises(UnsupportedError, match=r"attention layer \d"):
+        executor.start(setup)

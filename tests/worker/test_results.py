@@ -85,3 +85,19 @@ def test_a_reset_ring_counts_from_the_beginning() -> None:
     write(ring, 0, 1, [(3, 0)])
     assert ring.collect().token_ids.tolist() == [3]
     assert ring.num_finished == 0
+
+
+def test_an_interrupted_wait_leaves_the_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while looking: the same result is there to be collected afterwards."""
+    ring = ResultRing(CPU, 1, num_slots=1)
+    ring.push(1)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm_core.worker.results.time.sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ring.collect()
+    write(ring, 0, 1, [(3, 0)])
+    assert ring.collect().token_ids.tolist() == [3]

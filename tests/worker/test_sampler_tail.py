@@ -210,6 +210,7 @@ def test_top_p_keeps_the_fewest_ids_that_hold_the_share_and_at_least_one():
     assert allowed_ids(RowSampling(temperature=1.0, top_p=0.79), logits) == {0, 1}
     assert allowed_ids(RowSampling(temperature=1.0, top_p=0.81), logits) == {0, 1, 2}
     assert allowed_ids(RowSampling(temperature=1.0, top_p=1e-6), logits) == {0}
+    assert allowed_ids(RowSampling(temperature=1.0, top_p=1e-50), logits) == {0}  # 0 in float32
 
 
 def test_top_p_counts_only_what_top_k_left():
