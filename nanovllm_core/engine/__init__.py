@@ -1,6 +1,6 @@
 """Requests, KV pages, scheduling and the loop one step ahead. Nothing here imports torch."""
 
-from nanovllm_core.engine.engine import Engine, EngineStats
+from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.output_processor import (
     Detokenizer,
@@ -10,6 +10,7 @@ from nanovllm_core.engine.output_processor import (
 )
 from nanovllm_core.engine.policies import FcfsPolicy
 from nanovllm_core.engine.scheduler import TokenBudgetScheduler
+from nanovllm_core.engine.stats import EngineStats
 
 __all__ = [
     "Detokenizer",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -23,6 +22,7 @@ from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.rows import DecodeBatch, RowTable
 from nanovllm_core.engine.seeds import derive_seed, sample_seed
+from nanovllm_core.engine.stats import EngineStats
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
@@ -34,27 +34,6 @@ from nanovllm_core.interfaces.executor import Executor
 from nanovllm_core.interfaces.plan import RowSampling, StepResult, TokenLogprobs
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counts since the engine started, and how things stand.
-
-    `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
-    and taking results in. `steady_seconds` is its part in the `steady_steps` calls that submitted a
-    decode step of the very rows of the step before.
-    """
-
-    steps: int
-    preemptions: int
-    prefix_hit_tokens: int
-    output_tokens: int
-    running: int
-    waiting: int
-    free_blocks: int
-    host_seconds: float
-    steady_steps: int
-    steady_seconds: float
 
 
 class Engine:
