@@ -77,7 +77,7 @@ def start(config: EngineConfig) -> Startup:
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
     """The folder of a checkpoint: a path, a source's name, `source:reference`, or a hub id."""
-    if Path(model).exists():
+    if _exists(model):
         source, reference = "local", model
     elif ":" in model:
         source, reference = model.split(":", 1)
@@ -95,6 +95,13 @@ def find_checkpoint(plugins: PluginManager, model: str) -> Path:
             f"(organisation/name) or an installed source. {error}"
         ) from error
     return Path(load_object(resolved)(reference))
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # a name longer than the file system takes is no path
+        return False
 
 
 def read_model_config(checkpoint: Path) -> Mapping[str, Any]:

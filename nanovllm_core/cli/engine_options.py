@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +60,14 @@ def attention_choice(text: str) -> Any:
 
 
 def open_llm(config: EngineConfig) -> LLM:
-    """Start an engine; what is heavy is imported only now."""
+    """Start an engine; what is heavy is imported only now.
+
+    On a terminal the log of the choices is shown: what `auto` took, and why the others lost.
+    """
     from nanovllm_core.llm import LLM
+
+    if sys.stderr.isatty():
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("nanovllm_core").setLevel(logging.INFO)
 
     return LLM.from_config(config)

@@ -202,8 +202,9 @@ def _make_cache(
         memory = DeviceMemory.measure(model.device, context_bytes)
         num_blocks = num_blocks_on_gpu(memory, setup.config.cache.gpu_memory_utilization, per_block)
     elif num_blocks is None:
-        useful = setup.config.limits.max_num_seqs * runner.max_blocks
-        num_blocks = num_blocks_on_cpu(per_block, useful)
+        num_blocks = num_blocks_on_cpu(
+            per_block, runner.max_blocks, setup.config.limits.max_num_seqs
+        )
     check_one_sequence_fits(num_blocks, block_size, setup.max_model_len)
     return KVCache.allocate(shape, num_blocks, block_size, model.dtype, model.device)
 

@@ -41,12 +41,14 @@ class KVCache:
             shape.num_kv_heads,
             shape.head_size,
         )
-        # Zeros, not empty: backends may read (and discard) a page's unused tail, and NaN spreads.
-        if device.type == "cpu":
-            # The system's zero pages: memory is taken when a page is written, not at the start.
-            zeros = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
-            return cls(torch.from_numpy(zeros).view(dtype).view(size))
-        return cls(torch.zeros(size, dtype=dtype, device=device))
+        try:
+            return cls(_zeros(size, dtype, device))
+        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            gib = math.prod(size) * dtype.itemsize / _GIB
+            raise OutOfMemoryError(
+                f"cache.num_blocks: {num_blocks} pages of {block_size} tokens take {gib:.1f} GiB, "
+                f"which {device} does not have ({error}); ask for fewer, or leave it out"
+            ) from error
 
     @property
     def num_blocks(self) -> int:
@@ -57,14 +59,27 @@ class KVCache:
         return self.pages[index, 0], self.pages[index, 1]
 
 
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty: backends may read (and discard) a page's unused tail, and NaN spreads."""
+    if device.type == "cpu":
+        # The system's zero pages: memory is taken when a page is written, not at the start.
+        zeros = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(zeros).view(dtype).view(size)
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers, keys and values."""
     return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_size * dtype.itemsize
 
 
-def num_blocks_on_cpu(bytes_per_block: int, max_useful_blocks: int) -> int:
-    """Pages for a CPU: as many as rows could ever use, within `CPU_CACHE_BYTES`."""
-    return max(1, min(max_useful_blocks, CPU_CACHE_BYTES // bytes_per_block))
+def num_blocks_on_cpu(bytes_per_block: int, blocks_per_seq: int, max_num_seqs: int) -> int:
+    """Pages for a CPU: as many as rows could ever use, within `CPU_CACHE_BYTES`.
+
+    One sequence of the model's length always fits, for pages that are never written cost nothing.
+    """
+    most = min(blocks_per_seq * max_num_seqs, CPU_CACHE_BYTES // bytes_per_block)
+    return max(blocks_per_seq, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,10 +75,18 @@ def test_pages_are_whole() -> None:
 
 
 def test_a_cpu_takes_what_its_rows_can_use_within_a_bound() -> None:
-    """Never more than every row at its longest, never more than the bound, at least one page."""
-    assert num_blocks_on_cpu(1024, 7) == 7
-    assert num_blocks_on_cpu(GIB, 7) == CPU_CACHE_BYTES // GIB
-    assert num_blocks_on_cpu(64 * GIB, 7) == 1
+    """Every row at its longest, or what the bound allows, or one sequence at its longest."""
+    assert num_blocks_on_cpu(1024, 7, max_num_seqs=3) == 21
+    assert num_blocks_on_cpu(GIB, 1, max_num_seqs=7) == CPU_CACHE_BYTES // GIB
+    assert num_blocks_on_cpu(GIB, 7, max_num_seqs=3) == 7
+
+
+def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
+    """The message says what was asked for, what it takes, and what to do."""
+    with pytest.raises(
+        OutOfMemoryError, match=r"cache\.num_blocks: 10+ pages .* GiB.*ask for fewer"
+    ):
+        KVCache.allocate(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
 
 
 def test_a_cache_smaller_than_the_longest_sequence_is_refused() -> None:

@@ -120,6 +120,9 @@ def flash_attn_with_kvcache(
             name, "cache_batch_idx", "a tensor", "pages are named by block_table alone; pass None"
         )
     lens = _cache_lens(q, k_cache, cache_seqlens, block_table)
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if max(lens, default=0) > capacity:
+        raise _refusal(name, "cache_seqlens", max(lens), f"the cache holds {capacity} a row")
     rows = range(q.shape[0]) if cache_batch_idx is None else cache_batch_idx.tolist()
     rules = _rules(q, softmax_scale, causal, window_size, softcap)
     if (rotary_cos is None) != (rotary_sin is None):

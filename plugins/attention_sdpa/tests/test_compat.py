@@ -378,3 +378,10 @@ def test_signatures_are_flash_attns_own() -> None:
         parameters = inspect.signature(function).parameters
         assert {name: p.default for name, p in parameters.items()} == expected
         assert list(parameters) == list(expected)
+
+
+def test_lengths_beyond_the_cache_are_refused() -> None:
+    """Cutting them to what the cache holds would be another computation than was asked for."""
+    q, cache = torch.randn(2, 1, H, D), torch.randn(2, 32, K, D)
+    with pytest.raises(UnsupportedError, match=r"cache_seqlens=40.*the cache holds 32"):
+        flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=40)

@@ -48,8 +48,9 @@ def flash_attn_varlen_func(
     `q` [T, H, D]; `k`, `v` [total keys, K, D], or pages [N, P, K, D] with `block_table` [S, M]
     int32; `cu_seqlens_q`, `cu_seqlens_k` [S + 1] int32. Returns out [T, H, D]; with
     `return_attn_probs` (out, softmax_lse [H, T] fp32, an empty tensor where flash-attn shows
-    dropout's pattern). The result is always `deterministic`. Raises UnsupportedError for what the
-    kernels cannot do.
+    dropout's pattern). The result is always `deterministic`. Lengths that lie on a GPU are not
+    compared with `max_seqlen_q` and `max_seqlen_k`, which would wait for them. Raises
+    UnsupportedError for what the kernels cannot do.
     """
     name = "flash_attn_varlen_func"
     if dropout_p != 0.0:
@@ -57,6 +58,8 @@ def flash_attn_varlen_func(
     causal = _masking(name, causal, window_size, softcap, alibi_slopes)
     _check_tensors(name, q, k, v)
     lens = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).int()
+    _check_lens(name, "cu_seqlens_k", lens, max_seqlen_k)
+    _check_lens(name, "cu_seqlens_q", cu_seqlens_q[1:] - cu_seqlens_q[:-1], max_seqlen_q)
     if block_table is None:
         # Packed keys are a cache whose pages hold one token each.
         k, v = k.contiguous()[:, None], v.contiguous()[:, None]
@@ -105,7 +108,8 @@ def flash_attn_with_kvcache(
     [B, M] int32; `k`, `v` [B, new, K, D] go to the positions from `cache_seqlens` on, in place.
     Returns out [B, Q, H, D], with `return_softmax_lse` also softmax_lse [B, H, Q] fp32.
     `num_splits` of 1 never splits the context, 0 lets the device choose. `rotary_interleaved` says
-    nothing without `rotary_cos`, which is refused: rotate q and k before the call.
+    nothing without `rotary_cos`, which is refused: rotate q and k before the call. Lengths that lie
+    on a GPU are not compared with the cache's capacity, which would wait for them.
     """
     name = "flash_attn_with_kvcache"
     for parameter, value in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
@@ -130,9 +134,14 @@ def flash_attn_with_kvcache(
         # A dense cache is a paged one with a page per row.
         rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
         block_table = rows.int()[:, None]
-    lens = _cache_lens(cache_seqlens, k_cache, batch, block_table)
     if (k is None) != (v is None):
         _refuse(name, "k" if v is None else "v", "tensor", "stores k and v together; pass both")
+    if k is not None and cache_seqlens is None:
+        _refuse(name, "cache_seqlens", None, "stores k and v behind the cached tokens; pass it")
+    lens = _cache_lens(cache_seqlens, k_cache, batch, block_table)
+    capacity = block_table.shape[1] * k_cache.shape[1] - (0 if k is None else k.shape[1])
+    known = torch.tensor([cache_seqlens]) if isinstance(cache_seqlens, int) else lens
+    _check_lens(name, "cache_seqlens", known, capacity)
     if k is not None and v is not None:
         _append(k, v, k_cache, v_cache, lens, block_table)
         lens = lens + k.shape[1]
@@ -212,6 +221,12 @@ def _cache_lens(
     full = block_table.shape[1] * k_cache.shape[1]
     length = full if cache_seqlens is None else cache_seqlens
     return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+
+
+def _check_lens(function: str, parameter: str, lens: Tensor, limit: int) -> None:
+    """Refuse lengths beyond `limit`, where looking at them does not wait for a GPU."""
+    if lens.device.type == "cpu" and lens.numel() and int(lens.max()) > limit:
+        _refuse(function, parameter, int(lens.max()), f"has room for {limit} here")
 
 
 def _append(

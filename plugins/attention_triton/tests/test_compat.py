@@ -222,3 +222,29 @@ def test_tensors_the_kernels_cannot_take_are_refused():
         call(q, k.half(), v.half())
     with pytest.raises(UnsupportedError, match="3 query and 2 KV heads"):
         call(q[:, :3], k, v)
+
+
+def test_lengths_beyond_the_cache_are_refused_where_they_can_be_seen():
+    """An integer anywhere, a tensor on a CPU: the kernels would read past the block table."""
+    q, cache = torch.randn(2, 1, 4, 64), torch.randn(2, 32, 2, 64)
+    new = torch.randn(2, 4, 2, 64)
+    for lens in (33, torch.tensor([1, 33], dtype=torch.int32)):
+        with pytest.raises(UnsupportedError, match=r"cache_seqlens=33\).*room for 32"):
+            flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=lens)
+    with pytest.raises(UnsupportedError, match=r"cache_seqlens=30\).*room for 28"):
+        flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=30)
+
+
+def test_keys_to_append_need_to_be_told_where():
+    """k and v without cache_seqlens have no place to go."""
+    q, cache, new = torch.randn(1, 1, 4, 64), torch.randn(1, 32, 2, 64), torch.randn(1, 4, 2, 64)
+    with pytest.raises(UnsupportedError, match="cache_seqlens=None"):
+        flash_attn_with_kvcache(q, cache, cache.clone(), new, new)
+
+
+@pytest.mark.parametrize(("max_q", "max_k", "parameter"), [(2, 5, "q"), (3, 4, "k")])
+def test_longest_lengths_that_are_too_short_are_refused(max_q, max_k, parameter):
+    """A sequence longer than it was said to be would lose queries or read strange keys."""
+    q, k = torch.randn(3, 4, 64), torch.randn(5, 2, 64)
+    with pytest.raises(UnsupportedError, match=f"cu_seqlens_{parameter}="):
+        flash_attn_varlen_func(q, k, k, starts([3]), starts([5]), max_q, max_k)
