@@ -61,6 +61,14 @@ def test_every_distribution_supports_the_same_pythons_under_one_licence() -> Non
         assert project["license"] == "MIT"
 
 
+def test_every_distribution_carries_the_licence_itself() -> None:
+    """A wheel travels without its repository, so the text is in each."""
+    text = (ROOT / "LICENSE").read_text()
+    for folder, project in PROJECTS.items():
+        assert project["license-files"] == ["LICENSE"]
+        assert (folder / "LICENSE").read_text() == text
+
+
 def test_every_plugin_has_an_extra_of_the_core() -> None:
     extras = CORE["optional-dependencies"]
     in_extras = {requirement for extra in extras.values() for requirement in extra}

@@ -17,6 +17,8 @@ from nanovllm_core import LLM, SamplingParams
 from .tiny import VOCAB_SIZE, Reference, open_tiny
 
 FEW = settings(
+    # The same examples every time: fp32 sums of another batch may flip a near tie in one of millions.
+    derandomize=True,
     max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
