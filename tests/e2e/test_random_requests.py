@@ -17,7 +17,7 @@ from nanovllm_core import LLM, SamplingParams
 from .tiny import VOCAB_SIZE, Reference, open_tiny
 
 FEW = settings(
-    # The same examples every time: fp32 sums of another batch may flip a near tie in one of millions.
+    # The same examples every time: in another batch fp32 sums may flip one near tie in millions.
     derandomize=True,
     max_examples=12,
     deadline=None,
