@@ -229,13 +229,19 @@ def _able(
 def _common_pages(
     prefill: Candidate, decode: Candidate, block_size: int | None
 ) -> tuple[KVLayout, int]:
-    """The decode backend's first layout that prefill reads too, and a page size for both."""
-    common = [
+    """The decode backend's first layout that prefill prefers too, and a page size for both.
+
+    Layouts that both list come before those that only suit both (multiples of 128 suit one that
+    lists 128 and one that lists 16).
+    """
+    suitable = [
         KVLayout(mine.name, math.lcm(mine.page_multiple, other.page_multiple))
         for mine in decode.layouts
         for other in prefill.layouts
         if mine.name == other.name
     ]
+    listed = [layout for layout in decode.layouts if layout in prefill.layouts]
+    common = list(dict.fromkeys((*listed, *suitable)))
     if not common:
         raise UnsupportedError(
             "the attention pair has no KV layout in common: decode "

@@ -256,6 +256,19 @@ def test_a_pair_takes_the_decode_backends_first_layout_that_both_read(backend: B
     assert selection.block_size == 32
 
 
+@pytest.mark.parametrize(
+    ("reader", "block_size"),
+    [("[('NPKD', 128), ('NPKD', 16)]", 128), ("[('NPKD', 256)]", 256), ("[('NPKD', 16)]", 16)],
+)
+def test_a_page_that_both_of_a_pair_list_comes_first(
+    backend: Backend, reader: str, block_size: int
+) -> None:
+    """FlashAttention-4 with triton: 128; torch's varlen with triton: 256; sdpa with it: 16."""
+    backend("reader", layouts=reader)
+    backend("writer", layouts="[('NPKD', 256), ('NPKD', 128), ('NPKD', 16)]")
+    assert select({"prefill": "reader", "decode": "writer"}).block_size == block_size
+
+
 def test_the_pages_of_a_pair_suit_both(backend: Backend) -> None:
     backend("reader", layouts="[('NPKD', 96)]")
     backend("writer", layouts="[('NPKD', 64)]")

@@ -21,9 +21,10 @@ from nanovllm_core.interfaces.specs import AttentionSpec
 def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
     """Pages of any multiple of 16 tokens: a tile may span pages, a page may hold several tiles.
 
-    256 is preferred on a GPU: the kernels are as fast, and the host's share of a step halves.
+    256 is preferred on a GPU: the kernels are as fast, and the host's share of a step halves. In a
+    pair FlashAttention-4 prefers 128.
     """
-    multiples = (256, 16) if requirements.device == "cuda" else (16,)
+    multiples = (256, 128, 16) if requirements.device == "cuda" else (16,)
     return [KVLayout("NPKD", page_multiple=multiple) for multiple in multiples]
 
 
