@@ -120,29 +120,7 @@ class Engine:
                 "or use stop_token_ids"
             )
         prompt = self.limits.check_prompt(prompt_token_ids)
-        max_length = self.limits.check_length(len(prompt), params)
-        self.limits.check_stop_ids(params)
-
-        seed = derive_seed(self._seed, self._num_arrived) if params.seed is None else params.seed
-        prompt_list: list[int] = prompt.tolist()
-        samples = [
-            Request(
-                request_id=sample_id,
-                group_id=request_id,
-                index=index,
-                params=params,
-                sampling=self._row_sampling(params, sample_seed(seed, index)),
-                prompt_token_ids=prompt_list,
-                token_ids=prompt,
-                max_length=max_length,
-                arrival_step=self._planner.step,
-                arrival_index=self._num_arrived + index,
-                table=self._rows,
-                stream=stream,
-                cache_salt=cache_salt,
-            )
-            for index, sample_id in enumerate(sample_ids)
-        ]
+        samples = self._make_samples(sample_ids, prompt, params, stream, cache_salt)
         streams = {
             request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
             for request in samples
@@ -162,6 +140,38 @@ class Engine:
         except BaseException as error:  # What the scheduler knows of its queue is uncertain now.
             self._failure = error
             raise
+
+    def _make_samples(
+        self,
+        sample_ids: Sequence[str],
+        prompt: NDArray[np.int32],
+        params: SamplingParams,
+        stream: bool,
+        cache_salt: bytes,
+    ) -> list[Request]:
+        """The samples of one request, the first of which lends the group its id; checks lengths."""
+        max_length = self.limits.check_length(len(prompt), params)
+        self.limits.check_stop_ids(params)
+        seed = derive_seed(self._seed, self._num_arrived) if params.seed is None else params.seed
+        prompt_list: list[int] = prompt.tolist()
+        return [
+            Request(
+                request_id=sample_id,
+                group_id=sample_ids[0],
+                index=index,
+                params=params,
+                sampling=self._row_sampling(params, sample_seed(seed, index)),
+                prompt_token_ids=prompt_list,
+                token_ids=prompt,
+                max_length=max_length,
+                arrival_step=self._planner.step,
+                arrival_index=self._num_arrived + index,
+                table=self._rows,
+                stream=stream,
+                cache_salt=cache_salt,
+            )
+            for index, sample_id in enumerate(sample_ids)
+        ]
 
     def abort(self, request_id: str) -> None:
         """End a request with all its samples, in whatever state; an unknown id is no error.
