@@ -97,10 +97,11 @@ def get_kernels(device: torch.device) -> KernelSet:
 
         return TorchKernels()
     try:
+        from nanovllm_core.kernels.dependent_launch import supports_dependent_launch
         from nanovllm_core.kernels.triton_set import TritonKernels
     except ImportError as error:
         raise DeviceError(
             f"device {device} needs triton, which cannot be imported ({error}); "
             'run: pip install "triton>=3.6", or choose device: cpu'
         ) from error
-    return TritonKernels()
+    return TritonKernels(dependent_launch=supports_dependent_launch(device))

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_core.kernels.dependent_launch import launch_options
 from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, VectorPlan
 
 _MAX_SPLIT_TILES = 1024
@@ -239,12 +240,10 @@ class LinearLauncher:
             "INPUTS": weight_NK.shape[1],
             "GATED": gated,
             "ADD": residual_TN is not None,
-            "DEPENDENT": self.dependent_launch,
             "BLOCK_N": plan.block_n,
             "num_warps": plan.num_warps,
+            **launch_options(self.dependent_launch),
         }
-        if self.dependent_launch:
-            flags["launch_pdl"] = True
         tiles = triton.cdiv(outputs, plan.block_n // 2 if gated else plan.block_n)
         if isinstance(plan, VectorPlan):
             vector_linear_kernel[(tiles,)](

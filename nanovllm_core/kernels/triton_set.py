@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nanovllm_core.kernels.base import QKPrep
+from nanovllm_core.kernels.dependent_launch import launch_options
 from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, choose
 from nanovllm_core.kernels.triton_elementwise import rms_norm_kernel, silu_and_mul_kernel
 from nanovllm_core.kernels.triton_linear import LinearLauncher
@@ -23,8 +24,9 @@ class TritonKernels:
 
     name = "triton"
 
-    def __init__(self) -> None:
-        self._linears = LinearLauncher()
+    def __init__(self, *, dependent_launch: bool = False) -> None:
+        self._linears = LinearLauncher(dependent_launch=dependent_launch)
+        self._options = launch_options(dependent_launch)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         num_tokens, size = x_TE.shape
@@ -33,6 +35,7 @@ class TritonKernels:
         rms_norm_kernel[(num_tokens,)](
             x_TE, weight_E, out_TE, x_TE.stride(0),
             EPS=eps, SIZE=size, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+            **self._options,
         )  # fmt: skip
         return out_TE
 
@@ -41,8 +44,9 @@ class TritonKernels:
         out_TF = gate_up_T2F.new_empty((num_tokens, size))
         grid = (num_tokens, triton.cdiv(size, _SILU_BLOCK))
         silu_and_mul_kernel[grid](
-            gate_up_T2F, out_TF, gate_up_T2F.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4
-        )
+            gate_up_T2F, out_TF, gate_up_T2F.stride(0),
+            SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **self._options,
+        )  # fmt: skip
         return out_TF
 
     def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
@@ -104,6 +108,7 @@ class TritonKernels:
             BLOCK_REST=triton.next_power_of_2(head_size - rotary_size),
             BLOCK_HEAD=triton.next_power_of_2(head_size),
             num_warps=1,
+            **self._options,
         )  # fmt: skip
         return q_THD
 
