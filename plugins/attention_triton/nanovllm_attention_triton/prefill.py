@@ -89,7 +89,10 @@ def prefill_attention(
 
 def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
     """Whether the copy engine can read tiles of `block_n` tokens: no tile may cross a page."""
-    if k_cache.is_cuda and torch.cuda.get_device_capability(k_cache.device) < COPY_ENGINE_CAPABILITY:
+    if (
+        k_cache.is_cuda
+        and torch.cuda.get_device_capability(k_cache.device) < COPY_ENGINE_CAPABILITY
+    ):
         return False
     sizes = [stride * k_cache.element_size() for stride in k_cache.stride()[:-1]]
     places = [k_cache.data_ptr(), v_cache.data_ptr(), *sizes]

@@ -101,10 +101,9 @@ def prefill_kernel(
             v = tl.load(v_head + offsets[:, None] + dims[None, :])
         pages = load_pages(table_row, start + BLOCK_N, whole_end, PAGE, BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAUSAL:
-            if start + BLOCK_N > seen_by_all:
-                visible = start + keys[None, :] <= positions[:, None]
-                scores = tl.where(visible, scores, float("-inf"))
+        if start + BLOCK_N > seen_by_all:
+            visible = start + keys[None, :] <= positions[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
         acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
     if whole_end < end:
         live = whole_end + keys < end

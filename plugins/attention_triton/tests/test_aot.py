@@ -50,7 +50,7 @@ def decode_job(dtype: str, head_size: int, page: int, group: int) -> AotJob:
 
 
 def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
-    """Through the copy engine where a page holds whole tiles, as `prefill_attention` launches it."""
+    """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
     tuning = prefill_tuning(2, TritonOptions())
     names = ("k_desc", "v_desc")
     tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{head_size}]>"

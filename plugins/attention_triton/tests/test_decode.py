@@ -216,7 +216,9 @@ def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
         backend.plan_decode(many)
     q = batch.packed_q
     with pytest.raises(UnsupportedError, match="equal strides"):
-        backend.run_decode(q, batch.k_cache, batch.v_cache.repeat(1, 1, 2, 1)[:, :, :2], metadata, q)
+        backend.run_decode(
+            q, batch.k_cache, batch.v_cache.repeat(1, 1, 2, 1)[:, :, :2], metadata, q
+        )
     with pytest.raises(InconsistentStateError, match=r"pages of 8 tokens.*block_size=16"):
         backend.run_decode(q, batch.k_cache[:, :8], batch.v_cache[:, :8], metadata, q)
     with pytest.raises(UnsupportedError, match="contiguous head"):
