@@ -38,6 +38,8 @@ BANDWIDTH = 4.3e12
 STREAMED_BYTES = 320e6
 """Weights of one product in rotation: several times the L2 cache."""
 
+SERIAL, DEPENDENT = TritonKernels(), TritonKernels(dependent_launch=True)
+
 NUM_LAYERS, EPS = 28, 1e-6
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 
@@ -84,7 +86,8 @@ def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
             programs = product.outputs // block_n * splits
             if steps % splits or not ((splits == 1 and programs > 512) or 64 <= programs <= 512):
                 continue
-            for norm_inside in (True, False) if product.kind in ("norm", "gated") else (True,):
+            normed = product.kind in ("norm", "gated")
+            for norm_inside in (True, False) if normed and splits == 1 else (False,):
                 yield TilePlan(block_n, block_k, splits, num_warps, num_stages, norm_inside)
 
 
@@ -93,28 +96,31 @@ class Case:
 
     def __init__(self, product: Product, rows: int, weights: list[Tensor]) -> None:
         self.product, self.weights = product, weights
-        self.kernels = TritonKernels()
         self.x = torch.randn(rows, product.inputs, device=DEVICE).to(DTYPE)
         self.norm_weight = torch.randn(product.inputs, device=DEVICE).to(DTYPE)
         self.residual = torch.randn(rows, product.outputs, device=DEVICE).to(DTYPE)
 
-    def cublas(self, index: int, x: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def cublas(
+        self, index: int, x: Tensor | None = None, residual: Tensor | None = None,
+        kernels: TritonKernels = SERIAL,
+    ) -> Tensor:  # fmt: skip
         x, weight = self.x if x is None else x, self.weights[index % len(self.weights)]
         if self.product.kind == "add":
             residual = self.residual if residual is None else residual
             return residual.addmm_(x, weight.t())
         if self.product.kind != "plain":
-            x = self.kernels.rms_norm(x, self.norm_weight, EPS)
+            x = kernels.rms_norm(x, self.norm_weight, EPS)
         out = torch.mm(x, weight.t())
-        return self.kernels.silu_and_mul(out) if self.product.kind == "gated" else out
+        return kernels.silu_and_mul(out) if self.product.kind == "gated" else out
 
     def planned(
         self, plan: LinearPlan | None, launcher: LinearLauncher, index: int,
         x: Tensor | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The product by one plan, as `TritonKernels` runs it; None is cuBLAS."""
+        kernels = DEPENDENT if launcher.dependent_launch else SERIAL
         if plan is None:
-            return self.cublas(index, x, residual)
+            return self.cublas(index, x, residual, kernels)
         x, weight = self.x if x is None else x, self.weights[index % len(self.weights)]
         if self.product.kind == "add":
             residual = self.residual if residual is None else residual
@@ -122,7 +128,7 @@ class Case:
         norm: dict[str, Any] = {}
         if self.product.kind != "plain":
             if isinstance(plan, TilePlan) and not plan.norm_inside:
-                x = self.kernels.rms_norm(x, self.norm_weight, EPS)
+                x = kernels.rms_norm(x, self.norm_weight, EPS)
             else:
                 norm = {"norm_weight_K": self.norm_weight, "eps": EPS}
         return launcher.run(plan, x, weight, gated=self.product.kind == "gated", **norm)
@@ -232,6 +238,7 @@ def measure_layers(
     cublas: dict[Product, LinearPlan | None] = dict.fromkeys(layer_products)
     variants = {
         "cuBLAS": (cublas, False),
+        "cuBLAS, dependent": (cublas, True),
         "chosen": (chosen, False),
         "fastest": (fastest, False),
         "chosen, dependent": (chosen, True),

@@ -46,6 +46,9 @@ class KernelSet(Protocol):
     def name(self) -> str:
         """For listings and benchmarks: "torch" or "triton"."""
 
+    def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
+        """Rows `ids_T` (int32 or int64, below V) of a contiguous weight [V, E] -> [T, E]."""
+
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """x / rms(x), rounded to x's dtype, then times the weight and rounded again.
 

@@ -2,7 +2,7 @@
 
 With few rows a product takes as long as its weight takes to stream, and cuBLAS is far from that;
 with many rows cuBLAS is better than these kernels. `benchmarks/linears.py` measures every candidate
-beside cuBLAS; its table is what the numbers below are set from.
+beside cuBLAS; its table, measured on an H200, is what the numbers below are set from.
 
 | rows | dtype | kernel |
 |---|---|---|
@@ -20,8 +20,8 @@ from functools import lru_cache
 
 import torch
 
-VECTOR_ROWS = 1
-TILE_ROWS = 16
+VECTOR_ROWS = 2
+TILE_ROWS = 64
 MAX_VECTOR_INPUTS = 16384
 """Whole rows longer than this do not fit a program's registers."""
 MAX_OUTPUTS = 65536
@@ -31,7 +31,9 @@ _PROGRAMS = 132
 """Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""
 
 _VECTOR_WEIGHTS = 8192
-"""Weights per vector program of four warps: 64 in each thread, all in flight at once."""
+"""Weights of a vector program, where that makes enough rows."""
+_WARP_BYTES = 8192
+"""Of weights in the registers of a warp, all in flight at once: 64 registers of each thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class VectorPlan:
 class TilePlan:
     """`block_n` weight rows by `block_k` inputs per step; `splits` programs share the inputs.
 
-    `norm_inside`: every program norms its rows itself; otherwise the norm is a kernel before.
+    `norm_inside`: the norm rides along; otherwise it is a kernel before.
     """
 
     block_n: int
@@ -69,26 +71,39 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     if rows < 1 or rows > max(VECTOR_ROWS, TILE_ROWS) or outputs > MAX_OUTPUTS:
         return None
     if rows <= VECTOR_ROWS and inputs <= MAX_VECTOR_INPUTS:
-        return _vector_plan(inputs)
+        return _vector_plan(inputs, dtype)
     if dtype in (torch.float16, torch.bfloat16):
-        return _tile_plan(outputs, inputs)
+        return _tile_plan(rows, outputs, inputs, dtype)
     return None
 
 
-def _vector_plan(inputs: int) -> VectorPlan:
+def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
     padded = 1 << (inputs - 1).bit_length()
-    block_n = min(max(_VECTOR_WEIGHTS // padded, 2), 16)
-    return VectorPlan(block_n, num_warps=max(4 * block_n * padded // _VECTOR_WEIGHTS, 4))
+    block_n = min(max(_VECTOR_WEIGHTS // padded, 4 if padded <= 4096 else 2), 16)
+    return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
 
 
-def _tile_plan(outputs: int, inputs: int) -> TilePlan:
-    """Tiles of 64 rows, split into as many equal parts as give every multiprocessor a program.
+def _tile_plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> TilePlan:
+    """Small tiles for the fewest rows; more rows want wider ones, where there are outputs enough.
+
+    The norm rides along in bfloat16 alone: in float16, rows that are weighted before they are
+    scaled could leave its range.
+    """
+    if rows <= 16:
+        block_n, block_k, num_stages = 32, 128, 5
+    elif outputs >= 32 * _PROGRAMS // 2:
+        block_n, block_k, num_stages = 64, 128, 4
+    else:
+        block_n, block_k, num_stages = 32, 256, 3
+    splits = _splits(-(-outputs // block_n), -(-inputs // block_k))
+    norm_inside = dtype is torch.bfloat16 and splits == 1
+    return TilePlan(block_n, block_k, splits, 4, num_stages, norm_inside)
+
+
+def _splits(tiles: int, steps: int) -> int:
+    """As many equal parts as give every multiprocessor a program.
 
     At least two steps remain to each part: the loads of a single one would not be pipelined.
     """
-    tiles, steps = -(-outputs // 64), -(-inputs // 128)
     most = max(min(_PROGRAMS // tiles, steps // 2), 1)
-    splits = max(parts for parts in range(1, most + 1) if steps % parts == 0)
-    return TilePlan(
-        block_n=64, block_k=128, splits=splits, num_warps=4, num_stages=4, norm_inside=True
-    )
+    return max(parts for parts in range(1, most + 1) if steps % parts == 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 
 from nanovllm_core.kernels.base import QKPrep
 
@@ -13,6 +13,9 @@ class TorchKernels:
     """The reference kernel set; see `KernelSet` for what each operation promises."""
 
     name = "torch"
+
+    def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
+        return embedding(ids_T, weight_VE)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         return weight_E * _normalised(x_TE.float(), eps).to(x_TE.dtype)

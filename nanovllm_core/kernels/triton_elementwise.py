@@ -51,3 +51,19 @@ def silu_and_mul_kernel(
     up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0).to(tl.float32)
     out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def embed_kernel(
+    ids_ptr, weight_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """One piece of one id's row per program."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    values = tl.load(weight_ptr + row * SIZE + columns, mask=mask)
+    tl.store(out_ptr + token * SIZE + columns, values, mask=mask)

@@ -81,7 +81,10 @@ def tile_linear_kernel(
     With SPLITS > 1, the last program of a tile to finish sums all parts in the order of the inputs,
     whoever is last, so that equal inputs give equal bits. `tickets_ptr` int32 [tiles] counts
     finished parts; zero before, zero after. PREFETCH starts the weight's way from memory to L2
-    before the norm, or another kernel, is waited for.
+    before another kernel is waited for.
+
+    The norm rides along: rows are weighted as they come, their squares summed on the way, and the
+    scale is applied to the products. It needs all inputs of a row (SPLITS = 1).
     """
     STEPS: tl.constexpr = (INPUTS + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
     first = tl.program_id(1) * STEPS * BLOCK_K
@@ -96,7 +99,7 @@ def tile_linear_kernel(
     row_ptrs = x_ptr + rows * x_stride
     live = rows < num_rows
     if norm_weight_ptr is not None:
-        scale = _inverse_rms(row_ptrs, live, INPUTS, EPS, BLOCK_M)
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     out_ptrs, out_mask = _outputs(out_ptr, rows, num_rows, out_stride, BLOCK_N, OUTPUTS, GATED)
     if ADD:
         residual = tl.load(out_ptrs, mask=out_mask, other=0.0)
@@ -111,8 +114,12 @@ def tile_linear_kernel(
         x = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
         if norm_weight_ptr is not None:
             norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
-            x = _normed(x, scale[:, None], norm_weight[None, :])
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * norm_weight.to(tl.float32)[None, :]).to(x.dtype)
         y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+    if norm_weight_ptr is not None:
+        y *= tl.rsqrt(tl.sum(squares, axis=1) / INPUTS + EPS)[None, :]
 
     if SPLITS == 1:
         if ADD:
@@ -152,19 +159,6 @@ def _normed(x, scale, norm_weight):
     """Scaled and rounded, then weighted and rounded: the two roundings of `KernelSet.rms_norm`."""
     scaled = (x.to(tl.float32) * scale).to(x.dtype)
     return (scaled.to(tl.float32) * norm_weight.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def _inverse_rms(row_ptrs, live, INPUTS: tl.constexpr, EPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """1 / rms of each row [BLOCK_M], over pieces that a program of four warps has registers for."""
-    PIECE: tl.constexpr = 16384 // BLOCK_M
-    square = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, INPUTS, PIECE):
-        columns = start + tl.arange(0, PIECE)
-        mask = live[:, None] & (columns < INPUTS)[None, :]
-        x = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        square += tl.sum(x * x, axis=1)
-    return tl.rsqrt(square / INPUTS + EPS)
 
 
 @triton.jit
@@ -253,12 +247,14 @@ class LinearLauncher:
                 **flags,
             )  # fmt: skip
         else:
+            if norm_weight_K is not None and plan.splits > 1:
+                raise ValueError(f"a norm needs whole rows of inputs, not splits={plan.splits}")
             block_m = max(16, triton.next_power_of_2(x_TK.shape[0]))
             partial, tickets = self._split_buffers(plan, tiles, block_m, out)
             tile_linear_kernel[(tiles, plan.splits)](
                 x_TK, norm_weight_K, weight_NK, out, partial, tickets,
                 x_TK.shape[0], x_TK.stride(0), out.stride(0),
-                PREFETCH=out.is_cuda and (self.dependent_launch or norm_weight_K is not None),
+                PREFETCH=self.dependent_launch,
                 BLOCK_M=block_m,
                 BLOCK_K=plan.block_k,
                 SPLITS=plan.splits,

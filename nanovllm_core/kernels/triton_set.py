@@ -10,11 +10,16 @@ from torch.nn.functional import linear
 from nanovllm_core.kernels.base import QKPrep
 from nanovllm_core.kernels.dependent_launch import launch_options
 from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, choose
-from nanovllm_core.kernels.triton_elementwise import rms_norm_kernel, silu_and_mul_kernel
+from nanovllm_core.kernels.triton_elementwise import (
+    embed_kernel,
+    rms_norm_kernel,
+    silu_and_mul_kernel,
+)
 from nanovllm_core.kernels.triton_linear import LinearLauncher
 from nanovllm_core.kernels.triton_prepare_qkv import prepare_qkv_kernel
 
 _SILU_BLOCK = 1024
+_EMBED_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 """Eight heads of 128 give each lane of one warp four 16-byte accesses, and enough programs."""
 
@@ -27,6 +32,14 @@ class TritonKernels:
     def __init__(self, *, dependent_launch: bool = False) -> None:
         self._linears = LinearLauncher(dependent_launch=dependent_launch)
         self._options = launch_options(dependent_launch)
+
+    def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
+        num_tokens, size = ids_T.shape[0], weight_VE.shape[1]
+        out_TE = weight_VE.new_empty((num_tokens, size))
+        embed_kernel[(num_tokens, triton.cdiv(size, _EMBED_BLOCK))](
+            ids_T, weight_VE, out_TE, SIZE=size, BLOCK=_EMBED_BLOCK, num_warps=4, **self._options
+        )
+        return out_TE
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         num_tokens, size = x_TE.shape

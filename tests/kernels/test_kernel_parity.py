@@ -60,6 +60,16 @@ def test_rms_norm_equals_its_reference(size: int, dtype: torch.dtype) -> None:
     assert actual.is_contiguous()
 
 
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_embed_copies_rows(ids_dtype: torch.dtype) -> None:
+    """The first and the last row, one of them twice, wider than one block."""
+    weight = random(9, 1100, dtype=torch.float32)
+    ids = torch.tensor([8, 0, 3, 8], dtype=ids_dtype, device=weight.device)
+    actual = TritonKernels().embed(ids, weight)
+    assert torch.equal(actual, TorchKernels().embed(ids, weight))
+    assert torch.equal(actual, weight[ids.long()])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [16, 1100])
 def test_silu_and_mul_equals_its_reference(size: int, dtype: torch.dtype) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from nanovllm_core.kernels.linear_choice import (
     MAX_OUTPUTS,
     TILE_ROWS,
+    VECTOR_ROWS,
     LinearPlan,
     TilePlan,
     VectorPlan,
@@ -29,7 +32,7 @@ EPS = 1e-6
 PLANS: dict[str, LinearPlan] = {
     "vector": VectorPlan(block_n=8, num_warps=4),
     "tile": TilePlan(32, 64, splits=1, num_warps=4, num_stages=3, norm_inside=True),
-    "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3, norm_inside=True),
+    "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3, norm_inside=False),
 }
 SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200)]
 """(rows, outputs, inputs): whole blocks, and ends of blocks in every dimension."""
@@ -61,15 +64,18 @@ def test_a_product_equals_its_reference(
     """Plain, behind a norm, gated behind a norm, and into a residual."""
     x, norm_weight, weight, residual = problem(*shape, dtype)
     launcher, torch_kernels = LinearLauncher(), TorchKernels()
-    norm = {"norm_weight_K": norm_weight, "eps": EPS}
+    norm: dict[str, Any] = {"norm_weight_K": norm_weight, "eps": EPS}
+    normed = x
+    if isinstance(plan, TilePlan) and plan.splits > 1:
+        norm, normed = {}, torch_kernels.rms_norm(x, norm_weight, EPS)
     results = {
         "plain": (launcher.run(plan, x, weight), torch_kernels.linear(x, weight)),
         "norm": (
-            launcher.run(plan, x, weight, **norm),
+            launcher.run(plan, normed, weight, **norm),
             torch_kernels.norm_linear(x, norm_weight, EPS, weight),
         ),
         "gated": (
-            launcher.run(plan, x, weight, **norm, gated=True),
+            launcher.run(plan, normed, weight, **norm, gated=True),
             torch_kernels.norm_gate_up(x, norm_weight, EPS, weight),
         ),
         "residual": (
@@ -123,6 +129,13 @@ def test_split_parts_are_counted_anew_by_every_product() -> None:
     assert not launcher._tickets.any()
 
 
+def test_a_norm_with_split_inputs_is_refused() -> None:
+    """A part of a row does not know the row's norm."""
+    x, norm_weight, weight, _ = problem(1, 32, 64, torch.float16)
+    with pytest.raises(ValueError, match=r"needs whole rows of inputs, not splits=4"):
+        LinearLauncher().run(PLANS["split"], x, weight, norm_weight_K=norm_weight, eps=EPS)
+
+
 def test_more_tiles_than_tickets_are_refused() -> None:
     """Tickets are allocated once, for captured graphs to keep."""
     x, _, weight, _ = problem(1, 16 * 1025, 8, torch.float16)
@@ -131,26 +144,30 @@ def test_more_tiles_than_tickets_are_refused() -> None:
 
 
 def test_the_rule_of_choice_is_the_documented_one() -> None:
-    """Vector for one row, tile for few in 16 bits, cuBLAS for the rest."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    assert isinstance(choose(1, 4096, 1024, bf16), VectorPlan)
-    assert isinstance(choose(1, 4096, 1024, fp32), VectorPlan)
-    assert isinstance(choose(2, 4096, 1024, bf16), TilePlan)
-    assert isinstance(choose(TILE_ROWS, 4096, 1024, torch.float16), TilePlan)
-    assert choose(2, 4096, 1024, fp32) is None
+    """Vector for one or two rows, tile for few in 16 bits, cuBLAS for the rest."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    assert isinstance(choose(VECTOR_ROWS, 4096, 1024, bf16), VectorPlan)
+    assert isinstance(choose(VECTOR_ROWS, 4096, 1024, fp32), VectorPlan)
+    for rows in (VECTOR_ROWS + 1, TILE_ROWS):
+        assert isinstance(choose(rows, 4096, 1024, bf16), TilePlan)
+        assert isinstance(choose(rows, 4096, 1024, fp16), TilePlan)
+        assert choose(rows, 4096, 1024, fp32) is None
     assert choose(TILE_ROWS + 1, 4096, 1024, bf16) is None
     assert choose(0, 4096, 1024, bf16) is None
     assert choose(1, MAX_OUTPUTS + 1, 1024, bf16) is None
 
 
 @pytest.mark.parametrize("inputs", [64, 1024, 3072, 8192, 14336, 16384])
-def test_a_vector_program_holds_64_weights_in_each_thread_or_fewer(inputs: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_vector_program_holds_256_bytes_in_each_thread_or_fewer(
+    inputs: int, dtype: torch.dtype
+) -> None:
     """Of any model, at least two rows, so that a gated program has its pair."""
-    plan = choose(1, 4096, inputs, torch.bfloat16)
+    plan = choose(1, 4096, inputs, dtype)
     assert isinstance(plan, VectorPlan)
     padded = 1 << (inputs - 1).bit_length()
     assert plan.block_n >= 2
-    assert plan.block_n * padded <= 64 * 32 * plan.num_warps
+    assert plan.block_n * padded * dtype.itemsize <= 256 * 32 * plan.num_warps
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1024, 2048), (1024, 3072), (4096, 100), (64, 64)])

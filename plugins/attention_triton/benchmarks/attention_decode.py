@@ -15,7 +15,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import DECODE, DecodeTuning
+from nanovllm_attention_triton.tuning import DECODE_FEW, DECODE_MANY, DecodeTuning
 from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 128
@@ -96,7 +96,7 @@ def make_cases(page: int, num_pages: int) -> list[Case]:
     return cases
 
 
-def make_backend(page: int, tuning: DecodeTuning) -> TritonAttention:
+def make_backend(page: int, tuning: DecodeTuning | None) -> TritonAttention:
     config = AttentionConfig(
         device=torch.device("cuda"),
         dtype=DTYPE,
@@ -110,7 +110,8 @@ def make_backend(page: int, tuning: DecodeTuning) -> TritonAttention:
         max_num_batched_tokens=16384,
     )
     backend = TritonAttention(config, TritonOptions())
-    backend.decode_tuning = tuning
+    if tuning is not None:
+        backend.decode_tunings = [(MAX_NUM_SEQS, tuning)]
     backend.allocate()
     return backend
 
@@ -175,22 +176,26 @@ def best_time(
     return min(times)
 
 
-BASE = DECODE[DTYPE.itemsize]
+FEW, MANY = DECODE_FEW[DTYPE.itemsize], DECODE_MANY[DTYPE.itemsize]
+SHIPPED = None
+"""What the backend chooses by the number of rows."""
 SWEEP = (
-    BASE,
-    replace(BASE, wave_programs=1, max_chunk=1024),
-    replace(BASE, wave_programs=4),
-    replace(BASE, wave_programs=6),
-    replace(BASE, max_chunk=256, max_programs=16),
-    replace(BASE, min_chunk=32),
-    replace(BASE, num_stages=4),
-    replace(BASE, tile=64, num_warps=4, num_stages=3),
-    replace(BASE, tile=64, num_warps=4, num_stages=2),
-    replace(BASE, tile=64, num_warps=2, num_stages=2),
+    SHIPPED,
+    FEW,
+    replace(FEW, wave_programs=2),
+    replace(FEW, max_programs=24),
+    replace(FEW, max_chunk=512, max_programs=8),
+    replace(FEW, num_stages=4),
+    MANY,
+    replace(MANY, max_chunk=256, max_programs=16),
+    replace(MANY, wave_programs=4),
+    replace(MANY, num_warps=2, num_stages=2),
 )
 
 
-def describe(tuning: DecodeTuning) -> str:
+def describe(tuning: DecodeTuning | None) -> str:
+    if tuning is None:
+        return "shipped"
     return (
         f"{tuning.tile:3d}/{tuning.num_warps}/{tuning.num_stages} wave {tuning.wave_programs} "
         f"chunk {tuning.min_chunk}-{tuning.max_chunk} max {tuning.max_programs}"
@@ -198,7 +203,7 @@ def describe(tuning: DecodeTuning) -> str:
 
 
 def bench_decode(
-    page: int, tunings: Sequence[DecodeTuning], deadline: float
+    page: int, tunings: Sequence[DecodeTuning | None], deadline: float
 ) -> list[dict[str, Any]]:
     num_pages = max(
         sum(-(-context // page) for context in contexts)
@@ -236,7 +241,7 @@ def bench_decode(
             {
                 "phase": "decode",
                 "page": page,
-                "tuning": asdict(tuning),
+                "tuning": describe(tuning).strip(),
                 "ran": backend.describe(),
                 "seconds_per_layer": dict(zip([c.name for c in cases], seconds, strict=True)),
                 "tb_per_s": dict(zip([c.name for c in cases], rates, strict=True)),

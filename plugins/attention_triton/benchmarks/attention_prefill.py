@@ -26,14 +26,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton.prefill import prefill_attention
-from nanovllm_attention_triton.tuning import PREFILL, PrefillTuning
+from nanovllm_attention_triton.tuning import SMALL_PREFILL, PrefillTuning
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 128
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
 SHAPES = ((16, 1024), (4, 4096), (1, 8192))
 CALLS = 8
-BASE = PREFILL[DTYPE.itemsize]
+BASE = SMALL_PREFILL[DTYPE.itemsize]
 SWEEP = (
     BASE,
     replace(BASE, copy_engine=False),

@@ -16,7 +16,7 @@ from nanovllm_attention_triton.decode import (
 )
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import prefill_attention
-from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_attention_triton.tuning import FEW_ROWS, decode_tuning, prefill_tuning
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
@@ -29,32 +29,50 @@ from nanovllm_core.interfaces.attention import (
 class TritonAttention(AttentionBackend):
     """Paged attention by Triton kernels; see `decode_kernels` and `prefill_kernels`.
 
-    The constants of `decode_tuning` may be replaced before `allocate` (a benchmark does).
+    Batches of few rows and of many are cut and compiled differently, so each has a workspace.
+    `decode_tunings` (rows at most, constants), increasing, may be replaced before `allocate`, as a
+    benchmark does; the last must hold max_num_seqs rows.
     """
 
     def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
         super().__init__(config, options)
         self._options = cast(TritonOptions, options)
-        self.decode_tuning = decode_tuning(config.dtype.itemsize, self._options)
-        self._workspace: DecodeWorkspace | None = None
+        most = config.max_num_seqs
+        self.decode_tunings = [
+            (rows, decode_tuning(config.dtype.itemsize, rows, self._options))
+            for rows in sorted({min(FEW_ROWS, most), most})
+        ]
+        self._workspaces: list[DecodeWorkspace] = []
 
     def allocate(self) -> None:
         config = self.config
-        shape = DecodeShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            max_num_seqs=config.max_num_seqs,
-            max_seq_len=config.max_model_len,
-            num_multiprocessors=num_multiprocessors(config.device),
-        )
-        self._workspace = DecodeWorkspace(shape, self.decode_tuning, config.device)
+        self._workspaces = [
+            DecodeWorkspace(
+                DecodeShape(
+                    num_heads=config.num_heads,
+                    num_kv_heads=config.num_kv_heads,
+                    head_size=config.head_size,
+                    max_num_seqs=rows,
+                    max_seq_len=config.max_model_len,
+                    num_multiprocessors=num_multiprocessors(config.device),
+                ),
+                tuning,
+                config.device,
+            )
+            for rows, tuning in self.decode_tunings
+        ]
 
-    @property
-    def workspace(self) -> DecodeWorkspace:
-        if self._workspace is None:
+    def _workspace(self, num_rows: int) -> DecodeWorkspace:
+        """The first that holds `num_rows`."""
+        if not self._workspaces:
             raise InconsistentStateError("TritonAttention: allocate() must come before decode")
-        return self._workspace
+        for workspace in self._workspaces:
+            if num_rows <= workspace.shape.max_num_seqs:
+                return workspace
+        raise InconsistentStateError(
+            f"decode batch of {num_rows} rows; the workspace holds max_num_seqs="
+            f"{self.config.max_num_seqs}"
+        )
 
     def plan_decode(self, metadata: DecodeMetadata) -> None:
         if metadata.query_len != 1:
@@ -62,12 +80,8 @@ class TritonAttention(AttentionBackend):
                 f"attention triton decodes one query token per row, not query_len="
                 f"{metadata.query_len}: send longer queries to run_prefill"
             )
-        if metadata.num_rows > self.config.max_num_seqs:
-            raise InconsistentStateError(
-                f"decode batch of {metadata.num_rows} rows; the workspace holds max_num_seqs="
-                f"{self.config.max_num_seqs}"
-            )
-        self.workspace.plan(metadata.seq_lens, metadata.block_table, self.config.block_size)
+        workspace = self._workspace(metadata.num_rows)
+        workspace.plan(metadata.seq_lens, metadata.block_table, self.config.block_size)
 
     def run_decode(
         self,
@@ -78,7 +92,7 @@ class TritonAttention(AttentionBackend):
         out_BHD: Tensor,
     ) -> None:
         self._check_tensors(q_BHD, k_cache, v_cache, out_BHD)
-        self.workspace.run(
+        self._workspace(q_BHD.shape[0]).run(
             q_BHD,
             k_cache,
             v_cache,
@@ -97,7 +111,7 @@ class TritonAttention(AttentionBackend):
         out_THD: Tensor,
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
-        tuning = prefill_tuning(q_THD.element_size(), self._options)
+        tuning = prefill_tuning(q_THD.element_size(), k_cache.shape[1], self._options)
         prefill_attention(
             q_THD,
             k_cache,
@@ -130,12 +144,12 @@ class TritonAttention(AttentionBackend):
             )
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
-        return {} if self._workspace is None else self._workspace.tensors()
+        return {
+            f"{name}_up_to_{workspace.shape.max_num_seqs}_rows": tensor
+            for workspace in self._workspaces
+            for name, tensor in workspace.tensors().items()
+        }
 
     def describe(self) -> str:
-        tuning = self.decode_tuning
-        chunk = tuning.fixed_chunk or f"{tuning.min_chunk}..{tuning.max_chunk}"
-        return (
-            f"triton {triton_version()}, decode chunk={chunk} tile={tuning.tile} "
-            f"warps={tuning.num_warps} stages={tuning.num_stages}"
-        )
+        decode = ", ".join(f"up to {rows} rows: {t}" for rows, t in self.decode_tunings)
+        return f"triton {triton_version()}, decode {decode}"

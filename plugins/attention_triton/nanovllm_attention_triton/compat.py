@@ -272,7 +272,7 @@ def _prefill(
         max_query_len,
         head_size**-0.5 if softmax_scale is None else softmax_scale,
         out,
-        prefill_tuning(q_THD.element_size(), TritonOptions()),
+        prefill_tuning(q_THD.element_size(), k_pages.shape[1], TritonOptions()),
         causal=causal,
         lse_HT=lse,
     )
@@ -298,7 +298,7 @@ def _decode(
         max_seq_len=capacity,
         num_multiprocessors=num_multiprocessors(q_BQHD.device),
     )
-    tuning = decode_tuning(q_BQHD.element_size(), TritonOptions())
+    tuning = decode_tuning(q_BQHD.element_size(), batch, TritonOptions())
     workspace = DecodeWorkspace(shape, tuning, q_BQHD.device)
     block_table = block_table.int().contiguous()
     workspace.plan(lens, block_table, k_pages.shape[1])

@@ -31,6 +31,10 @@ class DecodeTuning:
     max_programs: int = 8
     fixed_chunk: int | None = None
 
+    def __str__(self) -> str:
+        chunk = self.fixed_chunk or f"{self.min_chunk}..{self.max_chunk}"
+        return f"chunk={chunk} tile={self.tile} warps={self.num_warps} stages={self.num_stages}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTuning:
@@ -48,33 +52,49 @@ class PrefillTuning:
     copy_engine: bool = True
 
 
-# By the size of an element in bytes. Half precision: two warps and tiles of 32 let many short
-# programs share a multiprocessor in decode, and two prefill programs of 64 rows, each waiting for
-# the tensor cores in its own time, do more than one of 128. fp32 uses plain multiply-adds (IEEE):
-# small tiles, or its operands do not fit the registers.
-DECODE = {
-    2: DecodeTuning(tile=32, num_warps=2, num_stages=3),
+# By the size of an element in bytes. Half precision, few rows: two warps and tiles of 32 let many
+# short programs share a multiprocessor. Many rows: larger tiles spend less on each. Prefill: the
+# larger the tiles, the better, as long as the copy engine loads them. fp32 uses plain multiply-adds (IEEE): small tiles, or its
+# operands do not fit the registers.
+FEW_ROWS = 96
+DECODE_FEW = {
+    2: DecodeTuning(tile=32, num_warps=2, num_stages=3, max_chunk=256, max_programs=16),
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
-PREFILL = {
+DECODE_MANY = {2: DecodeTuning(tile=64, num_warps=4, num_stages=3), 4: DECODE_FEW[4]}
+SMALL_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
 }
+LARGE_PREFILL = {
+    2: PrefillTuning(block_m=128, block_n=128, num_warps=8, num_stages=3),
+    4: SMALL_PREFILL[4],
+}
 
 
-def decode_tuning(element_size: int, options: TritonOptions) -> DecodeTuning:
-    """The decode constants for a dtype of `element_size` bytes, with the user's overrides."""
+def decode_tuning(element_size: int, num_rows: int, options: TritonOptions) -> DecodeTuning:
+    """The decode constants for a dtype of `element_size` bytes, with the user's overrides.
+
+    A step of `num_rows` rows, padding included, takes the table for as many.
+    """
+    table = DECODE_FEW if num_rows <= FEW_ROWS else DECODE_MANY
     return replace(
-        DECODE[element_size],
+        table[element_size],
         fixed_chunk=options.chunk_size,
         **_given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
     )
 
 
-def prefill_tuning(element_size: int, options: TritonOptions) -> PrefillTuning:
-    """The prefill constants for a dtype of `element_size` bytes, with the user's overrides."""
+def prefill_tuning(element_size: int, page: int, options: TritonOptions) -> PrefillTuning:
+    """The prefill constants for a dtype of `element_size` bytes, with the user's overrides.
+
+    Large tiles where a page holds whole ones; loaded by the threads they would not fit registers.
+    """
+    base = LARGE_PREFILL[element_size]
+    if page % base.block_n != 0:
+        base = SMALL_PREFILL[element_size]
     return replace(
-        PREFILL[element_size],
+        base,
         **_given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages),
     )
 

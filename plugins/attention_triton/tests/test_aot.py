@@ -11,10 +11,11 @@ from nanovllm_core.testing.aot import AotJob, compile_many_for_sm90
 
 KERNELS = "nanovllm_attention_triton"
 # What the programs that share a multiprocessor may take each of its 65,536 registers and 228 KiB
-# of shared memory, of which the system keeps 1 KiB per program: six decode programs of 64 threads,
-# two prefill programs of 128.
-DECODE_REGISTERS, DECODE_SHARED = 168, 228 * 1024 // 6 - 1024
-PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 // 2 - 1024
+# of shared memory, of which the system keeps 1 KiB per program: six decode programs of 64 threads
+# for few rows, two of 128 for many, one prefill program of 256.
+FEW_REGISTERS, FEW_SHARED = 168, 228 * 1024 // 6 - 1024
+MANY_REGISTERS, MANY_SHARED = 255, 228 * 1024 // 2 - 1024
+PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 - 1024
 
 
 def pointers(dtype: str, *names: str) -> dict[str, str]:
@@ -25,7 +26,7 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32:16")
 
 
-def decode_job(dtype: str, head_size: int, page: int, group: int) -> AotJob:
+def decode_job(dtype: str, head_size: int, page: int, group: int, rows: int = 16) -> AotJob:
     shape = DecodeShape(
         num_heads=8 * group,
         num_kv_heads=8,
@@ -34,7 +35,7 @@ def decode_job(dtype: str, head_size: int, page: int, group: int) -> AotJob:
         max_seq_len=4096,
         num_multiprocessors=132,
     )
-    tuning = decode_tuning(2, TritonOptions())
+    tuning = decode_tuning(2, rows, TritonOptions())
     return AotJob(
         kernel=f"{KERNELS}.decode_kernels:decode_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr")
@@ -51,7 +52,7 @@ def decode_job(dtype: str, head_size: int, page: int, group: int) -> AotJob:
 
 def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
     """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
-    tuning = prefill_tuning(2, TritonOptions())
+    tuning = prefill_tuning(2, page, TritonOptions())
     names = ("k_desc", "v_desc")
     tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{head_size}]>"
     described = page % tuning.block_n == 0
@@ -81,12 +82,17 @@ def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
 @pytest.fixture(scope="module")
 def reports():
     """Every compilation of this module, in one process: (job, report) by kind."""
-    decode = [
+    few = [
         decode_job("bf16", 128, 16, 2),
         decode_job("bf16", 128, 256, 2),
         decode_job("fp16", 128, 64, 8),
         decode_job("bf16", 64, 16, 4),
         decode_job("fp16", 64, 128, 1),
+    ]
+    many = [
+        decode_job("bf16", 128, 16, 2, rows=256),
+        decode_job("bf16", 128, 256, 2, rows=256),
+        decode_job("fp16", 64, 128, 4, rows=256),
     ]
     prefill = [
         prefill_job("bf16", 128, 256),
@@ -100,19 +106,17 @@ def reports():
         | dict.fromkeys(("num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"),
         constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32},
     )
-    found = compile_many_for_sm90([plan, *decode, *prefill])
-    return {
-        "plan": found[:1],
-        "decode": found[1 : 1 + len(decode)],
-        "prefill": found[1 + len(decode) :],
-    }
+    kinds = {"plan": [plan], "decode few": few, "decode many": many, "prefill": prefill}
+    found = iter(compile_many_for_sm90([job for jobs in kinds.values() for job in jobs]))
+    return {kind: [next(found) for _ in jobs] for kind, jobs in kinds.items()}
 
 
 @pytest.mark.parametrize(
     ("kind", "registers", "shared"),
     [
         ("plan", 255, 48 * 1024),
-        ("decode", DECODE_REGISTERS, DECODE_SHARED),
+        ("decode few", FEW_REGISTERS, FEW_SHARED),
+        ("decode many", MANY_REGISTERS, MANY_SHARED),
         ("prefill", PREFILL_REGISTERS, PREFILL_SHARED),
     ],
 )
@@ -131,7 +135,7 @@ def test_decode_keeps_several_tiles_in_flight(reports):
 
     A page id loaded in the round that needs it would leave `wait_group 0` alone.
     """
-    for report in reports["decode"]:
+    for report in [*reports["decode few"], *reports["decode many"]]:
         assert "cp.async.wait_group \t2" in report.ptx or "cp.async.wait_group 2" in report.ptx
         assert "0x10" in report.ptx.split("cp.async.cg.shared.global", 1)[1][:80]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm_attention_triton.prefill import describable, prefill_attention
-from nanovllm_attention_triton.tuning import PREFILL
+from nanovllm_attention_triton.tuning import SMALL_PREFILL
 from nanovllm_core.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -102,7 +102,7 @@ def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, causal
     for copy_engine in (True, False):
         out = torch.full_like(batch.packed_q, float("nan"))
         lse = torch.full((out.shape[1], out.shape[0]), float("nan"))
-        tuning = replace(PREFILL[2], copy_engine=copy_engine)
+        tuning = replace(SMALL_PREFILL[2], copy_engine=copy_engine)
         prefill_attention(
             batch.packed_q, batch.k_cache, batch.v_cache, metadata.block_table, metadata.seq_lens,
             metadata.query_start_loc, metadata.max_query_len, batch.scale, out, tuning,
