@@ -40,6 +40,8 @@ class SingleProcessExecutor(Executor):
     def __init__(self, options: BaseModel) -> None:
         super().__init__(options)
         self._runner: ModelRunner | None = None
+        self._on_device: AbstractContextManager[object] = nullcontext()
+        """Makes the GPU the current one: kernels are launched there, whatever else is going on."""
         self._graphs: DecodeGraphs | None = None
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
@@ -50,6 +52,8 @@ class SingleProcessExecutor(Executor):
             check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len)
         device = torch.device(setup.device)
         context_bytes = _open_device(device)
+        if device.type == "cuda":
+            self._on_device = torch.cuda.device(device)
         kernels = get_kernels(device)
         model = load_model(setup, kernels)
         prefill, decode = _make_backends(setup, model)
@@ -80,7 +84,7 @@ class SingleProcessExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> None:
         runner = self._running()
-        with _current(runner.device):
+        with self._on_device:
             runner.submit(plan)
 
     def collect(self) -> StepResult:
@@ -105,11 +109,6 @@ class SingleProcessExecutor(Executor):
         if self._runner is None:
             raise EngineClosedError("the executor is closed; create a new LLM")
         return self._runner
-
-
-def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Make a GPU the current one: kernels are launched there, whatever else the process does."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _open_device(device: torch.device) -> int:
