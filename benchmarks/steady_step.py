@@ -1,6 +1,6 @@
 """What the host spends on a steady decode step of a real worker, at batch 256, and on which part.
 
-    python benchmarks/steady_step.py [--block-size 256] [--attention triton] [--windows 3] [--out FILE]
+    python benchmarks/steady_step.py [--block-size 256] [--attention triton] [--out FILE]
     python benchmarks/steady_step.py --compare-waits
 
 Qwen3-0.6B's shapes with random weights. The rows stand at different places in their pages.
@@ -125,11 +125,8 @@ def window(llm: LLM, stopwatch: Stopwatch) -> dict[str, Any]:
     result: dict[str, Any] = {"step_ms": round((perf_counter() - started) / STEPS * 1e3, 3)}
     for part in PARTS:
         times = np.array([step.get(part, 0.0) for step in stopwatch.steps])
-        numbers = {
-            "mean": times.mean(),
-            "median": np.median(times),
-            "p99": np.percentile(times, 99),
-        }
+        median, p99 = np.percentile(times, (50, 99))
+        numbers = {"mean": times.mean(), "median": median, "p99": p99}
         result[part] = {name: round(float(number), 1) for name, number in numbers.items()}
     return result
 

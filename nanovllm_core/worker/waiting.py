@@ -13,7 +13,7 @@ NAP_SECONDS = 200e-6
 """The longest sleep between two looks: what a wait can be late by, whatever was predicted."""
 
 LOOKING_SECONDS = 300e-6
-"""Looks follow each other without a sleep from this long before a step is due to this long after."""
+"""From this long before a step is due to this long after, looks follow without a sleep."""
 
 _LOOKS_PER_READING = 64
 """Looks between two readings of the clock."""

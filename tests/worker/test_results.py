@@ -96,11 +96,11 @@ def test_an_interrupted_wait_leaves_the_step_in_flight(monkeypatch: pytest.Monke
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    wait = ring.wait
-    ring.wait = StepWait(sleep=interrupt)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    wait, ring.wait = ring.wait, StepWait(sleep=interrupt)
+    with monkeypatch.context() as patch:
         patch.setattr(ring, "_is_idle", lambda: False)
-        ring.collect()
+        with pytest.raises(KeyboardInterrupt):
+            ring.collect()
     ring.wait = wait
     write(ring, 0, 1, [(3, 0)])
     assert ring.collect().token_ids.tolist() == [3]
