@@ -41,6 +41,7 @@ MOOD_STEPS = 200
 SAMPLE_SECONDS = 1.0
 WARM_UP_SHARE = 0.25
 """Of the time; memory is compared from then on."""
+MIN_READINGS = 40
 MAX_GROWTH_MIB = 16.0
 
 
@@ -127,10 +128,15 @@ class Run:
 
 
 def growth(readings: Sequence[float]) -> float:
-    """The median of the last tenth less that of the first tenth after the warm-up."""
+    """The median of the last tenth less that of the first tenth after the warm-up.
+
+    0 for fewer than `MIN_READINGS`, all of which would be warm-up.
+    """
+    if len(readings) < MIN_READINGS:
+        return 0.0
     settled = readings[int(len(readings) * WARM_UP_SHARE) :]
-    tenth = max(1, len(settled) // 10)
-    return median(settled[-tenth:]) - median(settled[:tenth]) if settled else 0.0
+    tenth = len(settled) // 10
+    return median(settled[-tenth:]) - median(settled[:tenth])
 
 
 def _host_bytes() -> int:

@@ -21,7 +21,7 @@ def generate(llm: LLM) -> None:
 
 
 def test_three_generate_calls_in_a_row_leave_peak_memory_unchanged(tiny: Path) -> None:
-    """Python's own peak. A leaked prompt would be more than 100 KiB a call; caches may still fill."""
+    """Python's own peak; prompts that leaked would be 100 KiB a call, and caches may still fill."""
     with open_tiny(tiny, debug=False) as llm:
         generate(llm)
         peaks = []
