@@ -1,7 +1,8 @@
 """The contract of a kernel set, and the choice of one for a device.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
-heads, D head size, X = (H + 2K)·D packed q, k, v, N KV pages, P tokens per page.
+heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV pages, P tokens
+per page.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class KernelSet(Protocol):
     """Fused operations on one device. Inputs have their last dimension contiguous.
 
     All compute in float32 and round once to the dtype of their input, unless said otherwise. None
-    synchronises with the host, so all may be captured in a CUDA graph.
+    synchronises with the host, so all may be captured in a CUDA graph. Weights are contiguous.
+    Equal inputs give equal bits; another number of rows may be summed in another order.
     """
 
     @property
@@ -52,6 +54,22 @@ class KernelSet(Protocol):
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """silu(gate) * up -> [T, F]; the gate is the first half."""
+
+    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
+        """x W^T -> [T, X], into `out_TX` where it is given."""
+
+    def norm_linear(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+    ) -> Tensor:
+        """linear(rms_norm(x)) -> [T, X]. The normed x is rounded as `rms_norm` rounds it."""
+
+    def norm_gate_up(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+    ) -> Tensor:
+        """silu_and_mul(norm_linear(x)) -> [T, F]. Gate and up are rounded before the activation."""
+
+    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
+        """residual + x W^T, rounded once. The residual is overwritten: use what is returned."""
 
     def prepare_qkv(
         self,
@@ -79,10 +97,11 @@ def get_kernels(device: torch.device) -> KernelSet:
 
         return TorchKernels()
     try:
+        from nanovllm_core.kernels.dependent_launch import supports_dependent_launch
         from nanovllm_core.kernels.triton_set import TritonKernels
     except ImportError as error:
         raise DeviceError(
             f"device {device} needs triton, which cannot be imported ({error}); "
             'run: pip install "triton>=3.6", or choose device: cpu'
         ) from error
-    return TritonKernels()
+    return TritonKernels(dependent_launch=supports_dependent_launch(device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from nanovllm_core.kernels.base import QKPrep
 
@@ -20,6 +20,22 @@ class TorchKernels:
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
         return (silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
+
+    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
+        return torch.mm(x_TE, weight_XE.t(), out=out_TX)
+
+    def norm_linear(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+    ) -> Tensor:
+        return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
+
+    def norm_gate_up(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+    ) -> Tensor:
+        return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE))
+
+    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
+        return residual_TE.addmm_(x_TF, weight_EF.t())
 
     def prepare_qkv(
         self,

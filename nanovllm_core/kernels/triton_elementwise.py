@@ -1,4 +1,7 @@
-"""Row-wise kernels: one program per row, or per piece of a row, and every element read once."""
+"""Row-wise kernels: one program per row, or per piece of a row, and every element read once.
+
+DEPENDENT: see `dependent_launch`.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Reason: Triton compiles these functions; their arguments have no Python types.
@@ -7,19 +10,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_stride,
-    EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program; see `KernelSet.rms_norm` for the two roundings."""
+    if DEPENDENT:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS)
     normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
     out = (normed * weight).to(out_ptr.dtype.element_ty)
@@ -28,9 +36,13 @@ def rms_norm_kernel(
 
 @triton.jit
 def silu_and_mul_kernel(
-    gate_up_ptr, out_ptr, gate_up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_up_ptr, out_ptr, gate_up_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One piece of a row per program."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE

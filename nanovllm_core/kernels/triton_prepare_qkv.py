@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -73,8 +74,15 @@ def prepare_qkv_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and group of heads: q's groups first, then k's, then v's."""
+    """One program per token and group of heads: q's groups first, then k's, then v's.
+
+    DEPENDENT: see `dependent_launch`.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = tl.program_id(0).to(tl.int64)

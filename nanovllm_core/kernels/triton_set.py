@@ -1,13 +1,17 @@
-"""The kernel set for CUDA: one Triton kernel per operation."""
+"""The kernel set for CUDA: Triton kernels, and cuBLAS for products of many rows."""
 
 from __future__ import annotations
 
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import linear
 
 from nanovllm_core.kernels.base import QKPrep
+from nanovllm_core.kernels.dependent_launch import launch_options
+from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, choose
 from nanovllm_core.kernels.triton_elementwise import rms_norm_kernel, silu_and_mul_kernel
+from nanovllm_core.kernels.triton_linear import LinearLauncher
 from nanovllm_core.kernels.triton_prepare_qkv import prepare_qkv_kernel
 
 _SILU_BLOCK = 1024
@@ -20,6 +24,10 @@ class TritonKernels:
 
     name = "triton"
 
+    def __init__(self, *, dependent_launch: bool = False) -> None:
+        self._linears = LinearLauncher(dependent_launch=dependent_launch)
+        self._options = launch_options(dependent_launch)
+
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         num_tokens, size = x_TE.shape
         out_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
@@ -27,6 +35,7 @@ class TritonKernels:
         rms_norm_kernel[(num_tokens,)](
             x_TE, weight_E, out_TE, x_TE.stride(0),
             EPS=eps, SIZE=size, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+            **self._options,
         )  # fmt: skip
         return out_TE
 
@@ -35,9 +44,39 @@ class TritonKernels:
         out_TF = gate_up_T2F.new_empty((num_tokens, size))
         grid = (num_tokens, triton.cdiv(size, _SILU_BLOCK))
         silu_and_mul_kernel[grid](
-            gate_up_T2F, out_TF, gate_up_T2F.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4
-        )
+            gate_up_T2F, out_TF, gate_up_T2F.stride(0),
+            SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **self._options,
+        )  # fmt: skip
         return out_TF
+
+    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
+        plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
+        if plan is None:
+            return torch.mm(x_TE, weight_XE.t(), out=out_TX)
+        return self._linears.run(plan, x_TE, weight_XE, out_TN=out_TX)
+
+    def norm_linear(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+    ) -> Tensor:
+        plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
+        if plan is None:
+            return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
+        return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_XE, gated=False)
+
+    def norm_gate_up(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+    ) -> Tensor:
+        plan = choose(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
+        if plan is None:
+            normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
+            return self.silu_and_mul(linear(normed_TE, weight_2FE))
+        return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, gated=True)
+
+    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
+        plan = choose(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
+        if plan is None:
+            return residual_TE.addmm_(x_TF, weight_EF.t())
+        return self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE)
 
     def prepare_qkv(
         self,
@@ -69,5 +108,18 @@ class TritonKernels:
             BLOCK_REST=triton.next_power_of_2(head_size - rotary_size),
             BLOCK_HEAD=triton.next_power_of_2(head_size),
             num_warps=1,
+            **self._options,
         )  # fmt: skip
         return q_THD
+
+    def _after_norm(
+        self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,
+        weight_XE: Tensor, *, gated: bool,
+    ) -> Tensor:  # fmt: skip
+        """The product of the normed x: norm inside the kernel, or in one before it."""
+        if isinstance(plan, TilePlan) and not plan.norm_inside:
+            x_TE = self.rms_norm(x_TE, norm_weight_E, eps)
+            return self._linears.run(plan, x_TE, weight_XE, gated=gated)
+        return self._linears.run(
+            plan, x_TE, weight_XE, norm_weight_K=norm_weight_E, eps=eps, gated=gated
+        )

@@ -16,8 +16,10 @@ from nanovllm_core.layers.norm import RMSNorm
 
 
 def norm_linear(x_TE: Tensor, norm: RMSNorm, linear: ColumnParallelLinear) -> Tensor:
-    """linear(norm(x)); x is left as it is."""
-    return linear(norm(x_TE))
+    """linear(norm(x)); x is left as it is. With a bias, norm and product are not fused."""
+    if linear.bias is not None:
+        return linear(norm(x_TE))
+    return norm.context.kernels.norm_linear(x_TE, norm.weight, norm.eps, linear.weight)
 
 
 def linear_add(x_TF: Tensor, linear: RowParallelLinear, residual_TE: Tensor) -> Tensor:
@@ -30,7 +32,11 @@ def gated_mlp(
 ) -> Tensor:
     """residual + down(silu(gate) * up) with gate, up = gate_up(norm(residual)).
 
-    The residual is overwritten: use only what is returned.
+    The residual is overwritten: use only what is returned. With a bias, gate_up is not fused.
     """
-    hidden_TF = norm.context.kernels.silu_and_mul(norm_linear(residual_TE, norm, gate_up))
+    kernels = norm.context.kernels
+    if gate_up.bias is not None:
+        hidden_TF = kernels.silu_and_mul(gate_up(norm(residual_TE)))
+    else:
+        hidden_TF = kernels.norm_gate_up(residual_TE, norm.weight, norm.eps, gate_up.weight)
     return linear_add(hidden_TF, down, residual_TE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
@@ -79,7 +78,7 @@ class ParallelLMHead(_VocabParallel):
     def forward(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
         """`out_TV`: where the logits go; captured graphs share one buffer instead of one each."""
         if self.context.tp.size == 1:
-            return torch.mm(hidden_TE, self.weight.t(), out=out_TV)
+            return self.context.kernels.linear(hidden_TE, self.weight, out_TV)
         gathered_TV = self.context.tp.all_gather(linear(hidden_TE, self.weight))
         logits_TV = gathered_TV[:, : self.vocab_size]
         return logits_TV if out_TV is None else out_TV.copy_(logits_TV)

@@ -171,7 +171,7 @@ class RowParallelLinear(Layer):
     def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual` += x W^T + b, in place; returns `residual`."""
         if self.context.tp.size == 1:
-            residual.addmm_(x, self.weight.t())
+            self.context.kernels.linear_add(x, self.weight, residual)
         else:
             residual.add_(self.context.tp.all_reduce(linear(x, self.weight)))
         return residual if self.bias is None else residual.add_(self.bias)

@@ -15,7 +15,7 @@ def rms_norm_job(dtype: str, size: int) -> AotJob:
     return AotJob(
         kernel=f"{ROWS}:rms_norm_kernel",
         signature={**pointers, "x_stride": "i32:16"},
-        constexprs={"EPS": 1e-6, "SIZE": size, "BLOCK": size},
+        constexprs={"EPS": 1e-6, "SIZE": size, "BLOCK": size, "DEPENDENT": True},
         num_warps=min(max(size // 256, 1), 16),
     )
 
@@ -25,7 +25,7 @@ def silu_job(dtype: str, size: int) -> AotJob:
     return AotJob(
         kernel=f"{ROWS}:silu_and_mul_kernel",
         signature={**pointers, "gate_up_stride": "i32:16"},
-        constexprs={"SIZE": size, "BLOCK": 1024},
+        constexprs={"SIZE": size, "BLOCK": 1024, "DEPENDENT": True},
     )
 
 
@@ -48,6 +48,7 @@ def prepare_job(dtype: str, heads: tuple[int, int], head_size: int) -> AotJob:
             "HEAD_SIZE": head_size,
             "HALF": head_size // 2,
             "BLOCK_SIZE": 64,
+            "DEPENDENT": True,
             "BLOCK_HEADS": 8,
             "BLOCK_HALF": head_size // 2,
             "BLOCK_REST": 0,

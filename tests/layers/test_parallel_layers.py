@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.kernels import get_kernels
+from nanovllm_core.kernels.reference import TorchKernels
 from nanovllm_core.layers import (
     ColumnParallelLinear,
     LayerContext,
@@ -186,6 +189,60 @@ def test_block_operations_equal_their_formulas(size: int) -> None:
     for projected, out, _ in results:
         assert projected.shape == (3, 24 // size)
         assert_close_report(out, x_TE + hidden @ down.T, rel_norm=1e-6)
+
+
+class RecordingKernels(TorchKernels):
+    """Notes which of the fused products a layer asked for."""
+
+    def __init__(self) -> None:
+        self.fused: list[str] = []
+
+    def norm_linear(self, *args: Any) -> Tensor:
+        self.fused.append("norm_linear")
+        return super().norm_linear(*args)
+
+    def norm_gate_up(self, *args: Any) -> Tensor:
+        self.fused.append("norm_gate_up")
+        normed = self.rms_norm(*args[:3])
+        return self.silu_and_mul(self.linear(normed, args[3]))
+
+    def linear_add(self, *args: Any) -> Tensor:
+        self.fused.append("linear_add")
+        return super().linear_add(*args)
+
+
+def test_a_bias_takes_the_plain_path() -> None:
+    """The fused products add none, so a layer with a bias does not ask for them."""
+    x_TE, results = random(3, 8), []
+    for bias in (False, True):
+        kernels = RecordingKernels()
+        here = LayerContext(CPU, torch.float32, SingleRank(), kernels)
+        norm, down = RMSNorm(here, 8, 1e-6), RowParallelLinear(here, 12, 8)
+        gate_up = MergedColumnParallelLinear(here, 8, (12, 12), bias=bias)
+        for layer in (norm, down, gate_up):
+            fill(layer)
+        if gate_up.bias is not None:
+            gate_up.bias.zero_()
+        out = (norm_linear(x_TE, norm, gate_up), gated_mlp(x_TE.clone(), norm, gate_up, down))
+        results.append((out, kernels.fused))
+    (fused_out, fused), (plain_out, plain) = results
+    assert fused == ["norm_linear", "norm_gate_up", "linear_add"]
+    assert plain == ["linear_add"]
+    for actual, expected in zip(fused_out, plain_out, strict=True):
+        assert_close_report(actual, expected, rel_norm=1e-6)
+
+
+def test_a_bias_of_the_plain_path_is_added() -> None:
+    """Before the activation, in a gated block."""
+    here, x_TE = context(SingleRank()), random(3, 8)
+    norm, down = RMSNorm(here, 8, 1e-6), RowParallelLinear(here, 12, 8)
+    gate_up = MergedColumnParallelLinear(here, 8, (12, 12), bias=True)
+    tensors = fill(norm) + fill(gate_up) + fill(down)
+    norm_weight, gate, up, gate_bias, up_bias, down_weight = tensors
+    normed = x_TE / (x_TE.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm_weight
+    hidden = silu(normed @ gate.T + gate_bias) * (normed @ up.T + up_bias)
+    out = gated_mlp(x_TE.clone(), norm, gate_up, down)
+    assert_close_report(out, x_TE + hidden @ down_weight.T, rel_norm=1e-6)
 
 
 def test_norm_linear_leaves_its_input_as_it_is() -> None:

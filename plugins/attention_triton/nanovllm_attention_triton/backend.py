@@ -35,7 +35,7 @@ class TritonAttention(AttentionBackend):
     def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
         super().__init__(config, options)
         self._options = cast(TritonOptions, options)
-        self.decode_tuning = decode_tuning(config.dtype.itemsize, config.head_size, self._options)
+        self.decode_tuning = decode_tuning(config.dtype.itemsize, self._options)
         self._workspace: DecodeWorkspace | None = None
 
     def allocate(self) -> None:
@@ -67,7 +67,7 @@ class TritonAttention(AttentionBackend):
                 f"decode batch of {metadata.num_rows} rows; the workspace holds max_num_seqs="
                 f"{self.config.max_num_seqs}"
             )
-        self.workspace.plan(metadata.seq_lens)
+        self.workspace.plan(metadata.seq_lens, metadata.block_table, self.config.block_size)
 
     def run_decode(
         self,
@@ -97,9 +97,7 @@ class TritonAttention(AttentionBackend):
         out_THD: Tensor,
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
-        tuning = prefill_tuning(
-            q_THD.element_size(), self.config.head_size, metadata.max_query_len, self._options
-        )
+        tuning = prefill_tuning(q_THD.element_size(), self._options)
         prefill_attention(
             q_THD,
             k_cache,
@@ -114,7 +112,12 @@ class TritonAttention(AttentionBackend):
         )
 
     def _check_tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Two host comparisons per layer: a wrong layout is an error, not a wrong text."""
+        """A few host comparisons per layer: a wrong layout is an error, not a wrong text."""
+        if k_cache.shape[1] != self.config.block_size:
+            raise InconsistentStateError(
+                f"pages of {k_cache.shape[1]} tokens; the backend was made for block_size="
+                f"{self.config.block_size}"
+            )
         if k_cache.stride() != v_cache.stride():
             raise UnsupportedError(
                 f"attention triton needs K and V pages of equal strides, got {k_cache.stride()} "

@@ -272,7 +272,7 @@ def _prefill(
         max_query_len,
         head_size**-0.5 if softmax_scale is None else softmax_scale,
         out,
-        prefill_tuning(q_THD.element_size(), head_size, max_query_len, TritonOptions()),
+        prefill_tuning(q_THD.element_size(), TritonOptions()),
         causal=causal,
         lse_HT=lse,
     )
@@ -298,12 +298,13 @@ def _decode(
         max_seq_len=capacity,
         num_multiprocessors=num_multiprocessors(q_BQHD.device),
     )
-    tuning = decode_tuning(q_BQHD.element_size(), head_size, TritonOptions())
+    tuning = decode_tuning(q_BQHD.element_size(), TritonOptions())
     workspace = DecodeWorkspace(shape, tuning, q_BQHD.device)
-    workspace.plan(lens)
+    block_table = block_table.int().contiguous()
+    workspace.plan(lens, block_table, k_pages.shape[1])
     q_BHD = q_BQHD[:, 0]
     q_BHD = q_BHD if q_BHD.stride(-1) == 1 else q_BHD.contiguous()
     out = torch.empty((batch, num_heads, head_size), dtype=q_BHD.dtype, device=q_BHD.device)
     scale = head_size**-0.5 if softmax_scale is None else softmax_scale
-    workspace.run(q_BHD, k_pages, v_pages, block_table.int().contiguous(), capacity, scale, out)
+    workspace.run(q_BHD, k_pages, v_pages, block_table, capacity, scale, out)
     return out[:, None]

@@ -95,7 +95,11 @@ class DecodeShape:
         by_length = num_rows * max(-(-max_seq_len // shortest), 1)
         if tuning.fixed_chunk is not None:
             return by_length
-        return min(by_length, num_rows + self.items_per_step(tuning.max_programs))
+        longest_chunks = -(-num_rows * max_seq_len // tuning.max_chunk)
+        by_chunk = max(longest_chunks, self.items_per_step(tuning.wave_programs))
+        by_programs = self.items_per_step(tuning.max_programs)
+        # Rounding a row's last chunk up makes one more item of it.
+        return min(by_length, num_rows + min(by_chunk, by_programs))
 
 
 class DecodeWorkspace:
@@ -135,14 +139,19 @@ class DecodeWorkspace:
             "decode_tickets": self.tickets,
         }
 
-    def plan(self, seq_lens_B: Tensor) -> None:
-        """Cut the rows of `seq_lens_B` (int32, contiguous) into the items of the next runs."""
+    def plan(self, seq_lens_B: Tensor, block_table: Tensor, page: int) -> None:
+        """Cut the rows of `seq_lens_B` (int32, contiguous) into the items of the next runs.
+
+        `block_table` [B, M] int32 names the pages, of `page` tokens, that those runs will read.
+        """
         tuning = self.tuning
         fixed = tuning.fixed_chunk
         plan_kernel[(1,)](
             seq_lens_B,
+            block_table,
             self.items,
             self.num_items,
+            block_table.stride(0),
             seq_lens_B.shape[0],
             wave_items=self.shape.items_per_step(tuning.wave_programs),
             # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
@@ -151,6 +160,7 @@ class DecodeWorkspace:
             max_chunk=fixed or tuning.max_chunk,
             item_capacity=self.capacity,
             BLOCK_ROWS=next_power_of_2(self.shape.max_num_seqs),
+            PAGE=page,
             TILE=tuning.tile,
         )
 

@@ -16,8 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = tl.constexpr(5)
-"""An item is (row, first token, end token, the row's first item, the row's number of items)."""
+ITEM_FIELDS = tl.constexpr(6)
+"""An item is (row, first token, end token, the row's first item, its number of items, first page).
+
+The page saves every layer one of the dependent loads with which a program begins; it is there where
+a page holds whole tiles.
+"""
+PLAN_LANES = tl.constexpr(512)
+"""Items whose first pages the plan looks up at a time."""
 
 
 @triton.jit(
@@ -25,8 +31,10 @@ ITEM_FIELDS = tl.constexpr(5)
 )
 def plan_kernel(
     seq_lens_ptr,
+    table_ptr,
     items_ptr,
     num_items_ptr,
+    table_stride,
     num_rows,
     wave_items,
     max_items,
@@ -34,6 +42,7 @@ def plan_kernel(
     max_chunk,
     item_capacity,
     BLOCK_ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """List the step's items: one program over all rows.
@@ -64,7 +73,20 @@ def plan_kernel(
         tl.store(item + 2 * item_capacity, tl.minimum(begin + size, lens), mask=here)
         tl.store(item + 3 * item_capacity, first, mask=here)
         tl.store(item + 4 * item_capacity, counts, mask=here)
-    tl.store(num_items_ptr, tl.sum(counts, 0))
+    num_items = tl.sum(counts, 0)
+    tl.store(num_items_ptr, num_items)
+    if PAGE % TILE == 0:
+        # One look-up for all items: in the loop above every round would wait for its own.
+        tl.debug_barrier()
+        for base in range(0, num_items, PLAN_LANES):
+            slots = base + tl.arange(0, PLAN_LANES)
+            item = items_ptr + slots
+            here = slots < num_items
+            row = tl.load(item, mask=here, other=0).to(tl.int64)
+            begin = tl.load(item + item_capacity, mask=here, other=0)
+            end = tl.load(item + 2 * item_capacity, mask=here, other=0)
+            page = tl.load(table_ptr + row * table_stride + begin // PAGE, mask=begin < end)
+            tl.store(item + 5 * item_capacity, page, mask=begin < end)
 
 
 @triton.jit
@@ -140,6 +162,7 @@ def decode_kernel(
     end = tl.load(items_ptr + 2 * item_capacity + item)
     first_item = tl.load(items_ptr + 3 * item_capacity + item)
     num_chunks = tl.load(items_ptr + 4 * item_capacity + item)
+    first_page = tl.load(items_ptr + 5 * item_capacity + item)
     if item >= tl.load(num_items_ptr):
         return
 
@@ -158,7 +181,10 @@ def decode_kernel(
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, HEAD_SIZE], tl.float32)
-    pages = load_pages(table_row, begin, end, PAGE, TILE)
+    if PAGE % TILE == 0:
+        pages = first_page.to(tl.int64)
+    else:
+        pages = load_pages(table_row, begin, end, PAGE, TILE)
     for start in tl.range(begin, end, TILE):
         live = start + tl.arange(0, TILE) < end
         offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, TILE)

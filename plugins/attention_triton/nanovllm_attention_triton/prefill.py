@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm_attention_triton.decode import LOG2_E
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.tuning import PrefillTuning
+from nanovllm_core.errors import UnsupportedError
+
+COPY_ENGINE_CAPABILITY = (9, 0)
+"""Hopper's, the first whose copy engine reads tiles of a tensor by its descriptor ("TMA")."""
+COPY_ENGINE_ALIGNMENT = 16
+"""Bytes that divide a descriptor's address and strides."""
 
 
 def prefill_attention(
@@ -28,17 +36,30 @@ def prefill_attention(
 
     `k_cache` and `v_cache` [N, P, K, D] have equal strides; the innermost dimension of every tensor
     is contiguous. `block_table` [S, M], `seq_lens_S` [S] and `query_start_loc` [S + 1] are int32.
-    `lse_HT`, fp32, if given, gets each query's natural log-sum-exp.
+    `lse_HT`, fp32, if given, gets each query's natural log-sum-exp. Raises UnsupportedError for a
+    `scale` that is not positive.
     """
+    if not scale > 0:
+        raise UnsupportedError(
+            f"attention triton scales scores by a positive number, not {scale}: the peak of a row "
+            "is taken before the scale; negate q for a negative one"
+        )
     num_seqs = block_table.shape[0]
     if num_seqs == 0 or max_query_len == 0:
         return
     num_heads, num_kv_heads = q_THD.shape[1], k_cache.shape[2]
-    grid = (num_heads, num_seqs, -(-max_query_len // tuning.block_m))
+    group = num_heads // num_kv_heads
+    grid = (num_kv_heads, num_seqs, -(-max_query_len * group // tuning.block_m))
+    described = tuning.copy_engine and describable(k_cache, v_cache, tuning.block_n)
+    k_desc, v_desc = (
+        _tile_descriptor(x, tuning.block_n) if described else None for x in (k_cache, v_cache)
+    )
     prefill_kernel[grid](
         q_THD,
         k_cache,
         v_cache,
+        k_desc,
+        v_desc,
         out_THD,
         out_THD if lse_HT is None else lse_HT,
         block_table,
@@ -54,7 +75,7 @@ def prefill_attention(
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
-        GROUP=num_heads // num_kv_heads,
+        GROUP=group,
         HEAD_SIZE=q_THD.shape[2],
         PAGE=k_cache.shape[1],
         CAUSAL=causal,
@@ -63,4 +84,25 @@ def prefill_attention(
         BLOCK_N=tuning.block_n,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+    )
+
+
+def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
+    """Whether the copy engine can read tiles of `block_n` tokens: no tile may cross a page."""
+    if (
+        k_cache.is_cuda
+        and torch.cuda.get_device_capability(k_cache.device) < COPY_ENGINE_CAPABILITY
+    ):
+        return False
+    sizes = [stride * k_cache.element_size() for stride in k_cache.stride()[:-1]]
+    places = [k_cache.data_ptr(), v_cache.data_ptr(), *sizes]
+    return k_cache.shape[1] % block_n == 0 and not any(
+        place % COPY_ENGINE_ALIGNMENT for place in places
+    )
+
+
+def _tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
+    """Tiles [block_n, head size] of one head of one page of `cache` [N, P, K, D]."""
+    return TensorDescriptor(
+        cache, list(cache.shape), list(cache.stride()), [1, block_n, 1, cache.shape[3]]
     )

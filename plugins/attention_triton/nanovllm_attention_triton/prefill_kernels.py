@@ -16,6 +16,8 @@ def prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_desc,
+    v_desc,
     out_ptr,
     lse_ptr,
     table_ptr,
@@ -39,121 +41,106 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend BLOCK_M queries of one head of one sequence. Grid: (heads, sequences, query blocks).
+    """Attend BLOCK_M rows of one KV head of one sequence. Grid: (KV heads, sequences, row blocks).
 
-    A sequence's queries are its last positions. The last query blocks, which see the most keys,
-    come first in the grid, of all sequences alike; a block beyond its sequence's queries returns at
-    once. `log2_scale` is the softmax scale times log2(e), applied once, to the scores in fp32. A
-    query that sees no key gets 0, and a log-sum-exp of -inf.
+    A row is a query of one head; the heads of a group lie side by side, so that a block spans few
+    positions and wastes little beyond the diagonal. A sequence's queries are its last positions.
+    The last blocks, which see the most keys, come first in the grid, of all sequences alike; a
+    block beyond its sequence's rows returns at once.
+
+    Tiles that lie wholly within the sequence are loaded unmasked: by the copy engine where
+    `k_desc` and `v_desc` describe the caches (pages hold whole tiles), else (None) by pointers. The
+    last, partial tile is masked, so nothing is read beyond `seq_len`. `log2_scale`, positive, is
+    the softmax scale times log2(e), applied once, in fp32. A query that sees no key gets 0, and a
+    log-sum-exp of -inf.
     """
-    head = tl.program_id(0)
+    kv_head = tl.program_id(0)
     seq = tl.program_id(1)
-    block = tl.num_programs(2) - 1 - tl.program_id(2)
+    first_row = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_M
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
-    first_query = block * BLOCK_M
-    if first_query >= query_len:
+    if first_row >= query_len * GROUP:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
-    first_position = seq_len - query_len + first_query
+    context = seq_len - query_len
 
-    queries = first_query + tl.arange(0, BLOCK_M)
-    positions = first_position + tl.arange(0, BLOCK_M)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    positions = context + rows // GROUP
+    tokens = (query_start + rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    real = rows < query_len * GROUP
     dims = tl.arange(0, HEAD_SIZE)
-    tokens = (query_start + queries).to(tl.int64)
-    q_offsets = tokens[:, None] * q_stride_token + head * q_stride_head + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=queries[:, None] < query_len, other=0.0)
+    q_offsets = tokens * q_stride_token + heads * q_stride_head
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=real[:, None], other=0.0)
 
+    # Keys that some row sees, keys that every row sees, keys in tiles within the sequence.
+    end = seq_len
+    seen_by_all = seq_len
     if CAUSAL:
-        # Keys that every query of the block sees, and keys that any of them sees.
-        seen_by_all = tl.minimum(tl.maximum(first_position + 1, 0), seq_len)
-        end = tl.minimum(tl.maximum(first_position + BLOCK_M, 0), seq_len)
-    else:
-        seen_by_all = seq_len
-        end = seq_len
-    full_end = (seen_by_all // BLOCK_N) * BLOCK_N
+        last_row = tl.minimum(first_row + BLOCK_M, query_len * GROUP) - 1
+        end = tl.minimum(tl.maximum(context + last_row // GROUP + 1, 0), seq_len)
+        seen_by_all = context + first_row // GROUP + 1
+    whole_end = tl.minimum(tl.cdiv(end, BLOCK_N), seq_len // BLOCK_N) * BLOCK_N
 
     table_row = table_ptr + seq.to(tl.int64) * table_stride
-    kv_head = head // GROUP
     k_head = k_ptr + kv_head * stride_head
     v_head = v_ptr + kv_head * stride_head
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_SIZE], tl.float32)
-    acc, denominator, peak = _attend(
-        acc, denominator, peak, q, k_head, v_head, table_row, positions, 0, full_end,
-        log2_scale, stride_page, stride_token, HEAD_SIZE, PAGE, False, CAUSAL, BLOCK_N,
-    )  # fmt: skip
-    acc, denominator, peak = _attend(
-        acc, denominator, peak, q, k_head, v_head, table_row, positions, full_end, end,
-        log2_scale, stride_page, stride_token, HEAD_SIZE, PAGE, True, CAUSAL, BLOCK_N,
-    )  # fmt: skip
+    keys = tl.arange(0, BLOCK_N)
+    pages = load_pages(table_row, 0, whole_end, PAGE, BLOCK_N)
+    for start in tl.range(0, whole_end, BLOCK_N):
+        if k_desc is not None:
+            page = pages.to(tl.int32)
+            k = k_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, HEAD_SIZE)
+            v = v_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, HEAD_SIZE)
+        else:
+            offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, BLOCK_N)
+            k = tl.load(k_head + offsets[:, None] + dims[None, :])
+            v = tl.load(v_head + offsets[:, None] + dims[None, :])
+        pages = load_pages(table_row, start + BLOCK_N, whole_end, PAGE, BLOCK_N)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if start + BLOCK_N > seen_by_all:
+            visible = start + keys[None, :] <= positions[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
+        acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
+    if whole_end < end:
+        live = whole_end + keys < end
+        pages = load_pages(table_row, whole_end, end, PAGE, BLOCK_N)
+        offsets = page_offsets(pages, whole_end, stride_page, stride_token, PAGE, BLOCK_N)
+        k = tl.load(k_head + offsets[:, None] + dims[None, :], mask=live[:, None], other=0.0)
+        v = tl.load(v_head + offsets[:, None] + dims[None, :], mask=live[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        visible = live[None, :]
+        if CAUSAL:
+            visible = visible & (whole_end + keys[None, :] <= positions[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
 
     mass = tl.where(denominator > 0.0, denominator, 1.0)
     acc = acc / mass[:, None]
-    out_offsets = tokens[:, None] * out_stride_token + head * out_stride_head + dims[None, :]
-    mine = queries < query_len
-    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None])
+    out_offsets = tokens * out_stride_token + heads * out_stride_head
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=real[:, None])
     if WITH_LSE:
         LN2: tl.constexpr = 0.6931471805599453
         lse = (peak + tl.log2(mass)) * LN2
-        tl.store(lse_ptr + head.to(tl.int64) * lse_stride_head + tokens, lse, mask=mine)
+        tl.store(lse_ptr + heads.to(tl.int64) * lse_stride_head + tokens, lse, mask=real)
 
 
 @triton.jit
-def _attend(
-    acc,
-    denominator,
-    peak,
-    q,
-    k_head,
-    v_head,
-    table_row,
-    positions,
-    begin,
-    end,
-    log2_scale,
-    stride_page,
-    stride_token,
-    HEAD_SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Fold the keys from `begin` to `end` into (acc, denominator, peak); MASKED on the edge only.
+def _fold(acc, denominator, peak, scores, v, log2_scale):
+    """Fold a tile's unscaled scores (-inf: not seen) and values into the running softmax.
 
-    Nothing is read beyond `end`, so what unused pages and tails hold does not matter.
+    The scale and the peak meet each score in one multiply-add.
     """
-    dims = tl.arange(0, HEAD_SIZE)
-    pages = load_pages(table_row, begin, end, PAGE, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, BLOCK_N)
-        pages = load_pages(table_row, start + BLOCK_N, end, PAGE, BLOCK_N)
-        kv_offsets = offsets[:, None] + dims[None, :]
-        if MASKED:
-            k = tl.load(k_head + kv_offsets, mask=keys[:, None] < end, other=0.0)
-        else:
-            k = tl.load(k_head + kv_offsets)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
-        if MASKED:
-            visible = keys[None, :] < end
-            if CAUSAL:
-                visible = visible & (keys[None, :] <= positions[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        anchor = new_peak
-        if MASKED:
-            anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - anchor[:, None])
-        rescale = tl.exp2(peak - anchor)
-        denominator = denominator * rescale + tl.sum(weights, 1)
-        if MASKED:
-            v = tl.load(v_head + kv_offsets, mask=keys[:, None] < end, other=0.0)
-        else:
-            v = tl.load(v_head + kv_offsets)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        peak = new_peak
-    return acc, denominator, peak
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * log2_scale)
+    # A row that has seen no key yet keeps clear of inf - inf.
+    anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * log2_scale - anchor[:, None])
+    rescale = tl.exp2(peak - anchor)
+    denominator = denominator * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, denominator, new_peak

@@ -1,12 +1,13 @@
 """The constants of the kernels, one table per phase.
 
-`benchmarks/attention_decode.py` sweeps them on a GPU; nothing else in the package names a number
-that is a matter of speed.
+`benchmarks/attention_decode.py` and `attention_prefill.py` sweep them on a GPU; nothing else in the
+package names a number that is a matter of speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanovllm_attention_triton.options import TritonOptions
 
@@ -21,9 +22,9 @@ class DecodeTuning:
     more than `max_programs` per multiprocessor (which bounds the grid of a captured graph).
     """
 
-    tile: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
+    tile: int
+    num_warps: int
+    num_stages: int
     min_chunk: int = 64
     max_chunk: int = 512
     wave_programs: int = 3
@@ -33,42 +34,50 @@ class DecodeTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTuning:
-    """The tile of queries and keys of one prefill program, and how it is compiled."""
+    """The tile of rows and keys of one prefill program, and how it is compiled.
+
+    A row is a query of one head; a block's rows share a KV head. `copy_engine` loads tiles by the
+    GPU's copy engine, which spares the threads the addresses, where pages hold whole tiles and the
+    GPU has one; elsewhere each thread loads its part.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    copy_engine: bool = True
 
 
-def decode_tuning(element_size: int, head_size: int, options: TritonOptions) -> DecodeTuning:
+# By the size of an element in bytes. Half precision: two warps and tiles of 32 let many short
+# programs share a multiprocessor in decode, and two prefill programs of 64 rows, each waiting for
+# the tensor cores in its own time, do more than one of 128. fp32 uses plain multiply-adds (IEEE):
+# small tiles, or its operands do not fit the registers.
+DECODE = {
+    2: DecodeTuning(tile=32, num_warps=2, num_stages=3),
+    4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
+}
+PREFILL = {
+    2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
+    4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
+}
+
+
+def decode_tuning(element_size: int, options: TritonOptions) -> DecodeTuning:
     """The decode constants for a dtype of `element_size` bytes, with the user's overrides."""
-    base = DecodeTuning()
-    if element_size == 4:
-        base = DecodeTuning(tile=32, num_warps=8, num_stages=2)
     return replace(
-        base,
-        num_warps=options.decode_num_warps or base.num_warps,
-        num_stages=options.decode_num_stages or base.num_stages,
+        DECODE[element_size],
         fixed_chunk=options.chunk_size,
+        **_given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
     )
 
 
-def prefill_tuning(
-    element_size: int, head_size: int, max_query_len: int, options: TritonOptions
-) -> PrefillTuning:
-    """The prefill constants for the longest chunk of a step, with the user's overrides.
-
-    fp32 uses plain multiply-adds (IEEE): small tiles, or its operands do not fit the registers.
-    """
-    if element_size == 4:
-        base = PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1)
-    elif max_query_len <= 64:
-        base = PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    else:
-        base = PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=3)
+def prefill_tuning(element_size: int, options: TritonOptions) -> PrefillTuning:
+    """The prefill constants for a dtype of `element_size` bytes, with the user's overrides."""
     return replace(
-        base,
-        num_warps=options.prefill_num_warps or base.num_warps,
-        num_stages=options.prefill_num_stages or base.num_stages,
+        PREFILL[element_size],
+        **_given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages),
     )
+
+
+def _given(**overrides: int | None) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if value is not None}

@@ -10,10 +10,11 @@ from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
 from nanovllm_core.testing.aot import AotJob, compile_many_for_sm90
 
 KERNELS = "nanovllm_attention_triton"
-# Registers per thread above which fewer programs share a multiprocessor than the tuning assumes:
-# three decode programs of 128 threads, one prefill program of 256.
-DECODE_REGISTERS = 168
-PREFILL_REGISTERS = 255
+# What the programs that share a multiprocessor may take each of its 65,536 registers and 228 KiB
+# of shared memory, of which the system keeps 1 KiB per program: six decode programs of 64 threads,
+# two prefill programs of 128.
+DECODE_REGISTERS, DECODE_SHARED = 168, 228 * 1024 // 6 - 1024
+PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 // 2 - 1024
 
 
 def pointers(dtype: str, *names: str) -> dict[str, str]:
@@ -33,7 +34,7 @@ def decode_job(dtype: str, head_size: int, page: int, group: int) -> AotJob:
         max_seq_len=4096,
         num_multiprocessors=132,
     )
-    tuning = decode_tuning(2, head_size, TritonOptions())
+    tuning = decode_tuning(2, TritonOptions())
     return AotJob(
         kernel=f"{KERNELS}.decode_kernels:decode_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr")
@@ -48,16 +49,22 @@ def decode_job(dtype: str, head_size: int, page: int, group: int) -> AotJob:
     )
 
 
-def prefill_job(dtype: str, head_size: int, page: int, max_query_len: int) -> AotJob:
-    tuning = prefill_tuning(2, head_size, max_query_len, TritonOptions())
+def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
+    """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
+    tuning = prefill_tuning(2, TritonOptions())
+    names = ("k_desc", "v_desc")
+    tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{head_size}]>"
+    described = page % tuning.block_n == 0
     return AotJob(
         kernel=f"{KERNELS}.prefill_kernels:prefill_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
         | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr")
         | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
         | integers("table_stride", "stride_page", "stride_token", "stride_head")
-        | {"log2_scale": "fp32", "lse_stride_head": "i32"},
-        constexprs={
+        | {"log2_scale": "fp32", "lse_stride_head": "i32"}
+        | (dict.fromkeys(names, tile) if described else {}),
+        constexprs=({} if described else dict.fromkeys(names))
+        | {
             "GROUP": 2,
             "HEAD_SIZE": head_size,
             "PAGE": page,
@@ -82,23 +89,41 @@ def reports():
         decode_job("fp16", 64, 128, 1),
     ]
     prefill = [
-        prefill_job("bf16", 128, 16, 1000),
-        prefill_job("fp16", 128, 256, 1000),
-        prefill_job("bf16", 64, 64, 1000),
-        prefill_job("bf16", 128, 16, 64),
+        prefill_job("bf16", 128, 256),
+        prefill_job("fp16", 64, 128),
+        prefill_job("bf16", 128, 16),
     ]
-    found = compile_many_for_sm90(decode + prefill)
-    return {"decode": found[: len(decode)], "prefill": found[len(decode) :]}
+    plan = AotJob(
+        kernel=f"{KERNELS}.decode_kernels:plan_kernel",
+        signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
+        | integers("table_stride", "item_capacity")
+        | dict.fromkeys(("num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"),
+        constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32},
+    )
+    found = compile_many_for_sm90([plan, *decode, *prefill])
+    return {
+        "plan": found[:1],
+        "decode": found[1 : 1 + len(decode)],
+        "prefill": found[1 + len(decode) :],
+    }
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit"), [("decode", DECODE_REGISTERS), ("prefill", PREFILL_REGISTERS)]
+    ("kind", "registers", "shared"),
+    [
+        ("plan", 255, 48 * 1024),
+        ("decode", DECODE_REGISTERS, DECODE_SHARED),
+        ("prefill", PREFILL_REGISTERS, PREFILL_SHARED),
+    ],
 )
-def test_kernels_keep_everything_in_registers(reports, kind, limit):
-    """A spilled register costs a trip to memory in the innermost loop."""
+def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
+    reports, kind, registers, shared
+):
+    """A spilled register costs a trip to memory; a lone program waits with nobody to take over."""
     for report in reports[kind]:
         assert report.spills == 0, f"{report.spills} bytes spilled"
-        assert report.registers <= limit, f"{report.registers} registers, at most {limit}"
+        assert report.registers <= registers, f"{report.registers} registers, at most {registers}"
+        assert report.shared <= shared, f"{report.shared} bytes shared, at most {shared}"
 
 
 def test_decode_keeps_several_tiles_in_flight(reports):
@@ -115,3 +140,12 @@ def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):
     """wgmma, the only way to Hopper's full rate."""
     for report in reports["prefill"]:
         assert "wgmma.mma_async" in report.ptx
+
+
+def test_prefill_loads_whole_tiles_by_the_copy_engine_where_pages_hold_them(reports):
+    """Pages of 256 and 128 tokens through descriptors, pages of 16 by the threads."""
+    assert ["cp.async.bulk.tensor" in report.ptx for report in reports["prefill"]] == [
+        True,
+        True,
+        False,
+    ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import DecodeTuning
+from nanovllm_attention_triton.tuning import DECODE
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.interfaces.attention import DecodeMetadata
 
@@ -107,8 +107,8 @@ def test_offsets_beyond_2_to_the_31_elements_reach_their_pages():
         max_seq_len=768,
         num_multiprocessors=1,
     )
-    workspace = DecodeWorkspace(shape, DecodeTuning(), torch.device("cpu"))
-    workspace.plan(torch.tensor([600], dtype=torch.int32))
+    workspace = DecodeWorkspace(shape, DECODE[2], torch.device("cpu"))
+    workspace.plan(torch.tensor([600], dtype=torch.int32), table, page)
     q = torch.randn(1, 2, head_size, generator=generator).half()
     out = torch.empty_like(q)
     workspace.run(q, cache, cache, table, 768, 0.1, out)
@@ -155,11 +155,15 @@ def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
     wave=st.integers(1, 4),
     programs=st.integers(1, 16),
     fixed=st.sampled_from([None, 64, 512]),
+    page=st.sampled_from([16, 64, 256]),
 )
 def test_the_plan_covers_every_token_once_within_its_grid(
-    lens, kv_heads, multiprocessors, wave, programs, fixed
+    lens, kv_heads, multiprocessors, wave, programs, fixed, page
 ):
-    """Items of a row are consecutive whole tiles, and no step makes more than the grid holds."""
+    """Items of a row are consecutive whole tiles, and no step makes more than the grid holds.
+
+    Where a page holds whole tiles, an item also names the page in which it begins.
+    """
     shape = DecodeShape(
         num_heads=kv_heads,
         num_kv_heads=kv_heads,
@@ -168,9 +172,10 @@ def test_the_plan_covers_every_token_once_within_its_grid(
         max_seq_len=2048,
         num_multiprocessors=multiprocessors,
     )
-    tuning = DecodeTuning(wave_programs=wave, max_programs=programs, fixed_chunk=fixed)
+    tuning = replace(DECODE[2], wave_programs=wave, max_programs=programs, fixed_chunk=fixed)
     workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
-    workspace.plan(torch.tensor(lens, dtype=torch.int32))
+    table = torch.arange(len(lens) * 2048 // page, dtype=torch.int32).view(len(lens), -1)
+    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, page)
     count = int(workspace.num_items)
     assert count <= shape.max_items(len(lens), 2048, tuning) <= workspace.capacity
     items = [tuple(item) for item in workspace.items[:, :count].T.tolist()]
@@ -178,9 +183,11 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     for row, length in enumerate(lens):
         mine = [item for item in items if item[0] == row]
         assert [begin for _, begin, *_ in mine] == [0, *(end for _, _, end, *_ in mine[:-1])]
+        if length and page % tuning.tile == 0:
+            assert [item[5] for item in mine] == [table[row, item[1] // page] for item in mine]
         assert mine[-1][2] == length
         assert all(begin % tuning.tile == 0 for _, begin, *_ in mine)
-        assert {item[3:] for item in mine} == {(expected_item, len(mine))}
+        assert {item[3:5] for item in mine} == {(expected_item, len(mine))}
         assert items[expected_item : expected_item + len(mine)] == mine
         expected_item += len(mine)
     assert expected_item == count
@@ -199,7 +206,7 @@ def test_the_workspace_keeps_its_addresses(paged_batch):
 
 
 def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
-    """Two queries per row, more rows than the workspace, pages of unequal strides, no workspace."""
+    """Two queries per row, too many rows, pages of other sizes or strides, no workspace."""
     batch = paged_batch([5, 9])
     backend, metadata = batch.backend(), batch.decode_metadata()
     with pytest.raises(UnsupportedError, match="query_len=2"):
@@ -210,8 +217,10 @@ def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
     q = batch.packed_q
     with pytest.raises(UnsupportedError, match="equal strides"):
         backend.run_decode(
-            q, batch.k_cache, batch.v_cache.transpose(1, 2).contiguous(), metadata, q
+            q, batch.k_cache, batch.v_cache.repeat(1, 1, 2, 1)[:, :, :2], metadata, q
         )
+    with pytest.raises(InconsistentStateError, match=r"pages of 8 tokens.*block_size=16"):
+        backend.run_decode(q, batch.k_cache[:, :8], batch.v_cache[:, :8], metadata, q)
     with pytest.raises(UnsupportedError, match="contiguous head"):
         backend.run_decode(
             q.transpose(1, 2), batch.k_cache, batch.v_cache, metadata, q.transpose(1, 2)

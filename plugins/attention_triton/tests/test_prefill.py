@@ -7,6 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanovllm_attention_triton.prefill import describable, prefill_attention
+from nanovllm_attention_triton.tuning import PREFILL
+from nanovllm_core.errors import UnsupportedError
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu.py"
 )
@@ -88,3 +92,48 @@ def test_a_step_without_prompts_launches_nothing(paged_batch):
     out = torch.empty_like(q)
     batch.backend().run_prefill(q, batch.k_cache, batch.v_cache, empty, out)
     assert out.numel() == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, causal):
+    """Both ways to load a tile give one result to the bit, output and log-sum-exp."""
+    batch = paged_batch([200, 64, 1, 90], [150, 64, 1, 3], page=64, dtype=torch.float16)
+    metadata, results = batch.prefill_metadata(), []
+    for copy_engine in (True, False):
+        out = torch.full_like(batch.packed_q, float("nan"))
+        lse = torch.full((out.shape[1], out.shape[0]), float("nan"))
+        tuning = replace(PREFILL[2], copy_engine=copy_engine)
+        prefill_attention(
+            batch.packed_q, batch.k_cache, batch.v_cache, metadata.block_table, metadata.seq_lens,
+            metadata.query_start_loc, metadata.max_query_len, batch.scale, out, tuning,
+            causal=causal, lse_HT=lse,
+        )  # fmt: skip
+        results.append((out, lse))
+    for described, loaded in zip(*results, strict=True):
+        assert torch.equal(described, loaded)
+        assert described.isfinite().all()
+
+
+def test_only_tiles_within_a_page_and_aligned_are_described():
+    """A tile that crosses a page, or rows off the 16-byte grid, are left to the threads."""
+    cache = torch.empty(2, 64, 2, 64, dtype=torch.float16)
+    assert describable(cache, cache, 64)
+    assert not describable(cache, cache, 128)
+    odd = torch.empty(2 * 64 * 2 * 64 + 1, dtype=torch.float16)[1:].view_as(cache)
+    assert not describable(odd, cache, 64)
+    assert not describable(cache[:, :48], cache[:, :48], 64)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_a_scale_that_is_not_positive_is_refused(paged_batch, scale):
+    """The kernel takes a row's peak before it scales, which a negative scale would turn around."""
+    batch = paged_batch([16], [16], scale=scale)
+    with pytest.raises(UnsupportedError, match="positive"):
+        batch.prefill()
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (5, 1), (80, 1)])
+def test_groups_that_do_not_divide_a_block_equal_the_reference(paged_batch, heads):
+    """A block of rows may begin and end within a group of heads."""
+    batch = paged_batch([50, 70], [50, 9], heads=heads)
+    batch.assert_right(batch.prefill())

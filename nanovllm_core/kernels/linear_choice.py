@@ -1,0 +1,94 @@
+"""Which kernel computes a layer's product, by rows, shape and dtype: one rule, in one place.
+
+With few rows a product takes as long as its weight takes to stream, and cuBLAS is far from that;
+with many rows cuBLAS is better than these kernels. `benchmarks/linears.py` measures every candidate
+beside cuBLAS; its table is what the numbers below are set from.
+
+| rows | dtype | kernel |
+|---|---|---|
+| 1 .. VECTOR_ROWS | any | vector: whole weight rows in registers |
+| .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
+| more, or MAX_OUTPUTS exceeded | any | cuBLAS, with norm and activation as kernels of their own |
+
+A layer with a bias takes the last line, whatever its rows: these kernels add none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+VECTOR_ROWS = 1
+TILE_ROWS = 16
+MAX_VECTOR_INPUTS = 16384
+"""Whole rows longer than this do not fit a program's registers."""
+MAX_OUTPUTS = 65536
+"""An output head is long enough to stream well in cuBLAS too."""
+
+_PROGRAMS = 132
+"""Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""
+
+_VECTOR_WEIGHTS = 8192
+"""Weights per vector program of four warps: 64 in each thread, all in flight at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPlan:
+    """`block_n` weight rows per program."""
+
+    block_n: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """`block_n` weight rows by `block_k` inputs per step; `splits` programs share the inputs.
+
+    `norm_inside`: every program norms its rows itself; otherwise the norm is a kernel before.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    norm_inside: bool
+
+
+LinearPlan = VectorPlan | TilePlan
+
+
+@lru_cache(maxsize=1024)
+def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPlan | None:
+    """The plan for x [rows, inputs] by a weight [outputs, inputs]; None means cuBLAS.
+
+    Of a gated pair, `outputs` counts gate and up.
+    """
+    if rows < 1 or rows > max(VECTOR_ROWS, TILE_ROWS) or outputs > MAX_OUTPUTS:
+        return None
+    if rows <= VECTOR_ROWS and inputs <= MAX_VECTOR_INPUTS:
+        return _vector_plan(inputs)
+    if dtype in (torch.float16, torch.bfloat16):
+        return _tile_plan(outputs, inputs)
+    return None
+
+
+def _vector_plan(inputs: int) -> VectorPlan:
+    padded = 1 << (inputs - 1).bit_length()
+    block_n = min(max(_VECTOR_WEIGHTS // padded, 2), 16)
+    return VectorPlan(block_n, num_warps=max(4 * block_n * padded // _VECTOR_WEIGHTS, 4))
+
+
+def _tile_plan(outputs: int, inputs: int) -> TilePlan:
+    """Tiles of 64 rows, split into as many equal parts as give every multiprocessor a program.
+
+    At least two steps remain to each part: the loads of a single one would not be pipelined.
+    """
+    tiles, steps = -(-outputs // 64), -(-inputs // 128)
+    most = max(min(_PROGRAMS // tiles, steps // 2), 1)
+    splits = max(parts for parts in range(1, most + 1) if steps % parts == 0)
+    return TilePlan(
+        block_n=64, block_k=128, splits=splits, num_warps=4, num_stages=4, norm_inside=True
+    )

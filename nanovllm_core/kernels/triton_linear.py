@@ -1,0 +1,281 @@
+"""Matrix products for few rows, where the time is that of streaming the weight once.
+
+Two kernels, each with an optional RMS norm before the product and an optional residual sum or gated
+activation behind it. `vector_linear_kernel` holds whole weight rows in registers: right for one row
+or few. `tile_linear_kernel` runs on the tensor cores with the weight as the wide operand: right for
+up to 64 rows. Which is used where is `linear_choice`'s decision.
+
+Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS]; GATED: weight [2·OUTPUTS, INPUTS], the gate's
+rows first. BLOCK_N counts weight rows: a gated program holds as many of the gate as of up.
+
+DEPENDENT compiles in programmatic dependent launch (launch_pdl=True). The order is what makes it
+safe: signal, fetch weights (which no kernel writes), wait, and only then touch what others write.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Reason: Triton compiles these functions; their arguments have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_core.kernels.dependent_launch import launch_options
+from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, VectorPlan
+
+_MAX_SPLIT_TILES = 1024
+
+
+@triton.jit
+def vector_linear_kernel(
+    x_ptr, norm_weight_ptr, weight_ptr, out_ptr, x_stride, out_stride,
+    EPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N weight rows per program, whole (BLOCK_K >= INPUTS): every load is in flight at once.
+
+    ADD: `out_ptr` holds the residual, which is summed before the one rounding.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK_K)
+    inside = columns < INPUTS
+    weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
+    mask = exists[:, None] & inside[None, :]
+    weight = tl.load(weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+    if norm_weight_ptr is not None:
+        norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
+    tl.debug_barrier()  # or the compiler would put off loads until others have been used
+    if DEPENDENT:
+        gdc_wait()
+    for row in tl.static_range(ROWS):
+        rows = row + tl.arange(0, 1)
+        out_ptrs, mask = _outputs(out_ptr, rows, ROWS, out_stride, BLOCK_N, OUTPUTS, GATED)
+        if ADD:
+            residual = tl.load(out_ptrs, mask=mask, other=0.0)
+        x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+        if norm_weight_ptr is not None:
+            square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)
+            x = _normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
+        products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        y = tl.sum(products, axis=1, keep_dims=True)
+        if ADD:
+            y += residual.to(tl.float32)
+        _store(out_ptrs, y, mask, GATED)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def tile_linear_kernel(
+    x_ptr, norm_weight_ptr, weight_ptr, out_ptr, partial_ptr, tickets_ptr,
+    num_rows, x_stride, out_stride,
+    EPS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_N weight rows by one of SPLITS parts of the inputs; num_rows <= BLOCK_M.
+
+    With SPLITS > 1, the last program of a tile to finish sums all parts in the order of the inputs,
+    whoever is last, so that equal inputs give equal bits. `tickets_ptr` int32 [tiles] counts
+    finished parts; zero before, zero after. PREFETCH starts the weight's way from memory to L2
+    before the norm, or another kernel, is waited for.
+    """
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
+    first = tl.program_id(1) * STEPS * BLOCK_K
+    weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if PREFETCH:
+        _prefetch_into_l2(weight_ptrs + first, exists, INPUTS - first, STEPS * BLOCK_K)
+    if DEPENDENT:
+        gdc_wait()
+    rows = tl.arange(0, BLOCK_M)
+    row_ptrs = x_ptr + rows * x_stride
+    live = rows < num_rows
+    if norm_weight_ptr is not None:
+        scale = _inverse_rms(row_ptrs, live, INPUTS, EPS, BLOCK_M)
+    out_ptrs, out_mask = _outputs(out_ptr, rows, num_rows, out_stride, BLOCK_N, OUTPUTS, GATED)
+    if ADD:
+        residual = tl.load(out_ptrs, mask=out_mask, other=0.0)
+
+    y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(STEPS):
+        columns = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = columns < INPUTS
+        mask = exists[:, None] & inside[None, :]
+        weight = tl.load(weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+        mask = live[:, None] & inside[None, :]
+        x = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+        if norm_weight_ptr is not None:
+            norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
+            x = _normed(x, scale[:, None], norm_weight[None, :])
+        y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+
+    if SPLITS == 1:
+        if ADD:
+            y += residual.to(tl.float32)
+        _store(out_ptrs, y, out_mask, GATED)
+    else:
+        tile = tl.program_id(0)
+        part_ptrs = partial_ptr + tile * SPLITS * BLOCK_N * BLOCK_M
+        part_ptrs += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rows[None, :]
+        tl.store(part_ptrs + tl.program_id(1) * BLOCK_N * BLOCK_M, y)
+        tl.debug_barrier()  # the whole part is written before its ticket is drawn
+        if tl.atomic_add(tickets_ptr + tile, 1) == SPLITS - 1:
+            y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in tl.static_range(SPLITS):
+                y += tl.load(part_ptrs + part * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+            if ADD:
+                y += residual.to(tl.float32)
+            _store(out_ptrs, y, out_mask, GATED)
+            tl.store(tickets_ptr + tile, 0)
+
+
+@triton.jit
+def _weight_rows(
+    weight_ptr, BLOCK_N: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Where each weight row of this program begins, and whether there is one."""
+    index = tl.arange(0, BLOCK_N)
+    SPAN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    offset = (index % SPAN) * INPUTS + (index // SPAN) * (OUTPUTS * INPUTS)
+    first = tl.program_id(0) * SPAN
+    return weight_ptr + first.to(tl.int64) * INPUTS + offset, first + index % SPAN < OUTPUTS
+
+
+@triton.jit
+def _normed(x, scale, norm_weight):
+    """Scaled and rounded, then weighted and rounded: the two roundings of `KernelSet.rms_norm`."""
+    scaled = (x.to(tl.float32) * scale).to(x.dtype)
+    return (scaled.to(tl.float32) * norm_weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _inverse_rms(row_ptrs, live, INPUTS: tl.constexpr, EPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """1 / rms of each row [BLOCK_M], over pieces that a program of four warps has registers for."""
+    PIECE: tl.constexpr = 16384 // BLOCK_M
+    square = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, INPUTS, PIECE):
+        columns = start + tl.arange(0, PIECE)
+        mask = live[:, None] & (columns < INPUTS)[None, :]
+        x = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        square += tl.sum(x * x, axis=1)
+    return tl.rsqrt(square / INPUTS + EPS)
+
+
+@triton.jit
+def _prefetch_into_l2(weight_ptrs, exists, size, SIZE: tl.constexpr):
+    """Ask for this program's part of its weight rows, a cache line of 128 bytes at a time."""
+    LINE: tl.constexpr = 1024 // weight_ptrs.dtype.element_ty.primitive_bitwidth
+    columns = tl.arange(0, triton.next_power_of_2((SIZE + LINE - 1) // LINE)) * LINE
+    mask = exists[:, None] & (columns < tl.minimum(size, SIZE))[None, :]
+    lines = tl.where(mask, weight_ptrs[:, None] + columns[None, :], weight_ptrs[:, None])
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _outputs(
+    out_ptr, rows, num_rows, out_stride,
+    BLOCK_N: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Where this program's outputs go [BLOCK_N (half of it if GATED), len(rows)], and a mask."""
+    SPAN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    outputs = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    mask = (outputs < OUTPUTS)[:, None] & (rows < num_rows)[None, :]
+    return out_ptr + rows[None, :] * out_stride + outputs[:, None], mask
+
+
+@triton.jit
+def _store(out_ptrs, y, mask, GATED: tl.constexpr):
+    """Activate, round and store. Gate and up are rounded, as where they pass between kernels."""
+    dtype: tl.constexpr = out_ptrs.dtype.element_ty
+    if GATED:
+        halves = tl.reshape(y.to(dtype).to(tl.float32), (2, y.shape[0] // 2, y.shape[1]))
+        gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptrs, y.to(dtype), mask=mask)
+
+
+class LinearLauncher:
+    """Runs a product by its plan, and owns the tickets of split tiles: one per stream of work.
+
+    `dependent_launch` compiles and launches with programmatic dependent launch (sm_90 and newer):
+    a kernel starts, and fetches weights, while the one before it ends.
+    """
+
+    def __init__(self, *, dependent_launch: bool = False) -> None:
+        self.dependent_launch = dependent_launch
+        self._tickets: Tensor | None = None
+
+    def run(
+        self,
+        plan: LinearPlan,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        *,
+        norm_weight_K: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual_TN: Tensor | None = None,
+        out_TN: Tensor | None = None,
+    ) -> Tensor:
+        """x W^T -> `out_TN`, or `residual_TN` (which is overwritten by the sum), or a new tensor.
+
+        The weight is contiguous and on x's device; a plan is for the rows that `choose` was told.
+        """
+        outputs = weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
+        out = out_TN if residual_TN is None else residual_TN
+        if out is None:
+            out = x_TK.new_empty((x_TK.shape[0], outputs))
+        flags = {
+            "EPS": eps,
+            "OUTPUTS": outputs,
+            "INPUTS": weight_NK.shape[1],
+            "GATED": gated,
+            "ADD": residual_TN is not None,
+            "BLOCK_N": plan.block_n,
+            "num_warps": plan.num_warps,
+            **launch_options(self.dependent_launch),
+        }
+        tiles = triton.cdiv(outputs, plan.block_n // 2 if gated else plan.block_n)
+        if isinstance(plan, VectorPlan):
+            vector_linear_kernel[(tiles,)](
+                x_TK, norm_weight_K, weight_NK, out, x_TK.stride(0), out.stride(0),
+                ROWS=x_TK.shape[0],
+                BLOCK_K=triton.next_power_of_2(weight_NK.shape[1]),
+                **flags,
+            )  # fmt: skip
+        else:
+            block_m = max(16, triton.next_power_of_2(x_TK.shape[0]))
+            partial, tickets = self._split_buffers(plan, tiles, block_m, out)
+            tile_linear_kernel[(tiles, plan.splits)](
+                x_TK, norm_weight_K, weight_NK, out, partial, tickets,
+                x_TK.shape[0], x_TK.stride(0), out.stride(0),
+                PREFETCH=out.is_cuda and (self.dependent_launch or norm_weight_K is not None),
+                BLOCK_M=block_m,
+                BLOCK_K=plan.block_k,
+                SPLITS=plan.splits,
+                num_stages=plan.num_stages,
+                **flags,
+            )  # fmt: skip
+        return out
+
+    def _split_buffers(
+        self, plan: TilePlan, tiles: int, block_m: int, out: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(parts, tickets). The tickets outlive every captured graph; all calls share them."""
+        if plan.splits == 1:
+            return None, None
+        if tiles > _MAX_SPLIT_TILES:
+            raise ValueError(f"{tiles} tiles cannot be split, only up to {_MAX_SPLIT_TILES}")
+        if self._tickets is None:
+            self._tickets = torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=out.device)
+        size = tiles * plan.splits * plan.block_n * block_m
+        return out.new_empty(size, dtype=torch.float32), self._tickets

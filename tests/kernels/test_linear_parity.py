@@ -1,0 +1,190 @@
+"""Products for few rows equal their torch references (interpreted on a CPU, compiled on a GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.kernels.linear_choice import (
+    MAX_OUTPUTS,
+    TILE_ROWS,
+    LinearPlan,
+    TilePlan,
+    VectorPlan,
+    choose,
+)
+from nanovllm_core.kernels.reference import TorchKernels
+from nanovllm_core.kernels.triton_linear import LinearLauncher
+from nanovllm_core.kernels.triton_set import TritonKernels
+from nanovllm_core.testing.numerics import assert_close_report
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+# The interpreter computes bfloat16 wrongly, so it is tested on a GPU only.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
+REL_NORM = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+EPS = 1e-6
+
+PLANS: dict[str, LinearPlan] = {
+    "vector": VectorPlan(block_n=8, num_warps=4),
+    "tile": TilePlan(32, 64, splits=1, num_warps=4, num_stages=3, norm_inside=True),
+    "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3, norm_inside=True),
+}
+SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200)]
+"""(rows, outputs, inputs): whole blocks, and ends of blocks in every dimension."""
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def problem(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x with a gap between its rows, norm weight, weight and residual."""
+    x = random(rows, 2 * inputs, dtype=dtype)[:, :inputs]
+    weight = (random(outputs, inputs, dtype=torch.float32, seed=2) * inputs**-0.5).to(dtype)
+    return (
+        x,
+        random(inputs, dtype=dtype, seed=1),
+        weight,
+        random(rows, outputs, dtype=dtype, seed=3),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_product_equals_its_reference(
+    plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Plain, behind a norm, gated behind a norm, and into a residual."""
+    x, norm_weight, weight, residual = problem(*shape, dtype)
+    launcher, torch_kernels = LinearLauncher(), TorchKernels()
+    norm = {"norm_weight_K": norm_weight, "eps": EPS}
+    results = {
+        "plain": (launcher.run(plan, x, weight), torch_kernels.linear(x, weight)),
+        "norm": (
+            launcher.run(plan, x, weight, **norm),
+            torch_kernels.norm_linear(x, norm_weight, EPS, weight),
+        ),
+        "gated": (
+            launcher.run(plan, x, weight, **norm, gated=True),
+            torch_kernels.norm_gate_up(x, norm_weight, EPS, weight),
+        ),
+        "residual": (
+            launcher.run(plan, x, weight, residual_TN=residual.clone()),
+            torch_kernels.linear_add(x, weight, residual.clone()),
+        ),
+    }
+    for actual, expected in results.values():
+        assert actual.dtype == dtype
+        assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 3, TILE_ROWS + 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
+    rows: int, dtype: torch.dtype
+) -> None:
+    """Its own kernel for few rows, torch's product for more."""
+    x, norm_weight, weight, residual = problem(rows, 48, 256, dtype)
+    out = torch.full_like(residual, float("nan"))
+    results = []
+    for kernels in (TritonKernels(), TorchKernels()):
+        assert kernels.linear(x, weight, out) is out
+        results.append(
+            (
+                out.clone(),
+                kernels.linear(x, weight),
+                kernels.norm_linear(x, norm_weight, EPS, weight),
+                kernels.norm_gate_up(x, norm_weight, EPS, weight),
+                kernels.linear_add(x, weight, residual.clone()),
+            )
+        )
+    for actual, expected in zip(*results, strict=True):
+        assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
+def test_a_residual_is_summed_in_place(rows: int) -> None:
+    """What is returned is the residual itself: no other memory is written."""
+    x, _, weight, residual = problem(rows, 48, 256, torch.float16)
+    assert TritonKernels().linear_add(x, weight, residual).data_ptr() == residual.data_ptr()
+
+
+def test_split_parts_are_counted_anew_by_every_product() -> None:
+    """A launcher's products share tickets; none leaves them drawn, and equal inputs, equal bits."""
+    x, _, weight, _ = problem(5, 40, 200, torch.float16)
+    launcher = LinearLauncher()
+    first, second = (launcher.run(PLANS["split"], x, weight) for _ in range(2))
+    assert torch.equal(first, second)
+    assert launcher._tickets is not None
+    assert not launcher._tickets.any()
+
+
+def test_more_tiles_than_tickets_are_refused() -> None:
+    """Tickets are allocated once, for captured graphs to keep."""
+    x, _, weight, _ = problem(1, 16 * 1025, 8, torch.float16)
+    with pytest.raises(ValueError, match=r"1025 tiles cannot be split, only up to 1024"):
+        LinearLauncher().run(PLANS["split"], x, weight)
+
+
+def test_the_rule_of_choice_is_the_documented_one() -> None:
+    """Vector for one row, tile for few in 16 bits, cuBLAS for the rest."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert isinstance(choose(1, 4096, 1024, bf16), VectorPlan)
+    assert isinstance(choose(1, 4096, 1024, fp32), VectorPlan)
+    assert isinstance(choose(2, 4096, 1024, bf16), TilePlan)
+    assert isinstance(choose(TILE_ROWS, 4096, 1024, torch.float16), TilePlan)
+    assert choose(2, 4096, 1024, fp32) is None
+    assert choose(TILE_ROWS + 1, 4096, 1024, bf16) is None
+    assert choose(0, 4096, 1024, bf16) is None
+    assert choose(1, MAX_OUTPUTS + 1, 1024, bf16) is None
+
+
+@pytest.mark.parametrize("inputs", [64, 1024, 3072, 8192, 14336, 16384])
+def test_a_vector_program_holds_64_weights_in_each_thread_or_fewer(inputs: int) -> None:
+    """Of any model, at least two rows, so that a gated program has its pair."""
+    plan = choose(1, 4096, inputs, torch.bfloat16)
+    assert isinstance(plan, VectorPlan)
+    padded = 1 << (inputs - 1).bit_length()
+    assert plan.block_n >= 2
+    assert plan.block_n * padded <= 64 * 32 * plan.num_warps
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 2048), (1024, 3072), (4096, 100), (64, 64)])
+def test_a_split_fills_the_gpu_and_leaves_no_part_empty(outputs: int, inputs: int) -> None:
+    """Parts are equal in steps, and two steps or more where the inputs are split at all."""
+    plan = choose(8, outputs, inputs, torch.bfloat16)
+    assert isinstance(plan, TilePlan)
+    steps = -(-inputs // plan.block_k)
+    assert steps % plan.splits == 0
+    assert plan.splits == 1 or steps // plan.splits >= 2
+    assert -(-outputs // plan.block_n) * plan.splits <= 132
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [1, 16])
+def test_dependent_launch_changes_no_bit(rows: int) -> None:
+    """Products that read one another's outputs, captured, with kernels that overlap."""
+    x, norm_weight, weight, _ = problem(rows, 1024, 1024, torch.bfloat16)
+    results = []
+    for dependent in (False, True):
+        launcher, residual = LinearLauncher(dependent_launch=dependent), x.clone()
+        plan = choose(rows, 1024, 1024, torch.bfloat16)
+        assert plan is not None
+
+        def chain(launcher=launcher, residual=residual, plan=plan) -> None:  # type: ignore[no-untyped-def]
+            for _ in range(20):
+                hidden = launcher.run(plan, residual, weight, norm_weight_K=norm_weight, eps=EPS)
+                launcher.run(plan, hidden, weight, residual_TN=residual)
+
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        graph.replay()
+        results.append(residual.clone())
+    assert torch.equal(*results)
