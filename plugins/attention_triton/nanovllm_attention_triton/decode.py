@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanovllm_attention_triton.decode_kernels import ITEM_FIELDS, decode_kernel, plan_kernel
 from nanovllm_attention_triton.tuning import DecodeTuning
+from nanovllm_core.kernels.dependent_launch import launch_options, supports_dependent_launch
 
 LOG2_E = math.log2(math.e)
 MAX_BLOCK_HEADS = 64
@@ -112,6 +113,7 @@ class DecodeWorkspace:
     def __init__(self, shape: DecodeShape, tuning: DecodeTuning, device: torch.device) -> None:
         self.shape = shape
         self.tuning = tuning
+        self._launch_options = launch_options(supports_dependent_launch(device))
         max_items = shape.max_items(shape.max_num_seqs, shape.max_seq_len, tuning)
         # A multiple of 16: Triton compiles another variant for integers that are not.
         self.capacity = -(-max_items // 16) * 16
@@ -206,6 +208,7 @@ class DecodeWorkspace:
             self.capacity,
             shape.programs_per_item,
             **shape.constants(k_cache.shape[1], tuning.tile),
+            **self._launch_options,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ITEM_FIELDS = tl.constexpr(6)
 """An item is (row, first token, end token, the row's first item, its number of items, first page).
@@ -147,13 +148,18 @@ def decode_kernel(
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attend one item with a block of BLOCK_H query heads of one KV head.
 
     Programs of one item are neighbours: its KV heads lie side by side in a page. `log2_scale` is
     the softmax scale times log2(e), applied once, to the scores in fp32. Partials are
     [item, KV head, head block, PARTIAL_HEADS, HEAD_SIZE] fp32 and normalised; `lse` is base 2.
+    DEPENDENT: see `nanovllm_core.kernels.dependent_launch`.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     item = tl.program_id(0) // programs_per_item
     head_block = tl.program_id(0) % programs_per_item
     # Loaded before the test, so that the two do not wait for each other.

@@ -43,7 +43,7 @@ def decode_job(dtype: str, head_size: int, page: int, group: int) -> AotJob:
         | integers("q_stride_row", "q_stride_head", "out_stride_row", "out_stride_head")
         | integers("table_stride", "stride_page", "stride_token", "stride_head", "item_capacity")
         | {"log2_scale": "fp32", "programs_per_item": "i32"},
-        constexprs=shape.constants(page, tuning.tile),
+        constexprs=shape.constants(page, tuning.tile) | {"DEPENDENT": True},
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
