@@ -1,93 +1,112 @@
-"""What the host spends on a steady decode step: time and Python calls, against a null executor.
+"""What the host spends on a steady decode step: time and Python calls, the device left out.
 
     python benchmarks/host_step.py
 
-Plans, submits to a worker that does nothing, and takes the result in, with every row decoding. Page
-size 256 shows the steady step, page size 16 the same with one row in sixteen crossing a page.
+The engine and the worker are the real ones, on the CPU; only the captured graph is an impostor that
+writes its words at once. "steady" is the step of unchanged rows, within a page. With "pages of 16"
+one row in sixteen crosses a page at every step, with a page to append and another to publish. Where
+"a row leaves", one request is aborted before every step.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import sys
-from collections import deque
-from statistics import median
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
 from time import perf_counter
 from types import FrameType
+from typing import cast
 
-import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from nanovllm_core.engine import Engine, EngineLimits, FcfsPolicy, TokenBudgetScheduler
-from nanovllm_core.interfaces.executor import Executor, WorkerSetup
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
-from nanovllm_core.interfaces.specs import NoOptions
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.engine import Engine
+from nanovllm_core.worker.executor import SingleProcessExecutor
+from nanovllm_core.worker.graphs import DecodeGraphs
+from nanovllm_core.worker.results import ResultRing
 
-MAX_MODEL_LEN = 4096
-PROMPT_LEN = 200
-
-
-class NullExecutor(Executor):
-    """Answers every step with the same tokens; no row ever ends."""
-
-    def __init__(self) -> None:
-        super().__init__(NoOptions())
-        self._sizes: deque[int] = deque()
-        self._results: dict[int, StepResult] = {}
-
-    def start(self, setup: WorkerSetup) -> WorkerInfo:
-        raise NotImplementedError("nothing to start")
-
-    def submit(self, plan: StepPlan) -> None:
-        self._sizes.append(len(plan.sampled_rows))
-
-    def collect(self) -> StepResult:
-        size = self._sizes.popleft()
-        if size not in self._results:
-            self._results[size] = StepResult(np.full(size, 7, np.int32), np.zeros(size, np.bool_))
-        return self._results[size]
-
-    def close(self) -> None: ...
+MAX_ROWS = 256
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 
 
-def decoding_engine(batch: int, block_size: int, prefix_caching: bool) -> Engine:
-    """An engine whose `batch` requests all decode."""
-    engine = Engine(
-        NullExecutor(),
-        TokenBudgetScheduler(FcfsPolicy()),
-        EngineLimits(
-            max_num_seqs=256,
-            max_num_batched_tokens=16384,
-            max_model_len=MAX_MODEL_LEN,
-            num_blocks=256 * MAX_MODEL_LEN // block_size,
-            block_size=block_size,
-            vocab_size=1000,
-        ),
-        prefix_caching=prefix_caching,
-    )
-    params = SamplingParams(ignore_eos=True, max_tokens=None)
-    for i in range(batch):
-        engine.add_request(str(i), [i % 1000 + 0] * (PROMPT_LEN + i % 256), params)
-    while engine.stats.waiting:
-        engine.step()
-    for _ in range(4):
-        engine.step()
-    return engine
+class InstantGraphs:
+    """Stands for captured decode steps: every row's next token is 7, and is there at once."""
+
+    def __init__(self, results: ResultRing) -> None:
+        self._words = results.words.numpy()
+        self._num_finished = results.num_finished.numpy()
+        self.replays = 0
+
+    def replay(self, bucket: int) -> None:
+        self.replays += 1
+        step = int(self._num_finished[0])
+        self._words[step % len(self._words), :bucket] = (step + 1) << 32 | (7 + 1) << 1
+        self._num_finished[0] = step + 1
+
+    def clear(self) -> None: ...
 
 
-def step_microseconds(engine: Engine, steps: int) -> list[float]:
+@contextmanager
+def decoding_engine(
+    batch: int, block_size: int = 256, stagger: bool = False, prefix_caching: bool = True
+) -> Iterator[Engine]:
+    """An engine whose `batch` requests all decode; `stagger` spreads them over their pages."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        limits = {"max_num_seqs": MAX_ROWS, "max_model_len": 4096}
+        cache = {"block_size": block_size, "prefix_caching": prefix_caching}
+        cache["num_blocks"] = MAX_ROWS * 4096 // block_size
+        with LLM(
+            folder, load_format="dummy", device="cpu", dtype="float32", limits=limits, cache=cache
+        ) as llm:
+            engine = llm._engine
+            runner = cast(SingleProcessExecutor, llm._executor)._running()
+            runner._graphs = cast(DecodeGraphs, InstantGraphs(runner._results))
+            for row in range(batch):
+                add_request(engine, str(row), 8 + (row % block_size if stagger else 0))
+            for _ in range(8):
+                engine.step()
+            yield engine
+
+
+def add_request(engine: Engine, request_id: str, length: int) -> None:
+    """A request that goes on until it is aborted."""
+    engine.add_request(request_id, [1] * length, SamplingParams(ignore_eos=True, max_tokens=None))
+
+
+def step_microseconds(step: Callable[[], object], steps: int) -> list[float]:
     """The time of each of some steps, in microseconds."""
     times = []
     for _ in range(steps):
         started = perf_counter()
-        engine.step()
+        step()
         times.append((perf_counter() - started) * 1e6)
     return times
 
 
-def calls_per_step(engine: Engine, steps: int) -> tuple[float, float]:
+def calls_per_step(step: Callable[[], object], steps: int) -> tuple[float, float]:
     """Python functions and C functions called per step."""
     counts = {"call": 0, "c_call": 0}
 
@@ -95,37 +114,45 @@ def calls_per_step(engine: Engine, steps: int) -> tuple[float, float]:
         if event in counts:
             counts[event] += 1
 
+    gc.collect()
+    gc.disable()  # a collection runs callbacks of libraries
     sys.setprofile(count)
     try:
         for _ in range(steps):
-            engine.step()
+            step()
     finally:
         sys.setprofile(None)
-    return counts["call"] / steps, counts["c_call"] / steps
+        gc.enable()
+    return counts["call"] / steps, (counts["c_call"] - 1) / steps
+
+
+def step_without_one(engine: Engine) -> None:
+    """A step before which the oldest request is aborted."""
+    engine.abort(next(iter(engine._requests)))
+    engine.step()
+
+
+def measure(table: Table, label: tuple[str, str], step: Callable[[], object], steps: int) -> None:
+    calls, c_calls = calls_per_step(step, steps)
+    times = step_microseconds(step, steps)
+    numbers = (f"{median(times):.1f}", f"{mean(times):.1f}", f"{calls:.0f}", f"{c_calls:.0f}")
+    table.add_row(*label, *numbers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500)
-    args = parser.parse_args()
-    table = Table(title="host time of a decode step, null executor")
-    for column in ("batch", "page", "prefix cache", "median µs", "mean µs", "calls", "C calls"):
+    parser.add_argument("--steps", type=int, default=96)
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)
+    table = Table(title="host time of a decode step")
+    for column in ("rows", "step", "median µs", "mean µs", "calls", "C calls"):
         table.add_column(column, justify="right")
-    for batch in (1, 256):
-        for block_size in (256, 16):
-            for prefix_caching in (False, True):
-                engine = decoding_engine(batch, block_size, prefix_caching)
-                times = step_microseconds(engine, args.steps)
-                calls, c_calls = calls_per_step(engine, 500)
-                table.add_row(
-                    str(batch),
-                    str(block_size),
-                    "on" if prefix_caching else "off",
-                    f"{median(times):.1f}",
-                    f"{sum(times) / len(times):.1f}",
-                    f"{calls:.0f}",
-                    f"{c_calls:.0f}",
-                )
+    for batch in (1, MAX_ROWS):
+        for name, block_size, stagger in (("steady", 256, False), ("pages of 16", 16, True)):
+            with decoding_engine(batch, block_size, stagger) as engine:
+                measure(table, (str(batch), name), engine.step, steps)
+    with decoding_engine(MAX_ROWS) as engine:
+        measure(table, (str(MAX_ROWS), "a row leaves"), partial(step_without_one, engine), steps)
     Console().print(table)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -56,6 +59,7 @@ class LLM:
         """Requests whose caller wants their outputs."""
         self._kept: list[RequestOutput] = []
         """Outputs that came while another caller ran the steps, as when a stream is left open."""
+        began = perf_counter()
         startup = start(config)
         self._plugins, self._executor = startup.plugins, startup.executor
         self._tokenizer = Tokenizer.find(config.tokenizer or startup.setup.checkpoint)
@@ -63,13 +67,20 @@ class LLM:
         eos = dict.fromkeys(checkpoint_eos_token_ids(startup.setup.checkpoint))
         if self._tokenizer is not None:
             eos |= dict.fromkeys(self._tokenizer.eos_token_ids)
+        planned = perf_counter() - began
         try:
-            self.info: WorkerInfo = self._executor.start(startup.setup)
+            info = self._executor.start(startup.setup)
+            self.info: WorkerInfo = replace(
+                info, start_seconds={"plan": planned, **info.start_seconds}
+            )
             self._engine = self._make_engine(startup.scheduler, eos)
             self._plugins.hook.nanovllm_engine_started(info=self.info)
         except BaseException:
             self._executor.close()
             raise
+        # What a start leaves behind stays; a collection in the midst of steps need not look at it.
+        gc.collect()
+        gc.freeze()
 
     def _make_engine(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> Engine:
         config, info = self.config, self.info
@@ -244,6 +255,7 @@ class LLM:
         if self._closed:
             return
         self._closed = True
+        gc.unfreeze()
         self._executor.close()
         self._plugins.hook.nanovllm_engine_closed()
 

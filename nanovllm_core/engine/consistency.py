@@ -69,8 +69,11 @@ def _check_lengths(planner: Planner, request: Request, max_in_flight: int) -> No
     if request in planner.draining:
         _require(not request.block_ids, f"{name} gave way and still holds pages")
         return
+    kv = planner.kv
+    early = kv.early_steps if request.state is not RequestState.PREFILLING else 0
+    needed, most = (kv.num_blocks_for(length) for length in (scheduled, scheduled + early))
     _require(
-        len(request.block_ids) == planner.kv.num_blocks_for(scheduled),
+        needed <= len(request.block_ids) <= most,
         f"{name} holds {len(request.block_ids)} pages for {scheduled} positions",
     )
     _require(

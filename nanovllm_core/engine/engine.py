@@ -281,7 +281,7 @@ class Engine:
     def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
         """Accept the tokens of one step; share, stream and finish what they complete."""
         batch, token_ids = planned.batch, result.token_ids
-        expected = len(batch) + sum(prompt.chunk.samples for prompt in planned.chunks)
+        expected = len(planned.plan.sampled_rows)
         if len(token_ids) != expected:
             raise InconsistentStateError(
                 f"the executor returned {len(token_ids)} tokens for a step of {expected}"

@@ -18,8 +18,8 @@ class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these further ids complete; "" while a character is incomplete."""
 
-    def flush(self) -> str:
-        """What is left at the end of the sequence, such as the bytes of half a character."""
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        """The rest with these last ids, such as the bytes of half a character; nothing follows."""
 
 
 DetokenizerFactory = Callable[[], Detokenizer]
@@ -88,8 +88,8 @@ class OutputStream:
         ending_id = self._ending_id()
         ended = ended or ending_id is not None
         if self.detokenizer is not None:
-            text = self.detokenizer.push(token_ids if ending_id is None else token_ids[:-1])
-            self._append_text(text + self.detokenizer.flush() if ended else text)
+            last = self.detokenizer.flush if ended else self.detokenizer.push
+            self._append_text(last(token_ids if ending_id is None else token_ids[:-1]))
         if self.finish_reason is None and ended:
             self.finish_reason = "length" if ending_id is None else "stop"
             self.stop_reason = ending_id

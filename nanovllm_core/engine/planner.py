@@ -143,15 +143,36 @@ class Planner:
                 self._stop_decoding(request, RequestState.DRAINING)
             else:
                 hungry.append(request)
-        appends: list[PageAppend] = []
-        for request in hungry:
-            if request.state is RequestState.DECODING and self._make_room(request):
-                index = len(request.block_ids)
-                block_id = self.kv.add_page(request)
-                self.rows.attend_at[request.row] = self._next_attention(request)
-                appends.append(PageAppend(request.row, index, block_id))
+        if not hungry:
+            return ()
+        appends = [
+            self._append_page(request)
+            for request in hungry
+            if request.state is RequestState.DECODING and self._make_room(request)
+        ]
         # A row may have got its page and then given way to a later one.
-        return [append for append in appends if self.rows.decoding[append.row]]
+        appends = [append for append in appends if self.rows.decoding[append.row]]
+        return appends + self._append_early()
+
+    def _append_page(self, request: Request) -> PageAppend:
+        index = len(request.block_ids)
+        block_id = self.kv.add_page(request)
+        self.rows.attend_at[request.row] = self._next_attention(request)
+        return PageAppend(request.row, index, block_id)
+
+    def _append_early(self) -> list[PageAppend]:
+        """Pages for the rows that need one soon: one copy to the device then serves many steps.
+
+        Only while there is a free page for every row, so that nobody gives way for it.
+        """
+        appends: list[PageAppend] = []
+        for row in self.rows.rows_to_attend_within(self.kv.early_steps):
+            if self.kv.pool.num_free <= self.rows.num_rows:
+                break
+            request = self.rows.request_at(row)
+            if self._next_attention(request) < request.max_length - 1:
+                appends.append(self._append_page(request))
+        return appends
 
     def _next_attention(self, request: Request) -> int:
         """The scheduled length at which a decoding row needs a page or has everything planned."""

@@ -26,6 +26,8 @@ class PagedKV:
     def __init__(self, pool: BlockPool, block_size: int, prefix_caching: bool) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.early_steps = block_size // 4
+        """Where one row needs a page, rows that need one in so many steps get theirs as well."""
         self.prefix_caching = prefix_caching
 
     def num_blocks_for(self, num_tokens: int) -> int:

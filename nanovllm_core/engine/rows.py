@@ -139,6 +139,12 @@ class RowTable:
         """Decoding rows that need a page, or whose every output is planned."""
         return self._rows_where_equal(self.scheduled, self.attend_at)
 
+    def rows_to_attend_within(self, steps: int) -> list[int]:
+        """Decoding rows that are not due yet and will be in at most `steps` steps."""
+        left = self.attend_at - self.scheduled
+        rows: list[int] = np.flatnonzero((left > 0) & (left <= steps)).tolist()
+        return rows
+
     def rows_with_full_page(self, block_size: int) -> Sequence[int]:
         """Rows whose KV has just filled a page; the page after it becomes the next to wait for."""
         due = self._rows_where_equal(self.known, self.publish_at)

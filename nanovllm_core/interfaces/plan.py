@@ -140,7 +140,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What the workers offer once started."""
+    """What the workers offer once started.
+
+    `start_seconds` says where the time of the start went, by part, in the order of the parts. The
+    engine's front adds `plan` before them: the choice of plugins, and the imports.
+    """
 
     num_blocks: int
     block_size: int
@@ -153,3 +157,4 @@ class WorkerInfo:
     load_seconds: float = 0.0
     capture_seconds: float = 0.0
     bucket_sizes: Sequence[int] = ()
+    start_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
@@ -30,7 +29,7 @@ from nanovllm_core.worker.kv_cache import (
     num_blocks_on_gpu,
 )
 from nanovllm_core.worker.model import LoadedModel, load_model
-from nanovllm_core.worker.progress import track
+from nanovllm_core.worker.progress import Laps, track
 from nanovllm_core.worker.runner import ModelRunner
 
 
@@ -40,30 +39,38 @@ class SingleProcessExecutor(Executor):
     def __init__(self, options: BaseModel) -> None:
         super().__init__(options)
         self._runner: ModelRunner | None = None
+        self._on_device: AbstractContextManager[object] = nullcontext()
+        """Makes the GPU the current one: kernels are launched there, whatever else is going on."""
         self._graphs: DecodeGraphs | None = None
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
         """Load the model, size the KV cache by a trial step, capture the graphs."""
-        started = time.perf_counter()
+        laps = Laps()
         num_blocks = setup.config.cache.num_blocks
         if num_blocks is not None:  # known to be too few before anything is loaded
             check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len)
         device = torch.device(setup.device)
         context_bytes = _open_device(device)
+        if device.type == "cuda":
+            self._on_device = torch.cuda.device(device)
+        laps.end("device")
         kernels = get_kernels(device)
         model = load_model(setup, kernels)
+        laps.end("model")
         prefill, decode = _make_backends(setup, model)
         attention = PagedAttention(kernels, prefill, decode)
         for index, layer in enumerate(model.attention_layers()):
             layer.bind(attention, index)
         for backend in {id(b): b for b in (prefill, decode)}.values():
             backend.allocate()
+        laps.end("attention")
         runner = self._runner = _make_runner(setup, model, attention)
         cache = _make_cache(setup, model, runner, context_bytes)
         attention.set_cache(cache)
-        loaded = time.perf_counter()
+        laps.end("cache")
+        load_seconds = sum(laps.seconds.values())
         if setup.cuda_graphs:
-            self._graphs = _capture(setup, runner, cache)
+            self._graphs = _capture(setup, runner, cache, laps)
         return WorkerInfo(
             num_blocks=cache.num_blocks,
             block_size=setup.block_size,
@@ -73,14 +80,15 @@ class SingleProcessExecutor(Executor):
             device=_device_name(device),
             dtype=setup.dtype,
             cuda_graphs=setup.cuda_graphs,
-            load_seconds=loaded - started,
-            capture_seconds=time.perf_counter() - loaded,
+            load_seconds=load_seconds,
+            capture_seconds=sum(laps.seconds.values()) - load_seconds,
             bucket_sizes=runner.bucket_sizes,
+            start_seconds=laps.seconds,
         )
 
     def submit(self, plan: StepPlan) -> None:
         runner = self._running()
-        with _current(runner.device):
+        with self._on_device:
             runner.submit(plan)
 
     def collect(self) -> StepResult:
@@ -105,11 +113,6 @@ class SingleProcessExecutor(Executor):
         if self._runner is None:
             raise EngineClosedError("the executor is closed; create a new LLM")
         return self._runner
-
-
-def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Make a GPU the current one: kernels are launched there, whatever else the process does."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _open_device(device: torch.device) -> int:
@@ -216,7 +219,7 @@ def _trial_step(setup: WorkerSetup, runner: ModelRunner, cache: KVCache) -> None
     torch.cuda.empty_cache()
 
 
-def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache) -> DecodeGraphs:
+def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps) -> DecodeGraphs:
     attention = runner.attention
     backends = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}
 
@@ -232,6 +235,7 @@ def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache) -> DecodeG
         watched,
         debug=setup.config.debug,
         progress=lambda buckets: track(buckets, "Capturing CUDA graphs"),
+        laps=laps,
     )
     runner.capture(graphs)
     return graphs

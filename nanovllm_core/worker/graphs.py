@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from nanovllm_core.errors import GraphSafetyError
-
-WARM_UP_RUNS = 2
-"""Runs before a capture: the first compiles kernels and creates handles, which none can capture."""
+from nanovllm_core.worker.progress import Laps
 
 
 class DecodeGraphs:
@@ -29,35 +27,43 @@ class DecodeGraphs:
         *,
         debug: bool = False,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+        laps: Laps | None = None,
     ) -> None:
         self._device = device
         self._watched = watched
         self._debug = debug
         self._progress = progress
+        self._laps = laps or Laps()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._addresses: dict[int, dict[str, int]] = {}
-        self.capture_seconds = 0.0
 
     def capture(self, buckets: Iterable[int], step: Callable[[int], None]) -> None:
-        """Capture `step(bucket)` at every bucket, the largest first: it lays out the pool."""
-        started = time.perf_counter()
+        """Capture `step(bucket)` at every bucket, the largest first: it lays out the pool.
+
+        A run before each capture compiles kernels and creates handles, which none can capture.
+        """
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         pool = torch.cuda.graph_pool_handle()
-        gc.collect()  # a collection during capture could free device memory, which capture forbids
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_collection():
+            torch.cuda.empty_cache()
             for bucket in self._progress(sorted(buckets, reverse=True)):
-                for _ in range(WARM_UP_RUNS):
-                    step(bucket)
+                step(bucket)
                 stream.synchronize()
+                self._laps.end("warm_up")
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                # `torch.cuda.graph` would empty the allocator's cache for each of them.
+                graph.capture_begin(pool=pool)
+                try:
                     step(bucket)
+                finally:
+                    graph.capture_end()
                 self._graphs[bucket] = graph
                 self._addresses[bucket] = _addresses(self._watched())
+                self._laps.end("capture")
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
-        self.capture_seconds = time.perf_counter() - started
+        self._laps.end("capture")
 
     def replay(self, bucket: int) -> None:
         """Launch the captured step of `bucket` on the current stream."""
@@ -80,6 +86,18 @@ class DecodeGraphs:
                     f"which is now at {now.get(name, 0):#x}: it was made anew after capture; "
                     "allocate it once, in allocate(), and write into it"
                 )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection during capture could free device memory, which capture forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -1,8 +1,9 @@
-"""Progress bars that are quiet where nobody watches."""
+"""How a start comes along: bars that are quiet where nobody watches, and where its time went."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,6 +13,20 @@ from rich.progress import Progress
 from rich.progress import track as rich_track
 
 T = TypeVar("T")
+
+
+class Laps:
+    """Seconds by the name of what was done, each from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """What took the time until now is called `name`; equal names add up."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
 
 
 def track(items: Iterable[T], description: str) -> Iterable[T]:

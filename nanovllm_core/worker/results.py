@@ -3,15 +3,15 @@
 The last kernel of a step writes each entry's id and finish flag as one 64-bit word into a ring of
 pinned memory, together with the step's tag. A word is written whole, so a row of words that all
 bear the tag is a complete result: no copy is launched, no event is recorded, and the host waits by
-looking. On a CPU the ring is ordinary memory and the result is there at once.
+looking (see `waiting`). On a CPU the ring is ordinary memory and the result is there at once.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
 from nanovllm_core.worker.sampler import LogprobTensors
+from nanovllm_core.worker.waiting import StepWait, Wait
 
 TAG_BITS = 30
 """A word is tag << 32 | (id + 1) << 1 | finished; tags count steps from 1 and wrap."""
-
-_LOOKS_BETWEEN_CHECKS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +32,15 @@ class _Pending:
 
     words: NDArray[np.int64]
     tag: int
+    launched: float
     entries: NDArray[np.int64] | None
     logprobs: LogprobTensors | None
     logprobs_ready: torch.cuda.Event | None
+
+    def is_done(self) -> bool:
+        """True once every word bears the tag."""
+        # The last entry is looked at alone, because looking at all of them costs more.
+        return int(self.words[-1]) >> 32 == self.tag and bool((self.words >> 32 == self.tag).all())
 
 
 class ResultRing:
@@ -52,6 +57,7 @@ class ResultRing:
         self._host = self.words.numpy()
         self._pending: deque[_Pending] = deque()
         self._num_pushed = 0
+        self.wait: Wait = StepWait()
 
     def _is_idle(self) -> bool:
         if not self._cuda:
@@ -88,14 +94,14 @@ class ResultRing:
                 ready = torch.cuda.Event()
                 ready.record()
         tag = self._num_pushed & ((1 << TAG_BITS) - 1)
-        self._pending.append(_Pending(words, tag, entries, logprobs, ready))
+        self._pending.append(_Pending(words, tag, perf_counter(), entries, logprobs, ready))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
         if not self._pending:
             raise ExecutorError("no step is in flight; submit() a plan before collect()")
         step = self._pending[0]
-        _wait(step, is_idle=self._is_idle)
+        self.wait(step.launched, step.is_done, self._check_oldest)
         self._pending.popleft()  # only now: an interrupted wait can be taken up again
         words = step.words if step.entries is None else step.words[step.entries]
         low = words.astype(np.int32)  # the low halves, copied before the slot is written again
@@ -103,20 +109,14 @@ class ResultRing:
             step.logprobs_ready.synchronize()
         return StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), _by_place(step))
 
-
-def _wait(step: _Pending, is_idle: Callable[[], bool]) -> None:
-    """Look until every word bears the tag; ExecutorError if the device stops without writing."""
-    words, tag = step.words, step.tag
-    looks = 0
-    # The last entry is looked at alone, because looking at all of them costs more.
-    while int(words[-1]) >> 32 != tag or not np.all(words >> 32 == tag):
-        looks += 1
-        if looks % _LOOKS_BETWEEN_CHECKS == 0 and is_idle() and not np.all(words >> 32 == tag):
+    def _check_oldest(self) -> None:
+        """ExecutorError if the device has stopped without writing the oldest step's words."""
+        step = self._pending[0]
+        if self._is_idle() and not step.is_done():
             raise ExecutorError(
-                f"the device is idle, but step {tag} left no result; an earlier kernel failed, or "
-                "a plan without rows was submitted"
+                f"the device is idle, but step {step.tag} left no result; an earlier kernel "
+                "failed, or a plan without rows was submitted"
             )
-        time.sleep(0)  # other threads may run
 
 
 def _by_place(step: _Pending) -> Mapping[int, TokenLogprobs]:

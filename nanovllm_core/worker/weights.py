@@ -49,8 +49,10 @@ def load_weights(
     done = 0
     for file, header in contents.items():
         with _open(file) as tensors:
-            for name in header.keys() & slots.keys():
-                slot = slots[name]
+            for name in header:  # as they lie in the file
+                slot = slots.get(name)
+                if slot is None:
+                    continue
                 slot.parameter.weight_loader(
                     slot.parameter, tensors.get_tensor(name), slot.shard_id
                 )

@@ -47,8 +47,8 @@ class Letters:
         self.pushed += token_ids
         return letters(token_ids)
 
-    def flush(self) -> str:
-        return ""
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        return self.push(token_ids)
 
 
 def letters(token_ids: Sequence[int]) -> str:

@@ -163,3 +163,26 @@ def test_forgetting_the_cache_loses_nothing_that_runs() -> None:
     harness.check_all()
     assert finished["b", 0].num_cached_tokens == 0
     assert harness.engine.stats.prefix_hit_tokens == 0
+
+
+def test_rows_that_need_a_page_soon_get_it_with_the_one_that_needs_it_now() -> None:
+    """Four rows one token apart, pages of 16: one plan brings the pages of all."""
+    harness = Harness(Setting(block_size=16, num_blocks=64, max_model_len=128))
+    for index in range(4):
+        harness.add(str(index), [1] * (8 + index), greedy(36))
+    harness.run()
+    harness.check_all()
+    appends = [plan.appends for plan in harness.executor.plans if plan.appends]
+    assert [len(together) for together in appends] == [4, 4]
+
+
+def test_no_page_is_given_early_where_not_every_row_could_have_another() -> None:
+    """The same four rows on a cache that is nearly full: each gets its page when it needs it."""
+    harness = Harness(Setting(block_size=16, num_blocks=9, max_model_len=128))
+    for index in range(4):
+        harness.add(str(index), [1] * (8 + index), greedy(20))
+    harness.run()
+    harness.check_all()
+    assert harness.engine.stats.preemptions == 0
+    appends = [plan.appends for plan in harness.executor.plans if plan.appends]
+    assert [len(together) for together in appends] == [1, 1, 1, 1]

@@ -99,6 +99,19 @@ def test_a_steady_step_is_one_replay_and_never_waits(monkeypatch: pytest.MonkeyP
         assert replays == [32] * 50
 
 
+def test_three_generate_calls_in_a_row_leave_peak_memory_unchanged() -> None:
+    """What the allocator has taken after the first call is enough for the next two."""
+    params = SamplingParams(temperature=0.8, max_tokens=64, ignore_eos=True)
+    prompts = [[1 + i] * (20 + 8 * i) for i in range(48)]
+    peaks = []
+    with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:
+        for _ in range(3):
+            llm.reset_prefix_cache()
+            llm.generate(prompts, params, use_tqdm=False)
+            peaks.append(torch.cuda.max_memory_reserved())
+    assert peaks == [peaks[0]] * 3
+
+
 def test_the_cache_is_sized_by_this_process_on_a_shared_gpu() -> None:
     """Half the GPU is the same number of pages while another process holds 30 GiB (bug 7)."""
     hold = (

@@ -8,6 +8,7 @@ import torch
 
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.worker.results import ResultRing
+from nanovllm_core.worker.waiting import StepWait
 
 CPU = torch.device("cpu")
 
@@ -95,9 +96,11 @@ def test_an_interrupted_wait_leaves_the_step_in_flight(monkeypatch: pytest.Monke
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
+    wait, ring.wait = ring.wait, StepWait(sleep=interrupt)
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm_core.worker.results.time.sleep", interrupt)
+        patch.setattr(ring, "_is_idle", lambda: False)
         with pytest.raises(KeyboardInterrupt):
             ring.collect()
+    ring.wait = wait
     write(ring, 0, 1, [(3, 0)])
     assert ring.collect().token_ids.tolist() == [3]

@@ -8,7 +8,6 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_sdpa.plugin import Kernel
@@ -37,12 +36,27 @@ class SdpaKernel:
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of the last Q positions to the keys up to each, without a mask in memory."""
+        if q.shape[-2] == k.shape[-2]:
+            return self._run(q, k, v, None, scale, is_causal=True)
+        # Importing this imports torch's compiler, which takes longer than all else of a start.
+        from torch.nn.attention.bias import causal_lower_right
+
         return self._run(q, k, v, causal_lower_right(q.shape[-2], k.shape[-2]), scale)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        is_causal: bool = False,
+    ) -> Tensor:
         try:
             with self._selected():
-                return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+                return scaled_dot_product_attention(
+                    q, k, v, attn_mask=bias, is_causal=is_causal, scale=scale
+                )
         except RuntimeError as error:
             if not str(error).startswith(NO_KERNEL):
                 raise

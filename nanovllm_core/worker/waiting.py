@@ -1,0 +1,65 @@
+"""How the host waits for a step: asleep while it cannot be done, looking when it may be.
+
+Looking all the time would keep a core busy, which slows the other cores and takes the interpreter
+from other threads; and whatever asks the operating system between two looks costs more than a look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+NAP_SECONDS = 200e-6
+"""The longest sleep between two looks: what a wait can be late by, whatever was predicted."""
+
+LOOKING_SECONDS = 300e-6
+"""From this long before a step is due to this long after, looks follow without a sleep."""
+
+_LOOKS_PER_READING = 64
+"""Looks between two readings of the clock."""
+
+Wait = Callable[[float, Callable[[], bool], Callable[[], None]], None]
+"""`wait(launched, is_done, check)`, as `StepWait` has it."""
+
+
+class StepWait:
+    """Predicts from the steps before when the next is done, and sleeps until shortly before.
+
+    A step takes its time from its launch or, where the device was still busy, from the end of the
+    step before. A prediction that is wrong (a prompt came, rows left) costs one nap at most, and
+    nothing where another step is in flight behind this one.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._step_seconds = 0.0
+        self._last_done = 0.0
+
+    def __call__(
+        self, launched: float, is_done: Callable[[], bool], check: Callable[[], None]
+    ) -> None:
+        """Return once `is_done()`. `launched` is when the step was submitted, by the same clock.
+
+        A step that is overdue is asked about: `check` raises where it can never be done.
+        """
+        began = max(launched, self._last_done)
+        due = began + self._step_seconds
+        self._sleep_until(due - LOOKING_SECONDS, is_done)
+        looks = 0
+        while not is_done():
+            looks += 1
+            if looks % _LOOKS_PER_READING == 0 and self._clock() > due + LOOKING_SECONDS:
+                check()
+                self._sleep(NAP_SECONDS)
+        self._last_done = self._clock()
+        self._step_seconds += (self._last_done - began - self._step_seconds) / 4
+
+    def _sleep_until(self, moment: float, is_done: Callable[[], bool]) -> None:
+        """Sleep in naps until `moment`, or until the step is done before it."""
+        while (left := moment - self._clock()) > 0 and not is_done():
+            self._sleep(min(left, NAP_SECONDS))
