@@ -1,0 +1,15 @@
+"""`nanovllm bench`: measure, and say what really ran."""
+
+from __future__ import annotations
+
+import typer
+
+from nanovllm_core.cli.bench.throughput import throughput
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+app.command()(throughput)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed on this machine."""
