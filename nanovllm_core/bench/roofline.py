@@ -125,6 +125,13 @@ def generate_floor(
     )
 
 
+def decode_step_seconds(costs: ModelCosts, rows: float, context: float, rates: Rates) -> float:
+    """The floor of one decode step of `rows` rows that attend to `context` tokens on average."""
+    num_bytes = costs.weight_bytes_per_step + rows * context * costs.kv_bytes_per_token
+    flops = rows * (costs.layer_flops_per_token + costs.head_flops_per_token)
+    return max(num_bytes / rates.copy_bytes_per_s, flops / rates.matmul_flops_per_s)
+
+
 def roofline_record(
     costs: ModelCosts, rates: Rates, floor: Floor, seconds: float
 ) -> dict[str, Any]:

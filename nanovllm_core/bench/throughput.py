@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ import torch
 from nanovllm_core.bench.device import GpuUtilisation, gib, peak_memory_bytes, reset_peak_memory
 from nanovllm_core.bench.rates import measure_rates, model_costs
 from nanovllm_core.bench.record import describe_engine
-from nanovllm_core.bench.roofline import ModelCosts, Rates, generate_floor, roofline_record
+from nanovllm_core.bench.roofline import (
+    ModelCosts,
+    Rates,
+    decode_step_seconds,
+    generate_floor,
+    roofline_record,
+)
 from nanovllm_core.bench.workloads import Workload
 from nanovllm_core.engine import EngineStats
 from nanovllm_core.errors import InconsistentStateError
@@ -31,7 +37,11 @@ class Gauge:
     @classmethod
     def measure(cls, llm: LLM) -> Gauge:
         """Measure the device that `llm` runs on, beside its idle engine."""
-        device = torch.device("cpu" if llm.info.device == "cpu" else "cuda")
+        on_cpu = llm.info.device == "cpu"
+        # An engine makes its GPU the current one.
+        device = (
+            torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        )
         dtype = getattr(torch, llm.info.dtype)
         peak = peak_memory_bytes(device)
         rates = measure_rates(device, dtype)
@@ -47,6 +57,16 @@ class Gauge:
         """Floor and share of a workload that took `seconds`."""
         floor = generate_floor(self.costs, workload.lengths, max_num_seqs, self.rates)
         return roofline_record(self.costs, self.rates, floor, seconds)
+
+    def step_roofline(self, rows: float, context: float, seconds: float) -> dict[str, Any]:
+        """Floor and share of one decode step that took `seconds`."""
+        floor = decode_step_seconds(self.costs, rows, context, self.rates)
+        return {
+            "share": round(floor / seconds, 4),
+            "floor_seconds": round(floor, 7),
+            "costs": asdict(self.costs),
+            "rates": asdict(self.rates),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,12 +53,18 @@ def engine_rows(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def wide_console() -> Console:
+    """The terminal's width, and in a file or a pipe room for a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
 def show_rows(rows: Mapping[str, str]) -> None:
     """Names and values, one per line."""
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    wide_console().print(table)
 
 
 def percent(share: float | None) -> str:
