@@ -84,8 +84,9 @@ def measure_table(
 ) -> dict[str, Any]:
     """All cells; `make_config` gets a choice of attention. The record of a result file."""
     configs = {name: make_config(attention_named(name)) for name in cells.backends}
-    for known in {config.limits.max_model_len for config in configs.values()} - {None}:
-        cells.check(known)  # before anything is loaded
+    for config in configs.values():
+        if config.limits.max_model_len is not None:  # known before anything is loaded
+            cells.check(config.limits.max_model_len)
     engines: dict[str, Any] = {}
     rows: dict[tuple[int, int], dict[str, Any]] = {
         (batch, length): {} for batch in cells.batches for length in cells.lengths
