@@ -78,13 +78,19 @@ def ragged_workload(num_seqs: int, shortest: int = 16, longest: int = 256) -> Wo
     return Workload(name, prompts, [output for _, output in lengths])
 
 
+def fixed_lengths(name: str) -> tuple[int, int] | None:
+    """(prompt tokens, output tokens) of a fixed workload by its name; None for another's."""
+    match = re.fullmatch(r"\d+ x (\d+)/(\d+)", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
 def recorded_workload(record: Mapping[str, Any]) -> Workload:
     """The requests of a result file, made again from its `workload` and `num_seqs`."""
     name, num_seqs = record["workload"], record["num_seqs"]
     if name == "nano":
         return nano_workload(num_seqs)
-    if match := re.fullmatch(r"\d+ x (\d+)/(\d+)", name):
-        return fixed_workload(num_seqs, int(match[1]), int(match[2]))
+    if lengths := fixed_lengths(name):
+        return fixed_workload(num_seqs, *lengths)
     if match := re.fullmatch(r"\d+ ragged (\d+)-(\d+)", name):
         return ragged_workload(num_seqs, int(match[1]), int(match[2]))
     raise ConfigError(
