@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def test_sixteen_ragged_requests_beside_generate_for_each(
     model: tuple[str, ...], least: float, tmp_path: Path
 ) -> None:
-    """Lengths randint(16, 256), seed 0; a padded batch of transformers is slower than we are too."""
+    """Lengths randint(16, 256), seed 0; a padded batch of theirs is slower than we are, too."""
     out = tmp_path / "compare.json"
     weights = ("--load-format", model[1]) if len(model) > 1 else ()
     subprocess.run(
