@@ -117,7 +117,8 @@ def _load(config: EngineConfig, place: torch.device, dtype: torch.dtype) -> Any:
     if config.load_format == "dummy":
         shape = AutoConfig.from_pretrained(checkpoint)
         make: Any = AutoModelForCausalLM.from_config  # not annotated by transformers
-        model = make(shape, dtype=dtype)
+        with place:  # so that the numbers are drawn on a GPU too
+            model = make(shape, dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     return model.to(place).eval()

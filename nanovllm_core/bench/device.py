@@ -52,7 +52,8 @@ class _Utilisation(ctypes.Structure):
 class GpuUtilisation:
     """Samples NVML while a block runs; `mean` is the share of time in which some kernel ran.
 
-    NVML comes with the driver. `mean` is None on a CPU, and where NVML does not answer for the
+    NVML comes with the driver; its own sample period is up to a second, so a short block is seen
+    coarsely. `mean` is None on a CPU, and where NVML does not answer for the
     device (as on a slice of a GPU) or the block was too short for a sample.
     """
 

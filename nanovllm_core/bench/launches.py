@@ -20,7 +20,7 @@ class Launch:
     microseconds: float
 
 
-def count_launches(call: Callable[[], None], device: torch.device) -> list[Launch] | None:
+def count_launches(call: Callable[[], object], device: torch.device) -> list[Launch] | None:
     """The kernels of one call in order; None on a CPU, which launches none."""
     if device.type != "cuda":
         return None

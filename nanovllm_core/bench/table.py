@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 import torch
 
 from nanovllm_core.bench.record import describe_engine
 from nanovllm_core.bench.throughput import Gauge, measure_runs, timed_generate
-from nanovllm_core.bench.workloads import fixed_workload
+from nanovllm_core.bench.workloads import Workload, fixed_workload
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ConfigError, OutOfMemoryError
 from nanovllm_core.llm import LLM
 from nanovllm_core.plugin_manager import get_plugin_manager
 
 OOM = "OOM"
-WARM_UP_TOKENS = 8
+WARM_UP_STEPS = 8
 OUT_OF_MEMORY = (torch.OutOfMemoryError, OutOfMemoryError)
 
 
@@ -132,10 +132,7 @@ def measure_cell(
 ) -> dict[str, Any]:
     """Output tokens per second of `batch` requests of `length` prompt and output tokens."""
     workload = fixed_workload(batch, length, length).within(llm.info.vocab_size)
-    warm_up = fixed_workload(batch, length, min(length, WARM_UP_TOKENS))
-    warm_up = warm_up.within(llm.info.vocab_size)
-    timed_generate(llm, warm_up, cells.temperature)  # compiles what these shapes need
-    expected = timed_generate(llm, warm_up, cells.temperature) * length / warm_up.output_lens[0]
+    expected = expected_seconds(llm, workload, cells.temperature)
     if expected > cells.max_seconds:
         return {"result": f"> {cells.max_seconds:g} s", "reason": f"about {expected:.0f} s a run"}
     runs = measure_runs(llm, workload, gauge.device, temperature=cells.temperature, runs=cells.runs)
@@ -148,6 +145,22 @@ def measure_cell(
         "peak_memory_gib": gauge.peak_memory_gib(),
         "roofline": roofline,
     }
+
+
+def expected_seconds(llm: LLM, workload: Workload, temperature: float) -> float:
+    """How long a run will take, from its prompts and a few steps; compiles what its shapes need."""
+
+    def run(num_tokens: int) -> float:
+        few = replace(workload, output_lens=[num_tokens] * len(workload.prompts))
+        return timed_generate(llm, few, temperature)
+
+    steps = min(WARM_UP_STEPS, workload.output_lens[0] - 1)
+    if steps < 1:
+        return run(1)
+    run(1 + steps)
+    prompts = run(1)
+    per_step = max(0.0, run(1 + steps) - prompts) / steps
+    return prompts + workload.output_lens[0] * per_step
 
 
 def judge(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
