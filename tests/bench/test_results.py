@@ -173,6 +173,19 @@ def test_a_plot_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     assert text == (tmp_path / "two.svg").read_text()
 
 
+def test_the_committed_plot_is_what_the_result_files_say(tmp_path: Path) -> None:
+    """Drawn where there is something to draw, and not before."""
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    generate = generator()
+    series = generate.by_batch()
+    assert generate.PLOT.exists() == bool(series)
+    if series:
+        draw(series, tmp_path / "again.svg")
+        assert (tmp_path / "again.svg").read_text() == generate.PLOT.read_text(), (
+            "run: python docs/generate.py"
+        )
+
+
 def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
