@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "least"), [(("demo",), 3.0), (("benchmarks/configs/qwen3-6x512", "dummy"), 2.0)]
+    ("model", "least"),
+    [(("demo",), 3.0), (("benchmarks/configs/qwen3-6x512", "dummy"), 2.0)],
+    ids=["demo", "qwen3-6x512"],
 )
 def test_sixteen_ragged_requests_beside_generate_for_each(
     model: tuple[str, ...], least: float, tmp_path: Path
