@@ -2,7 +2,8 @@
 
 transformers is measured in the two ways in which one can give it requests of different lengths: all
 in one batch, padded on the left and run until the longest output is done, and one after another.
-Only the tokens that were asked for count. All sides run as often, and the best run counts. Each engine is closed before the next starts.
+Only the tokens that were asked for count. All sides run as often, and the best run counts. Each
+engine is closed before the next starts.
 """
 
 from __future__ import annotations
