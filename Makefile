@@ -2,6 +2,7 @@
 # make test        install into .venv, check and test everything (under 12 minutes on two cores)
 # make test-full   the slow tests too
 # make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests.json
+# make bench-gpu   measure the committed throughputs again on a GPU and compare
 # make lint        ruff, mypy, import-linter
 # make wheels      every distribution, into dist/
 #
@@ -38,7 +39,7 @@ COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
 FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/plugin_manager.py,nanovllm_core/attention_selection.py
 
-.PHONY: help demo test test-full test-gpu unit lint format wheels clean
+.PHONY: help demo test test-full test-gpu bench-gpu unit lint format wheels clean
 
 help:
 	@sed -n 's/^# \?//;1,/^$$/p' Makefile
@@ -87,6 +88,10 @@ test-full: lint
 
 test-gpu: $(DEV_ENV)
 	$(PY) -m pytest -m gpu --report-json benchmarks/results/gpu_tests.json
+
+bench-gpu: $(DEV_ENV)
+	$(PY) benchmarks/remeasure.py benchmarks/results/h200/throughput_*.json \
+		$(wildcard benchmarks/results/h200/fixed_*.json)
 
 wheels: $(DEV_ENV)
 	for distribution in $(DISTRIBUTIONS); do \

@@ -1,9 +1,9 @@
-"""Write the tables of docs/configuration.md from the code that they describe.
+"""Write the documents' tables: of fields from the code, of speed from the result files.
 
     python docs/generate.py
 
-Rewrites what stands between `<!-- generated: NAME -->` and `<!-- end -->`. A test fails where the
-document differs from what this would write.
+Rewrites what stands between `<!-- generated: NAME -->` and `<!-- end -->`, and draws the plots of
+docs/performance.md. A test fails where a document differs from what this would write.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from nanovllm_core import sampling_params
+from nanovllm_core.bench.plots import draw, series_of
+from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_errors import FLAT_KEYWORDS
 
-DOCUMENT = Path(__file__).with_name("configuration.md")
+FOLDER = Path(__file__).parent
+BENCHMARKS = FOLDER.parent / "benchmarks"
+PLOT = FOLDER / "images" / "by_batch.svg"
 
 TYPE_NAMES = {
     "string": "text",
@@ -127,18 +132,51 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 
 
-def render(document: str) -> str:
+def measured(
+    tables: Mapping[str, Callable[[Results, Results], str]],
+) -> Mapping[str, Callable[[], str]]:
+    """Tables of the committed results: of the GPU, and of a CPU."""
+    peers = BENCHMARKS / "peers.json"
+    gpu = Results.read(BENCHMARKS / "results" / "h200", peers)
+    cpu = Results.read(BENCHMARKS / "results" / "cpu", peers)
+    return {name: partial(make, gpu, cpu) for name, make in tables.items()}
+
+
+def by_batch() -> dict[str, Any]:
+    """What the plot shows: the table of backends and the fixed lengths; empty without either."""
+    results = Results.read(BENCHMARKS / "results" / "h200", BENCHMARKS / "peers.json")
+    records = [*results.named("table").values(), *results.named("fixed_").values()]
+    return series_of(records) if records else {}
+
+
+def plots() -> str:
+    """The plot's place in the document, where there is something to draw."""
+    return f"![By batch]({PLOT.relative_to(FOLDER)})" if by_batch() else "Not measured yet."
+
+
+DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "configuration.md": TABLES,
+    "performance.md": {**measured(PERFORMANCE), "plots": plots},
+    "attention_implementation.md": measured(ATTENTION),
+}
+
+
+def render(document: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The document with every generated part made anew."""
-    for name, make in TABLES.items():
+    for name, make in tables.items():
         pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
         text = make()
         document, count = re.subn(
             pattern, lambda m, t=text: f"{m[1]}\n{t}\n\n{m[2]}", document, flags=re.DOTALL
         )
         if count != 1:
-            raise SystemExit(f"{DOCUMENT}: expected one part 'generated: {name}', found {count}")
+            raise SystemExit(f"expected one part 'generated: {name}', found {count}")
     return document
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(render(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for file_name, file_tables in DOCUMENTS.items():
+        file = FOLDER / file_name
+        file.write_text(render(file.read_text(encoding="utf-8"), file_tables), encoding="utf-8")
+    if by_batch():
+        draw(by_batch(), PLOT)

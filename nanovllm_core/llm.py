@@ -242,6 +242,11 @@ class LLM:
         return self._tokenizer
 
     @property
+    def engine(self) -> Engine:
+        """The loop itself, for programs that add requests while others run."""
+        return self._engine
+
+    @property
     def stats(self) -> EngineStats:
         """Counters of the engine: steps, preemptions, prefix hits."""
         return self._engine.stats

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm_core.errors import ConfigError
 
 VOCABULARY = 10_000
 """Prompt ids are drawn from 0 to this, as nano-vllm's are."""
@@ -26,10 +31,17 @@ class Workload:
         return sum(self.output_lens)
 
     @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(prompt tokens, output tokens) of every request."""
+        return [
+            (len(prompt), length)
+            for prompt, length in zip(self.prompts, self.output_lens, strict=True)
+        ]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and output."""
-        pairs = zip(self.prompts, self.output_lens, strict=True)
-        return max(len(prompt) + length for prompt, length in pairs)
+        return max(prompt + output for prompt, output in self.lengths)
 
     def within(self, vocab_size: int) -> Workload:
         """The same lengths, with ids that a small vocabulary holds."""
@@ -53,3 +65,35 @@ def fixed_workload(num_seqs: int, input_len: int, output_len: int) -> Workload:
     prompts = [[rng.randint(0, VOCABULARY) for _ in range(input_len)] for _ in range(num_seqs)]
     name = f"{num_seqs} x {input_len}/{output_len}"
     return Workload(name, prompts, [output_len] * num_seqs)
+
+
+def ragged_workload(num_seqs: int, shortest: int = 16, longest: int = 256) -> Workload:
+    """Prompts and outputs of uniform lengths, seed 0; a request's two are drawn together."""
+    rng = random.Random(0)
+    lengths = [
+        (rng.randint(shortest, longest), rng.randint(shortest, longest)) for _ in range(num_seqs)
+    ]
+    prompts = [[rng.randint(0, VOCABULARY) for _ in range(prompt)] for prompt, _ in lengths]
+    name = f"{num_seqs} ragged {shortest}-{longest}"
+    return Workload(name, prompts, [output for _, output in lengths])
+
+
+def fixed_lengths(name: str) -> tuple[int, int] | None:
+    """(prompt tokens, output tokens) of a fixed workload by its name; None for another's."""
+    match = re.fullmatch(r"\d+ x (\d+)/(\d+)", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def recorded_workload(record: Mapping[str, Any]) -> Workload:
+    """The requests of a result file, made again from its `workload` and `num_seqs`."""
+    name, num_seqs = record["workload"], record["num_seqs"]
+    if name == "nano":
+        return nano_workload(num_seqs)
+    if lengths := fixed_lengths(name):
+        return fixed_workload(num_seqs, *lengths)
+    if match := re.fullmatch(r"\d+ ragged (\d+)-(\d+)", name):
+        return ragged_workload(num_seqs, int(match[1]), int(match[2]))
+    raise ConfigError(
+        f"workload {name!r} is none that can be made again; expected 'nano', 'N x INPUT/OUTPUT' or "
+        "'N ragged SHORTEST-LONGEST'"
+    )

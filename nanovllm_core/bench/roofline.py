@@ -1,0 +1,150 @@
+"""The roofline of a `generate` call: what its bytes and its arithmetic take on a device at best.
+
+Every decode step reads each weight once and the keys and values of all live contexts once; every
+prompt token is multiplied with the weights of all layers once. The floor divides these by the rates
+that the device was measured at, and leaves out everything else: activations, writes, sampling,
+launches, the host. So no engine reaches it, and its share says how far one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """A model's sizes, as far as they cost time; `itemsize` is bytes per weight and KV entry."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    itemsize: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.itemsize
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of the weights that a decode step reads: all but an embedding table of its own.
+
+        A tied table is read whole, as the output head; an untied one only in a few rows.
+        """
+        unread = 0 if self.tied_embeddings else self.embedding_parameters
+        return (self.num_parameters - unread) * self.itemsize
+
+    @property
+    def layer_flops_per_token(self) -> int:
+        """Two operations per weight of the layers, without embedding and head."""
+        tables = 1 if self.tied_embeddings else 2
+        return 2 * (self.num_parameters - tables * self.embedding_parameters)
+
+    @property
+    def head_flops_per_token(self) -> int:
+        """The logits of one position."""
+        return 2 * self.embedding_parameters
+
+    def attention_flops(self, prompt_tokens: int) -> int:
+        """Causal attention of a whole prompt in all layers: two products of half a square."""
+        return 2 * self.num_layers * self.num_heads * self.head_size * prompt_tokens**2
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device reached: a large copy (bytes read plus written) and a large matrix product."""
+
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """The least time of a workload, and what it is made of."""
+
+    decode_steps: int
+    kv_bytes: int
+    weight_bytes: int
+    decode_flops: int
+    prefill_flops: int
+    decode_seconds: float
+    prefill_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.decode_seconds + self.prefill_seconds
+
+
+def generate_floor(
+    costs: ModelCosts, lengths: Sequence[tuple[int, int]], max_num_seqs: int, rates: Rates
+) -> Floor:
+    """The floor of requests of (prompt tokens, output tokens), all there at the start.
+
+    A prompt's last position gives the first output; each further one is a decode step that attends
+    to all tokens before it. With at most `max_num_seqs` rows there are at least as many steps as
+    the longest output needs, and as all decoded tokens need in full batches.
+    """
+    decoded = [max(0, output - 1) for _, output in lengths]
+    steps = max(max(decoded, default=0), -(-sum(decoded) // max_num_seqs))
+    read_tokens = sum(
+        count * prompt + count * (count + 1) // 2
+        for (prompt, _), count in zip(lengths, decoded, strict=True)
+    )
+    kv_bytes = read_tokens * costs.kv_bytes_per_token
+    weight_bytes = steps * costs.weight_bytes_per_step
+    per_token = costs.layer_flops_per_token + costs.head_flops_per_token
+    decode_flops = sum(decoded) * per_token
+    prefill_flops = sum(
+        prompt * costs.layer_flops_per_token
+        + costs.head_flops_per_token
+        + costs.attention_flops(prompt)
+        for prompt, _ in lengths
+    )
+    return Floor(
+        decode_steps=steps,
+        kv_bytes=kv_bytes,
+        weight_bytes=weight_bytes,
+        decode_flops=decode_flops,
+        prefill_flops=prefill_flops,
+        decode_seconds=max(
+            (kv_bytes + weight_bytes) / rates.copy_bytes_per_s,
+            decode_flops / rates.matmul_flops_per_s,
+        ),
+        prefill_seconds=prefill_flops / rates.matmul_flops_per_s,
+    )
+
+
+def decode_step_seconds(costs: ModelCosts, rows: float, context: float, rates: Rates) -> float:
+    """The floor of one decode step of `rows` rows that attend to `context` tokens on average."""
+    num_bytes = costs.weight_bytes_per_step + rows * context * costs.kv_bytes_per_token
+    flops = rows * (costs.layer_flops_per_token + costs.head_flops_per_token)
+    return max(num_bytes / rates.copy_bytes_per_s, flops / rates.matmul_flops_per_s)
+
+
+def roofline_record(
+    costs: ModelCosts, rates: Rates, floor: Floor, seconds: float
+) -> dict[str, Any]:
+    """The `roofline` of a result file: what went in, what came out, and the measured share."""
+    return {
+        "share": round(floor.seconds / seconds, 4),
+        "floor_seconds": round(floor.seconds, 6),
+        "costs": asdict(costs),
+        "rates": asdict(rates),
+        "floor": asdict(floor),
+    }
+
+
+def recompute(record: Mapping[str, Any], lengths: Sequence[tuple[int, int]], rows: int) -> Floor:
+    """The floor that a result file's own costs and rates give."""
+    return generate_floor(ModelCosts(**record["costs"]), lengths, rows, Rates(**record["rates"]))

@@ -1,0 +1,84 @@
+"""What the benchmarks' commands share: flags, and the lines that say what really ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+LoadFormat = Annotated[
+    str | None, typer.Option(help="dummy: random weights, config.json alone is needed.")
+]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")]
+Out = Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")]
+
+
+def given(*, load_format: str | None, max_model_len: int | None) -> list[str]:
+    """These flags as `--set` writes them, where they are given."""
+    flags = {"load_format": load_format, "limits.max_model_len": max_model_len}
+    return [f"{path}={value}" for path, value in flags.items() if value is not None]
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    """`1,16,64` -> [1, 16, 64]; a usage error for anything else."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise typer.BadParameter(f"{flag}: {text!r} is no list of whole numbers such as 1,16,64")
+    return values
+
+
+def engine_rows(result: Mapping[str, Any]) -> dict[str, str]:
+    """What really ran, of a result made by `describe_engine`."""
+    environment = result["environment"]
+    packages = environment["packages"]
+    versions = [f"{name} {packages[name]}" for name in ("torch", "triton") if name in packages]
+    commit = environment["commit"] or "no checkout"
+    state = {True: "clean", False: "changed", None: "unknown"}[environment["clean_tree"]]
+    return {
+        "attention": f"{result['backend']}: {result['attention']}",
+        "scheduler": result["scheduler"],
+        "CUDA graphs": "on" if result["cuda_graphs"] else "off",
+        "device": f"{result['device']}, {result['dtype']}",
+        "versions": ", ".join([f"Python {environment['python']}", *versions]),
+        "commit": f"{commit[:12]}, tree {state}",
+        "KV cache": f"{result['num_blocks']:,} pages of {result['block_size']} tokens",
+        "start": f"load {result['load_seconds']:.1f} s, capture {result['capture_seconds']:.1f} s",
+    }
+
+
+def wide_console() -> Console:
+    """The terminal's width, and in a file or a pipe room for a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def show_rows(rows: Mapping[str, str]) -> None:
+    """Names and values, one per line."""
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    wide_console().print(table)
+
+
+def percent(share: float | None) -> str:
+    return "not known here" if share is None else f"{100 * share:.0f} %"
+
+
+def memory(gib: float | None) -> str:
+    return "not known here" if gib is None else f"{gib} GiB"
+
+
+def rates(roofline: Mapping[str, Any]) -> str:
+    """The device's measured rates, of a result's `roofline`."""
+    measured = roofline["rates"]
+    return (
+        f"copy {measured['copy_bytes_per_s'] / 1e12:.3g} TB/s, matrix product "
+        f"{measured['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s, measured first"
+    )

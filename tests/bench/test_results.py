@@ -1,0 +1,202 @@
+"""The committed results: their rates and shares follow from their raw times, the page from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm_core.bench.plots import Point, draw, series_of
+from nanovllm_core.bench.rates import model_costs
+from nanovllm_core.bench.record import write_record
+from nanovllm_core.bench.report import NOTHING, PERFORMANCE, Results
+from nanovllm_core.bench.roofline import ModelCosts, recompute
+from nanovllm_core.bench.workloads import fixed_workload, recorded_workload
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.errors import ConfigError, UnsupportedError
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+FILES = sorted((BENCHMARKS / "results").glob("*/*.json"))
+PEERS = json.loads((BENCHMARKS / "peers.json").read_text())
+
+
+def measured(kind: str) -> list[Any]:
+    """The committed records of one benchmark."""
+    read = [(file, json.loads(file.read_text())) for file in FILES]
+    return [
+        pytest.param(record, id=f"{file.parent.name}/{file.stem}")
+        for file, record in read
+        if isinstance(record, dict) and record.get("benchmark") == kind
+    ]
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["performance.md", "attention_implementation.md"])
+def test_the_page_is_what_the_result_files_say(name: str) -> None:
+    generate = generator()
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert generate.render(text, generate.DOCUMENTS[name]) == text, "run: python docs/generate.py"
+
+
+def test_a_changed_figure_would_be_noticed() -> None:
+    generate = generator()
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    changed = text.replace("| 21,550 |", "| 21,551 |")
+    assert changed != text
+    assert generate.render(changed, generate.DOCUMENTS["performance.md"]) == text
+
+
+@pytest.mark.parametrize("name", ["performance.md", "attention_implementation.md"])
+def test_no_measured_figure_is_typed_by_hand(name: str) -> None:
+    """Outside the generated parts no number has a unit of speed, time, memory or share."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    prose = re.sub(r"<!-- generated: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    units = r"(tok/s|TB|TFLOP|GiB|MiB|ms|µs|s|%|×)"
+    assert re.findall(rf"\b\d[\d.,]*\s?{units}(?!\w)", re.sub(r"\d+ ×|× \d+|\d ×", "", prose)) == []
+
+
+@pytest.mark.parametrize("record", measured("throughput"))
+def test_rate_and_share_follow_from_the_raw_times(record: dict[str, Any]) -> None:
+    workload, roofline = recorded_workload(record), record["roofline"]
+    assert workload.num_output_tokens == record["output_tokens"]
+    best = min(record["seconds"])
+    assert record["tokens_per_second"] == pytest.approx(record["output_tokens"] / best, rel=1e-3)
+    floor = recompute(roofline, workload.lengths, record["max_num_seqs"])
+    assert roofline["floor_seconds"] == pytest.approx(floor.seconds, rel=1e-4)
+    assert roofline["share"] == pytest.approx(floor.seconds / best, abs=2e-3)
+
+
+@pytest.mark.parametrize("record", measured("table"))
+def test_every_cell_follows_from_its_raw_times(record: dict[str, Any]) -> None:
+    for cell in record["cells"]:
+        workload = fixed_workload(cell["batch"], cell["length"], cell["length"])
+        for name, one in cell["backends"].items():
+            if isinstance(one["result"], str):
+                continue
+            best = min(one["seconds"])
+            assert one["result"] == pytest.approx(workload.num_output_tokens / best, rel=1e-3)
+            rows = record["engines"][name]["max_num_seqs"]
+            floor = recompute(one["roofline"], workload.lengths, rows)
+            assert one["roofline"]["share"] == pytest.approx(floor.seconds / best, abs=2e-3)
+
+
+@pytest.mark.parametrize("record", measured("compare"))
+def test_every_ratio_follows_from_both_raw_times(record: dict[str, Any]) -> None:
+    tokens = recorded_workload(record).num_output_tokens
+    ours = tokens / min(record["ours"]["seconds"])
+    for mode, one in record["transformers"].items():
+        assert one["tokens_per_second"] == pytest.approx(tokens / min(one["seconds"]), abs=0.06)
+        ratio = ours / one["tokens_per_second"]
+        assert record["speed_up"][mode] == pytest.approx(ratio, rel=1e-2)
+
+
+@pytest.mark.parametrize("record", measured("attention"))
+def test_attention_s_rates_follow_from_its_times(record: dict[str, Any]) -> None:
+    per_key = 2 * record["num_kv_heads"] * record["head_size"]
+    itemsize = getattr(torch, record["dtype"]).itemsize
+    heads = record["num_heads"] * record["head_size"]
+    for row in record["rows"]:
+        for cell in row["backends"].values():
+            if isinstance(cell["ms"], str):
+                continue
+            seconds = min(cell["raw_ms"]) * 1e-3
+            if record["phase"] == "decode":
+                num_bytes = record["batch"] * row["length"] * per_key * itemsize
+                assert cell["tb_per_s"] == pytest.approx(num_bytes / seconds / 1e12, rel=1e-2)
+            else:
+                flops = 2 * record["batch"] * row["length"] ** 2 * heads
+                assert cell["tflop_per_s"] == pytest.approx(flops / seconds / 1e12, rel=1e-2)
+
+
+def test_the_costs_cited_with_the_peers_are_the_model_plugin_s() -> None:
+    pytest.importorskip("nanovllm_model_qwen3", reason="needs the plugin model_qwen3")
+    config = load_config(str(ROOT / PEERS["model"]), env={})
+    assert model_costs(config, torch.bfloat16) == ModelCosts(**PEERS["costs"])
+
+
+def test_without_results_the_page_says_so(tmp_path: Path) -> None:
+    """Only what was derived or cited is left."""
+    empty = Results.read(tmp_path, BENCHMARKS / "peers.json")
+    without = {name for name, make in PERFORMANCE.items() if make(empty, empty) == NOTHING}
+    assert set(PERFORMANCE) - without == {"floors", "peers", "start"}
+
+
+# -- plots ----------------------------------------------------------------------------------------
+
+RECORDS = [
+    {
+        "workload": f"{batch} x 8/8",
+        "num_seqs": batch,
+        "backend": "triton",
+        "tokens_per_second": 10.0 * batch,
+        "roofline": {"share": 0.5},
+        "gpu_utilisation": None,
+    }
+    for batch in (4, 1)
+]
+
+
+def test_points_are_ordered_by_batch() -> None:
+    assert series_of(RECORDS) == {
+        "triton 8/8": [Point(1, 10.0, 0.5, None), Point(4, 40.0, 0.5, None)]
+    }
+
+
+def test_a_file_without_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="none of the files has a throughput by batch"):
+        series_of([{"workload": "nano", "num_seqs": 256, "tokens_per_second": 1.0}])
+
+
+def test_a_plot_is_the_same_bytes_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    series = series_of(RECORDS)
+    draw(series, tmp_path / "one.svg")
+    draw(series, tmp_path / "two.svg")
+    text = (tmp_path / "one.svg").read_text()
+    assert "share of the roofline" in text
+    assert text == (tmp_path / "two.svg").read_text()
+
+
+def test_the_committed_plot_is_what_the_result_files_say(tmp_path: Path) -> None:
+    """Drawn where there is something to draw, and not before."""
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    generate = generator()
+    series = generate.by_batch()
+    assert generate.PLOT.exists() == bool(series)
+    if series:
+        draw(series, tmp_path / "again.svg")
+        assert (tmp_path / "again.svg").read_text() == generate.PLOT.read_text(), (
+            "run: python docs/generate.py"
+        )
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r'pip install "nanovllm-core\[bench\]"'):
+        draw(series_of(RECORDS), tmp_path / "none.svg")
+
+
+def test_numbers_of_a_list_share_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    record = {"raw": [1.5, -2, 3e-07], "names": ["a", "b"], "empty": []}
+    write_record(file, record)
+    assert '"raw": [1.5, -2, 3e-07],' in file.read_text()
+    assert json.loads(file.read_text()) == record
