@@ -54,8 +54,8 @@ class PrefillTuning:
 
 # By the size of an element in bytes. Half precision, few rows: two warps and tiles of 32 let many
 # short programs share a multiprocessor. Many rows: larger tiles spend less on each. Prefill: the
-# larger the tiles, the better, as long as the copy engine loads them. fp32 uses plain multiply-adds (IEEE): small tiles, or its
-# operands do not fit the registers.
+# larger the tiles, the better, as long as the copy engine loads them. fp32 uses plain
+# multiply-adds (IEEE): small tiles, or its operands do not fit the registers.
 FEW_ROWS = 96
 DECODE_FEW = {
     2: DecodeTuning(tile=32, num_warps=2, num_stages=3, max_chunk=256, max_programs=16),
