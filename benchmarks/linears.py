@@ -86,9 +86,7 @@ def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
             programs = product.outputs // block_n * splits
             if steps % splits or not ((splits == 1 and programs > 512) or 64 <= programs <= 512):
                 continue
-            normed = product.kind in ("norm", "gated")
-            for norm_inside in (True, False) if normed and splits == 1 else (False,):
-                yield TilePlan(block_n, block_k, splits, num_warps, num_stages, norm_inside)
+            yield TilePlan(block_n, block_k, splits, num_warps, num_stages)
 
 
 class Case:
@@ -127,7 +125,7 @@ class Case:
             return launcher.run(plan, x, weight, residual_TN=residual)
         norm: dict[str, Any] = {}
         if self.product.kind != "plain":
-            if isinstance(plan, TilePlan) and not plan.norm_inside:
+            if isinstance(plan, TilePlan):
                 x = kernels.rms_norm(x, self.norm_weight, EPS)
             else:
                 norm = {"norm_weight_K": self.norm_weight, "eps": EPS}
@@ -269,9 +267,8 @@ def short(plan: LinearPlan | None) -> str:
         return "cuBLAS"
     if isinstance(plan, VectorPlan):
         return f"vector {plan.block_n} w{plan.num_warps}"
-    norm = "" if plan.norm_inside else " norm apart"
     sizes = f"{plan.block_n}x{plan.block_k} /{plan.splits}"
-    return f"tile {sizes} w{plan.num_warps} s{plan.num_stages}{norm}"
+    return f"tile {sizes} w{plan.num_warps} s{plan.num_stages}"
 
 
 def print_products(results: dict[str, dict[int, dict[str, Any]]]) -> None:

@@ -1,10 +1,11 @@
 """Programmatic dependent launch: a kernel starts while the one before it in the stream ends.
 
 CUDA's guide calls it programmatic dependent launch; it exists from compute capability 9.0 on. A
-kernel that takes part is compiled with DEPENDENT and obeys one order: signal, fetch what no kernel
-writes (weights), wait, and only then read or write anything else. The signal lets the next kernel
-start as soon as every program of this one has begun; the wait returns when all memory operations of
-the kernel before are visible. As every kernel waits, what it sees is what it would see in order, so
+kernel that takes part is compiled with DEPENDENT. Before it waits it reads nothing but weights,
+which no kernel writes, and it writes nothing; the wait returns when all memory operations of the
+kernel before are visible. The signal lets the next kernel's programs start when every program of
+this one has given it: early where they then fetch weights or cost nothing, behind the main loop
+where they would only take its place. As every kernel waits, it sees what it would see in order, so
 results have the same bits. Kernels that do not take part (cuBLAS) run in the usual order.
 """
 

@@ -7,7 +7,7 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 | rows | dtype | kernel |
 |---|---|---|
 | 1 .. VECTOR_ROWS | any | vector: whole weight rows in registers |
-| .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
+| .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, rows normed before; few outputs split the inputs |
 | more, or MAX_OUTPUTS exceeded | any | cuBLAS, with norm and activation as kernels of their own |
 
 A layer with a bias takes the last line, whatever its rows: these kernels add none.
@@ -30,6 +30,8 @@ MAX_OUTPUTS = 65536
 _PROGRAMS = 132
 """Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""
 
+_WIDE_OUTPUTS = 4096
+"""Outputs that make enough programs of 64."""
 _VECTOR_WEIGHTS = 8192
 """Weights of a vector program, where that makes enough rows."""
 _WARP_BYTES = 8192
@@ -46,17 +48,13 @@ class VectorPlan:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """`block_n` weight rows by `block_k` inputs per step; `splits` programs share the inputs.
-
-    `norm_inside`: the norm rides along; otherwise it is a kernel before.
-    """
+    """`block_n` weight rows by `block_k` inputs per step; `splits` programs share the inputs."""
 
     block_n: int
     block_k: int
     splits: int
     num_warps: int
     num_stages: int
-    norm_inside: bool
 
 
 LinearPlan = VectorPlan | TilePlan
@@ -73,7 +71,7 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     if rows <= VECTOR_ROWS and inputs <= MAX_VECTOR_INPUTS:
         return _vector_plan(inputs, dtype)
     if dtype in (torch.float16, torch.bfloat16):
-        return _tile_plan(rows, outputs, inputs, dtype)
+        return _tile_plan(outputs, inputs)
     return None
 
 
@@ -83,27 +81,15 @@ def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
     return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
 
 
-def _tile_plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> TilePlan:
-    """Small tiles for the fewest rows; more rows want wider ones, where there are outputs enough.
+def _tile_plan(outputs: int, inputs: int) -> TilePlan:
+    """Wide tiles where there are outputs enough for them; else narrow ones, with the inputs split.
 
-    The norm rides along in bfloat16 alone: in float16, rows that are weighted before they are
-    scaled could leave its range.
+    As many equal parts as give every multiprocessor a program, but at least two steps to each: the
+    loads of a single one would not be pipelined.
     """
-    if rows <= 16:
-        block_n, block_k, num_stages = 32, 128, 5
-    elif outputs >= 32 * _PROGRAMS // 2:
-        block_n, block_k, num_stages = 64, 128, 4
-    else:
-        block_n, block_k, num_stages = 32, 256, 3
-    splits = _splits(-(-outputs // block_n), -(-inputs // block_k))
-    norm_inside = dtype is torch.bfloat16 and splits == 1
-    return TilePlan(block_n, block_k, splits, 4, num_stages, norm_inside)
-
-
-def _splits(tiles: int, steps: int) -> int:
-    """As many equal parts as give every multiprocessor a program.
-
-    At least two steps remain to each part: the loads of a single one would not be pipelined.
-    """
+    if outputs >= _WIDE_OUTPUTS:
+        return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4)
+    tiles, steps = -(-outputs // 32), -(-inputs // 256)
     most = max(min(_PROGRAMS // tiles, steps // 2), 1)
-    return max(parts for parts in range(1, most + 1) if steps % parts == 0)
+    splits = max(parts for parts in range(1, most + 1) if steps % parts == 0)
+    return TilePlan(block_n=32, block_k=256, splits=splits, num_warps=4, num_stages=3)

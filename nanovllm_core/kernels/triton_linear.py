@@ -1,15 +1,14 @@
 """Matrix products for few rows, where the time is that of streaming the weight once.
 
-Two kernels, each with an optional RMS norm before the product and an optional residual sum or gated
-activation behind it. `vector_linear_kernel` holds whole weight rows in registers: right for one row
-or few. `tile_linear_kernel` runs on the tensor cores with the weight as the wide operand: right for
-up to 64 rows. Which is used where is `linear_choice`'s decision.
+Two kernels, each with an optional residual sum or gated activation behind the product.
+`vector_linear_kernel` holds whole weight rows in registers, and norms its rows itself where asked:
+right for one row or two. `tile_linear_kernel` runs on the tensor cores, with the weight as the wide
+operand: right for up to 64 rows. Which is used where is `linear_choice`'s decision.
 
 Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS]; GATED: weight [2·OUTPUTS, INPUTS], the gate's
 rows first. BLOCK_N counts weight rows: a gated program holds as many of the gate as of up.
 
-DEPENDENT compiles in programmatic dependent launch (launch_pdl=True). The order is what makes it
-safe: signal, fetch weights (which no kernel writes), wait, and only then touch what others write.
+DEPENDENT: see `dependent_launch`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -70,36 +69,26 @@ def vector_linear_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def tile_linear_kernel(
-    x_ptr, norm_weight_ptr, weight_ptr, out_ptr, partial_ptr, tickets_ptr,
+    x_ptr, weight_ptr, out_ptr, partial_ptr, tickets_ptr,
     num_rows, x_stride, out_stride,
-    EPS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr, PREFETCH: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_N weight rows by one of SPLITS parts of the inputs; num_rows <= BLOCK_M.
 
     With SPLITS > 1, the last program of a tile to finish sums all parts in the order of the inputs,
     whoever is last, so that equal inputs give equal bits. `tickets_ptr` int32 [tiles] counts
-    finished parts; zero before, zero after. PREFETCH starts the weight's way from memory to L2
-    before another kernel is waited for.
-
-    The norm rides along: rows are weighted as they come, their squares summed on the way, and the
-    scale is applied to the products. It needs all inputs of a row (SPLITS = 1).
+    finished parts; zero before, zero after.
     """
     STEPS: tl.constexpr = (INPUTS + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
     first = tl.program_id(1) * STEPS * BLOCK_K
     weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
     if DEPENDENT:
-        gdc_launch_dependents()
-    if PREFETCH:
-        _prefetch_into_l2(weight_ptrs + first, exists, INPUTS - first, STEPS * BLOCK_K)
-    if DEPENDENT:
         gdc_wait()
     rows = tl.arange(0, BLOCK_M)
     row_ptrs = x_ptr + rows * x_stride
     live = rows < num_rows
-    if norm_weight_ptr is not None:
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     out_ptrs, out_mask = _outputs(out_ptr, rows, num_rows, out_stride, BLOCK_N, OUTPUTS, GATED)
     if ADD:
         residual = tl.load(out_ptrs, mask=out_mask, other=0.0)
@@ -112,14 +101,9 @@ def tile_linear_kernel(
         weight = tl.load(weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
         mask = live[:, None] & inside[None, :]
         x = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
-        if norm_weight_ptr is not None:
-            norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * norm_weight.to(tl.float32)[None, :]).to(x.dtype)
         y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
-    if norm_weight_ptr is not None:
-        y *= tl.rsqrt(tl.sum(squares, axis=1) / INPUTS + EPS)[None, :]
+    if DEPENDENT:  # not earlier: programs that wait here would only be in the loop's way
+        gdc_launch_dependents()
 
     if SPLITS == 1:
         if ADD:
@@ -159,19 +143,6 @@ def _normed(x, scale, norm_weight):
     """Scaled and rounded, then weighted and rounded: the two roundings of `KernelSet.rms_norm`."""
     scaled = (x.to(tl.float32) * scale).to(x.dtype)
     return (scaled.to(tl.float32) * norm_weight.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def _prefetch_into_l2(weight_ptrs, exists, size, SIZE: tl.constexpr):
-    """Ask for this program's part of its weight rows, a cache line of 128 bytes at a time."""
-    LINE: tl.constexpr = 1024 // weight_ptrs.dtype.element_ty.primitive_bitwidth
-    columns = tl.arange(0, triton.next_power_of_2((SIZE + LINE - 1) // LINE)) * LINE
-    mask = exists[:, None] & (columns < tl.minimum(size, SIZE))[None, :]
-    lines = tl.where(mask, weight_ptrs[:, None] + columns[None, :], weight_ptrs[:, None])
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -229,7 +200,6 @@ class LinearLauncher:
         if out is None:
             out = x_TK.new_empty((x_TK.shape[0], outputs))
         flags = {
-            "EPS": eps,
             "OUTPUTS": outputs,
             "INPUTS": weight_NK.shape[1],
             "GATED": gated,
@@ -242,19 +212,19 @@ class LinearLauncher:
         if isinstance(plan, VectorPlan):
             vector_linear_kernel[(tiles,)](
                 x_TK, norm_weight_K, weight_NK, out, x_TK.stride(0), out.stride(0),
+                EPS=eps,
                 ROWS=x_TK.shape[0],
                 BLOCK_K=triton.next_power_of_2(weight_NK.shape[1]),
                 **flags,
             )  # fmt: skip
         else:
-            if norm_weight_K is not None and plan.splits > 1:
-                raise ValueError(f"a norm needs whole rows of inputs, not splits={plan.splits}")
+            if norm_weight_K is not None:
+                raise ValueError("a tile plan takes rows that are normed already")
             block_m = max(16, triton.next_power_of_2(x_TK.shape[0]))
             partial, tickets = self._split_buffers(plan, tiles, block_m, out)
             tile_linear_kernel[(tiles, plan.splits)](
-                x_TK, norm_weight_K, weight_NK, out, partial, tickets,
+                x_TK, weight_NK, out, partial, tickets,
                 x_TK.shape[0], x_TK.stride(0), out.stride(0),
-                PREFETCH=self.dependent_launch,
                 BLOCK_M=block_m,
                 BLOCK_K=plan.block_k,
                 SPLITS=plan.splits,

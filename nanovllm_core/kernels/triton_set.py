@@ -129,8 +129,8 @@ class TritonKernels:
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,
         weight_XE: Tensor, *, gated: bool,
     ) -> Tensor:  # fmt: skip
-        """The product of the normed x: norm inside the kernel, or in one before it."""
-        if isinstance(plan, TilePlan) and not plan.norm_inside:
+        """The product of the normed x: a vector program norms its rows itself."""
+        if isinstance(plan, TilePlan):
             x_TE = self.rms_norm(x_TE, norm_weight_E, eps)
             return self._linears.run(plan, x_TE, weight_XE, gated=gated)
         return self._linears.run(

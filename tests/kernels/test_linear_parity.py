@@ -31,8 +31,8 @@ EPS = 1e-6
 
 PLANS: dict[str, LinearPlan] = {
     "vector": VectorPlan(block_n=8, num_warps=4),
-    "tile": TilePlan(32, 64, splits=1, num_warps=4, num_stages=3, norm_inside=True),
-    "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3, norm_inside=False),
+    "tile": TilePlan(32, 64, splits=1, num_warps=4, num_stages=3),
+    "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3),
 }
 SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200)]
 """(rows, outputs, inputs): whole blocks, and ends of blocks in every dimension."""
@@ -66,7 +66,7 @@ def test_a_product_equals_its_reference(
     launcher, torch_kernels = LinearLauncher(), TorchKernels()
     norm: dict[str, Any] = {"norm_weight_K": norm_weight, "eps": EPS}
     normed = x
-    if isinstance(plan, TilePlan) and plan.splits > 1:
+    if isinstance(plan, TilePlan):
         norm, normed = {}, torch_kernels.rms_norm(x, norm_weight, EPS)
     results = {
         "plain": (launcher.run(plan, x, weight), torch_kernels.linear(x, weight)),
@@ -129,10 +129,10 @@ def test_split_parts_are_counted_anew_by_every_product() -> None:
     assert not launcher._tickets.any()
 
 
-def test_a_norm_with_split_inputs_is_refused() -> None:
-    """A part of a row does not know the row's norm."""
+def test_a_norm_inside_a_tile_plan_is_refused() -> None:
+    """Its rows come normed; a norm that is asked for must not be left out."""
     x, norm_weight, weight, _ = problem(1, 32, 64, torch.float16)
-    with pytest.raises(ValueError, match=r"needs whole rows of inputs, not splits=4"):
+    with pytest.raises(ValueError, match=r"takes rows that are normed already"):
         LinearLauncher().run(PLANS["split"], x, weight, norm_weight_K=norm_weight, eps=EPS)
 
 
@@ -189,14 +189,12 @@ def test_dependent_launch_changes_no_bit(rows: int) -> None:
     x, norm_weight, weight, _ = problem(rows, 1024, 1024, torch.bfloat16)
     results = []
     for dependent in (False, True):
-        launcher, residual = LinearLauncher(dependent_launch=dependent), x.clone()
-        plan = choose(rows, 1024, 1024, torch.bfloat16)
-        assert plan is not None
+        kernels, residual = TritonKernels(dependent_launch=dependent), x.clone()
 
-        def chain(launcher=launcher, residual=residual, plan=plan) -> None:  # type: ignore[no-untyped-def]
+        def chain(kernels=kernels, residual=residual) -> None:  # type: ignore[no-untyped-def]
             for _ in range(20):
-                hidden = launcher.run(plan, residual, weight, norm_weight_K=norm_weight, eps=EPS)
-                launcher.run(plan, hidden, weight, residual_TN=residual)
+                hidden = kernels.norm_linear(residual, norm_weight, EPS, weight)
+                kernels.linear_add(hidden, weight, residual)
 
         chain()
         graph = torch.cuda.CUDAGraph()
