@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.testing.aot import AotJob, AotReport, compile_many_for_sm90
+from nanovllm_core.testing.aot import AotJob, AotReport
+from nanovllm_core.testing.registers import assert_within_list, compile_jobs
 
 ROWS = "nanovllm_core.kernels.triton_elementwise"
 PREPARE = "nanovllm_core.kernels.triton_prepare_qkv"
@@ -25,6 +26,15 @@ def silu_job(dtype: str, size: int) -> AotJob:
     return AotJob(
         kernel=f"{ROWS}:silu_and_mul_kernel",
         signature={**pointers, "gate_up_stride": "i32:16"},
+        constexprs={"SIZE": size, "BLOCK": 1024, "DEPENDENT": True},
+    )
+
+
+def embed_job(dtype: str, size: int) -> AotJob:
+    pointers = dict.fromkeys(("weight_ptr", "out_ptr"), f"*{dtype}:16")
+    return AotJob(
+        kernel=f"{ROWS}:embed_kernel",
+        signature={**pointers, "ids_ptr": "*i32:16"},
         constexprs={"SIZE": size, "BLOCK": 1024, "DEPENDENT": True},
     )
 
@@ -63,6 +73,7 @@ JOBS = {
         f"rms_norm-{dtype}-{size}": rms_norm_job(dtype, size)
         for dtype, size in (("bf16", 1024), ("fp16", 4096), ("bf16", 8192), ("fp32", 2048))
     },
+    **{f"embed-{dtype}": embed_job(dtype, 1024) for dtype in ("bf16", "fp32")},
     **{f"silu-{dtype}": silu_job(dtype, 3072) for dtype in ("bf16", "fp16", "fp32")},
     **{
         f"prepare_qkv-{dtype}-{heads}-{size}": prepare_job(dtype, heads, size)
@@ -78,7 +89,12 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, AotReport]:
-    return dict(zip(JOBS, compile_many_for_sm90(list(JOBS.values())), strict=True))
+    return compile_jobs(JOBS)
+
+
+def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> None:
+    """Registers, spills and shared memory are those of the list for this version of Triton."""
+    assert_within_list(__file__, reports)
 
 
 @pytest.mark.parametrize("name", JOBS)

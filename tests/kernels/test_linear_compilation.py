@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nanovllm_core.kernels.linear_choice import TilePlan, VectorPlan, choose
-from nanovllm_core.testing.aot import AotJob, AotReport, compile_many_for_sm90
+from nanovllm_core.testing.aot import AotJob, AotReport
+from nanovllm_core.testing.registers import assert_within_list, compile_jobs
 
 MODULE = "nanovllm_core.kernels.triton_linear"
 PRODUCTS = {  # weight rows, inputs, what is fused
@@ -71,7 +72,12 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, AotReport]:
-    return dict(zip(JOBS, compile_many_for_sm90(list(JOBS.values())), strict=True))
+    return compile_jobs(JOBS)
+
+
+def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> None:
+    """Registers, spills and shared memory are those of the list for this version of Triton."""
+    assert_within_list(__file__, reports)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -9,15 +9,8 @@ import torch
 
 from nanovllm_core.kernels import sampling_reference
 from nanovllm_core.kernels import sampling_triton as sampling
-from nanovllm_core.testing.aot import AotJob, compile_many_for_sm90
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONSTANTS = {
-    "C1": sampling_reference.LOWBIAS_1,
-    "C2": sampling_reference.LOWBIAS_2,
-    "K1": sampling_reference.KEY_1,
-    "K2": sampling_reference.KEY_2,
-}
 
 
 class Case:
@@ -116,52 +109,6 @@ def test_splits_cover_the_vocabulary_within_the_workspace(batch, vocab):
     width = tiles * sampling.TILE
     assert 1 <= splits <= sampling.MAX_SPLITS
     assert (splits - 1) * width < vocab <= splits * width
-
-
-def test_kernels_compile_for_sm90_without_spills_and_with_wide_loads():
-    pointers = {
-        "rows_ptr": "*i32:16",
-        "temperature_ptr": "*fp32:16",
-        "seed_ptr": "*i64:16",
-        "output_index_ptr": "*i32:16",
-        "skip_ptr": "*i32:16",
-        "scores_ptr": "*fp32:16",
-        "ids_ptr": "*i32:16",
-    }
-    module = sampling.__name__
-    jobs = [
-        AotJob(
-            kernel=f"{module}:sample_partial_kernel",
-            signature={
-                **pointers,
-                "logits_ptr": f"*{dtype}:16",
-                "vocab_size": "i32:16",
-                "num_tiles": "i32",
-            },
-            constexprs={
-                **CONSTANTS,
-                "MAX_SPLITS": sampling.MAX_SPLITS,
-                "TILE": sampling.TILE,
-                "APPROXIMATE": True,
-            },
-            num_warps=sampling.NUM_WARPS,
-        )
-        for dtype in ("bf16", "fp16", "fp32")
-    ]
-    names = ("rows_ptr", "skip_ptr", "scores_ptr", "ids_ptr")
-    reduce = {name: pointers[name] for name in names} | {"out_ptr": "*i32:16", "num_splits": "i32"}
-    jobs.append(
-        AotJob(
-            kernel=f"{module}:sample_reduce_kernel",
-            signature=reduce,
-            constexprs={"MAX_SPLITS": sampling.MAX_SPLITS},
-            num_warps=1,
-        )
-    )
-    reports = compile_many_for_sm90(jobs)
-    assert [report.spills for report in reports] == [0, 0, 0, 0]
-    assert all("ld.global.v4" in report.ptx for report in reports[:3])
-    assert all(report.registers <= 64 for report in reports)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,8 @@ import pytest
 from nanovllm_attention_triton.decode import DecodeShape
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
-from nanovllm_core.testing.aot import AotJob, compile_many_for_sm90
+from nanovllm_core.testing.aot import AotJob
+from nanovllm_core.testing.registers import assert_within_list, compile_jobs
 
 KERNELS = "nanovllm_attention_triton"
 # What the programs that share a multiprocessor may take each of its 65,536 registers and 228 KiB
@@ -26,7 +27,7 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32:16")
 
 
-def decode_job(dtype: str, head_size: int, page: int, group: int, rows: int = 16) -> AotJob:
+def decode_job(dtype: str, head_size: int, page: int, group: int, rows: int) -> AotJob:
     shape = DecodeShape(
         num_heads=8 * group,
         num_kv_heads=8,
@@ -79,36 +80,50 @@ def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
     )
 
 
+PLAN = AotJob(
+    kernel=f"{KERNELS}.decode_kernels:plan_kernel",
+    signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
+    | integers("table_stride", "item_capacity")
+    | dict.fromkeys(("num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"),
+    constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32},
+)
+JOBS = {
+    "plan": PLAN,
+    **{
+        f"decode {kind}-{dtype}-d{size}-page{page}-group{group}": decode_job(
+            dtype, size, page, group, rows
+        )
+        for kind, rows, dtype, size, page, group in (
+            ("few", 16, "bf16", 128, 16, 2),
+            ("few", 16, "bf16", 128, 256, 2),
+            ("few", 16, "fp16", 128, 64, 8),
+            ("few", 16, "bf16", 64, 16, 4),
+            ("few", 16, "fp16", 64, 128, 1),
+            ("many", 256, "bf16", 128, 16, 2),
+            ("many", 256, "bf16", 128, 256, 2),
+            ("many", 256, "fp16", 64, 128, 4),
+        )
+    },
+    **{
+        f"prefill-{dtype}-d{size}-page{page}": prefill_job(dtype, size, page)
+        for dtype, size, page in (("bf16", 128, 256), ("fp16", 64, 128), ("bf16", 128, 16))
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def reports():
-    """Every compilation of this module, in one process: (job, report) by kind."""
-    few = [
-        decode_job("bf16", 128, 16, 2),
-        decode_job("bf16", 128, 256, 2),
-        decode_job("fp16", 128, 64, 8),
-        decode_job("bf16", 64, 16, 4),
-        decode_job("fp16", 64, 128, 1),
-    ]
-    many = [
-        decode_job("bf16", 128, 16, 2, rows=256),
-        decode_job("bf16", 128, 256, 2, rows=256),
-        decode_job("fp16", 64, 128, 4, rows=256),
-    ]
-    prefill = [
-        prefill_job("bf16", 128, 256),
-        prefill_job("fp16", 64, 128),
-        prefill_job("bf16", 128, 16),
-    ]
-    plan = AotJob(
-        kernel=f"{KERNELS}.decode_kernels:plan_kernel",
-        signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
-        | integers("table_stride", "item_capacity")
-        | dict.fromkeys(("num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"),
-        constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32},
-    )
-    kinds = {"plan": [plan], "decode few": few, "decode many": many, "prefill": prefill}
-    found = iter(compile_many_for_sm90([job for jobs in kinds.values() for job in jobs]))
-    return {kind: [next(found) for _ in jobs] for kind, jobs in kinds.items()}
+    return compile_jobs(JOBS)
+
+
+def of_kind(reports, kind):
+    """The reports whose names begin with `kind`, in the order of the jobs."""
+    return [report for name, report in reports.items() if name.startswith(kind)]
+
+
+def test_no_kernel_takes_more_than_its_line(reports):
+    """Registers, spills and shared memory are those of the list for this version of Triton."""
+    assert_within_list(__file__, reports)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +139,7 @@ def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
     reports, kind, registers, shared
 ):
     """A spilled register costs a trip to memory; a lone program waits with nobody to take over."""
-    for report in reports[kind]:
+    for report in of_kind(reports, kind):
         assert report.spills == 0, f"{report.spills} bytes spilled"
         assert report.registers <= registers, f"{report.registers} registers, at most {registers}"
         assert report.shared <= shared, f"{report.shared} bytes shared, at most {shared}"
@@ -135,20 +150,20 @@ def test_decode_keeps_several_tiles_in_flight(reports):
 
     A page id loaded in the round that needs it would leave `wait_group 0` alone.
     """
-    for report in [*reports["decode few"], *reports["decode many"]]:
+    for report in of_kind(reports, "decode"):
         assert "cp.async.wait_group \t2" in report.ptx or "cp.async.wait_group 2" in report.ptx
         assert "0x10" in report.ptx.split("cp.async.cg.shared.global", 1)[1][:80]
 
 
 def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):
     """wgmma, the only way to Hopper's full rate."""
-    for report in reports["prefill"]:
+    for report in of_kind(reports, "prefill"):
         assert "wgmma.mma_async" in report.ptx
 
 
 def test_prefill_loads_whole_tiles_by_the_copy_engine_where_pages_hold_them(reports):
     """Pages of 256 and 128 tokens through descriptors, pages of 16 by the threads."""
-    assert ["cp.async.bulk.tensor" in report.ptx for report in reports["prefill"]] == [
+    assert ["cp.async.bulk.tensor" in report.ptx for report in of_kind(reports, "prefill")] == [
         True,
         True,
         False,

@@ -1,0 +1,80 @@
+"""The sampler's kernels compile for sm_90 without spills and with 16-byte accesses."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm_core.kernels import sampling_reference
+from nanovllm_core.kernels import sampling_triton as sampling
+from nanovllm_core.testing.aot import AotJob, AotReport
+from nanovllm_core.testing.registers import assert_within_list, compile_jobs
+
+MODULE = sampling.__name__
+CONSTANTS = {
+    "C1": sampling_reference.LOWBIAS_1,
+    "C2": sampling_reference.LOWBIAS_2,
+    "K1": sampling_reference.KEY_1,
+    "K2": sampling_reference.KEY_2,
+}
+POINTERS = {
+    "rows_ptr": "*i32:16",
+    "skip_ptr": "*i32:16",
+    "scores_ptr": "*fp32:16",
+    "ids_ptr": "*i32:16",
+}
+
+
+def partial_job(dtype: str) -> AotJob:
+    return AotJob(
+        kernel=f"{MODULE}:sample_partial_kernel",
+        signature={
+            **POINTERS,
+            "temperature_ptr": "*fp32:16",
+            "seed_ptr": "*i64:16",
+            "output_index_ptr": "*i32:16",
+            "logits_ptr": f"*{dtype}:16",
+            "vocab_size": "i32:16",
+            "num_tiles": "i32",
+        },
+        constexprs={
+            **CONSTANTS,
+            "MAX_SPLITS": sampling.MAX_SPLITS,
+            "TILE": sampling.TILE,
+            "APPROXIMATE": True,
+        },
+        num_warps=sampling.NUM_WARPS,
+    )
+
+
+JOBS = {
+    **{f"partial-{dtype}": partial_job(dtype) for dtype in ("bf16", "fp16", "fp32")},
+    "reduce": AotJob(
+        kernel=f"{MODULE}:sample_reduce_kernel",
+        signature={**POINTERS, "out_ptr": "*i32:16", "num_splits": "i32"},
+        constexprs={"MAX_SPLITS": sampling.MAX_SPLITS},
+        num_warps=1,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, AotReport]:
+    return compile_jobs(JOBS)
+
+
+def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> None:
+    """Registers, spills and shared memory are those of the list for this version of Triton."""
+    assert_within_list(__file__, reports)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_sampling_kernel_does_not_spill(name: str, reports: dict[str, AotReport]) -> None:
+    """And leaves room for many programs."""
+    assert reports[name].spills == 0
+    assert reports[name].registers <= 64
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_logits_are_read_16_bytes_at_a_time(dtype: str, reports: dict[str, AotReport]) -> None:
+    """Four 32-bit words per access."""
+    assert "ld.global.v4" in reports[f"partial-{dtype}"].ptx
