@@ -102,7 +102,7 @@ def main() -> None:
     if arguments.out:
         from nanovllm_core.bench.environment import describe_environment
 
-        document = {"model": arguments.model, "starts": results}
+        document = {"model": Path(arguments.model).name, "starts": results}
         document["environment"] = describe_environment()
         arguments.out.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -7,7 +7,7 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 | rows | dtype | kernel |
 |---|---|---|
 | 1 .. VECTOR_ROWS | any | vector: whole weight rows in registers |
-| .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, rows normed before; few outputs split the inputs |
+| .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
 | more, or MAX_OUTPUTS exceeded | any | cuBLAS, with norm and activation as kernels of their own |
 
 A layer with a bias takes the last line, whatever its rows: these kernels add none.

@@ -1,0 +1,116 @@
+"""Dependent launch against a producer that signals at once and writes late: no bit may change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.kernels.base import QKPrep
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402 - only where Triton is
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: E402
+
+from nanovllm_core.kernels.dependent_launch import supports_dependent_launch  # noqa: E402
+from nanovllm_core.kernels.triton_set import TritonKernels  # noqa: E402
+
+CUDA = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not supports_dependent_launch(CUDA), reason="needs sm_90 or newer"),
+]
+REPEATS, REPLAYS = 50, 20
+SIZE, HEADS, KV_HEADS, HEAD_SIZE, PAGE = 1024, 16, 8, 128, 16
+
+
+@triton.jit
+def late_copy_kernel(source_ptr, target_ptr, size, BLOCK: tl.constexpr):
+    """Signals first, then sleeps 5 to 10 µs, then writes."""
+    gdc_launch_dependents()
+    gdc_wait()
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(source_ptr + lanes, mask=lanes < size)
+    tl.inline_asm_elementwise(
+        "nanosleep.u32 5000; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.store(target_ptr + lanes, values, mask=lanes < size)
+
+
+def copy_late(source: Tensor, target: Tensor) -> None:
+    grid = (math.ceil(source.numel() / 1024),)
+    late_copy_kernel[grid](source, target, source.numel(), BLOCK=1024, launch_pdl=True)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(CUDA, torch.bfloat16)
+
+
+def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Callable[..., Tensor]]]:
+    """Each operation: its late input, and the call."""
+    norm_weight, prep = random(SIZE, seed=1), qk_prep()
+    square, pair = random(SIZE, SIZE, seed=2) / 32, random(2 * SIZE, SIZE, seed=3) / 32
+    positions = torch.arange(rows, dtype=torch.int32, device=CUDA)
+    slots = torch.arange(rows, dtype=torch.int64, device=CUDA)
+    k_cache, v_cache = torch.zeros(2, -(-rows // PAGE), PAGE, KV_HEADS, HEAD_SIZE).to(random(1))
+
+    def prepare(x: Tensor) -> Tensor:
+        q = kernels.prepare_qkv(x, prep, positions, slots, k_cache, v_cache)
+        return torch.cat([q.flatten(), k_cache.flatten(), v_cache.flatten()])
+
+    qkv = random(rows, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
+    x = random(rows, SIZE)
+    return {
+        "rms_norm": (x, lambda x: kernels.rms_norm(x, norm_weight, 1e-6)),
+        "silu_and_mul": (random(rows, 2 * SIZE), kernels.silu_and_mul),
+        "norm_linear": (x, lambda x: kernels.norm_linear(x, norm_weight, 1e-6, square)),
+        "norm_gate_up": (x, lambda x: kernels.norm_gate_up(x, norm_weight, 1e-6, pair)),
+        "linear_add": (x, lambda x: kernels.linear_add(x, square, torch.ones_like(x))),
+        "prepare_qkv": (qkv, prepare),
+    }
+
+
+def qk_prep() -> QKPrep:
+    return QKPrep(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        cos_sin_cache=torch.randn(512, HEAD_SIZE, device=CUDA),
+        q_norm_weight=random(HEAD_SIZE, seed=4),
+        k_norm_weight=random(HEAD_SIZE, seed=5),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64, 256])
+@pytest.mark.parametrize(
+    "name",
+    ["rms_norm", "silu_and_mul", "norm_linear", "norm_gate_up", "linear_add", "prepare_qkv"],
+)
+def test_a_thousand_late_inputs_change_no_bit(name: str, rows: int) -> None:
+    """Captured, with the input poisoned before the producer that is late."""
+    torch.manual_seed(0)
+    truth, serial = consumers(TritonKernels(), rows)[name]
+    torch.manual_seed(0)
+    _, dependent = consumers(TritonKernels(dependent_launch=True), rows)[name]
+    expected = serial(truth)
+    target = torch.empty_like(truth)
+    wrong = torch.zeros(1, dtype=torch.int64, device=CUDA)
+
+    def run() -> None:
+        target.fill_(float("nan"))
+        copy_late(truth, target)
+        wrong.add_((dependent(target) != expected).sum())
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            run()
+    wrong.zero_()
+    for _ in range(REPLAYS):
+        graph.replay()
+    assert wrong.item() == 0
