@@ -80,9 +80,12 @@ def attention_named(name: str) -> Any:
 def measure_table(
     make_config: Callable[[Any], EngineConfig],
     cells: TableCells,
-    progress: Callable[[str], None] = lambda _text: None,
+    on_cell: Callable[[str, dict[str, Any]], None] = lambda _text, _record: None,
 ) -> dict[str, Any]:
-    """All cells; `make_config` gets a choice of attention. The record of a result file."""
+    """All cells; `make_config` gets a choice of attention. The record of a result file.
+
+    `on_cell` gets a line and the record so far, so that an interrupted table keeps its cells.
+    """
     configs = {name: make_config(attention_named(name)) for name in cells.backends}
     for config in configs.values():
         if config.limits.max_model_len is not None:  # known before anything is loaded
@@ -91,11 +94,27 @@ def measure_table(
     rows: dict[tuple[int, int], dict[str, Any]] = {
         (batch, length): {} for batch in cells.batches for length in cells.lengths
     }
+
+    def record() -> dict[str, Any]:
+        return {
+            "benchmark": "table",
+            "temperature": cells.temperature,
+            "cells": [
+                {"batch": batch, "length": length, "backends": dict(row), **judge(row)}
+                for (batch, length), row in rows.items()
+            ],
+            "engines": dict(engines),
+        }
+
     for name, config in configs.items():
+        left_out: list[tuple[int, int]] = []
         with ExitStack() as stack:
             opened: list[tuple[LLM, Gauge]] = []
             for (batch, length), row in rows.items():
                 try:
+                    if any(b <= batch and n <= length for b, n in left_out):
+                        row[name] = _left_out(cells, "so does a smaller cell")
+                        continue
                     if not opened:
                         llm = stack.enter_context(_open(config, cells))
                         opened.append((llm, Gauge.measure(llm)))
@@ -105,16 +124,14 @@ def measure_table(
                     row[name] = {"result": OOM, "reason": str(error).splitlines()[0]}
                     opened.clear()
                     stack.close()
-                progress(f"{name} {batch} x {length}: {row[name]['result']}")
-    return {
-        "benchmark": "table",
-        "temperature": cells.temperature,
-        "cells": [
-            {"batch": batch, "length": length, "backends": row, **judge(row)}
-            for (batch, length), row in rows.items()
-        ],
-        "engines": engines,
-    }
+                if row[name]["result"] != OOM and isinstance(row[name]["result"], str):
+                    left_out.append((batch, length))
+                on_cell(f"{name} {batch} x {length}: {row[name]['result']}", record())
+    return record()
+
+
+def _left_out(cells: TableCells, reason: str) -> dict[str, Any]:
+    return {"result": f"> {cells.max_seconds:g} s", "reason": reason}
 
 
 def _open(config: EngineConfig, cells: TableCells) -> LLM:
@@ -134,7 +151,7 @@ def measure_cell(
     workload = fixed_workload(batch, length, length).within(llm.info.vocab_size)
     expected = expected_seconds(llm, workload, cells.temperature)
     if expected > cells.max_seconds:
-        return {"result": f"> {cells.max_seconds:g} s", "reason": f"about {expected:.0f} s a run"}
+        return _left_out(cells, f"about {expected:.0f} s a run")
     runs = measure_runs(llm, workload, gauge.device, temperature=cells.temperature, runs=cells.runs)
     best = min(runs.seconds)
     roofline = gauge.roofline(workload, llm.config.limits.max_num_seqs, best)

@@ -61,10 +61,13 @@ def table(
         base = options.engine_config(model, config, None, None, device, dtype, changed)
         return base.model_validate({**base.model_dump(), "attention": choice})
 
-    result = measure_table(make_config, cells, progress=lambda text: typer.echo(text, err=True))
+    def on_cell(text: str, record: dict[str, Any]) -> None:
+        typer.echo(text, err=True)
+        if out is not None:
+            write_record(out, record)
+
+    result = measure_table(make_config, cells, on_cell)
     _show(result, cells.backends)
-    if out is not None:
-        write_record(out, result)
 
 
 def _show(result: dict[str, Any], backends: Any) -> None:

@@ -15,8 +15,8 @@ from nanovllm_attention_triton.decode import (
     triton_version,
 )
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.prefill import prefill_attention
-from nanovllm_attention_triton.tuning import FEW_ROWS, decode_tuning, prefill_tuning
+from nanovllm_attention_triton.prefill import describable, prefill_attention
+from nanovllm_attention_triton.tuning import FEW_ROWS, LARGE_TILE, decode_tuning, prefill_tuning
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
@@ -111,7 +111,8 @@ class TritonAttention(AttentionBackend):
         out_THD: Tensor,
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
-        tuning = prefill_tuning(q_THD.element_size(), k_cache.shape[1], self._options)
+        large = describable(k_cache, v_cache, LARGE_TILE)
+        tuning = prefill_tuning(q_THD.element_size(), large, self._options)
         prefill_attention(
             q_THD,
             k_cache,

@@ -66,8 +66,9 @@ SMALL_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
 }
+LARGE_TILE = 128
 LARGE_PREFILL = {
-    2: PrefillTuning(block_m=128, block_n=128, num_warps=8, num_stages=3),
+    2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=3),
     4: SMALL_PREFILL[4],
 }
 
@@ -85,16 +86,15 @@ def decode_tuning(element_size: int, num_rows: int, options: TritonOptions) -> D
     )
 
 
-def prefill_tuning(element_size: int, page: int, options: TritonOptions) -> PrefillTuning:
+def prefill_tuning(element_size: int, large: bool, options: TritonOptions) -> PrefillTuning:
     """The prefill constants for a dtype of `element_size` bytes, with the user's overrides.
 
-    Large tiles where a page holds whole ones; loaded by the threads they would not fit registers.
+    `large` where the copy engine can load tiles of LARGE_TILE tokens: the threads would not have
+    the registers for it, nor a GPU before Hopper the shared memory.
     """
-    base = LARGE_PREFILL[element_size]
-    if page % base.block_n != 0:
-        base = SMALL_PREFILL[element_size]
+    table = LARGE_PREFILL if large else SMALL_PREFILL
     return replace(
-        base,
+        table[element_size],
         **_given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages),
     )
 

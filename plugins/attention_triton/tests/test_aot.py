@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm_attention_triton.decode import DecodeShape
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_attention_triton.tuning import LARGE_TILE, decode_tuning, prefill_tuning
 from nanovllm_core.testing.aot import AotJob
 from nanovllm_core.testing.registers import assert_within_list, compile_jobs
 
@@ -53,7 +53,7 @@ def decode_job(dtype: str, head_size: int, page: int, group: int, rows: int) -> 
 
 def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
     """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
-    tuning = prefill_tuning(2, page, TritonOptions())
+    tuning = prefill_tuning(2, page % LARGE_TILE == 0, TritonOptions())
     names = ("k_desc", "v_desc")
     tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{head_size}]>"
     described = page % tuning.block_n == 0
