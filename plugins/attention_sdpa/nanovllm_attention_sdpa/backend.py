@@ -38,19 +38,26 @@ from nanovllm_core.interfaces.attention import (
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """What `plan_decode` worked out for every layer of a step.
+class DecodePart:
+    """Rows and heads attended to in one call, with the page count of the longest of these rows.
 
-    `parts`: rows and heads to attend to in one call, with the pages of the longest of these rows.
-    `pages` and `bias` are views of the backend's tables, or None where the tables would be too
-    large to keep.
+    `tables`: page ids [R, m] and mask [R, L], views of the backend's tables, or None where the
+    tables would be too large to keep.
     """
 
+    rows: slice
+    heads: slice
+    num_pages: int
+    tables: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What `plan_decode` worked out for every layer of a step."""
+
     num_rows: int
-    parts: list[tuple[Slice, int]]
+    parts: list[DecodePart]
     padded: Tensor | None
-    pages: Tensor | None
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +160,21 @@ class SdpaAttention(AttentionBackend):
         num_pages = -(-max(lens) // block_size)
         keys = num_pages * block_size
         padded = self._plan_padding(seq_lens)
-        pages = bias = None
         if self._pages is not None and self._bias is not None:
-            pages, bias = self._pages[:rows, :num_pages], self._bias[:rows, :keys]
-            self._fill_pages(metadata, slice(0, rows), pages)
-            self._fill_bias(metadata, slice(0, rows), bias)
+            self._fill_pages(metadata, slice(0, rows), self._pages[:rows, :num_pages])
+            self._fill_bias(metadata, slice(0, rows), self._bias[:rows, :keys])
         slices = slice_rows_and_heads(rows, keys, self.config.num_kv_heads, self._decode_slots)
-        parts = [(part, -(-max(lens[part.rows]) // block_size)) for part in slices]
-        self._step = DecodeStep(rows, parts, padded, pages, bias)
+        parts = [self._plan_part(part, lens) for part in slices]
+        self._step = DecodeStep(rows, parts, padded)
+
+    def _plan_part(self, part: Slice, lens: list[int]) -> DecodePart:
+        """A slice of the step, as long as the longest of its own rows."""
+        num_pages = -(-max(lens[part.rows]) // self.config.block_size)
+        tables = None
+        if self._pages is not None and self._bias is not None:
+            keys = num_pages * self.config.block_size
+            tables = self._pages[part.rows, :num_pages], self._bias[part.rows, :keys]
+        return DecodePart(part.rows, part.heads, num_pages, tables)
 
     def run_decode(
         self,
@@ -178,10 +192,10 @@ class SdpaAttention(AttentionBackend):
             )
         q_BKGD = self._group_heads(q_BHD)
         out_BKGD = self._group_heads(out_BHD)
-        for part, num_pages in step.parts:
-            if num_pages == 0:
+        for part in step.parts:
+            if part.num_pages == 0:
                 continue
-            pages, bias = self._slice_tables(step, metadata, part.rows, num_pages)
+            pages, bias = part.tables or self._make_tables(metadata, part)
             k, v = self._gather(k_cache, v_cache, pages, part.heads)
             out = self._attend(
                 q_BKGD[part.rows, part.heads], k, v, bias[:, None, None], self.config.scale
@@ -228,16 +242,12 @@ class SdpaAttention(AttentionBackend):
         past = self._positions[: out.shape[1]] >= metadata.seq_lens[rows, None]
         out.zero_().masked_fill_(past, float("-inf"))
 
-    def _slice_tables(
-        self, step: DecodeStep, metadata: DecodeMetadata, rows: slice, num_pages: int
-    ) -> tuple[Tensor, Tensor]:
-        """Page ids and mask of some rows, from the step's tables or made for this slice."""
-        keys = num_pages * self.config.block_size
-        if step.pages is not None and step.bias is not None:
-            return step.pages[rows, :num_pages], step.bias[rows, :keys]
+    def _make_tables(self, metadata: DecodeMetadata, part: DecodePart) -> tuple[Tensor, Tensor]:
+        """Page ids and mask of some rows, for this call alone."""
+        rows, num_pages = part.rows, part.num_pages
         count = rows.stop - rows.start
         pages = metadata.block_table.new_empty(count, num_pages)
-        bias = self._gathered.new_empty(count, keys)
+        bias = self._gathered.new_empty(count, num_pages * self.config.block_size)
         self._fill_pages(metadata, rows, pages)
         self._fill_bias(metadata, rows, bias)
         return pages, bias
