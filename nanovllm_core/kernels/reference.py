@@ -18,11 +18,11 @@ class TorchKernels:
         return embedding(ids_T, weight_VE)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return weight_E * _normalised(x_TE.float(), eps).to(x_TE.dtype)
+        return _normalised(x_TE.float(), eps).to(x_TE.dtype).mul_(weight_E)
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
-        return (silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
+        return silu(gate_TF).mul_(up_TF).to(gate_up_T2F.dtype)
 
     def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
         return torch.mm(x_TE, weight_XE.t(), out=out_TX)
@@ -51,34 +51,45 @@ class TorchKernels:
     ) -> Tensor:
         num_heads, num_kv_heads = prep.num_heads, prep.num_kv_heads
         heads_THD = qkv_TX.view(-1, num_heads + 2 * num_kv_heads, prep.head_size)
-        q_THD = heads_THD[:, :num_heads]
-        k_TKD = heads_THD[:, num_heads : num_heads + num_kv_heads]
         v_TKD = heads_THD[:, num_heads + num_kv_heads :]
-        cos_sin_T1R = prep.cos_sin_cache[positions_T.long()].unsqueeze(1)
-        q_THD = _norm_and_rotate(q_THD, prep.q_norm_weight, prep.eps, cos_sin_T1R)
-        k_TKD = _norm_and_rotate(k_TKD, prep.k_norm_weight, prep.eps, cos_sin_T1R)
-
-        block_size = k_cache_NPKD.shape[1]
+        qk_THD = _normed_heads(heads_THD[:, : num_heads + num_kv_heads].float(), prep)
+        qk_THD = _rotated(qk_THD, prep.cos_sin_cache.index_select(0, positions_T))
+        qk_THD = qk_THD.to(qkv_TX.dtype)
+        k_TKD = qk_THD[:, num_heads:]
         stored_T = slot_mapping_T >= 0
-        slots = slot_mapping_T[stored_T].long()
-        pages, offsets = slots // block_size, slots % block_size
-        k_cache_NPKD[pages, offsets] = k_TKD[stored_T].to(k_cache_NPKD.dtype)
-        v_cache_NPKD[pages, offsets] = v_TKD[stored_T].to(v_cache_NPKD.dtype)
-        return q_THD.contiguous()
+        if not stored_T.all():
+            slot_mapping_T, k_TKD, v_TKD = (x[stored_T] for x in (slot_mapping_T, k_TKD, v_TKD))
+        block_size = k_cache_NPKD.shape[1]
+        pages_T, offsets_T = slot_mapping_T // block_size, slot_mapping_T % block_size
+        k_cache_NPKD[pages_T, offsets_T] = k_TKD.to(k_cache_NPKD.dtype)
+        v_cache_NPKD[pages_T, offsets_T] = v_TKD.to(v_cache_NPKD.dtype)
+        return qk_THD[:, :num_heads].contiguous()
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
-def _norm_and_rotate(
-    x_THD: Tensor, weight_D: Tensor | None, eps: float, cos_sin_T1R: Tensor
-) -> Tensor:
-    y_THD = x_THD.float()
-    if weight_D is not None:
-        y_THD = _normalised(y_THD, eps) * weight_D.float()
-    cos, sin = cos_sin_T1R.chunk(2, dim=-1)
+def _normed_heads(x_THD: Tensor, prep: QKPrep) -> Tensor:
+    """The heads of q, then those of k, in float32; x is left as it is."""
+    y_THD = _normalised(x_THD, prep.eps)
+    q, k = slice(0, prep.num_heads), slice(prep.num_heads, None)
+    for heads, weight_D in ((q, prep.q_norm_weight), (k, prep.k_norm_weight)):
+        if weight_D is None:
+            y_THD[:, heads] = x_THD[:, heads]
+        else:
+            y_THD[:, heads] *= weight_D
+    return y_THD
+
+
+def _rotated(x_THD: Tensor, cos_sin_TR: Tensor) -> Tensor:
+    """Turn the first R dimensions of each head, those of one half against those of the other."""
+    cos, sin = cos_sin_TR.unsqueeze(1).chunk(2, dim=-1)
     half = cos.shape[-1]
-    low, high, rest = y_THD[..., :half], y_THD[..., half : 2 * half], y_THD[..., 2 * half :]
-    rotated = (low * cos - high * sin, high * cos + low * sin, rest)
-    return torch.cat(rotated, dim=-1).to(x_THD.dtype)
+    low, high, rest = x_THD.tensor_split((half, 2 * half), dim=-1)
+    out_THD = torch.empty_like(x_THD)
+    out_low, out_high, out_rest = out_THD.tensor_split((half, 2 * half), dim=-1)
+    torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-1)
+    torch.mul(high, cos, out=out_high).addcmul_(low, sin)
+    out_rest.copy_(rest)
+    return out_THD

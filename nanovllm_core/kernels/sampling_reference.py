@@ -43,10 +43,11 @@ def sample_tokens(
     greedy_B1 = temperature_B1 == 0
     logits = logits_BV.float()
     scores = torch.where(logits.isnan(), -torch.inf, logits)
-    # A reciprocal, not a division per element: the kernel does the same, so both round alike.
-    scores = scores * torch.where(greedy_B1, 1.0, 1.0 / temperature_B1)
-    noise = gumbel_noise(seed_R[rows], output_index_B, logits.shape[1])
-    scores += noise.masked_fill_(greedy_B1, 0.0)
+    if not greedy_B1.all():
+        # A reciprocal, not a division per element: the kernel does the same, so both round alike.
+        scores *= torch.where(greedy_B1, 1.0, 1.0 / temperature_B1)
+        noise = gumbel_noise(seed_R[rows], output_index_B, logits.shape[1])
+        scores += noise.masked_fill_(greedy_B1, 0.0)
     best_B1 = scores.amax(dim=1, keepdim=True)
     # argmax promises nothing about ties, so the lowest of the best ids is looked for.
     ids_V = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from pydantic import BaseModel
 
+from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import EngineClosedError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
@@ -186,9 +187,16 @@ def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttenti
         attention,
         max_model_len=setup.max_model_len,
         block_size=setup.block_size,
-        bucket_sizes=config.graph_sizes,
+        bucket_sizes=_decode_sizes(config, model.device),
         max_steps_in_flight=config.steps_ahead + 2,
     )
+
+
+def _decode_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """The batch sizes that decode steps are padded to: on a CPU, unless given, any is one."""
+    if device.type == "cpu" and config.cuda_graphs.sizes is None:
+        return tuple(range(1, config.limits.max_num_seqs + 1))
+    return config.graph_sizes
 
 
 def _make_cache(

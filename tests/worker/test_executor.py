@@ -66,11 +66,11 @@ def plan_for(prompt: list[int], sampling: RowSampling | None = None) -> StepPlan
 
 
 def test_started_it_says_what_it_offers(folder: Path) -> None:
-    """Buckets end at max_num_seqs, which need not be a multiple of anything."""
+    """A CPU pads no step: every number of rows up to max_num_seqs is a bucket."""
     executor, setup = prepare(folder)
     info = executor.start(setup)
     executor.close()
-    assert info.bucket_sizes == (1, 2, 4, 5)
+    assert info.bucket_sizes == (1, 2, 3, 4, 5)
     assert (info.block_size, info.max_model_len, info.vocab_size) == (16, 64, 97)
     assert info.num_blocks == 5 * 4, "as many pages as five rows of the longest sequence can use"
     assert (info.device, info.cuda_graphs) == ("cpu", False)

@@ -123,10 +123,12 @@ def test_a_padded_decode_step_equals_one_without_padding(
     started.executor.close()
 
 
-def test_the_bucket_is_the_smallest_that_holds_the_rows(started: Started) -> None:
+def test_the_bucket_is_the_smallest_that_holds_the_rows(folder: Path) -> None:
     """And there is one for every number of rows up to the maximum, which is the last."""
+    started = Started(folder, cuda_graphs={"sizes": (1, 2, 4, 8)})
     assert started.runner.bucket_sizes == (1, 2, 4, 8)
     assert [started.runner.bucket(n) for n in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
+    started.executor.close()
 
 
 def test_a_maximum_that_no_step_of_8_meets_is_a_bucket(

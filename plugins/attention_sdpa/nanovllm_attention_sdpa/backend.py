@@ -18,6 +18,7 @@ from torch import Tensor
 from nanovllm_attention_sdpa.kernels import SdpaKernel
 from nanovllm_attention_sdpa.plugin import SdpaOptions
 from nanovllm_attention_sdpa.workspace import (
+    CPU_CACHE,
     GATHER_LIMIT,
     MIB,
     TABLE_LIMIT,
@@ -37,19 +38,26 @@ from nanovllm_core.interfaces.attention import (
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """What `plan_decode` worked out for every layer of a step.
+class DecodePart:
+    """Rows and heads attended to in one call, with the page count of the longest of these rows.
 
-    `pages` and `bias` are views of the backend's tables, or None where the tables would be too
-    large to keep.
+    `tables`: page ids [R, m] and mask [R, L], views of the backend's tables, or None where the
+    tables would be too large to keep.
     """
 
-    num_rows: int
+    rows: slice
+    heads: slice
     num_pages: int
-    slices: list[Slice]
+    tables: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What `plan_decode` worked out for every layer of a step."""
+
+    num_rows: int
+    parts: list[DecodePart]
     padded: Tensor | None
-    pages: Tensor | None
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,10 @@ class SdpaAttention(AttentionBackend):
                 f"{GATHER_LIMIT // MIB} MiB ({self._max_slots} tokens); lower max_model_len or use "
                 "a backend that reads pages in place (attention: {backend: triton})"
             )
+        self._decode_slots = self._max_slots
+        if config.device.type == "cpu":
+            row = self._width * config.num_kv_heads
+            self._decode_slots = min(self._max_slots, max(CPU_CACHE // per_slot, row))
         self._step: DecodeStep | None = None
         self._chunks: list[Chunk] = []
 
@@ -143,16 +155,26 @@ class SdpaAttention(AttentionBackend):
             raise InconsistentStateError(
                 f"{rows} decode rows, the backend was made for {self.config.max_num_seqs}"
             )
-        num_pages = -(-self._longest(metadata) // self.config.block_size)
-        keys = num_pages * self.config.block_size
+        lens = self._length_bounds(metadata)
+        block_size = self.config.block_size
+        num_pages = -(-max(lens) // block_size)
+        keys = num_pages * block_size
         padded = self._plan_padding(seq_lens)
-        pages = bias = None
         if self._pages is not None and self._bias is not None:
-            pages, bias = self._pages[:rows, :num_pages], self._bias[:rows, :keys]
-            self._fill_pages(metadata, slice(0, rows), pages)
-            self._fill_bias(metadata, slice(0, rows), bias)
-        slices = slice_rows_and_heads(rows, keys, self.config.num_kv_heads, self._max_slots)
-        self._step = DecodeStep(rows, num_pages, slices, padded, pages, bias)
+            self._fill_pages(metadata, slice(0, rows), self._pages[:rows, :num_pages])
+            self._fill_bias(metadata, slice(0, rows), self._bias[:rows, :keys])
+        slices = slice_rows_and_heads(rows, keys, self.config.num_kv_heads, self._decode_slots)
+        parts = [self._plan_part(part, lens) for part in slices]
+        self._step = DecodeStep(rows, parts, padded)
+
+    def _plan_part(self, part: Slice, lens: list[int]) -> DecodePart:
+        """A slice of the step, as long as the longest of its own rows."""
+        num_pages = -(-max(lens[part.rows]) // self.config.block_size)
+        tables = None
+        if self._pages is not None and self._bias is not None:
+            keys = num_pages * self.config.block_size
+            tables = self._pages[part.rows, :num_pages], self._bias[part.rows, :keys]
+        return DecodePart(part.rows, part.heads, num_pages, tables)
 
     def run_decode(
         self,
@@ -168,13 +190,12 @@ class SdpaAttention(AttentionBackend):
             raise InconsistentStateError(
                 f"run_decode got {metadata.num_rows} rows without a plan_decode for them"
             )
-        if step.num_pages == 0:
-            out_BHD.zero_()
-            return
         q_BKGD = self._group_heads(q_BHD)
         out_BKGD = self._group_heads(out_BHD)
-        for part in step.slices:
-            pages, bias = self._slice_tables(step, metadata, part.rows)
+        for part in step.parts:
+            if part.num_pages == 0:
+                continue
+            pages, bias = part.tables or self._make_tables(metadata, part)
             k, v = self._gather(k_cache, v_cache, pages, part.heads)
             out = self._attend(
                 q_BKGD[part.rows, part.heads], k, v, bias[:, None, None], self.config.scale
@@ -188,15 +209,15 @@ class SdpaAttention(AttentionBackend):
         """View [T, H, D] as [T, K, G, D], the query heads of one KV head together."""
         return x_THD.view(-1, self.config.num_kv_heads, self._group, self.config.head_size)
 
-    def _longest(self, metadata: DecodeMetadata) -> int:
-        """A bound on the keys of any row: exact on the CPU, the host's own on a device.
+    def _length_bounds(self, metadata: DecodeMetadata) -> list[int]:
+        """A bound on the keys of each row: exact on the CPU, the host's own on a device.
 
         Reading `seq_lens` from a device would stop the host once per step, and could not be
         captured.
         """
         if metadata.seq_lens.device.type == "cpu":
-            return int(metadata.seq_lens.max())
-        return metadata.max_seq_len
+            return cast(list[int], metadata.seq_lens.tolist())
+        return [metadata.max_seq_len] * metadata.num_rows
 
     def _plan_padding(self, seq_lens: Tensor) -> Tensor | None:
         """The rows to zero, [B, 1, 1]; None where the host knows that there are none."""
@@ -221,16 +242,12 @@ class SdpaAttention(AttentionBackend):
         past = self._positions[: out.shape[1]] >= metadata.seq_lens[rows, None]
         out.zero_().masked_fill_(past, float("-inf"))
 
-    def _slice_tables(
-        self, step: DecodeStep, metadata: DecodeMetadata, rows: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Page ids and mask of some rows, from the step's tables or made for this slice."""
-        if step.pages is not None and step.bias is not None:
-            return step.pages[rows], step.bias[rows]
+    def _make_tables(self, metadata: DecodeMetadata, part: DecodePart) -> tuple[Tensor, Tensor]:
+        """Page ids and mask of some rows, for this call alone."""
+        rows, num_pages = part.rows, part.num_pages
         count = rows.stop - rows.start
-        pages = metadata.block_table.new_empty(count, step.num_pages)
-        keys = step.num_pages * self.config.block_size
-        bias = self._gathered.new_empty(count, keys)
+        pages = metadata.block_table.new_empty(count, num_pages)
+        bias = self._gathered.new_empty(count, num_pages * self.config.block_size)
         self._fill_pages(metadata, rows, pages)
         self._fill_bias(metadata, rows, bias)
         return pages, bias

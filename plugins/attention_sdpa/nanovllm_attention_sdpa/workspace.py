@@ -23,6 +23,9 @@ BIAS_LIMIT = 32 * MIB
 GATHER_LIMIT = WORKSPACE_LIMIT - TABLE_LIMIT - BIAS_LIMIT
 """Bytes of one slice's gathered keys and values, with the copies a kernel makes of them."""
 
+CPU_CACHE = 2 * MIB
+"""Bytes that a decode slice gathers on a CPU, so that attention finds them in a core's cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
