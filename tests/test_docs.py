@@ -444,3 +444,25 @@ def test_the_speed_table_is_what_the_result_files_say() -> None:
         start = result["load_seconds"] + result["capture_seconds"]
         measured.append([f"{result['tokens_per_second']:,.0f}", f"{best:.2f} s", f"{start:.1f} s"])
     assert written == measured
+
+
+def test_the_table_of_peers_is_what_the_result_files_say() -> None:
+    """Rates, ratios and shares of the README are recomputed from the JSON."""
+    benchmarks = ROOT / "benchmarks"
+    peers = json.loads((benchmarks / "peers.json").read_text())["tokens_per_second"]
+    table = README.read_text().split("| requests x prompt/output |")[1].split("\n\n")[0]
+    written = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    measured = []
+    for workload in [row[0] for row in written]:
+        name = "throughput_triton"
+        if workload != "nano":
+            name = "fixed_" + workload.replace(" x ", "x").replace("/", "_")
+        result = json.loads((benchmarks / "results" / "h200" / f"{name}.json").read_text())
+        rate = result["output_tokens"] / min(result["seconds"])
+        best = max(peers[workload].values())
+        share = result["roofline"]["floor_seconds"] / min(result["seconds"])
+        measured.append(
+            [workload, f"{rate:,.0f}", f"{best:,}", f"{rate / best:.2f}", f"{100 * share:.0f} %"]
+        )
+    assert written == measured
+    assert {row[0] for row in written} == set(peers)

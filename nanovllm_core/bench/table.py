@@ -113,13 +113,13 @@ def measure_table(
             for (batch, length), row in rows.items():
                 try:
                     if any(b <= batch and n <= length for b, n in left_out):
-                        row[name] = _left_out(cells, "so does a smaller cell")
-                        continue
-                    if not opened:
-                        llm = stack.enter_context(_open(config, cells))
-                        opened.append((llm, Gauge.measure(llm)))
-                        engines[name] = describe_engine(llm)
-                    row[name] = measure_cell(*opened[-1], batch, length, cells)
+                        row[name] = _left_out(cells, "a smaller cell takes longer")
+                    else:
+                        if not opened:
+                            llm = stack.enter_context(_open(config, cells))
+                            opened.append((llm, Gauge.measure(llm)))
+                            engines[name] = describe_engine(llm)
+                        row[name] = measure_cell(*opened[-1], batch, length, cells)
                 except OUT_OF_MEMORY as error:
                     row[name] = {"result": OOM, "reason": str(error).splitlines()[0]}
                     opened.clear()
