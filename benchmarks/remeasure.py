@@ -17,6 +17,7 @@ from nanovllm_core import LLM, EngineConfig
 from nanovllm_core.bench.record import write_record
 from nanovllm_core.bench.throughput import measure_throughput
 from nanovllm_core.bench.workloads import recorded_workload
+from nanovllm_core.errors import NanoVLLMError
 
 TOLERANCE = 0.05
 
@@ -32,6 +33,9 @@ def measure_again(record: Mapping[str, Any], runs: int) -> dict[str, Any]:
 
 def compare(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Print both; False where it is slower than tolerated."""
+    if now["attention"] != then["attention"]:
+        print(f"{name:28s} not comparable: {now['attention']} now, {then['attention']} then")
+        return True
     ratio = now["tokens_per_second"] / then["tokens_per_second"]
     print(
         f"{name:28s} {then['workload']:16s} {then['tokens_per_second']:>10,.0f} -> "
@@ -48,16 +52,25 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2, help="counted runs of each")
     parser.add_argument("--out", type=Path, help="folder for the new result files")
     arguments = parser.parse_args()
-    slower = []
+    slower, failed = [], []
     for file in arguments.files:
         then = json.loads(file.read_text(encoding="utf-8"))
-        now = measure_again(then, arguments.runs)
+        try:
+            now = measure_again(then, arguments.runs)
+        except NanoVLLMError as error:
+            print(f"{file.stem:28s} cannot run here: {error}", flush=True)
+            failed.append(file.stem)
+            continue
         if arguments.out is not None:
             write_record(arguments.out / file.name, now)
         if not compare(file.stem, then, now):
             slower.append(file.stem)
+    if failed:
+        print(f"not measured: {', '.join(failed)}")
     if slower:
         sys.exit(f"slower than committed by more than {TOLERANCE:.0%}: {', '.join(slower)}")
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ class Run:
             "seed": self.seed,
             "steps": self.steps,
             **self.counts,
-            "host_growth_mib": round(growth([host for _, host, _ in self.memory]), 2),
-            "device_growth_mib": round(growth([device for _, _, device in self.memory]), 2),
+            "host_growth_mib": growth([host for _, host, _ in self.memory]),
+            "device_growth_mib": growth([device for _, _, device in self.memory]),
             "settings": self.settings,
             "environment": describe_environment(),
             "memory": self.memory,
@@ -127,16 +127,16 @@ class Run:
         }
 
 
-def growth(readings: Sequence[float]) -> float:
+def growth(readings: Sequence[float]) -> float | None:
     """The median of the last tenth less that of the first tenth after the warm-up.
 
-    0 for fewer than `MIN_READINGS`, all of which would be warm-up.
+    None where nobody can tell: for fewer than `MIN_READINGS`, all of which would be warm-up.
     """
     if len(readings) < MIN_READINGS:
-        return 0.0
+        return None
     settled = readings[int(len(readings) * WARM_UP_SHARE) :]
     tenth = len(settled) // 10
-    return median(settled[-tenth:]) - median(settled[:tenth])
+    return round(median(settled[-tenth:]) - median(settled[:tenth]), 2)
 
 
 def _host_bytes() -> int:
@@ -194,8 +194,9 @@ def problems(result: dict[str, Any]) -> list[str]:
     if not result["preemptions"]:
         found.append("no request gave way, so that preemption was not tested; use fewer --blocks")
     for where in ("host", "device"):
-        if result[f"{where}_growth_mib"] > MAX_GROWTH_MIB:
-            found.append(f"memory of the {where} grew by {result[f'{where}_growth_mib']} MiB")
+        grown = result[f"{where}_growth_mib"]
+        if grown is not None and grown > MAX_GROWTH_MIB:
+            found.append(f"memory of the {where} grew by {grown} MiB")
     return found
 
 

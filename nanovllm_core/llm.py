@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from nanovllm_core.errors import (
     InvalidPromptError,
     InvalidSamplingError,
 )
+from nanovllm_core.garbage import freeze_objects, unfreeze_objects
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
@@ -78,9 +78,7 @@ class LLM:
         except BaseException:
             self._executor.close()
             raise
-        # What a start leaves behind stays; a collection in the midst of steps need not look at it.
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
 
     def _make_engine(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> Engine:
         config, info = self.config, self.info
@@ -260,7 +258,7 @@ class LLM:
         if self._closed:
             return
         self._closed = True
-        gc.unfreeze()
+        unfreeze_objects()
         self._executor.close()
         self._plugins.hook.nanovllm_engine_closed()
 

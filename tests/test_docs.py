@@ -154,8 +154,8 @@ def test_every_command_is_one_with_flags_that_exist(where: str, line: str) -> No
     command: click.Command = typer.main.get_command(make_app())
     words = shlex.split(line, comments=True)[1:]
     context = None
-    while isinstance(command, click.Group):
-        context = click.Context(command, parent=context, info_name=command.name)
+    while hasattr(command, "resolve_command"):
+        context = command.context_class(command, parent=context, info_name=command.name)
         _, found, words = command.resolve_command(context, words)
         assert found is not None, where
         command = found

@@ -3,7 +3,8 @@
 Every decode step reads each weight once and the keys and values of all live contexts once; every
 prompt token is multiplied with the weights of all layers once. The floor divides these by the rates
 that the device was measured at, and leaves out everything else: activations, writes, sampling,
-launches, the host. So no engine reaches it, and its share says how far one is.
+launches, the host. No engine reaches it as a whole, and its share says how far one is; a kernel
+that only reads can exceed the rate of a copy by a few percent.
 """
 
 from __future__ import annotations

@@ -69,6 +69,8 @@ def fixed_workload(num_seqs: int, input_len: int, output_len: int) -> Workload:
 
 def ragged_workload(num_seqs: int, shortest: int = 16, longest: int = 256) -> Workload:
     """Prompts and outputs of uniform lengths, seed 0; a request's two are drawn together."""
+    if shortest > longest:
+        raise ConfigError(f"shortest is {shortest} and longest {longest}; give a longest above it")
     rng = random.Random(0)
     lengths = [
         (rng.randint(shortest, longest), rng.randint(shortest, longest)) for _ in range(num_seqs)

@@ -37,8 +37,8 @@ class QKPrep:
 class KernelSet(Protocol):
     """Fused operations on one device. Inputs have their last dimension contiguous.
 
-    All compute in float32 and round once to the dtype of their input, unless said otherwise. None
-    synchronises with the host, so all may be captured in a CUDA graph. Weights are contiguous.
+    All compute in float32 and round once to the dtype of their input, unless said otherwise. On
+    CUDA none waits for the device, so all may be captured in a graph. Weights are contiguous.
     Equal inputs give equal bits; another number of rows may be summed in another order.
     """
 

@@ -18,7 +18,7 @@ import torch
 
 def supports_dependent_launch(device: torch.device) -> bool:
     """Whether kernels on `device` can be launched this way."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

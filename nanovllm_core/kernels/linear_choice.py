@@ -8,7 +8,9 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 |---|---|---|
 | 1 .. VECTOR_ROWS | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
-| more, or MAX_OUTPUTS exceeded | any | cuBLAS, with norm and activation as kernels of their own |
+| all others, or MAX_OUTPUTS exceeded | any | cuBLAS, norm and activation as kernels of their own |
+
+Whole rows of more than MAX_VECTOR_INPUTS take the line below; so does float32 from 3 rows on.
 
 A layer with a bias takes the last line, whatever its rows: these kernels add none.
 """

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.kernels.dependent_launch import launch_options
 from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, VectorPlan
 
@@ -242,6 +243,11 @@ class LinearLauncher:
         if tiles > _MAX_SPLIT_TILES:
             raise ValueError(f"{tiles} tiles cannot be split, only up to {_MAX_SPLIT_TILES}")
         if self._tickets is None:
+            if out.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise InconsistentStateError(
+                    "the first split product of a launcher allocates its tickets and cannot be "
+                    "captured; run it once before the capture"
+                )
             self._tickets = torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=out.device)
         size = tiles * plan.splits * plan.block_n * block_m
         return out.new_empty(size, dtype=torch.float32), self._tickets

@@ -102,12 +102,13 @@ class ResultRing:
             raise ExecutorError("no step is in flight; submit() a plan before collect()")
         step = self._pending[0]
         self.wait(step.launched, step.is_done, self._check_oldest)
-        self._pending.popleft()  # only now: an interrupted wait can be taken up again
         words = step.words if step.entries is None else step.words[step.entries]
         low = words.astype(np.int32)  # the low halves, copied before the slot is written again
         if step.logprobs_ready is not None:
             step.logprobs_ready.synchronize()
-        return StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), _by_place(step))
+        result = StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), _by_place(step))
+        self._pending.popleft()  # only now: whatever was interrupted can be taken up again
+        return result
 
     def _check_oldest(self) -> None:
         """ExecutorError if the device has stopped without writing the oldest step's words."""

@@ -47,6 +47,7 @@ class StepWait:
 
         A step that is overdue is asked about: `check` raises where it can never be done.
         """
+        was_done = is_done()
         began = max(launched, self._last_done)
         due = began + self._step_seconds
         self._sleep_until(due - LOOKING_SECONDS, is_done)
@@ -57,7 +58,8 @@ class StepWait:
                 check()
                 self._sleep(NAP_SECONDS)
         self._last_done = self._clock()
-        self._step_seconds += (self._last_done - began - self._step_seconds) / 4
+        if not was_done:  # else it may have been done long ago
+            self._step_seconds += (self._last_done - began - self._step_seconds) / 4
 
     def _sleep_until(self, moment: float, is_done: Callable[[], bool]) -> None:
         """Sleep in naps until `moment`, or until the step is done before it."""

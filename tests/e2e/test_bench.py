@@ -54,7 +54,7 @@ def test_a_result_says_what_ran(tiny: Path) -> None:
     assert record == json.loads(json.dumps(record)), "it can be written as it is"
     assert (record["num_seqs"], record["prompt_tokens"], record["output_tokens"]) == (3, 60, 15)
     assert len(record["seconds"]) == 2
-    assert record["tokens_per_second"] == pytest.approx(15 / min(record["seconds"]), rel=1e-2)
+    assert record["tokens_per_second"] == pytest.approx(15 / min(record["seconds"]), rel=5e-2)
     assert "sdpa" in record["attention"]
     assert record["device"] == "cpu", "where it ran, whatever else the machine has"
     assert record["scheduler"] == "fcfs"

@@ -31,6 +31,25 @@ def test_a_collection_between_steps_need_not_look_at_what_the_start_made(tiny: P
     assert gc.get_freeze_count() <= frozen
 
 
+def test_engines_share_what_is_set_aside(tiny: Path) -> None:
+    """The first to close leaves the other's objects alone."""
+    with open_tiny(tiny):
+        with open_tiny(tiny):
+            pass
+        assert gc.get_freeze_count() > 10_000
+
+
+def test_what_the_program_set_aside_itself_stays(tiny: Path) -> None:
+    """An engine does not undo another's gc.freeze."""
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        open_tiny(tiny).close()
+        assert gc.get_freeze_count() >= before // 2 > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_a_start_imports_neither_transformers_nor_torchs_compiler(tmp_path: Path) -> None:
     """Each takes longer than the rest of a start."""
     folder = write_config(tmp_path / "model")

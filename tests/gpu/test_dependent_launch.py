@@ -63,13 +63,14 @@ def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Call
         return torch.cat([q.flatten(), k_cache.flatten(), v_cache.flatten()])
 
     qkv = random(rows, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
-    x = random(rows, SIZE)
+    x, known = random(rows, SIZE), random(rows, SIZE, seed=6)
     return {
         "rms_norm": (x, lambda x: kernels.rms_norm(x, norm_weight, 1e-6)),
         "silu_and_mul": (random(rows, 2 * SIZE), kernels.silu_and_mul),
         "norm_linear": (x, lambda x: kernels.norm_linear(x, norm_weight, 1e-6, square)),
         "norm_gate_up": (x, lambda x: kernels.norm_gate_up(x, norm_weight, 1e-6, pair)),
-        "linear_add": (x, lambda x: kernels.linear_add(x, square, torch.ones_like(x))),
+        "linear_add to a late residual": (x, lambda x: kernels.linear_add(known, square, x)),
+        "linear": (x, lambda x: kernels.linear(x, square)),
         "prepare_qkv": (qkv, prepare),
     }
 
@@ -88,7 +89,15 @@ def qk_prep() -> QKPrep:
 @pytest.mark.parametrize("rows", [1, 2, 16, 64, 256])
 @pytest.mark.parametrize(
     "name",
-    ["rms_norm", "silu_and_mul", "norm_linear", "norm_gate_up", "linear_add", "prepare_qkv"],
+    [
+        "rms_norm",
+        "silu_and_mul",
+        "norm_linear",
+        "norm_gate_up",
+        "linear_add to a late residual",
+        "linear",
+        "prepare_qkv",
+    ],
 )
 def test_a_thousand_late_inputs_change_no_bit(name: str, rows: int) -> None:
     """Captured, with the input poisoned before the producer that is late."""
@@ -96,7 +105,7 @@ def test_a_thousand_late_inputs_change_no_bit(name: str, rows: int) -> None:
     truth, serial = consumers(TritonKernels(), rows)[name]
     torch.manual_seed(0)
     _, dependent = consumers(TritonKernels(dependent_launch=True), rows)[name]
-    expected = serial(truth)
+    expected = serial(truth.clone())
     target = torch.empty_like(truth)
     wrong = torch.zeros(1, dtype=torch.int64, device=CUDA)
 

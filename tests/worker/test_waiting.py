@@ -94,3 +94,21 @@ def test_what_the_check_raises_ends_the_wait() -> None:
 
     with pytest.raises(RuntimeError, match="the device stopped"):
         device.wait(device.now, device.is_done, check)
+
+
+def test_a_pause_of_the_host_is_not_taken_for_a_long_step() -> None:
+    """A step is collected after an hour's pause; a device that then dies is soon noticed."""
+    device = Device()
+    for _ in range(20):
+        device.step(0.002)
+    launched, device.ends = device.now, device.now + 0.002
+    device.now += 3600
+    device.wait(launched, device.is_done, device.check)
+    began, device.ends = device.now, float("inf")
+
+    def check() -> None:
+        raise RuntimeError("dead")
+
+    with pytest.raises(RuntimeError, match="dead"):
+        device.wait(began, device.is_done, check)
+    assert device.now - began < 0.05

@@ -42,7 +42,7 @@ def attention(
     setup = AttentionSetup(
         phase=phase,
         device=place,
-        dtype=getattr(torch, dtype or default_dtype),
+        dtype=getattr(torch, default_dtype if dtype in (None, "auto") else dtype),
         batch=batch,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -15,8 +15,8 @@ from nanovllm_attention_triton.decode import (
     triton_version,
 )
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.prefill import describable, prefill_attention
-from nanovllm_attention_triton.tuning import FEW_ROWS, LARGE_TILE, decode_tuning, prefill_tuning
+from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
+from nanovllm_attention_triton.tuning import FEW_ROWS, decode_tuning, prefill_tuning
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
@@ -38,9 +38,11 @@ class TritonAttention(AttentionBackend):
         super().__init__(config, options)
         self._options = cast(TritonOptions, options)
         most = config.max_num_seqs
+        # With chunks of a fixed length a row has the same bits in every batch: one table then.
+        few = most if self._options.chunk_size else min(FEW_ROWS, most)
         self.decode_tunings = [
             (rows, decode_tuning(config.dtype.itemsize, rows, self._options))
-            for rows in sorted({min(FEW_ROWS, most), most})
+            for rows in sorted({few, most})
         ]
         self._workspaces: list[DecodeWorkspace] = []
 
@@ -111,7 +113,7 @@ class TritonAttention(AttentionBackend):
         out_THD: Tensor,
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
-        large = describable(k_cache, v_cache, LARGE_TILE)
+        large = fits_large_tiles(k_cache, v_cache)
         tuning = prefill_tuning(q_THD.element_size(), large, self._options)
         prefill_attention(
             q_THD,

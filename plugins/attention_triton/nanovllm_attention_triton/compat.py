@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace, num_multiprocessors
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.prefill import describable, prefill_attention
-from nanovllm_attention_triton.tuning import LARGE_TILE, decode_tuning, prefill_tuning
+from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
+from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
 from nanovllm_core.errors import UnsupportedError
 
 HEAD_SIZES = (64, 128)
@@ -272,9 +272,7 @@ def _prefill(
         max_query_len,
         head_size**-0.5 if softmax_scale is None else softmax_scale,
         out,
-        prefill_tuning(
-            q_THD.element_size(), describable(k_pages, v_pages, LARGE_TILE), TritonOptions()
-        ),
+        prefill_tuning(q_THD.element_size(), fits_large_tiles(k_pages, v_pages), TritonOptions()),
         causal=causal,
         lse_HT=lse,
     )

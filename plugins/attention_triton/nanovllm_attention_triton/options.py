@@ -25,7 +25,12 @@ class TritonOptions(BaseModel):
     decode_num_stages: int | None = Field(
         default=None, ge=1, le=6, description="Depth of the decode loop's load pipeline."
     )
-    prefill_num_warps: _Warps | None = Field(default=None, description="Warps per prefill program.")
+    prefill_num_warps: _Warps | None = Field(
+        default=None, description="Warps per prefill program, and small tiles."
+    )
     prefill_num_stages: int | None = Field(
-        default=None, ge=1, le=6, description="Depth of the prefill loop's load pipeline."
+        default=None,
+        ge=1,
+        le=6,
+        description="Depth of the prefill loop's load pipeline, and small tiles.",
     )

@@ -8,7 +8,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm_attention_triton.decode import LOG2_E
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
-from nanovllm_attention_triton.tuning import PrefillTuning
+from nanovllm_attention_triton.tuning import (
+    LARGE_SHARED_MEMORY,
+    LARGE_TILE,
+    PrefillTuning,
+)
 from nanovllm_core.errors import UnsupportedError
 
 COPY_ENGINE_CAPABILITY = (9, 0)
@@ -99,6 +103,15 @@ def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
     return k_cache.shape[1] % block_n == 0 and not any(
         place % COPY_ENGINE_ALIGNMENT for place in places
     )
+
+
+def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether LARGE_PREFILL can run: by the copy engine, in the shared memory of a Hopper GPU."""
+    if k_cache.is_cuda:
+        properties = torch.cuda.get_device_properties(k_cache.device)
+        if properties.shared_memory_per_block_optin < LARGE_SHARED_MEMORY:
+            return False
+    return describable(k_cache, v_cache, LARGE_TILE)
 
 
 def _tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:

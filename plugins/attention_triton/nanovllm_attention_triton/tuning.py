@@ -67,6 +67,8 @@ SMALL_PREFILL = {
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
 }
 LARGE_TILE = 128
+LARGE_SHARED_MEMORY = 227 * 1024
+"""Bytes per program that an H100 or H200 has, and that large tiles take at a head size of 128."""
 LARGE_PREFILL = {
     2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=3),
     4: SMALL_PREFILL[4],
@@ -89,10 +91,12 @@ def decode_tuning(element_size: int, num_rows: int, options: TritonOptions) -> D
 def prefill_tuning(element_size: int, large: bool, options: TritonOptions) -> PrefillTuning:
     """The prefill constants for a dtype of `element_size` bytes, with the user's overrides.
 
-    `large` where the copy engine can load tiles of LARGE_TILE tokens: the threads would not have
-    the registers for it, nor a GPU before Hopper the shared memory.
+    `large` where the copy engine can load tiles of LARGE_TILE tokens and the GPU has the shared
+    memory; the threads would not have the registers. Overrides are of the small tiles: the large
+    ones fit as they are or not at all.
     """
-    table = LARGE_PREFILL if large else SMALL_PREFILL
+    overridden = options.prefill_num_warps or options.prefill_num_stages
+    table = LARGE_PREFILL if large and not overridden else SMALL_PREFILL
     return replace(
         table[element_size],
         **_given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages),

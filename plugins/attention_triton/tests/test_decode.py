@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import DECODE_FEW
@@ -130,6 +131,16 @@ def test_repeated_runs_are_bitwise_equal_and_leave_the_tickets_at_zero(paged_bat
     tickets = [t for n, t in backend.captured_tensors().items() if "tickets" in n]
     assert tickets
     assert not any(t.any() for t in tickets)
+
+
+def test_batches_of_few_and_of_many_rows_are_cut_alike_with_a_fixed_chunk(paged_batch):
+    """Else a row's bits would change when the batch grows."""
+    backend = paged_batch([300]).backend()
+    config = replace(backend.config, max_num_seqs=200)
+    free = TritonAttention(config, TritonOptions()).decode_tunings
+    assert [rows for rows, _ in free] == [96, 200]
+    fixed = TritonAttention(config, TritonOptions(chunk_size=128)).decode_tunings
+    assert [rows for rows, _ in fixed] == [200]
 
 
 def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
