@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm_attention_triton.decode import LOG2_E
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.tuning import (
-    LARGE_SHARED_MEMORY,
+    LARGE_CAPABILITIES,
     LARGE_TILE,
     PrefillTuning,
 )
@@ -106,11 +106,12 @@ def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
 
 
 def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether LARGE_PREFILL can run: by the copy engine, in the shared memory of a Hopper GPU."""
-    if k_cache.is_cuda:
-        properties = torch.cuda.get_device_properties(k_cache.device)
-        if properties.shared_memory_per_block_optin < LARGE_SHARED_MEMORY:
-            return False
+    """Whether LARGE_PREFILL can run: by the copy engine, in the shared memory of such a GPU."""
+    if (
+        k_cache.is_cuda
+        and torch.cuda.get_device_capability(k_cache.device)[0] not in LARGE_CAPABILITIES
+    ):
+        return False
     return describable(k_cache, v_cache, LARGE_TILE)
 
 

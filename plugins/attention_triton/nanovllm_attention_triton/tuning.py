@@ -67,8 +67,9 @@ SMALL_PREFILL = {
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
 }
 LARGE_TILE = 128
-LARGE_SHARED_MEMORY = 227 * 1024
-"""Bytes per program that an H100 or H200 has, and that large tiles take at a head size of 128."""
+LARGE_CAPABILITIES = (9, 10)
+"""Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
+up to 224 at a head size of 128; 8 and 12 have 99 to 163."""
 LARGE_PREFILL = {
     2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=3),
     4: SMALL_PREFILL[4],
