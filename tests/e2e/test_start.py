@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -23,43 +22,45 @@ def test_a_start_says_where_its_time_went(tiny: Path) -> None:
     assert info.capture_seconds == 0
 
 
-def test_a_collection_between_steps_need_not_look_at_what_the_start_made(tiny: Path) -> None:
-    """A few hundred thousand objects are set aside until the engine is closed."""
-    frozen = gc.get_freeze_count()
-    with open_tiny(tiny):
-        assert gc.get_freeze_count() > 10_000
-    assert gc.get_freeze_count() <= frozen
+def printed(folder: Path, code: str) -> list[str]:
+    """What a process of its own prints; `start()` there opens an engine."""
+    head = (
+        "import gc, sys\n"
+        "from nanovllm_core import LLM\n"
+        f"def start(): return LLM({str(folder)!r}, load_format='dummy', device='cpu')\n"
+    )
+    command = [sys.executable, "-c", head + code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_engines_share_what_is_set_aside(tiny: Path) -> None:
-    """The first to close leaves the other's objects alone."""
-    with open_tiny(tiny):
-        with open_tiny(tiny):
-            pass
-        assert gc.get_freeze_count() > 10_000
+def test_a_collection_between_steps_need_not_look_at_what_the_start_made(tmp_path: Path) -> None:
+    """Its objects are set aside until the engine is closed."""
+    code = (
+        "llm = start(); print(gc.get_freeze_count() > 10_000)\n"
+        "llm.close(); print(gc.get_freeze_count())"
+    )
+    assert printed(write_config(tmp_path / "model"), code) == ["True", "0"]
 
 
-def test_what_the_program_set_aside_itself_stays(tiny: Path) -> None:
+def test_engines_share_what_is_set_aside(tmp_path: Path) -> None:
+    """The first to close leaves the other's objects alone; the last takes all back."""
+    code = (
+        "one = start(); start().close(); print(gc.get_freeze_count() > 10_000)\n"
+        "one.close(); print(gc.get_freeze_count())"
+    )
+    assert printed(write_config(tmp_path / "model"), code) == ["True", "0"]
+
+
+def test_what_the_program_set_aside_itself_stays(tmp_path: Path) -> None:
     """An engine does not undo another's gc.freeze."""
-    gc.freeze()
-    try:
-        before = gc.get_freeze_count()
-        open_tiny(tiny).close()
-        assert gc.get_freeze_count() >= before // 2 > 0
-    finally:
-        gc.unfreeze()
+    code = "gc.freeze(); start().close(); print(gc.get_freeze_count() > 10_000)"
+    assert printed(write_config(tmp_path / "model"), code) == ["True"]
 
 
 def test_a_start_imports_neither_transformers_nor_torchs_compiler(tmp_path: Path) -> None:
     """Each takes longer than the rest of a start."""
-    folder = write_config(tmp_path / "model")
     code = (
-        "import sys\n"
-        "from nanovllm_core import LLM\n"
-        f"LLM({str(folder)!r}, load_format='dummy', device='cpu').close()\n"
+        "start().close()\n"
         "print(*[m for m in ('transformers', 'torch._dynamo', 'sympy') if m in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == ""
+    assert printed(write_config(tmp_path / "model"), code) == []
