@@ -34,6 +34,7 @@ import xxhash
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.bench.environment import describe_environment
+from nanovllm_core.bench.workloads import load_format
 
 MOODS = (0.0, 0.3, 1.0, 3.0)
 """Requests arriving, relative to how many the rows can serve."""
@@ -225,11 +226,9 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
         arguments.max_model_len, arguments.max_num_seqs, arguments.block_size
     )  # fmt: skip
     num_blocks = arguments.blocks or (max_len + rows * max_len // 12) // block_size
-    folder = Path(arguments.model)
-    has_weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
     return LLM(
         arguments.model,
-        load_format="auto" if has_weights else "dummy",
+        load_format=load_format(arguments.model),
         device=arguments.device,
         attention=arguments.attention,
         debug=arguments.debug,

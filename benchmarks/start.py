@@ -33,11 +33,11 @@ def start(arguments: argparse.Namespace) -> dict[str, float]:
     from nanovllm_core import LLM, SamplingParams
 
     imported = time.time()
-    folder = Path(arguments.model)
-    has_weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
+    from nanovllm_core.bench.workloads import load_format
+
     with LLM(
         arguments.model,
-        load_format="auto" if has_weights else "dummy",
+        load_format=load_format(arguments.model),
         device=arguments.device,
         attention=arguments.attention,
         limits={"max_model_len": arguments.max_model_len},

@@ -6,7 +6,8 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from nanovllm_core.errors import ConfigError
 
@@ -78,6 +79,12 @@ def ragged_workload(num_seqs: int, shortest: int = 16, longest: int = 256) -> Wo
     prompts = [[rng.randint(0, VOCABULARY) for _ in range(prompt)] for prompt, _ in lengths]
     name = f"{num_seqs} ragged {shortest}-{longest}"
     return Workload(name, prompts, [output for _, output in lengths])
+
+
+def load_format(model: str) -> Literal["auto", "dummy"]:
+    """How a benchmark loads `model`: a folder without weights gets random ones."""
+    folder = Path(model)
+    return "auto" if not folder.is_dir() or any(folder.glob("*.safetensors")) else "dummy"
 
 
 def fixed_lengths(name: str) -> tuple[int, int] | None:

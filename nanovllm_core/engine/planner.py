@@ -163,7 +163,7 @@ class Planner:
     def _append_early(self) -> list[PageAppend]:
         """Pages for the rows that need one soon: one copy to the device then serves many steps.
 
-        Only while there is a free page for every row, so that nobody gives way for it.
+        Only while there is a free page for every row: it must not make another give way now.
         """
         appends: list[PageAppend] = []
         for row in self.rows.rows_to_attend_within(self.kv.early_steps):

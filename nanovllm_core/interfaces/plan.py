@@ -143,7 +143,8 @@ class WorkerInfo:
     """What the workers offer once started.
 
     `start_seconds` says where the time of the start went, by part, in the order of the parts. The
-    engine's front adds `plan` before them: the choice of plugins, and the imports.
+    engine's front adds `plan` before them: the choice of plugins, and the imports. What the front
+    does after them (the engine's own tables, a garbage collection) is in none.
     """
 
     num_blocks: int

@@ -2,8 +2,8 @@
 
 A step has two shapes. A decode step has one token per row, padded to a bucket, and is the same
 sequence of kernels every time, from the row tables to the sampled ids: captured once per bucket
-and replayed (see `graphs`), or run eagerly with the same padding. A step with prompt chunks is
-built and launched eagerly.
+and replayed (see `graphs`), or run eagerly with the same padding (on a CPU every batch size is a
+bucket, so there is none). A step with prompt chunks is built and launched eagerly.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ModelRunner:
     # -- decode steps -----------------------------------------------------------------------------
 
     def bucket(self, num_rows: int) -> int:
-        """The smallest captured batch size that holds `num_rows`."""
+        """The smallest of the bucket sizes that holds `num_rows`."""
         return self.bucket_sizes[bisect_left(self.bucket_sizes, num_rows)]
 
     def capture(self, graphs: DecodeGraphs) -> None:
