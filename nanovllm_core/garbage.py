@@ -1,32 +1,36 @@
 """What a start leaves behind stays: a collection in the midst of steps need not look at it.
 
-`gc.freeze` concerns the whole process, so engines share it: the last one to close takes it back,
-and a program that had frozen objects of its own keeps them frozen. What the program itself held
-when an engine started is set aside with the rest, and what of it dies in cycles is collected when
-the last engine closes.
+`gc.freeze` concerns the whole process, so engines share it. It is undone while an engine closes,
+or the cycles of that engine, and the memory of its device with them, would stay for ever; what the
+others set aside is then set aside again. An engine that closes also undoes a `gc.freeze` of the
+program's own: there is no telling the two apart (CPython 3.12 starts with some objects frozen).
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _num_engines = 0
-_frozen_before = False
 
 
 def freeze_objects() -> None:
     """Set aside every object there is, once more for each engine that starts."""
-    global _num_engines, _frozen_before
-    if _num_engines == 0:
-        _frozen_before = gc.get_freeze_count() > 0
+    global _num_engines
     _num_engines += 1
     gc.collect()
     gc.freeze()
 
 
-def unfreeze_objects() -> None:
-    """The opposite, once for each engine that closes."""
+@contextmanager
+def thawed_objects() -> Iterator[None]:
+    """Around the closing of an engine that had frozen: what it drops can be collected within."""
     global _num_engines
     _num_engines -= 1
-    if _num_engines == 0 and not _frozen_before:
-        gc.unfreeze()
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        if _num_engines:
+            gc.freeze()

@@ -22,7 +22,7 @@ from nanovllm_core.errors import (
     InvalidPromptError,
     InvalidSamplingError,
 )
-from nanovllm_core.garbage import freeze_objects, unfreeze_objects
+from nanovllm_core.garbage import freeze_objects, thawed_objects
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
@@ -258,8 +258,8 @@ class LLM:
         if self._closed:
             return
         self._closed = True
-        unfreeze_objects()
-        self._executor.close()
+        with thawed_objects():
+            self._executor.close()
         self._plugins.hook.nanovllm_engine_closed()
 
     exit = close  # nano-vllm's name

@@ -61,10 +61,16 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         num_bytes, size = min(GPU_COPY_BYTES, free // 8), GPU_MATMUL_SIZE
-    rates = Rates(_copy_rate(device, num_bytes), _matmul_rate(device, dtype, size))
+    copy_rate = _copy_rate(device, num_bytes)
+    _give_back(device)  # before the first product, whose library keeps a workspace for good
+    matmul_rate = _matmul_rate(device, dtype, size)
+    _give_back(device)
+    return Rates(copy_rate, matmul_rate)
+
+
+def _give_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return rates
 
 
 def _copy_rate(device: torch.device, num_bytes: int) -> float:

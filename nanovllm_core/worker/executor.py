@@ -106,8 +106,8 @@ class SingleProcessExecutor(Executor):
             if self._graphs is not None:
                 self._graphs.clear()
             self._runner = self._graphs = None
+        gc.collect()  # model, runner and cache refer to one another
         if device.type == "cuda":
-            gc.collect()
             torch.cuda.empty_cache()  # the next engine, or the neighbours, find the memory free
 
     def _running(self) -> ModelRunner:

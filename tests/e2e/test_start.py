@@ -51,9 +51,17 @@ def test_engines_share_what_is_set_aside(tmp_path: Path) -> None:
     assert printed(write_config(tmp_path / "model"), code) == ["True", "0"]
 
 
-def test_what_the_program_set_aside_itself_stays(tmp_path: Path) -> None:
-    """An engine does not undo another's gc.freeze."""
-    code = "gc.freeze(); start().close(); print(gc.get_freeze_count() > 10_000)"
+@pytest.mark.parametrize("before", ["pass", "gc.freeze()", "other = start()"])
+def test_what_a_closing_engine_drops_is_collected(tmp_path: Path, before: str) -> None:
+    """Cycles too, whatever else set them aside: the interpreter (3.12), the program, an engine."""
+    code = (
+        "import weakref\n"
+        "class Cycle: pass\n"
+        f"{before}\n"
+        "cycle = Cycle(); cycle.itself = cycle\n"
+        "llm = start(); llm._executor._runner.cycle = cycle\n"
+        "gone = weakref.ref(cycle); del cycle; llm.close(); print(gone() is None)"
+    )
     assert printed(write_config(tmp_path / "model"), code) == ["True"]
 
 
