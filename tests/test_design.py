@@ -47,6 +47,7 @@ def test_no_spec_module_imports_torch() -> None:
     "module",
     [
         "nanovllm_core",
+        "nanovllm_core.api",
         "nanovllm_core.interfaces.executor",
         "nanovllm_core.hookspecs",
         "nanovllm_core.engine.engine",

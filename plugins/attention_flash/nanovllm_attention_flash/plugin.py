@@ -9,13 +9,13 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm_attention_flash.providers import Provider, other_installs, provider_for
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,
+    AttentionSpec,
     KVLayout,
+    hookimpl,
 )
-from nanovllm_core.interfaces.specs import AttentionSpec
 
 
 class FlashOptions(BaseModel):

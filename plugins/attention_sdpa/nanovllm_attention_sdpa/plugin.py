@@ -7,13 +7,13 @@ from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,
+    AttentionSpec,
     KVLayout,
+    hookimpl,
 )
-from nanovllm_core.interfaces.specs import AttentionSpec
 
 Kernel = Literal["auto", "math", "efficient", "flash", "cudnn"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import ModelSpec
+from nanovllm_core.api import ModelSpec, hookimpl
 
 
 @hookimpl

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import SchedulerSpec
+from nanovllm_core.api import SchedulerSpec, hookimpl
 
 
 class SjfOptions(BaseModel):
