@@ -31,7 +31,7 @@ from nanovllm_core.errors import (
     UnsupportedError,
     WeightsError,
 )
-from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.hookspecs import hookimpl, hookspec
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionCapabilities,
@@ -45,7 +45,13 @@ from nanovllm_core.interfaces.attention import (
 )
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
+from nanovllm_core.interfaces.logits_processor import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsRequest,
+)
 from nanovllm_core.interfaces.model import CausalLM, ModelShape
+from nanovllm_core.interfaces.observer import ObserverContext, StepObserver, StepRecord
 from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS,
     PADDED,
@@ -58,6 +64,8 @@ from nanovllm_core.interfaces.plan import (
     TokenLogprobs,
     WorkerInfo,
 )
+from nanovllm_core.interfaces.plugins import Plugins
+from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -69,10 +77,15 @@ from nanovllm_core.interfaces.specs import (
     AttentionSpec,
     CheckpointSpec,
     ExecutorSpec,
+    KernelSetSpec,
+    KindSpec,
+    LogitsProcessorSpec,
     ModelSpec,
     NoOptions,
+    ObserverSpec,
     PluginSpec,
     ResolvedPlugin,
+    SamplerSpec,
     SchedulerSpec,
 )
 from nanovllm_core.sampling_params import SamplingParams
@@ -132,20 +145,29 @@ __all__ = [
     "InvalidSamplingError",
     "KVLayout",
     "KernelSet",
+    "KernelSetSpec",
+    "KindSpec",
     "Layer",
     "LayerContext",
+    "LogitsContext",
+    "LogitsProcessor",
+    "LogitsProcessorSpec",
+    "LogitsRequest",
     "MergedColumnParallelLinear",
     "ModelParameter",
     "ModelShape",
     "ModelSpec",
     "NanoVLLMError",
     "NoOptions",
+    "ObserverContext",
+    "ObserverSpec",
     "OutOfMemoryError",
     "PageAppend",
     "ParallelLMHead",
     "Phase",
     "PluginLoadError",
     "PluginSpec",
+    "Plugins",
     "PrefillChunk",
     "PrefillMetadata",
     "PrefillShare",
@@ -157,6 +179,9 @@ __all__ = [
     "RopeConfig",
     "RowParallelLinear",
     "RowSampling",
+    "Sampler",
+    "SamplerContext",
+    "SamplerSpec",
     "SamplingParams",
     "Scheduler",
     "SchedulerError",
@@ -164,7 +189,9 @@ __all__ = [
     "SchedulerState",
     "SchedulingPolicy",
     "SingleRank",
+    "StepObserver",
     "StepPlan",
+    "StepRecord",
     "StepResult",
     "TensorParallel",
     "TokenLogprobs",
@@ -178,6 +205,7 @@ __all__ = [
     "gated_mlp",
     "heads_per_rank",
     "hookimpl",
+    "hookspec",
     "launch_options",
     "linear_add",
     "norm_linear",

@@ -15,6 +15,7 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
         SchedulerSpec(
             name="fcfs",
             impl="nanovllm_core.engine.policies:FcfsPolicy",
+            contract=1,
             summary="First come, first served.",
         )
     ]
@@ -27,6 +28,7 @@ def nanovllm_executors() -> Sequence[ExecutorSpec]:
         ExecutorSpec(
             name="single",
             impl="nanovllm_core.worker.executor:SingleProcessExecutor",
+            contract=1,
             summary="The model runs in this process, on one device.",
         )
     ]
@@ -39,11 +41,13 @@ def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
         CheckpointSpec(
             name="local",
             impl="nanovllm_core.checkpoint_sources:from_folder",
+            contract=1,
             summary="A folder of this machine.",
         ),
         CheckpointSpec(
             name="hub",
             impl="nanovllm_core.checkpoint_sources:from_hub",
+            contract=1,
             summary="A model of the Hugging Face hub, downloaded once.",
         ),
     ]

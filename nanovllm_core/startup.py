@@ -17,8 +17,6 @@ from nanovllm_core.errors import (
     ConfigError,
     DeviceError,
     ExecutorError,
-    NanoVLLMError,
-    PluginLoadError,
     PluginNotFoundError,
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
@@ -71,7 +69,7 @@ def start(config: EngineConfig) -> Startup:
     )
     scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
     # By now every selected plugin is known, so each hears of it, as extensions do.
-    plugins.hook.nanovllm_configure(config=config)
+    plugins.hook.nanovllm_configure(config=config, plugins=plugins)
     return Startup(plugins, setup, scheduler, executor)
 
 
@@ -245,7 +243,7 @@ def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
 
     choice = config.scheduler
     resolved = plugins.resolve("scheduler", choice.name, choice.options, path="scheduler.options")
-    made = _make(plugins, resolved, SchedulingPolicy, Scheduler)
+    made = plugins.make(resolved, (SchedulingPolicy, Scheduler))
     if isinstance(made, SchedulingPolicy):
         return TokenBudgetScheduler(made)
     return cast(Scheduler, made)
@@ -255,7 +253,7 @@ def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
     choice = config.executor
     check_tensor_parallel_size(plugins, config)
     resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
-    return cast(Executor, _make(plugins, resolved, Executor))
+    return cast(Executor, plugins.make(resolved, Executor))
 
 
 def check_tensor_parallel_size(plugins: PluginManager, config: EngineConfig) -> None:
@@ -268,22 +266,3 @@ def check_tensor_parallel_size(plugins: PluginManager, config: EngineConfig) -> 
             f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
             "executor that spans several devices"
         )
-
-
-def _make(plugins: PluginManager, resolved: ResolvedPlugin, *wanted: type) -> Any:
-    """An instance of a plugin's class; PluginLoadError where it is none, or cannot be made."""
-    who = f"{resolved.kind} {resolved.name!r} ({resolved.distribution} {resolved.version})"
-    implementation = load_object(resolved)
-    options = plugins.parse_options(resolved)
-    try:
-        made = implementation(options)
-    except NanoVLLMError:
-        raise
-    except Exception as error:
-        raise PluginLoadError(
-            f"{who}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, wanted):
-        names = " or ".join(kind.__name__ for kind in wanted)
-        raise PluginLoadError(f"{who}: {resolved.impl} made {made!r:.80}, which is no {names}")
-    return made

@@ -81,6 +81,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="flash",
             impl="nanovllm_attention_flash.backend:FlashAttention",
+            contract=1,
             summary="FlashAttention-4 without compiling; flash-attn 3, 2 and torch's when named",
             options=FlashOptions,
             capabilities=capabilities,

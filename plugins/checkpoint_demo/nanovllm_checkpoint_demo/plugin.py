@@ -25,6 +25,7 @@ def nanovllm_checkpoints() -> list[CheckpointSpec]:
         CheckpointSpec(
             name="demo",
             impl="nanovllm_checkpoint_demo.plugin:locate",
+            contract=1,
             summary="a Qwen3 of 3.7 million parameters: sums, lists, simple questions, stories",
         )
     ]

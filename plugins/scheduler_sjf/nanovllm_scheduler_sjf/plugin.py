@@ -31,6 +31,7 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
         SchedulerSpec(
             name="sjf",
             impl="nanovllm_scheduler_sjf.policy:SjfPolicy",
+            contract=1,
             summary="Shortest prompt first; waiting makes up for length.",
             options=SjfOptions,
         )
