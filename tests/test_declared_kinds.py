@@ -340,6 +340,6 @@ def nanovllm_observers():
     )  # fmt: skip
     manager = get_plugin_manager()
     for _ in range(2):
-        with pytest.raises(PluginLoadError, match="nanovllm-sinks .* ZeroDivisionError"):
+        with pytest.raises(PluginLoadError, match=r"nanovllm-sinks .* ZeroDivisionError"):
             manager.spec("observer", "feeder")
     assert manager.hook.nanovllm_observers() == []
