@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from nanovllm_core.attention_selection import evaluate
-from nanovllm_core.config import AttentionChoice
+from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.specs import AttentionSpec

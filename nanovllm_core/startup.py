@@ -22,9 +22,17 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.observer import StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
-from nanovllm_core.interfaces.specs import ExecutorSpec, ResolvedPlugin
+from nanovllm_core.interfaces.specs import ExecutorSpec, LogitsProcessorSpec, ResolvedPlugin
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
+from nanovllm_core.plugin_selection import (
+    make_observers,
+    resolve_observers,
+    select_kernels,
+    select_logits_processors,
+    select_sampler,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +45,10 @@ class Startup:
     setup: WorkerSetup
     scheduler: Scheduler
     executor: Executor
+    logits_processors: Mapping[str, LogitsProcessorSpec]
+    """What requests may ask for, in the order in which they run."""
+    observers: Mapping[str, StepObserver]
+    """By a label that names the plugin and its distribution."""
 
 
 def start(config: EngineConfig) -> Startup:
@@ -53,6 +65,7 @@ def start(config: EngineConfig) -> Startup:
     max_model_len = _resolve_max_model_len(config, shape)
     cuda_graphs = device.startswith("cuda") and not config.cuda_graphs.enforce_eager
     attention = _select_attention(plugins, config, shape, device, dtype, cuda_graphs)
+    specs, processors = select_logits_processors(plugins, config.logits_processors)
     setup = WorkerSetup(
         config=config,
         checkpoint=str(checkpoint),
@@ -60,6 +73,10 @@ def start(config: EngineConfig) -> Startup:
         model=model,
         prefill_attention=attention.prefill,
         decode_attention=attention.decode,
+        kernels=select_kernels(plugins, config.kernels, device),
+        sampler=select_sampler(plugins, config.sampler, device, cuda_graphs),
+        logits_processors=processors,
+        tokenizer=config.tokenizer or str(checkpoint),
         kv_layout=attention.layout,
         block_size=attention.block_size,
         max_model_len=max_model_len,
@@ -68,9 +85,11 @@ def start(config: EngineConfig) -> Startup:
         cuda_graphs=cuda_graphs,
     )
     scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
+    observers = resolve_observers(plugins, config.observers)
     # By now every selected plugin is known, so each hears of it, as extensions do.
     plugins.hook.nanovllm_configure(config=config, plugins=plugins)
-    return Startup(plugins, setup, scheduler, executor)
+    made = make_observers(plugins, observers, config)
+    return Startup(plugins, setup, scheduler, executor, specs, made)
 
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:

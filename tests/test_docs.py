@@ -277,7 +277,7 @@ def test_the_readme_names_every_kind_and_every_plugin() -> None:
 
 def test_the_lifecycle_hooks_are_told_with_their_arguments() -> None:
     lifecycle = {
-        f"`{name}({', '.join(hook.__annotations__.keys() - {'return'})})`"
+        f"`{name}({', '.join(key for key in hook.__annotations__ if key != 'return')})`"
         for name, hook in vars(hookspecs).items()
         if name.startswith("nanovllm_")
         and name not in {KIND_HOOK, *(kind.hook for kind in KINDS.values())}

@@ -8,7 +8,7 @@ per page.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +32,7 @@ class QKPrep:
     eps: float = 1e-6
 
 
+@runtime_checkable
 class KernelSet(Protocol):
     """Fused operations on one device. Inputs have their last dimension contiguous.
 

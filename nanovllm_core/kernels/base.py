@@ -1,22 +1,24 @@
-"""The choice of a kernel set for a device."""
+"""The core's two kernel sets, made for a device."""
 
 from __future__ import annotations
 
 import torch
+from pydantic import BaseModel
 
 from nanovllm_core.errors import DeviceError
 from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.specs import NoOptions
 
 
-def get_kernels(device: torch.device) -> KernelSet:
-    """The kernel set for a device: Triton on CUDA, the torch reference elsewhere.
+def make_torch_kernels(options: BaseModel, device: torch.device) -> KernelSet:
+    """The torch reference."""
+    from nanovllm_core.kernels.reference import TorchKernels
 
-    Raises DeviceError where CUDA was asked for and Triton cannot be imported.
-    """
-    if device.type != "cuda":
-        from nanovllm_core.kernels.reference import TorchKernels
+    return TorchKernels()
 
-        return TorchKernels()
+
+def make_triton_kernels(options: BaseModel, device: torch.device) -> KernelSet:
+    """Triton on CUDA; DeviceError where Triton cannot be imported."""
     try:
         from nanovllm_core.kernels.dependent_launch import supports_dependent_launch
         from nanovllm_core.kernels.triton_set import TritonKernels
@@ -26,3 +28,9 @@ def get_kernels(device: torch.device) -> KernelSet:
             'run: pip install "triton>=3.6", or choose device: cpu'
         ) from error
     return TritonKernels(dependent_launch=supports_dependent_launch(device))
+
+
+def get_kernels(device: torch.device) -> KernelSet:
+    """The set that `kernels: auto` takes, for programs that have no configuration."""
+    make = make_triton_kernels if device.type == "cuda" else make_torch_kernels
+    return make(NoOptions(), device)
