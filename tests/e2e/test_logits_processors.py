@@ -25,6 +25,8 @@ Install = Callable[..., None]
 GROUP = "nanovllm.logits_processors"
 PROMPT = [5, 17, 3, 60, 41, 8, 8, 90]
 LENGTH = 16
+LOOPING = [77, 0, 89, 57]
+"""A prompt after which the greedy text says an id several times in a row."""
 
 SOURCE = """
 import torch
@@ -133,12 +135,13 @@ def test_what_depends_on_the_newest_token_is_right_at_any_depth(
 ) -> None:
     """The row's ids are on the device before the host has them; the neighbours are as alone."""
     llm = open_engine(steps_ahead=steps_ahead)
-    asking = greedy({"norepeat": {"last": 6}})
+    asking = [greedy({"norepeat": {"last": last}}) for last in (1, 2, 6)]
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=LENGTH)
-    alone = llm.generate([PROMPT, PROMPT], [greedy(), seeded])
-    plain, changed, drawn = llm.generate([PROMPT] * 3, [greedy(), asking, seeded])
-    assert changed.token_ids == without_repeats(reference, PROMPT, LENGTH, 6)
-    assert changed.token_ids != plain.token_ids
+    alone = llm.generate([LOOPING] * 2, [greedy(), seeded])
+    plain, *changed, drawn = llm.generate([LOOPING] * 5, [greedy(), *asking, seeded])
+    for last, output in zip((1, 2, 6), changed, strict=True):
+        assert output.token_ids == without_repeats(reference, LOOPING, LENGTH, last)
+        assert output.token_ids != plain.token_ids
     assert [plain.token_ids, drawn.token_ids] == [one.token_ids for one in alone]
 
 
