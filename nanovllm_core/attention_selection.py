@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from nanovllm_core.config import AttentionChoice, AttentionSettings
+from nanovllm_core.config_choices import AttentionChoice, AttentionSettings
 from nanovllm_core.errors import ConfigError, PluginError, PluginLoadError, UnsupportedError
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import CheckpointSpec, ExecutorSpec, SchedulerSpec
+from nanovllm_core.interfaces.specs import (
+    CheckpointSpec,
+    ExecutorSpec,
+    KernelSetSpec,
+    SamplerSpec,
+    SchedulerSpec,
+)
 
 
 @hookimpl
@@ -15,6 +21,7 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
         SchedulerSpec(
             name="fcfs",
             impl="nanovllm_core.engine.policies:FcfsPolicy",
+            contract=1,
             summary="First come, first served.",
         )
     ]
@@ -27,6 +34,7 @@ def nanovllm_executors() -> Sequence[ExecutorSpec]:
         ExecutorSpec(
             name="single",
             impl="nanovllm_core.worker.executor:SingleProcessExecutor",
+            contract=1,
             summary="The model runs in this process, on one device.",
         )
     ]
@@ -39,11 +47,49 @@ def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
         CheckpointSpec(
             name="local",
             impl="nanovllm_core.checkpoint_sources:from_folder",
+            contract=1,
             summary="A folder of this machine.",
         ),
         CheckpointSpec(
             name="hub",
             impl="nanovllm_core.checkpoint_sources:from_hub",
+            contract=1,
             summary="A model of the Hugging Face hub, downloaded once.",
+        ),
+    ]
+
+
+@hookimpl
+def nanovllm_samplers() -> Sequence[SamplerSpec]:
+    """The Gumbel-max trick over a counter-based generator."""
+    return [
+        SamplerSpec(
+            name="gumbel",
+            impl="nanovllm_core.worker.sampling:GumbelSampler",
+            contract=1,
+            summary="Greedy and temperature; noise follows from seed, output index and id alone.",
+            devices=frozenset({"cpu", "cuda"}),
+            cuda_graphs=True,
+        )
+    ]
+
+
+@hookimpl
+def nanovllm_kernels() -> Sequence[KernelSetSpec]:
+    """The torch reference, and Triton."""
+    return [
+        KernelSetSpec(
+            name="torch",
+            impl="nanovllm_core.kernels.base:make_torch_kernels",
+            contract=1,
+            summary="The reference: one torch operation after another, on any device.",
+            devices=frozenset({"cpu", "cuda"}),
+        ),
+        KernelSetSpec(
+            name="triton",
+            impl="nanovllm_core.kernels.base:make_triton_kernels",
+            contract=1,
+            summary="Fused Triton kernels.",
+            devices=frozenset({"cuda"}),
         ),
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_choices import NamedPlugin
 
 FLAT_KEYWORDS: Mapping[str, str] = {
     "max_num_batched_tokens": "limits.max_num_batched_tokens",
@@ -28,6 +30,9 @@ MODEL_HINT = (
 )
 
 Location = tuple[int | str, ...]
+
+PluginTuple = tuple[NamedPlugin, ...]
+PLUGIN_KEYS = tuple(NamedPlugin.model_fields)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -126,6 +131,8 @@ def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]
         yield path, name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _fields(field.annotation, f"{path}.{name}".removeprefix("."))
+        elif field.annotation == PluginTuple:
+            yield from ((f"{path}.{name}".removeprefix(".") + "[]", key) for key in PLUGIN_KEYS)
     if path == "attention":
         yield from ((path, "backend"), (path, "options"))
 
@@ -133,8 +140,13 @@ def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]
 def _key_hint(location: Location) -> str:
     """The right key: the same name elsewhere, a sibling of a like name, a like name elsewhere."""
     key, parent = str(location[-1]), dotted(location[:-1])
+    parent = re.sub(r"\[\d+\]", "[]", parent)
     siblings = [name for path, name in _fields(EngineConfig) if path == parent]
-    elsewhere = {name: f"{path}.{name}".removeprefix(".") for path, name in _fields(EngineConfig)}
+    elsewhere = {
+        name: f"{path}.{name}".removeprefix(".")
+        for path, name in _fields(EngineConfig)
+        if not path.endswith("[]")
+    }
     elsewhere |= FLAT_KEYWORDS
     if key in elsewhere:
         return f"; did you mean {elsewhere[key]}?"

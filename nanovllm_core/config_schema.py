@@ -25,6 +25,8 @@ def config_schema(manager: PluginManager) -> Schema:
         ("attention", "AttentionChoice", "backend", ("auto",)),
         ("scheduler", "SchedulerSettings", "name", ()),
         ("executor", "ExecutorSettings", "name", ()),
+        ("sampler", "SamplerSettings", "name", ()),
+        ("kernels", "KernelSettings", "name", ("auto",)),
     ):
         definitions[name] = _choice(manager, kind, key, default, definitions)
     pair = {"$ref": "#/$defs/AttentionSettings"}
@@ -32,6 +34,10 @@ def config_schema(manager: PluginManager) -> Schema:
         "description": schema["properties"]["attention"]["description"],
         "anyOf": [{"$ref": "#/$defs/AttentionChoice"}, pair],
     }
+    for kind, field in (("logits_processor", "logits_processors"), ("observer", "observers")):
+        definitions[kind] = _choice(manager, kind, "name", (), definitions)
+        schema["properties"][field]["items"] = {"$ref": f"#/$defs/{kind}"}
+    del definitions["NamedPlugin"]  # the lists referred to it
     return schema
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from nanovllm_core.config import EngineConfig, expand_attention, expand_name
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_choices import expand_attention, expand_name
 from nanovllm_core.config_errors import FLAT_KEYWORDS, explain_config
 from nanovllm_core.errors import ConfigError
 
@@ -40,8 +41,13 @@ CHOICES: Mapping[tuple[str, ...], str] = {
     ("attention", "decode"): "backend",
     ("scheduler",): "name",
     ("executor",): "name",
+    ("sampler",): "name",
+    ("kernels",): "name",
 }
 """Where a plugin is chosen, and the key that names it."""
+
+NAMED = ("scheduler", "executor", "sampler", "kernels")
+"""Sections for which the name alone will do."""
 
 TreePath = tuple[str, ...]
 
@@ -199,7 +205,7 @@ def expand(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             full["attention"] = expand_attention(full["attention"])
         except ValueError as error:
             raise ConfigError(f"attention: {error} ({source})") from None
-    for name in ("scheduler", "executor"):
+    for name in NAMED:
         if name in full:
             full[name] = expand_name(full[name], "name")
     return full

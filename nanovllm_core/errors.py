@@ -6,6 +6,7 @@ NanoVLLMError
 │   ├── PluginNotFoundError      no installed plugin has that name
 │   ├── PluginConflictError      two distributions register the same name
 │   ├── PluginLoadError          a selected plugin cannot be imported, or breaks the contract
+│   ├── PluginFailedError        a plugin raised while the engine ran
 │   └── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
 ├── CheckpointError
 │   ├── CheckpointNotFoundError  the model names no folder, plugin or hub repository
@@ -54,6 +55,10 @@ class PluginConflictError(PluginError):
 
 class PluginLoadError(PluginError):
     """A selected plugin cannot be imported, or does not keep its contract."""
+
+
+class PluginFailedError(PluginError):
+    """A plugin raised while the engine ran; its own error is the cause."""
 
 
 class UnsupportedError(PluginError):

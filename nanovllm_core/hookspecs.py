@@ -16,11 +16,17 @@ if TYPE_CHECKING:
 
     from nanovllm_core.config import EngineConfig
     from nanovllm_core.interfaces.plan import WorkerInfo
+    from nanovllm_core.interfaces.plugins import Plugins
     from nanovllm_core.interfaces.specs import (
         AttentionSpec,
         CheckpointSpec,
         ExecutorSpec,
+        KernelSetSpec,
+        KindSpec,
+        LogitsProcessorSpec,
         ModelSpec,
+        ObserverSpec,
+        SamplerSpec,
         SchedulerSpec,
     )
 
@@ -55,8 +61,33 @@ def nanovllm_executors() -> Sequence[ExecutorSpec]:
 
 
 @hookspec
-def nanovllm_configure(config: EngineConfig) -> None:
-    """The configuration is final; nothing is loaded yet."""
+def nanovllm_samplers() -> Sequence[SamplerSpec]:
+    """Samplers: greedy and temperature choice on the device (group `nanovllm.samplers`)."""
+
+
+@hookspec
+def nanovllm_logits_processors() -> Sequence[LogitsProcessorSpec]:
+    """Changes of logits that a request may ask for (group `nanovllm.logits_processors`)."""
+
+
+@hookspec
+def nanovllm_observers() -> Sequence[ObserverSpec]:
+    """Observers of steps, such as metrics (group `nanovllm.observers`)."""
+
+
+@hookspec
+def nanovllm_kernels() -> Sequence[KernelSetSpec]:
+    """Sets of the fused operations that layers are built on (group `nanovllm.kernels`)."""
+
+
+@hookspec
+def nanovllm_kinds() -> Sequence[KindSpec]:
+    """New kinds of plugins (group `nanovllm.kinds`)."""
+
+
+@hookspec
+def nanovllm_configure(config: EngineConfig, plugins: Plugins) -> None:
+    """Everything is chosen and checked, no weight is read; `plugins` makes further ones."""
 
 
 @hookspec

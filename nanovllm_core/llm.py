@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.engine import Engine, EngineLimits, EngineStats, RequestOutput
+from nanovllm_core.engine.observation import Observation
 from nanovllm_core.errors import (
     CheckpointError,
     EngineClosedError,
@@ -24,9 +25,8 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.garbage import freeze_objects, thawed_objects
 from nanovllm_core.interfaces.plan import WorkerInfo
-from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.startup import start
+from nanovllm_core.startup import Startup, start
 from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
 
 Prompt = str | Sequence[int]
@@ -62,25 +62,31 @@ class LLM:
         began = perf_counter()
         startup = start(config)
         self._plugins, self._executor = startup.plugins, startup.executor
-        self._tokenizer = Tokenizer.find(config.tokenizer or startup.setup.checkpoint)
-        # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
-        eos = dict.fromkeys(checkpoint_eos_token_ids(startup.setup.checkpoint))
-        if self._tokenizer is not None:
-            eos |= dict.fromkeys(self._tokenizer.eos_token_ids)
-        planned = perf_counter() - began
+        self._observation = Observation(startup.observers) if startup.observers else None
         try:
+            self._tokenizer = Tokenizer.find(startup.setup.tokenizer)
+            # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
+            eos = dict.fromkeys(checkpoint_eos_token_ids(startup.setup.checkpoint))
+            if self._tokenizer is not None:
+                eos |= dict.fromkeys(self._tokenizer.eos_token_ids)
+            planned = perf_counter() - began
             info = self._executor.start(startup.setup)
             self.info: WorkerInfo = replace(
                 info, start_seconds={"plan": planned, **info.start_seconds}
             )
-            self._engine = self._make_engine(startup.scheduler, eos)
+            self._engine = self._make_engine(startup, eos)
             self._plugins.hook.nanovllm_engine_started(info=self.info)
         except BaseException:
             self._executor.close()
+            self._close_observers()
             raise
         freeze_objects()
 
-    def _make_engine(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> Engine:
+    def _close_observers(self) -> None:
+        if self._observation is not None:
+            self._observation.close()
+
+    def _make_engine(self, startup: Startup, eos_token_ids: Iterable[int]) -> Engine:
         config, info = self.config, self.info
         limits = EngineLimits(
             max_num_seqs=config.limits.max_num_seqs,
@@ -92,9 +98,11 @@ class LLM:
         )
         return Engine(
             self._executor,
-            scheduler,
+            startup.scheduler,
             limits,
             eos_token_ids=eos_token_ids,
+            logits_processors=startup.logits_processors,
+            observation=self._observation,
             prefix_caching=config.cache.prefix_caching,
             steps_ahead=config.steps_ahead,
             seed=config.seed,
@@ -260,6 +268,7 @@ class LLM:
         self._closed = True
         with thawed_objects():
             self._executor.close()
+        self._close_observers()
         self._plugins.hook.nanovllm_engine_closed()
 
     exit = close  # nano-vllm's name

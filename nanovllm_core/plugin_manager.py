@@ -1,95 +1,61 @@
-"""Discover plugins by metadata, load only what is chosen, check it, explain what is wrong.
+"""Load what is chosen among the installed plugins, check it, explain what is wrong.
 
     manager = get_plugin_manager(disable=config.plugins.disable)
     manager.installed()                                     # nothing is imported
     resolved = manager.resolve("scheduler", "sjf", {...})   # imports that plugin's light module
-    policy = load_object(resolved)(manager.parse_options(resolved))   # imports its code
+    policy = manager.make(resolved, SchedulingPolicy)       # imports its code, and calls it
 
-Each kind of plugin has an entry-point group; the entry point's name is the name in YAML, its target
-a light module of hook implementations that return specs.
+Each kind of plugin (`kinds`) has an entry-point group; the entry point's name is the name in YAML,
+its target a light module of hook implementations that return specs.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pluggy
 from pydantic import BaseModel, ValidationError
 
 from nanovllm_core import hookspecs
-from nanovllm_core.config_errors import did_you_mean, explain_options, nearest
+from nanovllm_core.config_errors import explain_options, nearest
 from nanovllm_core.errors import (
     ConfigError,
+    NanoVLLMError,
     PluginConflictError,
     PluginLoadError,
     PluginNotFoundError,
 )
-from nanovllm_core.interfaces.specs import (
-    CONTRACT_VERSION,
-    AttentionSpec,
-    CheckpointSpec,
-    ExecutorSpec,
-    ModelSpec,
-    PluginSpec,
-    ResolvedPlugin,
-    SchedulerSpec,
+from nanovllm_core.interfaces.specs import KindSpec, PluginSpec, ResolvedPlugin
+from nanovllm_core.kinds import (
+    EXTENSION,
+    KIND,
+    KIND_HOOK,
+    KINDS,
+    NO_SPEC,
+    Kind,
+    declared_hook,
+    declared_kind,
+)
+from nanovllm_core.plugin_checks import (
+    CORE,
+    check_kind_spec,
+    check_spec,
+    describe,
+    load_error,
+    the_one,
+)
+from nanovllm_core.plugin_discovery import (
+    KNOWN_EXTRAS,
+    InstalledPlugin,
+    find_plugins,
+    select_disabled,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of plugin: its entry-point group, the hook that declares it, the spec it returns."""
-
-    group: str
-    hook: str
-    spec: type[PluginSpec]
-
-
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "attention": Kind("nanovllm.attention", "nanovllm_attention", AttentionSpec),
-        "scheduler": Kind("nanovllm.schedulers", "nanovllm_schedulers", SchedulerSpec),
-        "model": Kind("nanovllm.models", "nanovllm_models", ModelSpec),
-        "checkpoint": Kind("nanovllm.checkpoints", "nanovllm_checkpoints", CheckpointSpec),
-        "executor": Kind("nanovllm.executors", "nanovllm_executors", ExecutorSpec),
-    }
-)
-
-EXTENSION = "extension"
-EXTENSION_GROUP = "nanovllm.extensions"
-"""Plugins of lifecycle and command-line hooks; loaded only when `plugins.enable` names them."""
-
-KNOWN_EXTRAS: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        ("attention", "sdpa"): "sdpa",
-        ("attention", "triton"): "triton",
-        ("attention", "flash"): "flash",
-        ("scheduler", "sjf"): "sjf",
-        ("model", "Qwen3ForCausalLM"): "qwen3",
-        ("checkpoint", "demo"): "demo",
-    }
-)
-"""Which extra of nanovllm-core installs a plugin of this project."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class InstalledPlugin:
-    """What the metadata of an installed distribution says of one plugin."""
-
-    kind: str
-    name: str
-    distribution: str
-    version: str
-    entry_point: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}, {self.distribution}"
+HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("nanovllm_"))
+"""The hooks of the core."""
 
 
 def get_plugin_manager(
@@ -100,13 +66,13 @@ def get_plugin_manager(
     `disable` holds names (`flash`), kinds and names (`attention:flash`) or distributions; one that
     fits nothing raises PluginNotFoundError. `entry_points` stands in for the installed ones.
     """
-    return PluginManager(_discover() if entry_points is None else entry_points, disable)
+    return PluginManager(entry_points, disable)
 
 
 def load_object(target: str | ResolvedPlugin) -> Any:
     """Import `"package.module:Object"`, or a resolved plugin's; PluginLoadError if that fails."""
     impl = target if isinstance(target, str) else target.impl
-    owner = "" if isinstance(target, str) else f" of {_describe(target)}"
+    owner = "" if isinstance(target, str) else f" of {describe(target)}"
     module, _, name = impl.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -127,18 +93,42 @@ def parse_options(resolved: ResolvedPlugin, manager: PluginManager | None = None
     return (manager or get_plugin_manager()).parse_options(resolved)
 
 
+def make_plugin(
+    resolved: ResolvedPlugin,
+    options: BaseModel,
+    wanted: type | tuple[type, ...],
+    *arguments: object,
+) -> Any:
+    """`impl(options, *arguments)`, checked to be a `wanted`; see `PluginManager.make`."""
+    implementation = load_object(resolved)
+    try:
+        made = implementation(options, *arguments)
+    except NanoVLLMError:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"{describe(resolved)}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, wanted):
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise PluginLoadError(
+            f"{describe(resolved)}: {resolved.impl} made {made!r:.80}, which is no {names}"
+        )
+    return made
+
+
 class PluginManager:
     """The plugins of this environment. Make one with `get_plugin_manager`."""
 
-    def __init__(self, found: Iterable[EntryPoint], disable: Iterable[str] = ()) -> None:
-        kinds = {kind.group: name for name, kind in KINDS.items()} | {EXTENSION_GROUP: EXTENSION}
-        installed = {
-            _installed(kinds[entry.group], entry): entry for entry in found if entry.group in kinds
-        }
-        self._disabled = _select(installed, disable)
+    def __init__(self, given: Iterable[EntryPoint] | None, disable: Iterable[str] = ()) -> None:
+        installed = find_plugins(given)
+        self._disabled = select_disabled(installed, disable)
         self._entries = {
             plugin: entry for plugin, entry in installed.items() if plugin not in self._disabled
         }
+        self._declared_kinds: dict[str, Kind] = {}
+        """The kinds that plugins declare, as far as they were needed so far."""
         self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
 
@@ -194,7 +184,54 @@ class PluginManager:
             hint += f'; pip install "nanovllm-core[{KNOWN_EXTRAS[kind, match]}]"'
         return f"no {kind} {name!r} is installed{hint}; installed: {', '.join(names) or 'none'}"
 
-    # ------------------------------------------------------------------------------- loading
+    # ---------------------------------------------------------------------------------- kinds
+
+    def kinds(self) -> list[str]:
+        """The names of all kinds, declared ones too, from metadata alone."""
+        return sorted({*KINDS, *NO_SPEC, *self.names(KIND)})
+
+    def kind(self, name: str) -> Kind:
+        """The kind of that name, of the core or declared by a plugin, whose module is imported.
+
+        Raises PluginNotFoundError where nothing declares it, and for `extension` and `kind`, whose
+        plugins have no spec; PluginLoadError where the declaration cannot be used.
+        """
+        if name in KINDS:
+            return KINDS[name]
+        if name in NO_SPEC:
+            raise PluginNotFoundError(f"plugins of the kind {name!r} have no spec to load")
+        if name not in self._declared_kinds:
+            spec = self.declaration(name)
+            # Its own plugins may stand in the same module, so that loading it came by here.
+            if name not in self._declared_kinds:
+                self._add_hookspecs(self.find(KIND, name), spec)
+                self._declared_kinds[name] = declared_kind(spec)
+        return self._declared_kinds[name]
+
+    def declaration(self, name: str) -> KindSpec:
+        """What the plugin that declares a kind says of it; PluginLoadError if that cannot be."""
+        plugin = self.find(KIND, name)
+        spec: KindSpec = the_one(plugin, KIND_HOOK, KindSpec, self._answers(plugin, KIND_HOOK))
+        check_kind_spec(plugin, spec)
+        return spec
+
+    def _add_hookspecs(self, plugin: InstalledPlugin, spec: KindSpec) -> None:
+        try:
+            module = importlib.import_module(spec.hookspecs)
+        except Exception as error:
+            raise load_error(plugin, f"hookspecs {spec.hookspecs!r} fail", error) from error
+        ours = [name for name in HOOKS if hasattr(module, name)]
+        hook = declared_hook(spec.name)
+        if ours:
+            raise load_error(plugin, f"{spec.hookspecs} declares {ours[0]}, a hook of {CORE}")
+        if not hasattr(module, hook):
+            raise load_error(plugin, f"{spec.hookspecs} must declare the hook {hook}")
+        try:
+            self._pluggy.add_hookspecs(module)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            raise load_error(plugin, f"{spec.hookspecs} does not fit", error) from error
+
+    # -------------------------------------------------------------------------------- loading
 
     def spec(self, kind: str, name: str) -> PluginSpec:
         """Import one plugin's light module and return its spec, of the kind's type.
@@ -202,26 +239,16 @@ class PluginManager:
         Raises PluginLoadError, with distribution, entry point and the original error, where the
         module does not import or does not keep the contract.
         """
-        return self._spec(self.find(kind, name))
+        return self._spec(self.kind(kind), self.find(kind, name))
 
-    def _spec(self, plugin: InstalledPlugin) -> PluginSpec:
-        wanted = KINDS[plugin.kind]
-        specs = self._declared(plugin, wanted.hook)
-        for strange in (spec for spec in specs if not isinstance(spec, wanted.spec)):
-            problem = f"{wanted.hook} returned {strange!r}, not {wanted.spec.__name__} objects"
-            raise _load_error(plugin, problem)
-        matching = [spec for spec in specs if spec.name == plugin.name]
-        if len(matching) != 1:
-            raise _load_error(
-                plugin,
-                f"{wanted.hook} must return one spec named {plugin.name!r}, as the entry point is; "
-                f"it returned {[spec.name for spec in specs]} (is the function marked @hookimpl?)",
-            )
-        spec: PluginSpec = matching[0]
-        _check_spec(plugin, spec)
+    def _spec(self, kind: Kind, plugin: InstalledPlugin) -> PluginSpec:
+        answers = self._answers(plugin, kind.hook)
+        spec: PluginSpec = the_one(plugin, kind.hook, kind.spec, answers)
+        owner = CORE if kind.name in KINDS else self.find(KIND, kind.name).distribution
+        check_spec(plugin, spec, kind, owner)
         return spec
 
-    def _declared(self, plugin: InstalledPlugin, hook: str) -> list[Any]:
+    def _answers(self, plugin: InstalledPlugin, hook: str) -> list[Any]:
         """What this plugin alone answers to the hook of its kind."""
         module = self._load(plugin)
         others = [other for other in self._pluggy.get_plugins() if other is not module]
@@ -229,7 +256,7 @@ class PluginManager:
             answers = self._pluggy.subset_hook_caller(hook, others)()
             return [spec for answer in answers for spec in answer]
         except Exception as error:
-            raise _load_error(plugin, f"its hook {hook} failed", error) from error
+            raise load_error(plugin, f"its hook {hook} failed", error) from error
 
     def enable(self, names: Iterable[str]) -> None:
         """Load extensions, so that their hooks are called from now on."""
@@ -241,17 +268,51 @@ class PluginManager:
         try:
             module = self._entries[plugin].load()
         except Exception as error:
-            raise _load_error(plugin, "it cannot be imported", error) from error
+            raise load_error(plugin, "it cannot be imported", error) from error
         if self._pluggy.is_registered(module):
             return module
         try:
             self._pluggy.register(module)
-            self._pluggy.check_pending()
+            self._load_kinds_of(module)
+            self._check_hooks(module)
         except pluggy.PluginValidationError as error:
-            if self._pluggy.is_registered(module):
-                self._pluggy.unregister(module)
-            raise _load_error(plugin, "it does not fit the hooks", error) from error
+            self._forget(module)
+            raise load_error(plugin, "it does not fit the hooks", error) from error
+        except PluginLoadError:
+            self._forget(module)
+            raise
         return module
+
+    def _load_kinds_of(self, module: Any) -> None:
+        """A module may answer the hooks of declared kinds too, among them those it declares."""
+        implemented = {caller.name for caller in self._pluggy.get_hookcallers(module) or ()}
+        for name in self.names(KIND):
+            if declared_hook(name) in implemented.difference(HOOKS):
+                self.kind(name)
+
+    def _check_hooks(self, module: Any) -> None:
+        """PluginValidationError for a hook that nothing calls; pluggy's own check is of all."""
+        for caller in self._pluggy.get_hookcallers(module) or ():
+            mine = [one for one in caller.get_hookimpls() if one.plugin is module]
+            if not caller.has_spec() and not all(one.optionalhook for one in mine):
+                raise pluggy.PluginValidationError(module, f"unknown hook {caller.name!r}")
+
+    def _forget(self, module: Any) -> None:
+        if self._pluggy.is_registered(module):
+            self._pluggy.unregister(module)
+
+    def load(self, resolved: ResolvedPlugin) -> Any:
+        """Import what a resolved plugin's `impl` names; PluginLoadError if that fails."""
+        return load_object(resolved)
+
+    def make(
+        self, resolved: ResolvedPlugin, wanted: type | tuple[type, ...], *arguments: object
+    ) -> Any:
+        """Call a resolved plugin's `impl` with its options, then `arguments`.
+
+        Raises PluginLoadError, with the distribution, where that fails or makes no `wanted`.
+        """
+        return make_plugin(resolved, self.parse_options(resolved), wanted, *arguments)
 
     def resolve(
         self, kind: str, name: str, options: Mapping[str, Any] | None = None, path: str = ""
@@ -286,64 +347,9 @@ class PluginManager:
         ]
         if [plugin.version for plugin in here] != [resolved.version]:
             raise PluginLoadError(
-                f"the engine chose {_describe(resolved)}, but installed here: "
+                f"the engine chose {describe(resolved)}, but installed here: "
                 f"{', '.join(plugin.version for plugin in here) or 'none'}; install the same "
                 "version on every machine"
             )
-        return self._spec(here[0]).options.model_validate(dict(resolved.options))
-
-
-def _discover() -> list[EntryPoint]:
-    groups = [*(kind.group for kind in KINDS.values()), EXTENSION_GROUP]
-    return [entry for group in groups for entry in entry_points(group=group)]
-
-
-def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
-    distribution, version = (entry.dist.name, entry.dist.version) if entry.dist else ("?", "?")
-    return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
-
-
-def _select(plugins: Iterable[InstalledPlugin], wanted: Iterable[str]) -> set[InstalledPlugin]:
-    """The plugins that `plugins.disable` names."""
-    labels = [(p, (p.name, f"{p.kind}:{p.name}", p.distribution)) for p in plugins]
-    selected: set[InstalledPlugin] = set()
-    for name in wanted:
-        matching = {plugin for plugin, known in labels if name in known}
-        if not matching:
-            hint = did_you_mean(name, {label for _, known in labels for label in known})
-            raise PluginNotFoundError(f"plugins.disable: no installed plugin is {name!r}{hint}")
-        selected |= matching
-    return selected
-
-
-def _check_spec(plugin: InstalledPlugin, spec: PluginSpec) -> None:
-    """Refuse a spec of another contract, or one that cannot be acted upon."""
-    if spec.contract != CONTRACT_VERSION:
-        raise _load_error(
-            plugin,
-            f"it was written for contract {spec.contract}, and this nanovllm-core has contract "
-            f"{CONTRACT_VERSION}; install versions that fit",
-        )
-    if not re.fullmatch(r"[\w.]+:[\w.]+", spec.impl):
-        raise _load_error(plugin, f"impl {spec.impl!r} is not of the form 'package.module:Object'")
-    if not (isinstance(spec.options, type) and issubclass(spec.options, BaseModel)):
-        raise _load_error(plugin, f"options {spec.options!r} is not a pydantic model class")
-    if spec.options.model_config.get("extra") != "forbid":
-        raise _load_error(
-            plugin, f'{spec.options.__name__} must set extra="forbid", or typos would go unnoticed'
-        )
-
-
-def _describe(plugin: ResolvedPlugin) -> str:
-    return f"{plugin.kind} {plugin.name!r} ({plugin.distribution} {plugin.version})"
-
-
-def _load_error(
-    plugin: InstalledPlugin, problem: str, error: Exception | None = None
-) -> PluginLoadError:
-    """Name the distribution, the entry point and the original error."""
-    original = f": {type(error).__name__}: {error}" if error else ""
-    return PluginLoadError(
-        f"{plugin.kind} {plugin.name!r} of {plugin.distribution} {plugin.version} (entry point "
-        f"{plugin.entry_point}): {problem}{original}"
-    )
+        spec = self._spec(self.kind(resolved.kind), here[0])
+        return spec.options.model_validate(dict(resolved.options))

@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from nanovllm_core.attention_selection import evaluate
-from nanovllm_core.config import AttentionChoice
+from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.specs import AttentionSpec
-from nanovllm_core.plugin_manager import EXTENSION, InstalledPlugin, PluginManager
+from nanovllm_core.kinds import EXTENSION, KIND
+from nanovllm_core.plugin_discovery import InstalledPlugin
+from nanovllm_core.plugin_manager import PluginManager
 
 State = Literal["ready", "unsupported", "broken", "disabled"]
 
@@ -69,6 +71,8 @@ def _status(
     if plugin.kind == EXTENSION:
         return PluginStatus(plugin, "ready", note="loaded when plugins.enable names it")
     try:
+        if plugin.kind == KIND:
+            return PluginStatus(plugin, "ready", note=manager.declaration(plugin.name).summary)
         spec = manager.spec(plugin.kind, plugin.name)
         if isinstance(spec, AttentionSpec):
             return _attention_status(manager, plugin, spec, requirements)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nanovllm_core.errors import InvalidSamplingError
 
@@ -56,6 +56,8 @@ class SamplingParams:
     """Report the log-probability of each token and of this many likeliest ones (0 to 20)."""
     n: int = 1
     """How many independent outputs to make of the same prompt."""
+    logits_processors: Mapping[str, Mapping[str, Any]] | None = None
+    """The configured logits processors that this request asks for, each with its arguments."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -82,6 +84,7 @@ class SamplingParams:
             raise InvalidSamplingError(
                 f"ignore_eos is {self.ignore_eos!r}; it must be True or False"
             )
+        _check_logits_processors(self.logits_processors)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -125,6 +128,21 @@ def _check_integer(name: str, value: object, low: int, high: int | None, remedy:
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidSamplingError(
             f"{name} is {value!r}; it must be a whole number {limit} ({remedy})"
+        )
+
+
+def _check_logits_processors(value: object) -> None:
+    """A mapping of names to mappings; what the arguments must be, the plugin says."""
+    if value is None:
+        return
+    good = isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(arguments, Mapping)
+        for name, arguments in value.items()
+    )
+    if not good:
+        raise InvalidSamplingError(
+            f"logits_processors is {value!r:.80}; it must map names of processors to their "
+            'arguments, as in {"name": {"key": "value"}} ({} for none)'
         )
 
 

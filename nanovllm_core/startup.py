@@ -17,16 +17,22 @@ from nanovllm_core.errors import (
     ConfigError,
     DeviceError,
     ExecutorError,
-    NanoVLLMError,
-    PluginLoadError,
     PluginNotFoundError,
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.observer import StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
-from nanovllm_core.interfaces.specs import ExecutorSpec, ResolvedPlugin
+from nanovllm_core.interfaces.specs import ExecutorSpec, LogitsProcessorSpec, ResolvedPlugin
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
+from nanovllm_core.plugin_selection import (
+    make_observers,
+    resolve_observers,
+    select_kernels,
+    select_logits_processors,
+    select_sampler,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +45,10 @@ class Startup:
     setup: WorkerSetup
     scheduler: Scheduler
     executor: Executor
+    logits_processors: Mapping[str, LogitsProcessorSpec]
+    """What requests may ask for, in the order in which they run."""
+    observers: Mapping[str, StepObserver]
+    """By a label that names the plugin and its distribution."""
 
 
 def start(config: EngineConfig) -> Startup:
@@ -55,6 +65,7 @@ def start(config: EngineConfig) -> Startup:
     max_model_len = _resolve_max_model_len(config, shape)
     cuda_graphs = device.startswith("cuda") and not config.cuda_graphs.enforce_eager
     attention = _select_attention(plugins, config, shape, device, dtype, cuda_graphs)
+    specs, processors = select_logits_processors(plugins, config.logits_processors)
     setup = WorkerSetup(
         config=config,
         checkpoint=str(checkpoint),
@@ -62,6 +73,10 @@ def start(config: EngineConfig) -> Startup:
         model=model,
         prefill_attention=attention.prefill,
         decode_attention=attention.decode,
+        kernels=select_kernels(plugins, config.kernels, device),
+        sampler=select_sampler(plugins, config.sampler, device, cuda_graphs),
+        logits_processors=processors,
+        tokenizer=config.tokenizer or str(checkpoint),
         kv_layout=attention.layout,
         block_size=attention.block_size,
         max_model_len=max_model_len,
@@ -70,9 +85,11 @@ def start(config: EngineConfig) -> Startup:
         cuda_graphs=cuda_graphs,
     )
     scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
+    observers = resolve_observers(plugins, config.observers)
     # By now every selected plugin is known, so each hears of it, as extensions do.
-    plugins.hook.nanovllm_configure(config=config)
-    return Startup(plugins, setup, scheduler, executor)
+    plugins.hook.nanovllm_configure(config=config, plugins=plugins)
+    made = make_observers(plugins, observers, config)
+    return Startup(plugins, setup, scheduler, executor, specs, made)
 
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
@@ -245,7 +262,7 @@ def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
 
     choice = config.scheduler
     resolved = plugins.resolve("scheduler", choice.name, choice.options, path="scheduler.options")
-    made = _make(plugins, resolved, SchedulingPolicy, Scheduler)
+    made = plugins.make(resolved, (SchedulingPolicy, Scheduler))
     if isinstance(made, SchedulingPolicy):
         return TokenBudgetScheduler(made)
     return cast(Scheduler, made)
@@ -255,7 +272,7 @@ def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:
     choice = config.executor
     check_tensor_parallel_size(plugins, config)
     resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
-    return cast(Executor, _make(plugins, resolved, Executor))
+    return cast(Executor, plugins.make(resolved, Executor))
 
 
 def check_tensor_parallel_size(plugins: PluginManager, config: EngineConfig) -> None:
@@ -268,22 +285,3 @@ def check_tensor_parallel_size(plugins: PluginManager, config: EngineConfig) -> 
             f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
             "executor that spans several devices"
         )
-
-
-def _make(plugins: PluginManager, resolved: ResolvedPlugin, *wanted: type) -> Any:
-    """An instance of a plugin's class; PluginLoadError where it is none, or cannot be made."""
-    who = f"{resolved.kind} {resolved.name!r} ({resolved.distribution} {resolved.version})"
-    implementation = load_object(resolved)
-    options = plugins.parse_options(resolved)
-    try:
-        made = implementation(options)
-    except NanoVLLMError:
-        raise
-    except Exception as error:
-        raise PluginLoadError(
-            f"{who}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, wanted):
-        names = " or ".join(kind.__name__ for kind in wanted)
-        raise PluginLoadError(f"{who}: {resolved.impl} made {made!r:.80}, which is no {names}")
-    return made

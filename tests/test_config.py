@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from nanovllm_core.config import AttentionChoice, AttentionSettings, EngineConfig, bucket_sizes
+from nanovllm_core.config import EngineConfig, bucket_sizes
+from nanovllm_core.config_choices import AttentionChoice, AttentionSettings
 
 
 @given(st.integers(1, 2000))

@@ -38,7 +38,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="fake", impl="x:Y", options=Options, summary="Made up.",
+        name="fake", impl="x:Y", contract=1, options=Options, summary="Made up.",
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True
         ),

@@ -15,7 +15,8 @@ import pytest
 import nanovllm_core
 from nanovllm_core import errors, hookspecs
 from nanovllm_core.interfaces.attention import GraphSupport, Phase
-from nanovllm_core.plugin_manager import KINDS, get_plugin_manager
+from nanovllm_core.kinds import KIND_HOOK, KINDS
+from nanovllm_core.plugin_manager import get_plugin_manager
 
 Install = Callable[..., None]
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,7 @@ def test_no_spec_module_imports_torch() -> None:
     "module",
     [
         "nanovllm_core",
+        "nanovllm_core.api",
         "nanovllm_core.interfaces.executor",
         "nanovllm_core.hookspecs",
         "nanovllm_core.engine.engine",
@@ -105,7 +107,7 @@ def test_every_hook_is_used_by_the_core_and_named_in_a_test() -> None:
     core = "\n".join(path.read_text() for path in (ROOT / "nanovllm_core").rglob("*.py"))
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     # Each kind's hook is implemented by the parametrised test below.
-    kinds = {kind.hook for kind in KINDS.values()}
+    kinds = {KIND_HOOK, *(kind.hook for kind in KINDS.values())}
     for name in HOOKS:
         assert f'"{name}"' in core or f"hook.{name}(" in core, f"nothing calls {name}"
         assert name in kinds or f"def {name}(" in tests, f"no test implements {name}"
@@ -113,7 +115,7 @@ def test_every_hook_is_used_by_the_core_and_named_in_a_test() -> None:
 
 def test_every_kind_has_its_hook() -> None:
     assert {kind.hook for kind in KINDS.values()} <= set(HOOKS)
-    lifecycle = set(HOOKS) - {kind.hook for kind in KINDS.values()}
+    lifecycle = set(HOOKS) - {KIND_HOOK, *(kind.hook for kind in KINDS.values())}
     assert lifecycle == {
         "nanovllm_configure",
         "nanovllm_engine_started",
@@ -128,18 +130,15 @@ def test_a_plugin_of_each_kind_is_found_by_its_hook(install: Install, kind: str)
     wanted = KINDS[kind]
     more = {
         "attention": "capabilities=None, kv_layouts=lambda requirements, options: []",
-        "model": "",
-        "scheduler": "",
-        "executor": "",
-        "checkpoint": "",
-    }[kind]
+        "sampler": "devices=frozenset({'cpu'})",
+        "kernels": "devices=frozenset({'cpu'})",
+    }.get(kind, "")
     source = f"""
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import {wanted.spec.__name__}
+from nanovllm_core.api import {wanted.spec.__name__}, hookimpl
 
 @hookimpl
 def {wanted.hook}():
-    return [{wanted.spec.__name__}(name="small", impl="small:Small", {more})]
+    return [{wanted.spec.__name__}(name="small", impl="small:Small", contract=1, {more})]
 """
     module = f"small_{kind}"
     install("small", {wanted.group: {"small": module}}, {module: source})
@@ -148,12 +147,12 @@ def {wanted.hook}():
 
 
 LIFECYCLE = """
-from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.api import hookimpl
 EVENTS = []
 
 @hookimpl
-def nanovllm_configure(config):
-    EVENTS.append(("configure", config.model))
+def nanovllm_configure(config, plugins):
+    EVENTS.append(("configure", config.model, "fcfs" in plugins.names("scheduler")))
 
 @hookimpl
 def nanovllm_engine_started(info):
@@ -178,7 +177,7 @@ def test_an_extension_sees_the_life_of_an_engine(install: Install) -> None:
         attention = llm.info.attention
     events = sys.modules["diary_plugin"].EVENTS
     assert events == [
-        ("configure", "demo"),
+        ("configure", "demo", True),
         ("started", attention),
         ("closed",),
     ]

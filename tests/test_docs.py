@@ -29,7 +29,8 @@ from nanovllm_core.config_errors import FLAT_KEYWORDS
 from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.interfaces.scheduler import SchedulerState
-from nanovllm_core.plugin_manager import EXTENSION_GROUP, KINDS, get_plugin_manager
+from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
+from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.startup import make_scheduler
 
 ROOT = Path(__file__).parents[1]
@@ -259,13 +260,14 @@ def test_the_kinds_of_plugins_are_told_with_group_hook_and_spec() -> None:
         for name, kind in KINDS.items()
     }
     assert told.pop("`extension`")[0] == f"`{EXTENSION_GROUP}`"
+    assert told.pop("`kind`") == [f"`{KIND_GROUP}`", f"`{KIND_HOOK}`", "`KindSpec`"]
     assert told == actual
 
 
 def test_the_readme_names_every_kind_and_every_plugin() -> None:
     rows = table_rows(README, "kind")
     groups = {row[1].strip("`") for row in rows}
-    assert groups == {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP}
+    assert groups == {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP, KIND_GROUP}
     told = " ".join(row[2] for row in rows)
     for project in ROOT.glob("plugins/*/pyproject.toml"):
         entries = tomllib.loads(project.read_text())["project"]["entry-points"]
@@ -275,9 +277,10 @@ def test_the_readme_names_every_kind_and_every_plugin() -> None:
 
 def test_the_lifecycle_hooks_are_told_with_their_arguments() -> None:
     lifecycle = {
-        f"`{name}({', '.join(hook.__annotations__.keys() - {'return'})})`"
+        f"`{name}({', '.join(key for key in hook.__annotations__ if key != 'return')})`"
         for name, hook in vars(hookspecs).items()
-        if name.startswith("nanovllm_") and name not in {kind.hook for kind in KINDS.values()}
+        if name.startswith("nanovllm_")
+        and name not in {KIND_HOOK, *(kind.hook for kind in KINDS.values())}
     }
     assert {row[0] for row in table_rows(PLUGINS, "hook")} == lifecycle
 

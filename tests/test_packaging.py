@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import nanovllm_core
-from nanovllm_core.plugin_manager import EXTENSION_GROUP, KINDS, KNOWN_EXTRAS
+from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
+from nanovllm_core.plugin_discovery import KNOWN_EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {
@@ -92,7 +93,7 @@ def test_the_hints_name_extras_that_install_that_plugin() -> None:
 
 
 def test_every_entry_point_group_is_one_that_the_core_reads() -> None:
-    known = {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP}
+    known = {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP, KIND_GROUP}
     for project in PROJECTS.values():
         assert set(project["entry-points"]) <= known
 

@@ -15,7 +15,7 @@ from nanovllm_core.errors import (
     PluginLoadError,
     PluginNotFoundError,
 )
-from nanovllm_core.interfaces.specs import CONTRACT_VERSION, SchedulerSpec
+from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object, parse_options
 
 Install = Callable[..., None]
@@ -24,15 +24,14 @@ SCHEDULERS = "nanovllm.schedulers"
 GOOD = """
 from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import SchedulerSpec
+from nanovllm_core.api import SchedulerSpec, hookimpl
 
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     ageing: int = 3
     tail: tuple[int, ...] = ()
 
-SPECS = [SchedulerSpec(name="fair", impl="fair_plugin:Policy", options=Options)]
+SPECS = [SchedulerSpec(name="fair", impl="fair_plugin:Policy", contract=1, options=Options)]
 
 class Policy:
     class Inner: pass
@@ -72,7 +71,7 @@ def test_built_ins_come_by_the_same_path() -> None:
 def test_every_built_in_has_its_implementation() -> None:
     manager = get_plugin_manager()
     built_in = [p for p in manager.installed() if p.distribution == "nanovllm-core"]
-    assert len(built_in) == 4
+    assert len(built_in) == 7
     for plugin in built_in:
         assert callable(load_object(manager.resolve(plugin.kind, plugin.name)))
 
@@ -191,8 +190,9 @@ def test_a_broken_plugin_that_nobody_selects_does_no_harm(install: Install) -> N
         (("return SPECS", "return ['fair']"), "returned 'fair', not SchedulerSpec objects"),
         (("return SPECS", "return 5"), "its hook nanovllm_schedulers failed: TypeError"),
         (("return SPECS", "raise OSError('disk')"), "failed: OSError: disk"),
-        (("options=Options)", "options=Options, contract=99)"),
-         f"contract 99, and this nanovllm-core has contract {CONTRACT_VERSION}"),
+        (("contract=1", "contract=99"), "it is too new: it was written for contract 99"),
+        (("contract=1", "contract=0"), "contract 0 is not a version"),
+        (("contract=1, ", ""), "it cannot be imported: TypeError.*contract"),
         (("fair_plugin:Policy", "fair_plugin.Policy"), "not of the form 'package.module:Object'"),
         (("options=Options", "options=dict"), "is not a pydantic model class"),
         (("options=Options", "options=3"), "is not a pydantic model class"),
@@ -226,6 +226,27 @@ def test_an_implementation_that_cannot_be_loaded_is_named(install: Install, impl
 def test_a_nested_implementation_is_found(install: Install) -> None:
     install_fair(install)
     assert load_object("fair_plugin:Policy.Inner").__name__ == "Inner"
+
+
+def test_a_plugin_is_made_with_its_options_and_must_be_what_it_claims(install: Install) -> None:
+    made = """
+from nanovllm_core.api import ConfigError
+
+def make(options, size):
+    if size < 0:
+        raise ConfigError("size is negative")
+    return [options.ageing] * (10 // size)
+"""
+    install_fair(install, GOOD.replace("fair_plugin:Policy", "fair_plugin:make") + made)
+    manager = get_plugin_manager()
+    resolved = manager.resolve("scheduler", "fair")
+    assert manager.make(resolved, list, 5) == [3, 3]
+    with pytest.raises(PluginLoadError, match=r"made \[3, 3\], which is no tuple or dict"):
+        manager.make(resolved, (tuple, dict), 5)
+    with pytest.raises(PluginLoadError, match=r"nanovllm-fair 1\.2\.3.*ZeroDivisionError"):
+        manager.make(resolved, list, 0)
+    with pytest.raises(ConfigError, match="size is negative"):
+        manager.make(resolved, list, -1)
 
 
 @pytest.mark.parametrize("change", [{"version": "1.2.4"}, {"distribution": "gone"}])

@@ -23,7 +23,7 @@ from nanovllm_core.bench.launches import count_launches
 from nanovllm_core.bench.rates import measure_rates, times_of
 from nanovllm_core.bench.roofline import Rates
 from nanovllm_core.bench.table import OOM, OUT_OF_MEMORY, attention_named
-from nanovllm_core.config import AttentionChoice
+from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.errors import NanoVLLMError, OutOfMemoryError, UnsupportedError
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nanovllm_core.engine.block_pool import BlockPool
 from nanovllm_core.engine.consistency import assert_consistent
 from nanovllm_core.engine.limits import EngineLimits
+from nanovllm_core.engine.observation import Observation
 from nanovllm_core.engine.output_processor import (
     DetokenizerFactory,
     OutputStream,
@@ -19,6 +20,7 @@ from nanovllm_core.engine.output_processor import (
 )
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
+from nanovllm_core.engine.processor_arguments import Asked, check_processor_arguments
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.rows import DecodeBatch, RowTable
 from nanovllm_core.engine.seeds import derive_seed, sample_seed
@@ -33,6 +35,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.executor import Executor
 from nanovllm_core.interfaces.plan import RowSampling, StepResult, TokenLogprobs
 from nanovllm_core.interfaces.scheduler import Scheduler
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.sampling_params import SamplingParams
 
 
@@ -41,9 +44,10 @@ class Engine:
 
     `steps_ahead` steps are planned and submitted before the oldest result is waited for; 0 waits
     for each step. The tokens do not depend on it. `eos_token_ids` end a request unless it ignores
-    them. `debug` checks every invariant at every step.
+    them. `logits_processors` are what requests may ask for, by name; the executor runs them.
+    `observation` is told about every step. `debug` checks every invariant at every step.
 
-    The executor stays the caller's to close.
+    The executor and the observers stay the caller's to close.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class Engine:
         limits: EngineLimits,
         *,
         eos_token_ids: Iterable[int] = (),
+        logits_processors: Mapping[str, LogitsProcessorSpec] | None = None,
+        observation: Observation | None = None,
         prefix_caching: bool = True,
         steps_ahead: int = 1,
         seed: int = 0,
@@ -66,6 +72,8 @@ class Engine:
         self._executor = executor
         self._steps_ahead = steps_ahead
         self._eos_token_ids = tuple(eos_token_ids)
+        self._processor_specs = logits_processors or {}
+        self._observation = observation
         self._seed = seed
         self._debug = debug
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len)
@@ -79,6 +87,7 @@ class Engine:
         self._outputs: list[RequestOutput] = []
         self._num_arrived = 0
         self._num_output_tokens = 0
+        self._num_finished = 0
         self._host_seconds = 0.0
         self._newest_batch: DecodeBatch | None = None
         self._steady_steps = 0
@@ -152,6 +161,7 @@ class Engine:
         """The samples of one request, the first of which lends the group its id; checks lengths."""
         max_length = self.limits.check_length(len(prompt), params)
         self.limits.check_stop_ids(params)
+        asked = check_processor_arguments(params, self._processor_specs, self.limits.vocab_size)
         seed = derive_seed(self._seed, self._num_arrived) if params.seed is None else params.seed
         prompt_list: list[int] = prompt.tolist()
         return [
@@ -160,7 +170,7 @@ class Engine:
                 group_id=sample_ids[0],
                 index=index,
                 params=params,
-                sampling=self._row_sampling(params, sample_seed(seed, index)),
+                sampling=self._row_sampling(params, asked, sample_seed(seed, index)),
                 prompt_token_ids=prompt_list,
                 token_ids=prompt,
                 max_length=max_length,
@@ -202,9 +212,11 @@ class Engine:
             preemptions=planner.num_preemptions,
             prefix_hit_tokens=planner.prefix_hit_tokens,
             output_tokens=self._num_output_tokens,
+            finished=self._num_finished,
             running=running,
             waiting=len(self._requests) - running,
             free_blocks=self._kv.pool.num_free,
+            blocks=self._kv.pool.num_blocks,
             host_seconds=self._host_seconds,
             steady_steps=self._steady_steps,
             steady_seconds=self._steady_seconds,
@@ -232,7 +244,7 @@ class Engine:
             raise
 
     def _step(self) -> list[RequestOutput]:
-        started = perf_counter()
+        began = started = perf_counter()
         is_steady = self._submit_ahead()
         if self._in_flight:
             waiting = perf_counter()
@@ -240,9 +252,12 @@ class Engine:
             result = self._executor.collect()
             self._is_waiting = False
             started += perf_counter() - waiting
-            self._absorb(self._in_flight.popleft(), result)
+            taken = self._in_flight.popleft()
+            self._absorb(taken, result)
             if self._planner.draining:
                 self._planner.requeue_drained()
+            if self._observation is not None:
+                self._observation.observe(self.stats, taken, len(self._in_flight), began)
         if self._debug:
             self.assert_consistent()
         outputs, self._outputs = self._outputs, []
@@ -351,6 +366,7 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         """The request is over: hand its output out and forget it."""
+        self._num_finished += 1
         self._planner.retire(request)
         self._outputs.append(self._streams.pop(request.request_id).take())
         del self._requests[request.request_id]
@@ -359,7 +375,7 @@ class Engine:
         if not samples:
             del self._samples[request.group_id]
 
-    def _row_sampling(self, params: SamplingParams, seed: int) -> RowSampling:
+    def _row_sampling(self, params: SamplingParams, asked: Asked, seed: int) -> RowSampling:
         """What the device needs of the parameters."""
         eos = () if params.ignore_eos else self._eos_token_ids
         cuts = 0 < params.top_k < self.limits.vocab_size
@@ -375,6 +391,7 @@ class Engine:
             min_tokens=params.min_tokens,
             logprobs=params.logprobs,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
+            logits_processors=asked,
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class EngineStats:
     """Counts since the engine started, and how things stand.
 
+    `finished` requests ended, aborted ones among them; each sample counts.
     `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
     and taking results in. `steady_seconds` is its part in the `steady_steps` calls that submitted a
     decode step of the very rows of the step before.
@@ -18,9 +19,11 @@ class EngineStats:
     preemptions: int
     prefix_hit_tokens: int
     output_tokens: int
+    finished: int
     running: int
     waiting: int
     free_blocks: int
+    blocks: int
     host_seconds: float
     steady_steps: int
     steady_seconds: float

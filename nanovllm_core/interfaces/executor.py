@@ -22,7 +22,8 @@ class WorkerSetup:
     """Everything rank 0 resolved at start; a worker imports and loads exactly this.
 
     `checkpoint` is the folder of the checkpoint, `model_config` its config.json as a dict.
-    `device` ("cuda:0", "cpu") and `dtype` ("bfloat16") are resolved, never "auto".
+    `tokenizer` is the folder of the tokenizer's files. `device` ("cuda:0", "cpu") and `dtype`
+    ("bfloat16") are resolved, never "auto".
     """
 
     config: EngineConfig
@@ -31,6 +32,10 @@ class WorkerSetup:
     model: ResolvedPlugin
     prefill_attention: ResolvedPlugin
     decode_attention: ResolvedPlugin
+    kernels: ResolvedPlugin
+    sampler: ResolvedPlugin
+    logits_processors: tuple[ResolvedPlugin, ...]
+    tokenizer: str
     kv_layout: KVLayout
     block_size: int
     max_model_len: int
@@ -62,4 +67,4 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the device. Closing twice is fine."""
+        """Free the device. Closing twice is fine, and so is closing what was never started."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,10 @@ MAX_DEVICE_STOP_IDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
-    """What the device must know to choose a row's tokens. Neutral values switch a feature off."""
+    """What the device must know to choose a row's tokens. Neutral values switch a feature off.
+
+    `logits_processors` holds (name, arguments) pairs; the engine has checked the arguments.
+    """
 
     temperature: float = 0.0
     seed: int = 0
@@ -36,6 +40,7 @@ class RowSampling:
     min_tokens: int = 0
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    logits_processors: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
     @property
     def needs_tail(self) -> bool:
@@ -49,6 +54,7 @@ class RowSampling:
             or self.frequency_penalty != 0.0
             or self.logprobs is not None
             or self.min_tokens > 0
+            or bool(self.logits_processors)
         )
 
 

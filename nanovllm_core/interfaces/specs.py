@@ -18,9 +18,6 @@ from nanovllm_core.interfaces.attention import (
     KVLayout,
 )
 
-CONTRACT_VERSION = 1
-"""The version of the contracts in this package; a spec states the one it was written for."""
-
 
 class NoOptions(BaseModel):
     """The options model of a plugin that has none."""
@@ -30,16 +27,19 @@ class NoOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSpec:
-    """What every kind of plugin states.
+    """What every kind of plugin states; read at start and by listings, never in a step.
 
     `name` is the entry point's name and the name in YAML; `impl` is `"package.module:Object"`.
+    `contract` is the version of its kind's contract that the plugin was written for: a number, so
+    that a plugin which nobody touched stays what it was (see `nanovllm_core.kinds`). `options` is a
+    pydantic model that forbids unknown keys.
     """
 
     name: str
     impl: str
+    contract: int
     summary: str = ""
     options: type[BaseModel] = NoOptions
-    contract: int = CONTRACT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,70 @@ class ExecutorSpec(PluginSpec):
     """A way to run workers. `impl` is an `Executor` class."""
 
     max_tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec(PluginSpec):
+    """A sampler. `impl` is a `Sampler` class, called with the options and a `SamplerContext`.
+
+    What is not stated is not supported: `devices` are torch's types ("cuda", "cpu"), `cuda_graphs`
+    says that `sample` may be captured.
+    """
+
+    devices: frozenset[str]
+    cuda_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsProcessorSpec(PluginSpec):
+    """A logits processor. `impl` is a `LogitsProcessor` class.
+
+    It is called with the options and a `LogitsContext`. `arguments` is the model of what one
+    request may ask, `SamplingParams(logits_processors={name: {...}})`; it forbids unknown keys.
+    `check` takes valid arguments and the vocabulary's size and returns reasons to refuse that
+    request, such as an id outside the vocabulary; the others go on.
+    """
+
+    arguments: type[BaseModel] = NoOptions
+    check: Callable[[BaseModel, int], list[str]] = lambda _arguments, _vocab_size: []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserverSpec(PluginSpec):
+    """A step observer. `impl` is a `StepObserver`, called with options and an `ObserverContext`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSetSpec(PluginSpec):
+    """A kernel set. `impl` makes a `KernelSet` from the options and a `torch.device`.
+
+    `devices` are the types of torch devices that it runs on. `kernels: auto` takes only the core's
+    own sets, so another one is used where it is named.
+    """
+
+    devices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSpec:
+    """A whole new kind of plugin, declared by a plugin of the kind `kind`.
+
+    `name` is the entry point's name in the group `nanovllm.kinds`. The kind's plugins are found in
+    the entry-point group `nanovllm.NAMEs` and answer the hook `nanovllm_NAMEs`, so that a listing
+    knows them without importing the declaration. `spec` is the `PluginSpec` class that the hook
+    returns; `hookspecs` a light module in which that hook, and any more that the declaring plugin
+    calls, are marked `@hookspec`. `current_contract` is the version of the new kind's contract:
+    its plugins may be written for it or for the one before. `conformance` names the suite that
+    `nanovllm plugins test` runs on them, `"package.module:Class"`.
+    """
+
+    name: str
+    contract: int
+    spec: type[PluginSpec]
+    hookspecs: str
+    conformance: str
+    current_contract: int = 1
+    summary: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,104 +1,24 @@
-"""The contract of a kernel set, and the choice of one for a device.
-
-Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
-heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV pages, P tokens
-per page.
-"""
+"""The core's two kernel sets, made for a device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
-from torch import Tensor
+from pydantic import BaseModel
 
 from nanovllm_core.errors import DeviceError
+from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.specs import NoOptions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class QKPrep:
-    """What happens to packed q, k, v before attention, as data: norm of each head, then rotation.
+def make_torch_kernels(options: BaseModel, device: torch.device) -> KernelSet:
+    """The torch reference."""
+    from nanovllm_core.kernels.reference import TorchKernels
 
-    `q_norm_weight`, `k_norm_weight` [D]: RMS norm per head, None for none. `cos_sin_cache`
-    [max_position, R] float32, cos beside sin, rotates the first R <= D dimensions of each head in
-    halves. Head counts are this rank's.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    cos_sin_cache: Tensor
-    q_norm_weight: Tensor | None = None
-    k_norm_weight: Tensor | None = None
-    eps: float = 1e-6
+    return TorchKernels()
 
 
-class KernelSet(Protocol):
-    """Fused operations on one device. Inputs have their last dimension contiguous.
-
-    All compute in float32 and round once to the dtype of their input, unless said otherwise. On
-    CUDA none waits for the device, so all may be captured in a graph. Weights are contiguous.
-    Equal inputs give equal bits; another number of rows may be summed in another order.
-    """
-
-    @property
-    def name(self) -> str:
-        """For listings and benchmarks: "torch" or "triton"."""
-
-    def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
-        """Rows `ids_T` (int32 or int64, below V) of a contiguous weight [V, E] -> [T, E]."""
-
-    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """x / rms(x), rounded to x's dtype, then times the weight and rounded again.
-
-        The double rounding is that of transformers' Qwen3RMSNorm.
-        """
-
-    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """silu(gate) * up -> [T, F]; the gate is the first half."""
-
-    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-        """x W^T -> [T, X], into `out_TX` where it is given."""
-
-    def norm_linear(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
-    ) -> Tensor:
-        """linear(rms_norm(x)) -> [T, X]. The normed x is rounded as `rms_norm` rounds it."""
-
-    def norm_gate_up(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
-    ) -> Tensor:
-        """silu_and_mul(norm_linear(x)) -> [T, F]. Gate and up are rounded before the activation."""
-
-    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
-        """residual + x W^T, rounded once. The residual is overwritten: use what is returned."""
-
-    def prepare_qkv(
-        self,
-        qkv_TX: Tensor,
-        prep: QKPrep,
-        positions_T: Tensor,
-        slot_mapping_T: Tensor,
-        k_cache_NPKD: Tensor,
-        v_cache_NPKD: Tensor,
-    ) -> Tensor:
-        """Norm and rotate q and k, store k and v in their pages, return contiguous q_THD.
-
-        `positions_T` int32 or int64. `slot_mapping_T` int64: page · P + offset; -1 stores nothing.
-        The caches may have any strides, as long as D is contiguous.
-        """
-
-
-def get_kernels(device: torch.device) -> KernelSet:
-    """The kernel set for a device: Triton on CUDA, the torch reference elsewhere.
-
-    Raises DeviceError where CUDA was asked for and Triton cannot be imported.
-    """
-    if device.type != "cuda":
-        from nanovllm_core.kernels.reference import TorchKernels
-
-        return TorchKernels()
+def make_triton_kernels(options: BaseModel, device: torch.device) -> KernelSet:
+    """Triton on CUDA; DeviceError where Triton cannot be imported."""
     try:
         from nanovllm_core.kernels.dependent_launch import supports_dependent_launch
         from nanovllm_core.kernels.triton_set import TritonKernels
@@ -108,3 +28,9 @@ def get_kernels(device: torch.device) -> KernelSet:
             'run: pip install "triton>=3.6", or choose device: cpu'
         ) from error
     return TritonKernels(dependent_launch=supports_dependent_launch(device))
+
+
+def get_kernels(device: torch.device) -> KernelSet:
+    """The set that `kernels: auto` takes, for programs that have no configuration."""
+    make = make_triton_kernels if device.type == "cuda" else make_torch_kernels
+    return make(NoOptions(), device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
-from nanovllm_core.kernels.base import QKPrep
+from nanovllm_core.interfaces.kernels import QKPrep
 
 
 class TorchKernels:

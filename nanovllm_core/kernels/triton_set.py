@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nanovllm_core.kernels.base import QKPrep
+from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.kernels.dependent_launch import launch_options
 from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, choose
 from nanovllm_core.kernels.triton_elementwise import (

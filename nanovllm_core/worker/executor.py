@@ -16,7 +16,6 @@ from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.kernels import get_kernels
 from nanovllm_core.layers import Attention
 from nanovllm_core.plugin_manager import load_object, parse_options
 from nanovllm_core.worker.attention import PagedAttention
@@ -30,6 +29,7 @@ from nanovllm_core.worker.kv_cache import (
     num_blocks_on_gpu,
 )
 from nanovllm_core.worker.model import LoadedModel, load_model
+from nanovllm_core.worker.plugins import make_kernels, make_processors, make_sampler
 from nanovllm_core.worker.progress import Laps, track
 from nanovllm_core.worker.runner import ModelRunner
 
@@ -55,7 +55,7 @@ class SingleProcessExecutor(Executor):
         if device.type == "cuda":
             self._on_device = torch.cuda.device(device)
         laps.end("device")
-        kernels = get_kernels(device)
+        kernels = make_kernels(setup, device)
         model = load_model(setup, kernels)
         laps.end("model")
         prefill, decode = _make_backends(setup, model)
@@ -181,10 +181,12 @@ def _check_alike(layers: Sequence[Attention]) -> None:
 
 
 def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttention) -> ModelRunner:
-    config = setup.config
+    config, vocab_size = setup.config, model.shape.vocab_size
     return ModelRunner(
         model,
         attention,
+        make_sampler(setup, model.device, vocab_size),
+        make_processors(setup, model.device, vocab_size),
         max_model_len=setup.max_model_len,
         block_size=setup.block_size,
         bucket_sizes=_decode_sizes(config, model.device),
@@ -233,6 +235,8 @@ def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps
 
     def watched() -> dict[str, torch.Tensor]:
         tensors = {"kv_cache": cache.pages, "row_tables": runner.tables.arena}
+        for name, tensor in runner.sampler.captured_tensors().items():
+            tensors[f"sampler.{name}"] = tensor
         for phase, backend in backends.items():
             for name, tensor in backend.captured_tensors().items():
                 tensors[f"attention.{phase}.{name}"] = tensor

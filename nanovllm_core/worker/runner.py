@@ -16,15 +16,18 @@ from torch import Tensor
 
 from nanovllm_core.interfaces.attention import DecodeMetadata, PrefillMetadata
 from nanovllm_core.interfaces.plan import PrefillChunk, RowSampling, StepPlan, StepResult
+from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import DecodeGraphs
 from nanovllm_core.worker.model import LoadedModel
+from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler import LogprobTensors, SamplerTail
-from nanovllm_core.worker.sampling import make_sampler
+
+_NOTHING_ASKED = RowSampling()
 
 
 class ModelRunner:
@@ -37,6 +40,8 @@ class ModelRunner:
         self,
         model: LoadedModel,
         attention: PagedAttention,
+        sampler: Sampler,
+        processors: RowProcessors,
         *,
         max_model_len: int,
         block_size: int,
@@ -60,8 +65,9 @@ class ModelRunner:
         self.logits = torch.zeros((max_rows, vocab_size), dtype=model.dtype, device=self.device)
         self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         self._never = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._sampler = make_sampler(self.device, max_rows)
-        self._tail = SamplerTail(self.device, vocab_size, max_rows)
+        self.sampler = sampler
+        self._processors = processors
+        self._tail = SamplerTail(self.device, vocab_size, sampler, processors)
         self._row_sampling = [RowSampling()] * max_rows
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
         self._active: tuple[int, ...] = ()
@@ -101,6 +107,7 @@ class ModelRunner:
         if plan.has_deltas or membership_changed:
             for admission in plan.admissions:
                 self._updates.admit(admission)
+                self._processors.admit(admission.row, admission.sampling.logits_processors)
                 self._row_sampling[admission.row] = admission.sampling
                 self._row_needs_tail[admission.row] = admission.sampling.needs_tail
             self._updates.append_pages(plan.appends)
@@ -218,7 +225,11 @@ class ModelRunner:
         rows = plan.decode_rows + tuple(chunk.row for chunk in plan.prefill)
         logprobs = None
         if self._row_needs_tail[list(plan.sampled_rows)].any():
-            logprobs = self._run_tail(logits, inputs, rows, self._sampling_of(rows))
+            sampling = self._sampling_of(plan.decode_rows) + tuple(
+                self._row_sampling[chunk.row] if chunk.samples else _NOTHING_ASKED
+                for chunk in plan.prefill
+            )
+            logprobs = self._run_tail(logits, inputs, rows, sampling)
         else:
             self._sample(logits, inputs, skip=self._never)
         entries = None
@@ -237,7 +248,7 @@ class ModelRunner:
     def _sample(self, logits: Tensor, inputs: StepInputs, skip: Tensor) -> None:
         """Greedy and temperature; on the device `skip` says whether a tail does it instead."""
         tables, sampled = self.tables, self._sampled[: inputs.num_rows]
-        self._sampler(
+        self.sampler.sample(
             logits, inputs.rows, tables.temperature, tables.seed, inputs.output_index, sampled, skip
         )
         self.ops.finish_step(tables, inputs, sampled, self._results, skip)

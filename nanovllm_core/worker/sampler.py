@@ -1,9 +1,10 @@
 """The sampler's tail: everything beyond greedy and temperature, after a step's logits.
 
 It runs eagerly on batches in which some row asks for more than the captured sampler does. The
-order is vLLM's: penalties, minimum length, temperature, min_p, top_k, top_p. Temperature is undone
-before the choice, which is the captured sampler's own, noise and ties included: a row that asks
-for nothing gets the very token that it would have got without its neighbours.
+order is vLLM's: processors, penalties, minimum length, temperature, min_p, top_k, top_p.
+Temperature is undone before the choice, which is the captured sampler's own, noise and ties
+included: a row that asks for nothing gets the very token that it would have got without its
+neighbours.
 
 Log-probabilities are of the raw logits, before any of this, as vLLM's default is.
 """
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.interfaces.plan import RowSampling, TokenLogprobs
+from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import logits as logit_ops
-from nanovllm_core.worker.sampling import make_sampler
+from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors, run_processor
 
 TRANSIENT_BYTES = 256 << 20
 """What the tail may hold beyond its inputs: it works on as many rows at a time as fit."""
@@ -88,6 +90,16 @@ class _Work:
 
 
 @dataclass(frozen=True, slots=True)
+class _Processing:
+    """The rows of one `_Work` that asked for a processor: in the tables, in it, in the batch."""
+
+    loaded: LoadedProcessor
+    rows: tuple[int, ...]
+    which: Tensor
+    entries: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Reports:
     """The batch entries that want log-probabilities, how many each, and the same on the device."""
 
@@ -99,14 +111,21 @@ class _Reports:
 class SamplerTail:
     """Applies each row's own sampling parameters to a batch of logits and chooses its tokens."""
 
-    def __init__(self, device: torch.device, vocab_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        vocab_size: int,
+        sampler: Sampler,
+        processors: RowProcessors,
+    ) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._sample = make_sampler(device, max_num_seqs)
+        self._sample = sampler.sample
+        self._processors = processors
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
         self._params: Sequence[RowSampling] = ()
         self._rows: Sequence[int] = ()
-        self._work: list[_Work] = []
+        self._work: list[tuple[_Work, list[_Processing]]] = []
         self._reports = _Reports((), (), [])
 
     def __call__(
@@ -134,10 +153,20 @@ class SamplerTail:
         if params is not self._params or rows is not self._rows:
             self._plan(rows, params, token_ids_RL.shape[1])
         self._sample(logits_BV, rows_B, temperature_R, seed_R, output_index_B, out_B, self._never)
-        for work in self._work:
+        for work, processing in self._work:
             logits_SV = logits_BV[work.entries].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             output_index_S = output_index_B[work.entries]
             history = (token_ids_RL, num_prompt_B[work.entries], num_known_B[work.entries])
+            for one in processing:
+                run_processor(
+                    one.loaded,
+                    logits_SV,
+                    one.which,
+                    one.rows,
+                    token_ids_RL,
+                    num_prompt_B[one.entries],
+                    num_known_B[one.entries],
+                )
             _apply(work, logits_SV, output_index_S, temperature_R[work.rows], *history)
             out_S = torch.empty_like(output_index_S)
             self._sample(
@@ -164,10 +193,13 @@ class SamplerTail:
         group_size = max(1, TRANSIENT_BYTES // row_bytes)
         changed = [i for i, one in enumerate(params) if _changes_logits(one)]
         asked = [i for i, one in enumerate(params) if one.logprobs is not None]
-        columns = [
-            _columns(group, rows, params, self._vocab_size) for group in _split(changed, group_size)
+        groups = _split(changed, group_size)
+        columns = [_columns(group, rows, params, self._vocab_size) for group in groups]
+        works = [_Work(*tensors) for tensors in _upload(columns, self._device)]
+        self._work = [
+            (work, self._processing(group, rows, params))
+            for work, group in zip(works, groups, strict=True)
         ]
-        self._work = [_Work(*tensors) for tensors in _upload(columns, self._device)]
         asking = [[np.array(group, np.int64)] for group in _split(asked, group_size)]
         self._reports = _Reports(
             tuple(asked),
@@ -175,6 +207,20 @@ class SamplerTail:
             [entries for (entries,) in _upload(asking, self._device)],
         )
         self._params, self._rows = params, rows
+
+    def _processing(
+        self, entries: Sequence[int], rows: Sequence[int], params: Sequence[RowSampling]
+    ) -> list[_Processing]:
+        """What the processors have to do with these batch entries."""
+        asked = self._processors.asked_of([params[entry].logits_processors for entry in entries])
+        chosen = [(which, [entries[i] for i in which]) for _, which in asked]
+        columns = [[np.array(one, np.int64) for one in pair] for pair in chosen]
+        return [
+            _Processing(loaded, tuple(rows[entry] for entry in mine), which_N, entries_N)
+            for (loaded, _), (_, mine), (which_N, entries_N) in zip(
+                asked, chosen, _upload(columns, self._device), strict=True
+            )
+        ]
 
 
 def raw_logprobs(
@@ -244,7 +290,13 @@ def _is_stopping(one: RowSampling) -> bool:
 
 
 def _changes_logits(one: RowSampling) -> bool:
-    return _is_penalised(one) or _is_cut(one) or _is_floored(one) or _is_stopping(one)
+    return (
+        bool(one.logits_processors)
+        or _is_penalised(one)
+        or _is_cut(one)
+        or _is_floored(one)
+        or _is_stopping(one)
+    )
 
 
 def _columns(

@@ -1,17 +1,31 @@
-"""The captured sampler: greedy and temperature, on any device, behind one call."""
+"""The built-in sampler: greedy and temperature by the Gumbel-max trick, on any device."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
 
-import torch
+from pydantic import BaseModel
 from torch import Tensor
 
+from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
+from nanovllm_core.kernels.sampling_reference import sample_tokens
 
-class Sampler(Protocol):
-    """Chooses one id per batch entry; see `kernels.sampling_reference.sample_tokens`."""
 
-    def __call__(
+class GumbelSampler(Sampler):
+    """One pass over the logits on CUDA, the torch reference elsewhere; both give the same ids.
+
+    `kernels.sampling_reference` is the definition.
+    """
+
+    def __init__(self, options: BaseModel, context: SamplerContext) -> None:
+        super().__init__(options, context)
+        self._workspace = None
+        if context.device.type == "cuda":
+            from nanovllm_core.kernels.sampling_triton import SamplingWorkspace
+
+            self._workspace = SamplingWorkspace(context.max_num_seqs, context.device)
+
+    def sample(
         self,
         logits_BV: Tensor,
         rows_B: Tensor,
@@ -21,60 +35,17 @@ class Sampler(Protocol):
         out_B: Tensor,
         skip: Tensor,
     ) -> None:
-        """Write ids to `out_B`; nothing where the device flag `skip` [1] is 1."""
+        tables = (rows_B, temperature_R, seed_R, output_index_B, out_B)
+        if self._workspace is not None:
+            from nanovllm_core.kernels import sampling_triton
 
+            sampling_triton.sample_tokens(
+                logits_BV, *tables, workspace=self._workspace, skip_flag=skip
+            )
+        elif not skip.item():  # on a CPU the host waits for nothing
+            sample_tokens(logits_BV, *tables)
 
-class TorchSampler:
-    """The torch reference; reads the flag on the host, which costs nothing on a CPU."""
-
-    def __call__(
-        self,
-        logits_BV: Tensor,
-        rows_B: Tensor,
-        temperature_R: Tensor,
-        seed_R: Tensor,
-        output_index_B: Tensor,
-        out_B: Tensor,
-        skip: Tensor,
-    ) -> None:
-        from nanovllm_core.kernels.sampling_reference import sample_tokens
-
-        if not skip.item():
-            sample_tokens(logits_BV, rows_B, temperature_R, seed_R, output_index_B, out_B)
-
-
-class TritonSampler:
-    """One pass over the logits, with a workspace made once so that it can be captured."""
-
-    def __init__(self, device: torch.device, max_batch: int) -> None:
-        from nanovllm_core.kernels.sampling_triton import SamplingWorkspace
-
-        self._workspace = SamplingWorkspace(max_batch, device)
-
-    def __call__(
-        self,
-        logits_BV: Tensor,
-        rows_B: Tensor,
-        temperature_R: Tensor,
-        seed_R: Tensor,
-        output_index_B: Tensor,
-        out_B: Tensor,
-        skip: Tensor,
-    ) -> None:
-        from nanovllm_core.kernels.sampling_triton import sample_tokens
-
-        sample_tokens(
-            logits_BV,
-            rows_B,
-            temperature_R,
-            seed_R,
-            output_index_B,
-            out_B,
-            workspace=self._workspace,
-            skip_flag=skip,
-        )
-
-
-def make_sampler(device: torch.device, max_batch: int) -> Sampler:
-    """Triton on CUDA, torch elsewhere."""
-    return TritonSampler(device, max_batch) if device.type == "cuda" else TorchSampler()
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        if self._workspace is None:
+            return {}
+        return {"scores": self._workspace.scores, "ids": self._workspace.ids}

@@ -51,7 +51,7 @@ class Backwards(SchedulingPolicy):
 
 @hookimpl
 def nanovllm_schedulers():
-    return [SchedulerSpec(name="backwards", impl=__name__ + ":Backwards")]
+    return [SchedulerSpec(name="backwards", impl=__name__ + ":Backwards", contract=1)]
 """
 )
 

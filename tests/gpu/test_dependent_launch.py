@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.kernels.base import QKPrep
+from nanovllm_core.interfaces.kernels import QKPrep
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 - only where Triton is

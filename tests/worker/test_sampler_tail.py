@@ -12,14 +12,23 @@ import torch
 from hypothesis import given, settings
 
 from nanovllm_core.interfaces.plan import RowSampling
+from nanovllm_core.interfaces.sampler import SamplerContext
+from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels.sampling_reference import gumbel_noise, sample_tokens
 from nanovllm_core.worker import sampler as sampler_module
+from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.sampler import LogprobTensors, SamplerTail
+from nanovllm_core.worker.sampling import GumbelSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 50
 NUM_PROMPT = 6
 NUM_KNOWN = 12
+
+
+def make_tail(vocab: int, size: int) -> SamplerTail:
+    context = SamplerContext(device=DEVICE, vocab_size=vocab, max_num_seqs=size)
+    return SamplerTail(DEVICE, vocab, GumbelSampler(NoOptions(), context), RowProcessors({}))
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Batch:
         by_row = [self.params[self.rows.index(row)] for row in range(size)]
         rows = [-1 if i in self.finished else row for i, row in enumerate(self.rows)]
         out = torch.full((size,), -7, dtype=torch.int32, device=DEVICE)
-        self.tail = tail or SamplerTail(DEVICE, self.vocab, size)
+        self.tail = tail or make_tail(self.vocab, size)
 
         def full(value: int) -> torch.Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=DEVICE)
@@ -266,7 +275,7 @@ def test_no_logprobs_where_nobody_asked():
 
 def test_uploads_are_kept_while_rows_and_parameters_are_the_same_objects(monkeypatch):
     batch = Batch([RowSampling(temperature=1.0, top_k=2), RowSampling(logprobs=1)])
-    tail = SamplerTail(DEVICE, VOCAB, 2)
+    tail = make_tail(VOCAB, 2)
     copies = []
     original = sampler_module._to_device
     monkeypatch.setattr(sampler_module, "_to_device", lambda *a: copies.append(a) or original(*a))
@@ -300,7 +309,7 @@ def test_the_tail_never_waits_for_the_device_and_stays_within_its_memory():
     rows_b = torch.arange(size, dtype=torch.int32, device=DEVICE)
     out = torch.empty(size, dtype=torch.int32, device=DEVICE)
     rows = tuple(range(size))
-    tail = SamplerTail(DEVICE, vocab, size)
+    tail = make_tail(vocab, size)
 
     def run() -> LogprobTensors | None:
         return tail(

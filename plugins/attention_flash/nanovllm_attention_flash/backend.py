@@ -12,12 +12,13 @@ from torch import Tensor
 from nanovllm_attention_flash.adapters.base import Adapter, DecodeBatch, PrefillBatch
 from nanovllm_attention_flash.plugin import provider_of
 from nanovllm_attention_flash.providers import Provider, other_installs
-from nanovllm_core.errors import InconsistentStateError, UnsupportedError
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionBackend,
     AttentionConfig,
     DecodeMetadata,
+    InconsistentStateError,
     PrefillMetadata,
+    UnsupportedError,
 )
 
 

@@ -9,13 +9,13 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm_attention_flash.providers import Provider, other_installs, provider_for
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,
+    AttentionSpec,
     KVLayout,
+    hookimpl,
 )
-from nanovllm_core.interfaces.specs import AttentionSpec
 
 
 class FlashOptions(BaseModel):
@@ -81,6 +81,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="flash",
             impl="nanovllm_attention_flash.backend:FlashAttention",
+            contract=1,
             summary="FlashAttention-4 without compiling; flash-attn 3, 2 and torch's when named",
             options=FlashOptions,
             capabilities=capabilities,

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from nanovllm_attention_flash.backend import FlashAttention
 from nanovllm_attention_flash.plugin import FlashOptions
-from nanovllm_core.interfaces.attention import (
-    AttentionConfig,
-    DecodeMetadata,
-    PrefillMetadata,
-)
+from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
 
 Q_DECODE = torch.randn(3, 4, 64)
 Q_PREFILL = torch.randn(7, 4, 64)

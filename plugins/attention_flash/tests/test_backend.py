@@ -13,8 +13,12 @@ import torch
 from nanovllm_attention_flash import providers
 from nanovllm_attention_flash.backend import FlashAttention
 from nanovllm_attention_flash.plugin import FlashOptions
-from nanovllm_core.errors import InconsistentStateError, UnsupportedError
-from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata
+from nanovllm_core.api import (
+    AttentionConfig,
+    DecodeMetadata,
+    InconsistentStateError,
+    UnsupportedError,
+)
 
 CONFIG = AttentionConfig(
     device=torch.device("cpu"),

@@ -10,7 +10,7 @@ import torch
 from nanovllm_attention_flash.backend import FlashAttention
 from nanovllm_attention_flash.plugin import FlashOptions
 from nanovllm_attention_flash.providers import PROVIDERS
-from nanovllm_core.interfaces.attention import AttentionConfig
+from nanovllm_core.api import AttentionConfig
 from nanovllm_core.testing.attention_checks import (
     check_decode_never_synchronises,
     check_matrix,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from nanovllm_attention_flash import providers
 from nanovllm_attention_flash.plugin import FlashOptions, nanovllm_attention
-from nanovllm_core.interfaces.attention import AttentionRequirements
+from nanovllm_core.api import AttentionRequirements
 
 (SPEC,) = nanovllm_attention()
 INSTALLED = {"flash-attn-4": "4.0.0b36", "flash-attn": "2.8.3", "torch": "2.13.0+cu130"}

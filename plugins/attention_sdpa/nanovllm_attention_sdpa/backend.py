@@ -28,12 +28,13 @@ from nanovllm_attention_sdpa.workspace import (
     slice_rows_and_heads,
     slot_bytes,
 )
-from nanovllm_core.errors import InconsistentStateError, UnsupportedError
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionBackend,
     AttentionConfig,
     DecodeMetadata,
+    InconsistentStateError,
     PrefillMetadata,
+    UnsupportedError,
 )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanovllm_attention_sdpa.dense import Rules, attend, attend_fused
 from nanovllm_attention_sdpa.rotary import rotate
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 
 def flash_attn_varlen_func(

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_sdpa.plugin import Kernel
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 NO_KERNEL = ("No available kernel", "No viable backend")
 """How torch's message begins when no enabled kernel takes the inputs."""

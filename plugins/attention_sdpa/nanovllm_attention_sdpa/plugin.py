@@ -7,13 +7,13 @@ from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,
+    AttentionSpec,
     KVLayout,
+    hookimpl,
 )
-from nanovllm_core.interfaces.specs import AttentionSpec
 
 Kernel = Literal["auto", "math", "efficient", "flash", "cudnn"]
 
@@ -72,6 +72,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="sdpa",
             impl="nanovllm_attention_sdpa.backend:SdpaAttention",
+            contract=1,
             summary="torch scaled_dot_product_attention over gathered pages; runs anywhere",
             options=SdpaOptions,
             capabilities=capabilities,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 
 def rotate(

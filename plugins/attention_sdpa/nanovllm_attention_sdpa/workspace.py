@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.api import InconsistentStateError
 
 MIB = 1 << 20
 WORKSPACE_LIMIT = 256 * MIB

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_attention_sdpa.compat import flash_attn_varlen_func, flash_attn_with_kvcache
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 H, K, D = 4, 2, 16
 QUERIES, KEYS = (3, 5, 1, 7), (3, 9, 6, 4)

@@ -11,7 +11,7 @@ from nanovllm_attention_sdpa.backend import SdpaAttention
 from nanovllm_attention_sdpa.compat import flash_attn_varlen_func
 from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
-from nanovllm_core.interfaces.attention import AttentionConfig
+from nanovllm_core.api import AttentionConfig
 from nanovllm_core.testing.attention_checks import (
     check_decode_never_synchronises,
     check_matrix,

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from nanovllm_attention_sdpa.plugin import SdpaOptions, nanovllm_attention
-from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
+from nanovllm_core.api import AttentionRequirements, Phase
 
 (SPEC,) = nanovllm_attention()
 

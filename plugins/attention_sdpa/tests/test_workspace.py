@@ -22,8 +22,7 @@ from nanovllm_attention_sdpa.workspace import (
     slice_rows_and_heads,
     slot_bytes,
 )
-from nanovllm_core.errors import InconsistentStateError, UnsupportedError
-from nanovllm_core.interfaces.attention import AttentionConfig
+from nanovllm_core.api import AttentionConfig, InconsistentStateError, UnsupportedError
 from nanovllm_core.testing.paged_attention import make_case
 
 

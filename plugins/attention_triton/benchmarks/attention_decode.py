@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import DECODE_FEW, DECODE_MANY, DecodeTuning
-from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata
+from nanovllm_core.api import AttentionConfig, DecodeMetadata
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 128
 LAYERS = 28

@@ -17,12 +17,13 @@ from nanovllm_attention_triton.decode import (
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
 from nanovllm_attention_triton.tuning import FEW_ROWS, decode_tuning, prefill_tuning
-from nanovllm_core.errors import InconsistentStateError, UnsupportedError
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionBackend,
     AttentionConfig,
     DecodeMetadata,
+    InconsistentStateError,
     PrefillMetadata,
+    UnsupportedError,
 )
 
 

@@ -19,7 +19,7 @@ from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace, num_m
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
 from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 HEAD_SIZES = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

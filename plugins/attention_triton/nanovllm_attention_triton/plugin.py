@@ -9,13 +9,13 @@ from importlib import metadata
 from pydantic import BaseModel
 
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.attention import (
+from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,
+    AttentionSpec,
     KVLayout,
+    hookimpl,
 )
-from nanovllm_core.interfaces.specs import AttentionSpec
 
 
 def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
@@ -64,6 +64,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="triton",
             impl="nanovllm_attention_triton.backend:TritonAttention",
+            contract=1,
             summary="own Triton kernels: split-context paged decode, FlashAttention-2 prefill",
             options=TritonOptions,
             capabilities=AttentionCapabilities(

@@ -13,7 +13,7 @@ from nanovllm_attention_triton.tuning import (
     LARGE_TILE,
     PrefillTuning,
 )
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 COPY_ENGINE_CAPABILITY = (9, 0)
 """Hopper's, the first whose copy engine reads tiles of a tensor by its descriptor ("TMA")."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_attention_triton.compat import flash_attn_varlen_func, flash_attn_with_kvcache
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu.py"

@@ -13,8 +13,7 @@ from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import DECODE_FEW
-from nanovllm_core.errors import InconsistentStateError, UnsupportedError
-from nanovllm_core.interfaces.attention import DecodeMetadata
+from nanovllm_core.api import DecodeMetadata, InconsistentStateError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu.py"

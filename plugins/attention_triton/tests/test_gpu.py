@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata, PrefillMetadata
+from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from nanovllm_attention_triton import plugin
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
-from nanovllm_core.interfaces.attention import AttentionRequirements
+from nanovllm_core.api import AttentionRequirements
 
 SPEC = plugin.nanovllm_attention()[0]
 

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm_attention_triton.prefill import describable, prefill_attention
 from nanovllm_attention_triton.tuning import SMALL_PREFILL
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu.py"

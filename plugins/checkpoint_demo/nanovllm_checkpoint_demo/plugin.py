@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanovllm_core.errors import CheckpointNotFoundError
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import CheckpointSpec
+from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, hookimpl
 
 FOLDER = Path(__file__).parent / "checkpoint"
 
@@ -27,6 +25,7 @@ def nanovllm_checkpoints() -> list[CheckpointSpec]:
         CheckpointSpec(
             name="demo",
             impl="nanovllm_checkpoint_demo.plugin:locate",
+            contract=1,
             summary="a Qwen3 of 3.7 million parameters: sums, lists, simple questions, stories",
         )
     ]

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from nanovllm_checkpoint_demo import plugin
-from nanovllm_core.errors import CheckpointNotFoundError
+from nanovllm_core.api import CheckpointNotFoundError
 
 TRAINING = Path(__file__).parents[1] / "training"
 TASKS = ("addition", "copy", "reverse", "sort", "question", "story")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.layers import RopeConfig
+from nanovllm_core.api import ArchitectureError, RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

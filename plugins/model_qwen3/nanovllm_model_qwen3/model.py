@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers import (
+from nanovllm_core.api import (
     Attention,
     LayerContext,
     MergedColumnParallelLinear,
+    ModelShape,
     ParallelLMHead,
     QKPrep,
     QKVParallelLinear,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import ModelSpec
+from nanovllm_core.api import ModelSpec, hookimpl
 
 
 @hookimpl
@@ -14,6 +13,7 @@ def nanovllm_models() -> Sequence[ModelSpec]:
         ModelSpec(
             name="Qwen3ForCausalLM",
             impl="nanovllm_model_qwen3.model:Qwen3ForCausalLM",
+            contract=1,
             summary="Qwen3 dense: grouped-query attention with per-head norm of q and k",
         )
     ]

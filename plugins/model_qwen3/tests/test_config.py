@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.api import ArchitectureError, ModelShape
 from nanovllm_model_qwen3.model import Qwen3ForCausalLM
 
 CONFIG: dict[str, Any] = {

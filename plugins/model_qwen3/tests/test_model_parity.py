@@ -11,15 +11,12 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers import Qwen3ForCausalLM as Reference
 
-from nanovllm_core.kernels import get_kernels
-from nanovllm_core.layers import LayerContext, SingleRank
 from nanovllm_core.testing.dense_attention import DenseRuntime
+from nanovllm_core.testing.layers import layer_context, load_model
 from nanovllm_core.testing.numerics import assert_close_report
 from nanovllm_core.testing.ranks import run_ranks
-from nanovllm_core.worker.weights import load_weights
 from nanovllm_model_qwen3.model import Qwen3ForCausalLM
 
-CPU = torch.device("cpu")
 NUM_TOKENS = 24
 SMALL: dict[str, Any] = {
     "vocab_size": 131,
@@ -62,13 +59,6 @@ def save_reference(folder: Path, changes: dict[str, Any]) -> Reference:
     return model
 
 
-def load(folder: Path, context: LayerContext) -> Qwen3ForCausalLM:
-    config = Qwen3Config.from_pretrained(folder).to_dict()
-    model = Qwen3ForCausalLM(config, context)
-    load_weights(model, folder, tied=model.shape(config).tied_embeddings)
-    return model
-
-
 def run(model: Qwen3ForCausalLM, ids: Tensor, chunks: list[int] | int = NUM_TOKENS) -> Tensor:
     DenseRuntime(model, 64)
     positions = torch.arange(len(ids), dtype=torch.int32)
@@ -79,10 +69,6 @@ def run(model: Qwen3ForCausalLM, ids: Tensor, chunks: list[int] | int = NUM_TOKE
         )
     ]
     return model.compute_logits(torch.cat(hidden))
-
-
-def context() -> LayerContext:
-    return LayerContext(CPU, torch.float32, SingleRank(), get_kernels(CPU))
 
 
 def token_ids() -> Tensor:
@@ -96,14 +82,19 @@ def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> Non
     reference = save_reference(tmp_path, VARIANTS[variant])
     ids = token_ids()
     expected = reference(ids[None]).logits[0]
-    assert_close_report(run(load(tmp_path, context()), ids), expected, rel_norm=1e-5, max_abs=1e-4)
+    assert_close_report(
+        run(load_model(Qwen3ForCausalLM, tmp_path, layer_context()), ids),
+        expected,
+        rel_norm=1e-5,
+        max_abs=1e-4,
+    )
 
 
 @torch.inference_mode()
 def test_chunks_and_single_tokens_equal_one_prefill(tmp_path: Path) -> None:
     """The cache carries what earlier calls computed, at the right positions."""
     save_reference(tmp_path, {})
-    model, ids = load(tmp_path, context()), token_ids()
+    model, ids = load_model(Qwen3ForCausalLM, tmp_path, layer_context()), token_ids()
     chunks = [7, 1, 1, NUM_TOKENS - 9]
     assert_close_report(run(model, ids, chunks), run(model, ids), rel_norm=1e-5)
 
@@ -117,12 +108,12 @@ def test_the_model_split_over_ranks_equals_the_whole_one(
     """With 131 ids, 2 KV heads and 4 ranks: padding, replication and biases all occur."""
     save_reference(tmp_path, VARIANTS[variant])
     ids = token_ids()
-    expected = run(load(tmp_path, context()), ids)
+    expected = run(load_model(Qwen3ForCausalLM, tmp_path, layer_context()), ids)
 
     def on_rank(tp: Any) -> Tensor:
         with torch.inference_mode():
-            split = LayerContext(CPU, torch.float32, tp, get_kernels(CPU))
-            return run(load(tmp_path, split), ids)
+            split = layer_context(tp=tp)
+            return run(load_model(Qwen3ForCausalLM, tmp_path, split), ids)
 
     for actual in run_ranks(ranks, on_rank):
         assert_close_report(actual, expected, rel_norm=1e-5)

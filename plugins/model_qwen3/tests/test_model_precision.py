@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers import Qwen3ForCausalLM as Reference
 
-from nanovllm_core.kernels import get_kernels
-from nanovllm_core.layers import LayerContext, SingleRank
 from nanovllm_core.testing.dense_attention import DenseRuntime
-from nanovllm_core.worker.weights import load_weights
+from nanovllm_core.testing.layers import layer_context, load_model
 from nanovllm_model_qwen3.model import Qwen3ForCausalLM
 
 SLACK = 1.1
@@ -59,9 +57,8 @@ class Comparison:
         nn.Module.to(self.low, dtype)
         self.low.save_pretrained(folder)
         self.exact.load_state_dict(self.low.state_dict())
-        context = LayerContext(self.device, dtype, SingleRank(), get_kernels(self.device))
-        self.ours = Qwen3ForCausalLM(config.to_dict(), context)
-        load_weights(self.ours, folder, tied=False)
+        context = layer_context(self.device, dtype)
+        self.ours = load_model(Qwen3ForCausalLM, folder, context)
         self.vocab_size = config.vocab_size
 
     def rms_errors(self, batch: int, num_sequences: int, length: int) -> tuple[float, float]:

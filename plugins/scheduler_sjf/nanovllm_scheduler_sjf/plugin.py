@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_core.hookspecs import hookimpl
-from nanovllm_core.interfaces.specs import SchedulerSpec
+from nanovllm_core.api import SchedulerSpec, hookimpl
 
 
 class SjfOptions(BaseModel):
@@ -32,6 +31,7 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
         SchedulerSpec(
             name="sjf",
             impl="nanovllm_scheduler_sjf.policy:SjfPolicy",
+            contract=1,
             summary="Shortest prompt first; waiting makes up for length.",
             options=SjfOptions,
         )

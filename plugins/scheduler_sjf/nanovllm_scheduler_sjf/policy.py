@@ -26,7 +26,7 @@ outputs that must be computed again.
 
 from __future__ import annotations
 
-from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
+from nanovllm_core.api import RequestView, SchedulingPolicy
 from nanovllm_scheduler_sjf.plugin import SjfOptions
 
 

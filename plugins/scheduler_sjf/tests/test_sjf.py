@@ -10,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nanovllm_core.api import (
+    Executor,
+    NoOptions,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerInfo,
+    WorkerSetup,
+)
 from nanovllm_core.engine import Engine, EngineLimits, RequestOutput, TokenBudgetScheduler
-from nanovllm_core.interfaces.executor import Executor, WorkerSetup
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
-from nanovllm_core.interfaces.specs import NoOptions
-from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_scheduler_sjf.plugin import SjfOptions, nanovllm_schedulers
 from nanovllm_scheduler_sjf.policy import SjfPolicy
 

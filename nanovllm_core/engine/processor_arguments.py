@@ -1,0 +1,54 @@
+"""What requests ask of logits processors, checked before they are queued."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from nanovllm_core.config_errors import did_you_mean, explain_options
+from nanovllm_core.errors import InvalidSamplingError
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.sampling_params import SamplingParams
+
+Asked = tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+def check_processor_arguments(
+    params: SamplingParams, specs: Mapping[str, LogitsProcessorSpec], vocab_size: int
+) -> Asked:
+    """(name, valid arguments as plain data) of each processor that the parameters ask for.
+
+    `specs` are those of the engine, by name. Raises InvalidSamplingError for a processor that the
+    engine does not have, and for arguments that its plugin refuses.
+    """
+    asked = params.logits_processors or {}
+    return tuple(
+        (name, _checked(name, arguments, specs, vocab_size)) for name, arguments in asked.items()
+    )
+
+
+def _checked(
+    name: str,
+    arguments: Mapping[str, Any],
+    specs: Mapping[str, LogitsProcessorSpec],
+    vocab_size: int,
+) -> Mapping[str, Any]:
+    spec, path = specs.get(name), f"logits_processors.{name}"
+    if spec is None:
+        raise InvalidSamplingError(
+            f"{path}: this engine has no logits processor {name!r}{did_you_mean(name, specs)}; it "
+            f"has {', '.join(specs) or 'none'}; list it under logits_processors of the "
+            "configuration"
+        )
+    try:
+        valid = spec.arguments.model_validate(dict(arguments))
+    except ValidationError as error:
+        raise InvalidSamplingError(
+            explain_options(error, spec.arguments, path, f"logits processor {name}")
+        ) from None
+    reasons = spec.check(valid, vocab_size)
+    if reasons:
+        raise InvalidSamplingError(f"{path}: {'; '.join(reasons)}")
+    return valid.model_dump(round_trip=True)

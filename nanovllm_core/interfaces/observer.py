@@ -1,0 +1,78 @@
+"""The contract of a step observer: it is told what each step did.
+
+Who calls what, and when:
+
+    Observer(options, context)     once, at start, before the model is loaded
+    on_step(record)                once per collected step, on the engine's thread
+    close()                        once, when the engine is closed or its start fails
+
+An observer changes nothing that the engine does. One that raises is reported to the log, with its
+distribution's name, closed and not called again; the engine goes on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from nanovllm_core.config import EngineConfig
+    from nanovllm_core.interfaces.plugins import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserverContext:
+    """What an observer may know of the engine when it is made.
+
+    `plugins` resolves and makes further plugins, such as those of a kind that the observer's own
+    distribution declares.
+    """
+
+    config: EngineConfig
+    plugins: Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step, as it stood when its result had been taken in.
+
+    `step` counts collected steps from 1. `seconds` is the time since the step before was collected;
+    for the first, and after a pause with nothing in flight, since the call that submitted it. Steps
+    are launched ahead, so it is the step's share of the elapsed time, not its latency.
+
+    `num_decode_rows` and `num_prefill_tokens` are what was computed, `num_output_tokens` the tokens
+    that came of it. `num_finished` requests ended and `num_preempted` gave way since the record
+    before. `num_running` have a row, `num_waiting` have none; `num_in_flight` steps are launched
+    and not collected. `num_free_blocks` pages are free, of `num_blocks`.
+    """
+
+    step: int
+    seconds: float
+    num_decode_rows: int
+    num_prefill_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    num_preempted: int
+    num_running: int
+    num_waiting: int
+    num_in_flight: int
+    num_free_blocks: int
+    num_blocks: int
+
+
+class StepObserver(ABC):
+    """Told about every step. Steps wait for it, so whatever takes long belongs in a thread."""
+
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        self.options = options
+        self.context = context
+
+    @abstractmethod
+    def on_step(self, record: StepRecord) -> None:
+        """A step was collected; called before its outputs are returned. Must not raise."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """The last call: flush and free what is held."""

@@ -1,0 +1,78 @@
+"""The contract of a sampler: it chooses one id per batch entry from the step's logits.
+
+Who calls what, and when:
+
+    Sampler(options, context)     once, at start, before the KV cache is sized and before capture
+    sample(...)                   once per step, on the current stream: captured in decode steps,
+                                  eagerly in steps with prompts; and once more for the rows whose
+                                  logits a step's tail has changed (penalties, top_k, processors)
+
+Shape suffixes: B batch entries, V vocabulary, R rows of the tables (`max_num_seqs`), B <= R.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerContext:
+    """What a sampler may know of the engine when it is made."""
+
+    device: torch.device
+    vocab_size: int
+    max_num_seqs: int
+
+
+class Sampler(ABC):
+    """Greedy and temperature choice, on the device. One instance serves all steps of an engine.
+
+    Every buffer that a captured call reads or writes, besides its arguments, is allocated when the
+    instance is made.
+    """
+
+    def __init__(self, options: BaseModel, context: SamplerContext) -> None:
+        self.options = options
+        self.context = context
+
+    @abstractmethod
+    def sample(
+        self,
+        logits_BV: Tensor,
+        rows_B: Tensor,
+        temperature_R: Tensor,
+        seed_R: Tensor,
+        output_index_B: Tensor,
+        out_B: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """Write the id of each entry to `out_B` (int32).
+
+        `logits_BV` in the model's dtype, or float32 from a tail; they must not be changed.
+        `rows_B` int32: which row of the tables an entry is; -1 is padding and gets -1.
+        `temperature_R` float32, where 0 asks for the likeliest id; `seed_R` int64.
+        `output_index_B` int32: how many tokens the entry has given already. `skip` [1] int32: where
+        it is 1 a tail follows that chooses anew, and what is written here is not read.
+
+        The choice for an entry may depend on its own logits, temperature, seed and output index
+        only: not on its neighbours, its place, the batch size or what was drawn before. So equal
+        requests give equal tokens whatever else runs, and preempted ones go on as they would have.
+
+        In a decode step on CUDA the call is captured and replayed: no wait for the device, no host
+        values but shapes, no random state on the host.
+        """
+
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of its own that captured calls use, by name.
+
+        In debug mode the runner compares their addresses at capture and at replay.
+        """
+        return {}

@@ -1,0 +1,82 @@
+"""What is installed, from the metadata of distributions alone: nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from nanovllm_core.config_errors import did_you_mean
+from nanovllm_core.errors import PluginNotFoundError
+from nanovllm_core.kinds import (
+    EXTENSION,
+    EXTENSION_GROUP,
+    KIND,
+    KIND_GROUP,
+    KINDS,
+    declared_group,
+)
+
+KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
+    ("attention", "sdpa"): "sdpa",
+    ("attention", "triton"): "triton",
+    ("attention", "flash"): "flash",
+    ("scheduler", "sjf"): "sjf",
+    ("model", "Qwen3ForCausalLM"): "qwen3",
+    ("checkpoint", "demo"): "demo",
+}
+"""Which extra of nanovllm-core installs a plugin of this project."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class InstalledPlugin:
+    """What the metadata of an installed distribution says of one plugin."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    entry_point: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}, {self.distribution}"
+
+
+def find_plugins(given: Iterable[EntryPoint] | None = None) -> dict[InstalledPlugin, EntryPoint]:
+    """Every plugin of every kind, declared ones too. `given` stands in for what is installed."""
+    found = None if given is None else list(given)
+
+    def in_group(group: str) -> Iterable[EntryPoint]:
+        if found is None:
+            return entry_points(group=group)
+        return [entry for entry in found if entry.group == group]
+
+    groups = {kind.group: name for name, kind in KINDS.items()}
+    groups |= {EXTENSION_GROUP: EXTENSION, KIND_GROUP: KIND}
+    # A declaration cannot take a group over: loading it is an error, its name is known already.
+    declared = {declared_group(entry.name): entry.name for entry in in_group(KIND_GROUP)}
+    return {
+        _installed(kind, entry): entry
+        for group, kind in (declared | groups).items()
+        for entry in in_group(group)
+    }
+
+
+def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
+    distribution, version = (entry.dist.name, entry.dist.version) if entry.dist else ("?", "?")
+    return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
+
+
+def select_disabled(
+    plugins: Iterable[InstalledPlugin], disable: Iterable[str]
+) -> set[InstalledPlugin]:
+    """The plugins that `plugins.disable` names; PluginNotFoundError for a name that fits none."""
+    labels = [(p, (p.name, f"{p.kind}:{p.name}", p.distribution)) for p in plugins]
+    selected: set[InstalledPlugin] = set()
+    for name in disable:
+        matching = {plugin for plugin, known in labels if name in known}
+        if not matching:
+            hint = did_you_mean(name, {label for _, known in labels for label in known})
+            raise PluginNotFoundError(f"plugins.disable: no installed plugin is {name!r}{hint}")
+        selected |= matching
+    return selected

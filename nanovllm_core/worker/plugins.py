@@ -1,0 +1,52 @@
+"""The plugins of a worker, made from what rank 0 resolved."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.logits_processor import LogitsContext, LogitsProcessor
+from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.plugin_checks import describe
+from nanovllm_core.plugin_manager import get_plugin_manager, make_plugin, parse_options
+from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors
+
+
+def make_kernels(setup: WorkerSetup, device: torch.device) -> KernelSet:
+    """The kernel set that the layers of this worker are built on."""
+    options = parse_options(setup.kernels)
+    return cast(KernelSet, make_plugin(setup.kernels, options, KernelSet, device))
+
+
+def make_sampler(setup: WorkerSetup, device: torch.device, vocab_size: int) -> Sampler:
+    """The sampler of this worker, for captured steps, eager ones and tails."""
+    context = SamplerContext(
+        device=device, vocab_size=vocab_size, max_num_seqs=setup.config.limits.max_num_seqs
+    )
+    options = parse_options(setup.sampler)
+    return cast(Sampler, make_plugin(setup.sampler, options, Sampler, context))
+
+
+def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -> RowProcessors:
+    """The logits processors of this worker, in the order of the configuration."""
+    if not setup.logits_processors:
+        return RowProcessors({})
+    context = LogitsContext(
+        device=device,
+        vocab_size=vocab_size,
+        max_model_len=setup.max_model_len,
+        max_num_seqs=setup.config.limits.max_num_seqs,
+        tokenizer=setup.tokenizer,
+    )
+    plugins = get_plugin_manager(disable=setup.config.plugins.disable)
+    loaded = {}
+    for resolved in setup.logits_processors:
+        options = plugins.parse_options(resolved)
+        spec = cast(LogitsProcessorSpec, plugins.spec(resolved.kind, resolved.name))
+        made = make_plugin(resolved, options, LogitsProcessor, context)
+        loaded[resolved.name] = LoadedProcessor(describe(resolved), spec.arguments, made)
+    return RowProcessors(loaded)

@@ -1,0 +1,96 @@
+"""The logits processors of an engine, and what its rows asked of them.
+
+They run in the tail, eagerly: once per step for all rows that asked, on copies of those rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from nanovllm_core.errors import NanoVLLMError, PluginFailedError
+from nanovllm_core.interfaces.logits_processor import LogitsProcessor, LogitsRequest
+
+Asked = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+@dataclass(slots=True)
+class LoadedProcessor:
+    """A processor, the model of its arguments, and the rows that asked, with their state.
+
+    `label` names the plugin and its distribution.
+    """
+
+    label: str
+    arguments: type[BaseModel]
+    processor: LogitsProcessor
+    rows: dict[int, tuple[BaseModel, object]] = field(default_factory=dict)
+
+
+class RowProcessors:
+    """The processors by name, in the order in which they run."""
+
+    def __init__(self, processors: Mapping[str, LoadedProcessor]) -> None:
+        self._processors = processors
+
+    def admit(self, row: int, asked: Asked) -> None:
+        """A row is given to a request that asks for these; what it asked before is forgotten."""
+        for loaded in self._processors.values():
+            loaded.rows.pop(row, None)
+        for name, plain in asked:
+            loaded = self._processors[name]
+            arguments = loaded.arguments.model_validate(dict(plain))
+            try:
+                state = loaded.processor.prepare(arguments)
+            except Exception as error:
+                raise _failure(loaded, "prepare", error) from error
+            loaded.rows[row] = (arguments, state)
+
+    def asked_of(self, asked: Sequence[Asked]) -> list[tuple[LoadedProcessor, list[int]]]:
+        """Each processor that some of these rows asked for, with the positions of those rows."""
+        names = [{name for name, _ in one} for one in asked]
+        found = (
+            (loaded, [i for i, known in enumerate(names) if name in known])
+            for name, loaded in self._processors.items()
+        )
+        return [(loaded, positions) for loaded, positions in found if positions]
+
+
+def run_processor(
+    loaded: LoadedProcessor,
+    logits_SV: Tensor,
+    which_N: Tensor,
+    rows: Sequence[int],
+    token_ids_RL: Tensor,
+    num_prompt_N: Tensor,
+    num_known_N: Tensor,
+) -> None:
+    """Change the rows `which_N` (positions, int64) of `logits_SV`; `rows` are theirs in the tables.
+
+    Rows that are not among them are not touched.
+    """
+    requests = [
+        LogitsRequest(
+            arguments=arguments,
+            state=state,
+            token_ids=token_ids_RL[row],
+            num_prompt=num_prompt_N[i],
+            num_known=num_known_N[i],
+        )
+        for i, row in enumerate(rows)
+        for arguments, state in (loaded.rows[row],)
+    ]
+    logits_NV = logits_SV[which_N]
+    try:
+        loaded.processor.process(logits_NV, requests)
+    except Exception as error:
+        raise _failure(loaded, "process", error) from error
+    logits_SV.index_copy_(0, which_N, logits_NV)
+
+
+def _failure(loaded: LoadedProcessor, call: str, error: Exception) -> NanoVLLMError:
+    return PluginFailedError(f"{loaded.label}: {call} failed: {type(error).__name__}: {error}")

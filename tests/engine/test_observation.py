@@ -1,0 +1,42 @@
+"""What a record says of time, counted with a clock of the test's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nanovllm_core.engine import observation
+from nanovllm_core.engine.observation import Observation
+from nanovllm_core.interfaces.observer import StepObserver, StepRecord
+
+from .harness import Harness
+
+
+class Keep(StepObserver):
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def test_seconds_run_from_the_step_before_or_from_the_call_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep = Keep()
+    made = Observation({"keep": keep})
+    harness = Harness()
+    harness.add("a", [1, 2, 3])
+    harness.engine._submit_ahead()
+    planned = harness.engine._in_flight[0]
+    stats = harness.engine.stats
+    # (the call began, the step was taken in, steps in flight behind it)
+    calls = ((10.0, 11.0, 1), (11.5, 13.0, 1), (13.5, 14.0, 0), (90.0, 92.0, 0))
+    for began, now, in_flight in calls:
+        monkeypatch.setattr(observation, "perf_counter", lambda now=now: now)
+        stats = replace(stats, output_tokens=stats.output_tokens + 2)
+        made.observe(stats, planned, in_flight, began)
+    assert [record.seconds for record in keep.records] == [1.0, 2.0, 1.0, 2.0]
+    assert [record.num_output_tokens for record in keep.records] == [2, 2, 2, 2]
+    assert [record.num_prefill_tokens for record in keep.records] == [3, 3, 3, 3]
