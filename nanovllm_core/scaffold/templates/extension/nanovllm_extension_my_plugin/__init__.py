@@ -1,0 +1,1 @@
+"""A command and a check of the environment."""
