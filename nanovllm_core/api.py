@@ -43,6 +43,7 @@ from nanovllm_core.interfaces.attention import (
     Phase,
     PrefillMetadata,
 )
+from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
 from nanovllm_core.interfaces.logits_processor import (
@@ -136,6 +137,7 @@ __all__ = [
     "ConfigError",
     "DecodeMetadata",
     "DeviceError",
+    "DoctorCheck",
     "EngineConfig",
     "Executor",
     "ExecutorError",

@@ -57,7 +57,7 @@ def plugin_statuses(
     manager: PluginManager, requirements: AttentionRequirements
 ) -> list[PluginStatus]:
     """The state of every installed plugin; a broken one is a line of the list, not an error."""
-    statuses = [_status(manager, plugin, requirements) for plugin in manager.installed()]
+    statuses = [plugin_status(manager, plugin, requirements) for plugin in manager.installed()]
     statuses += [
         PluginStatus(plugin, "disabled", ("listed in plugins.disable",))
         for plugin in manager.disabled()
@@ -65,9 +65,10 @@ def plugin_statuses(
     return sorted(statuses, key=lambda status: status.plugin)
 
 
-def _status(
+def plugin_status(
     manager: PluginManager, plugin: InstalledPlugin, requirements: AttentionRequirements
 ) -> PluginStatus:
+    """The state of one plugin, by its light module alone."""
     if plugin.kind == EXTENSION:
         return PluginStatus(plugin, "ready", note="loaded when plugins.enable names it")
     try:

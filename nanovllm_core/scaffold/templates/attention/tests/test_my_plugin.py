@@ -9,7 +9,7 @@ from nanovllm_attention_my_plugin.plugin import SPEC
 
 
 class TestMyPlugin(AttentionConformance):
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)
 
@@ -17,6 +17,6 @@ class TestMyPlugin(AttentionConformance):
 class TestMyPluginInFloat64(AttentionConformance):
     """The same with another option."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC, compute="float64")

@@ -13,6 +13,6 @@ from nanovllm_scheduler_my_plugin.plugin import SPEC
 
 
 class TestMyPlugin(SchedulingPolicyConformance):
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)

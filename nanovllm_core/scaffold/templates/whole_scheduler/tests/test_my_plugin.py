@@ -9,6 +9,6 @@ from nanovllm_scheduler_my_plugin.plugin import SPEC
 
 
 class TestMyPlugin(SchedulerConformance):
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)
