@@ -8,8 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from nanovllm_core.cli.plugins.choice import KindOption, Name, installed_plugins, one_plugin
-from nanovllm_core.cli.plugins.choice import this_device
+from nanovllm_core.cli.plugins.choice import (
+    KindOption,
+    Name,
+    installed_plugins,
+    one_plugin,
+    this_device,
+)
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.plugin_details import plugin_details
 from nanovllm_core.plugin_manager import EXTENSION

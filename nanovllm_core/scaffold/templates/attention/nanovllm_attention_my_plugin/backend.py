@@ -30,7 +30,8 @@ class MyPluginBackend(AttentionBackend):
 
     def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
         super().__init__(config, options)
-        self._compute: torch.dtype = getattr(torch, cast(MyPluginOptions, options).compute)
+        name = cast(MyPluginOptions, options).compute
+        self._compute: torch.dtype = getattr(torch, name)
 
     def run_decode(
         self,

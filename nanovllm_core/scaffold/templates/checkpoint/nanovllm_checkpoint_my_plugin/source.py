@@ -14,13 +14,13 @@ from nanovllm_core.api import CheckpointNotFoundError
 def find(reference: str) -> Path:
     """The folder of the checkpoint in an archive, unpacked beside it unless it was before.
 
-    `reference` is what stands behind `my_plugin:` in `model`. Called once, at start, before anything
-    is loaded. Raises CheckpointNotFoundError, with what to do, where there is no such checkpoint.
+    `reference` is what stands behind the name and the colon in `model`. Called once, at start,
+    before anything is loaded. Raises CheckpointNotFoundError where there is no such checkpoint.
     """
     archive = Path(reference).expanduser().absolute()
     if not reference or not zipfile.is_zipfile(archive):
         raise CheckpointNotFoundError(
-            f"model: my_plugin:{reference} names no zip archive; give the path of one, as in "
+            f"model: {reference!r} is no zip archive; give the path of one, as in "
             "my_plugin:/models/small.zip"
         )
     status = archive.stat()

@@ -10,7 +10,7 @@ from nanovllm_core.api import ArchitectureError, RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MyPluginConfig:
+class ModelConfig:
     """What the model needs of config.json, under the names used there."""
 
     vocab_size: int
@@ -25,7 +25,7 @@ class MyPluginConfig:
     rope: RopeConfig
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> MyPluginConfig:
+    def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read and check; ArchitectureError names the setting that is missing or unsupported."""
         _refuse_unsupported(config)
         hidden_size = _positive(config, "hidden_size")
@@ -74,6 +74,6 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         value = config.get(key, supported)
         if value != supported:
             raise ArchitectureError(
-                f"config.json: {key} {value!r} is not supported by MyPluginForCausalLM, only "
-                f"{supported!r}; use another checkpoint"
+                f"config.json: {key} {value!r} is not supported, only {supported!r}; use another "
+                "checkpoint"
             )

@@ -28,11 +28,11 @@ from nanovllm_core.api import (
 )
 from torch import Tensor, nn
 
-from nanovllm_model_my_plugin.config import MyPluginConfig
+from nanovllm_model_my_plugin.config import ModelConfig
 
 
-class MyPluginAttention(nn.Module):
-    def __init__(self, config: MyPluginConfig, context: LayerContext, cos_sin: Tensor) -> None:
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> None:
         super().__init__()
         head_dim, num_heads = config.head_dim, config.num_attention_heads
         self.qkv_proj = QKVParallelLinear(
@@ -48,19 +48,19 @@ class MyPluginAttention(nn.Module):
         self.attn = Attention(context, prep, scale=head_dim**-0.5)
 
 
-class MyPluginMLP(nn.Module):
-    def __init__(self, config: MyPluginConfig, context: LayerContext) -> None:
+class GatedMLP(nn.Module):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         size = config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(context, config.hidden_size, (size, size))
         self.down_proj = RowParallelLinear(context, size, config.hidden_size)
 
 
-class MyPluginDecoderLayer(nn.Module):
-    def __init__(self, config: MyPluginConfig, context: LayerContext, cos_sin: Tensor) -> None:
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> None:
         super().__init__()
-        self.self_attn = MyPluginAttention(config, context, cos_sin)
-        self.mlp = MyPluginMLP(config, context)
+        self.self_attn = SelfAttention(config, context, cos_sin)
+        self.mlp = GatedMLP(config, context)
         self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
 
@@ -73,13 +73,13 @@ class MyPluginDecoderLayer(nn.Module):
         )
 
 
-class MyPluginModel(nn.Module):
-    def __init__(self, config: MyPluginConfig, context: LayerContext) -> None:
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         cos_sin = build_cos_sin_cache(config.rope, context.device)  # one for all layers
         self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            MyPluginDecoderLayer(config, context, cos_sin) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, context, cos_sin) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
 
@@ -105,7 +105,7 @@ class MyPluginForCausalLM(nn.Module):
 
     @classmethod
     def shape(cls, config: Mapping[str, Any]) -> ModelShape:
-        settings = MyPluginConfig.from_dict(config)
+        settings = ModelConfig.from_dict(config)
         return ModelShape(
             num_layers=settings.num_hidden_layers,
             hidden_size=settings.hidden_size,
@@ -119,8 +119,8 @@ class MyPluginForCausalLM(nn.Module):
 
     def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
         super().__init__()
-        settings = MyPluginConfig.from_dict(config)
-        self.model = MyPluginModel(settings, context)
+        settings = ModelConfig.from_dict(config)
+        self.model = Decoder(settings, context)
         self.lm_head = ParallelLMHead(
             context,
             settings.vocab_size,
