@@ -116,6 +116,7 @@ if TYPE_CHECKING:
         linear_add,
         norm_linear,
     )
+    from nanovllm_core.worker.executor import SingleProcessExecutor
 
 __all__ = [
     "MAX_DEVICE_STOP_IDS",
@@ -190,6 +191,7 @@ __all__ = [
     "SchedulerSpec",
     "SchedulerState",
     "SchedulingPolicy",
+    "SingleProcessExecutor",
     "SingleRank",
     "StepObserver",
     "StepPlan",
@@ -239,6 +241,7 @@ _NEED_TORCH = {
         "linear_add",
         "norm_linear",
     ),
+    "nanovllm_core.worker.executor": ("SingleProcessExecutor",),
 }
 _HOMES = {name: module for module, names in _NEED_TORCH.items() for name in names}
 

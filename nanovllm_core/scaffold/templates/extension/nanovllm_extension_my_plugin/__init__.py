@@ -1,1 +1,1 @@
-"""A command and a check of the environment."""
+"""The room left on disk: a command, a check, and a refusal to start without."""
