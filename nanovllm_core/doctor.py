@@ -21,14 +21,9 @@ from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import PluginError
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.plugin_manager import (
-    EXTENSION,
-    EXTENSION_GROUP,
-    KINDS,
-    PluginManager,
-    get_plugin_manager,
-    load_object,
-)
+from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
+from nanovllm_core.plugin_discovery import known_groups
+from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
 
 CORE = "nanovllm-core"
@@ -209,7 +204,8 @@ def _core_requirement(distribution: Distribution) -> Requirement | None:
 
 def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
     """Entry points of groups that nobody reads: a typing mistake, or a plugin for a newer core."""
-    known = {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP}
+    entries = [*entries]
+    known = known_groups(entry.name for entry in entries if entry.group == KIND_GROUP)
     return [
         DoctorCheck(
             f"{entry.group}: {entry.name}",
@@ -253,6 +249,9 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
         if plugin.kind == EXTENSION:
             manager.enable([plugin.name])
             return DoctorCheck(label, True, f"{who}; {status.note}")
+        if plugin.kind == KIND:
+            contract = manager.kind(plugin.name).contract
+            return DoctorCheck(label, True, f"{who}; current contract {contract}; {status.note}")
         if status.state == "ready":
             spec = manager.spec(plugin.kind, plugin.name)
             load_object(spec.impl)

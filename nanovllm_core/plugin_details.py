@@ -12,7 +12,9 @@ from pydantic import BaseModel
 
 from nanovllm_core.hookspecs import PROJECT
 from nanovllm_core.interfaces.specs import PluginSpec
-from nanovllm_core.plugin_manager import EXTENSION, InstalledPlugin, PluginManager
+from nanovllm_core.kinds import EXTENSION, KIND
+from nanovllm_core.plugin_discovery import InstalledPlugin
+from nanovllm_core.plugin_manager import PluginManager
 from nanovllm_core.plugin_status import PluginStatus
 
 
@@ -41,8 +43,15 @@ def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, ob
     }
     if plugin.kind == EXTENSION:
         return details | {"hooks": _hooks(manager, plugin)}
+    if plugin.kind == KIND:
+        return details | _declaration(manager, plugin.name)
     spec = manager.spec(plugin.kind, plugin.name)
-    details |= {"summary": spec.summary, "implementation": spec.impl, "contract": spec.contract}
+    details |= {
+        "summary": spec.summary,
+        "implementation": spec.impl,
+        "contract": spec.contract,
+        "current contract": manager.kind(plugin.kind).contract,
+    }
     for name, value in _own_fields(spec):
         details[name.replace("_", " ")] = value
     details["options"] = [
@@ -50,6 +59,20 @@ def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, ob
         for o in options_of(spec.options)
     ]
     return details
+
+
+def _declaration(manager: PluginManager, name: str) -> dict[str, object]:
+    """What a plugin says of the kind that it declares, and that kind's plugins."""
+    kind = manager.kind(name)
+    return {
+        "summary": manager.declaration(name).summary,
+        "entry-point group": kind.group,
+        "hook": kind.hook,
+        "spec": f"{kind.spec.__module__}:{kind.spec.__qualname__}",
+        "current contract": kind.contract,
+        "conformance": kind.conformance,
+        "plugins": manager.names(name),
+    }
 
 
 def _hooks(manager: PluginManager, plugin: InstalledPlugin) -> list[str]:

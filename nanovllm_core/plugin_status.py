@@ -10,7 +10,7 @@ from nanovllm_core.attention_selection import evaluate
 from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
-from nanovllm_core.interfaces.specs import AttentionSpec
+from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, SamplerSpec
 from nanovllm_core.kinds import EXTENSION, KIND
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager
@@ -79,6 +79,9 @@ def plugin_status(
             return _attention_status(manager, plugin, spec, requirements)
     except NanoVLLMError as error:
         return PluginStatus(plugin, "broken", (str(error),))
+    if isinstance(spec, SamplerSpec | KernelSetSpec) and requirements.device not in spec.devices:
+        reason = f"does not run on {requirements.device}, only on {', '.join(sorted(spec.devices))}"
+        return PluginStatus(plugin, "unsupported", (reason,), spec.summary)
     return PluginStatus(plugin, "ready", note=spec.summary)
 
 

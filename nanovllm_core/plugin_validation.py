@@ -1,7 +1,7 @@
 """Is a plugin's package right? Checked without running it: behind `nanovllm plugins validate`.
 
     validate_package(Path("scheduler_fair"))       # a folder with a pyproject.toml
-    validate_installed("scheduler", "fair", "nanovllm_scheduler_fair.plugin")
+    validate_installed(get_plugin_manager().find("scheduler", "sjf"))
 
 Entry points are looked at in a fresh process (this module run as a program), so that what they
 import shows, and nothing of theirs stays here.
@@ -15,20 +15,17 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import EntryPoint
+from dataclasses import asdict
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import NanoVLLMError, PluginNotFoundError
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.plugin_manager import (
-    EXTENSION,
-    EXTENSION_GROUP,
-    KINDS,
-    get_plugin_manager,
-    load_object,
-)
+from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
+from nanovllm_core.plugin_discovery import InstalledPlugin, known_groups
+from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
 HEAVY = ("torch", "triton", "transformers")
 
@@ -60,16 +57,17 @@ def validate_package(folder: Path) -> list[DoctorCheck]:
                 False,
                 "none in a group of nanovllm's, so no plugin would be found",
                 'add [project.entry-points."nanovllm.KIND"] with NAME = "package.module"; groups: '
-                f"{', '.join(sorted(_groups()))}",
+                f"{', '.join(sorted(known_groups()))}",
             )
         )
     return checks + validate_entries(entries, [folder.absolute(), (folder / "src").absolute()])
 
 
-def validate_installed(kind: str, name: str, target: str) -> list[DoctorCheck]:
+def validate_installed(plugin: InstalledPlugin) -> list[DoctorCheck]:
     """The entry point of an installed plugin."""
-    group = EXTENSION_GROUP if kind == EXTENSION else KINDS[kind].group
-    return validate_entries([(group, name, target)], [])
+    declared = (entry.name for entry in entry_points(group=KIND_GROUP))
+    [group] = [group for group, kind in known_groups(declared).items() if kind == plugin.kind]
+    return validate_entries([(group, plugin.name, plugin.entry_point)], [])
 
 
 def validate_entries(entries: Sequence[Entry], paths: Sequence[Path]) -> list[DoctorCheck]:
@@ -77,7 +75,7 @@ def validate_entries(entries: Sequence[Entry], paths: Sequence[Path]) -> list[Do
     checks = []
     for entry in entries:
         result = subprocess.run(
-            [sys.executable, "-m", __name__, *entry],
+            [sys.executable, "-m", __name__, json.dumps([*entry, entries])],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, *sys.path]))},
             capture_output=True,
             text=True,
@@ -128,19 +126,29 @@ def _check_requires_core(project: Mapping[str, Any]) -> DoctorCheck:
 # --------------------------------------------------------------------- in the fresh process
 
 
-def _check_entry(group: str, name: str, target: str) -> list[DoctorCheck]:
-    """One entry point, from its group to the code that it names; stops at what hides the rest."""
-    kinds = {kind.group: label for label, kind in KINDS.items()} | {EXTENSION_GROUP: EXTENSION}
+def _check_entry(group: str, name: str, target: str, others: Sequence[Entry]) -> list[DoctorCheck]:
+    """One entry point, from its group to the code that it names; stops at what hides the rest.
+
+    `others` are those of the same package: one may declare the kind of another.
+    """
+    mine = [EntryPoint(other, its_target, its_group) for its_group, other, its_target in others]
+    declared = {entry.name for entry in mine if entry.group == KIND_GROUP}
+    mine += [e for e in entry_points(group=KIND_GROUP) if e.name not in declared]
+    kinds = known_groups(entry.name for entry in mine if entry.group == KIND_GROUP)
     if group not in kinds:
         problem = f"the group {group!r} is no kind of plugin{did_you_mean(group, kinds)}"
         return [_wrong(name, f"{problem}; groups: {', '.join(sorted(kinds))}")]
     kind = kinds[group]
     label = f"{kind} {name}"
-    manager = get_plugin_manager(entry_points=[EntryPoint(name, target, group)])
+    manager = get_plugin_manager(entry_points=mine)
     try:
         if kind == EXTENSION:
             manager.enable([name])
             return [DoctorCheck(label, True, "its hooks fit"), *_check_light(label, target)]
+        if kind == KIND:
+            declaration = manager.kind(name)
+            detail = f"declares {declaration.group}, contract {declaration.contract}"
+            return [DoctorCheck(label, True, detail), *_check_light(label, target)]
         spec = manager.spec(kind, name)
         checks = [
             DoctorCheck(label, True, f"{type(spec).__name__}, contract {spec.contract}"),
@@ -178,15 +186,9 @@ def _wrong(label: str, detail: str) -> DoctorCheck:
     return DoctorCheck(label, False, detail, "correct it", fatal=True)
 
 
-def _groups() -> set[str]:
-    return {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP}
-
-
-def _main(group: str, name: str, target: str) -> None:
-    from dataclasses import asdict
-
-    print(json.dumps([asdict(check) for check in _check_entry(group, name, target)]))
+def _main(request: str) -> None:
+    print(json.dumps([asdict(check) for check in _check_entry(*json.loads(request))]))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:4])
+    _main(sys.argv[1])

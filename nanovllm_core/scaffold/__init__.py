@@ -17,9 +17,10 @@ from types import MappingProxyType
 from nanovllm_core import __version__
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import ScaffoldError
-from nanovllm_core.plugin_manager import EXTENSION, EXTENSION_GROUP, KINDS
+from nanovllm_core.kinds import EXTENSION, KIND
+from nanovllm_core.plugin_discovery import known_groups
 
-MAX_NAME = 24
+MAX_NAME = 20
 """Longer names would break the templates' lines."""
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -30,13 +31,15 @@ _SHARED = _FOLDER / "shared"
 class Template:
     """A kind's template: `folder` under templates/, and what a package of it is called.
 
-    `entry_point` is the name in the configuration, with the place-holders of the templates.
-    `extras` are those of nanovllm-core that its tests need.
+    `entry_point` is the name in the configuration, with the place-holders of the templates; `more`
+    are further entry points (group, name), all into the same module. `extras` are those of
+    nanovllm-core that its tests need.
     """
 
     folder: str
     summary: str
     entry_point: str = "my_plugin"
+    more: tuple[tuple[str, str], ...] = ()
     extras: str = "testing"
 
 
@@ -51,7 +54,21 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
             "An executor for nanovllm that measures its steps",
             extras="testing,qwen3,sdpa,demo",
         ),
+        "sampler": Template("sampler", "A sampler for nanovllm: Gumbel noise from splitmix64"),
+        "logits_processor": Template(
+            "logits_processor", "A logits processor for nanovllm: repeat less"
+        ),
+        "observer": Template(
+            "observer", "Rates and waits of nanovllm, in the log", extras="testing,qwen3,sdpa,demo"
+        ),
+        "kernels": Template("kernels", "A kernel set for nanovllm, in plain torch"),
         EXTENSION: Template("extension", "A command and an environment check for nanovllm"),
+        KIND: Template(
+            "kind",
+            "A new kind of nanovllm's plugins: where the numbers of steps go",
+            more=(("nanovllm.my_plugins", "jsonl"), ("nanovllm.observers", "my_plugin")),
+            extras="testing,qwen3,sdpa,demo",
+        ),
     }
 )
 WHOLE_SCHEDULER = Template("whole_scheduler", "A scheduler for nanovllm: prompts share each step")
@@ -106,6 +123,7 @@ def _template(kind: str, level: str) -> Template:
 def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
     """What stands in the templates -> what is written."""
     camel = "".join(word.capitalize() for word in name.split("_"))
+    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
     names = {
         "my_plugin": name,
         "my-plugin": name.replace("_", "-"),
@@ -114,14 +132,17 @@ def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
         "my-kind": kind.replace("_", "-"),
         "MY_CORE_VERSION": __version__,
         "MY_EXTRAS": template.extras,
-        "MY_GROUP": EXTENSION_GROUP if kind == EXTENSION else KINDS[kind].group,
         "MY_SUMMARY": template.summary,
     }
-    return names | {"MY_ENTRY_POINT": _rename(template.entry_point, names)}
+    lines = [
+        f'[project.entry-points."{group}"]\n{entry} = "nanovllm_my_kind_my_plugin.plugin"\n'
+        for group, entry in ((group, template.entry_point), *template.more)
+    ]
+    return names | {"[project.entry-points.MY_ENTRY_POINTS]\n": _rename("\n".join(lines), names)}
 
 
 def _rename(text: str, names: Mapping[str, str]) -> str:
-    return re.sub("|".join(names), lambda match: names[match[0]], text)
+    return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text)
 
 
 def _files(template: Template) -> Iterator[tuple[Path, str]]:

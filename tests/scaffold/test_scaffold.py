@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import nanovllm_core
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ScaffoldError
-from nanovllm_core.plugin_manager import EXTENSION, EXTENSION_GROUP, KINDS
+from nanovllm_core.kinds import EXTENSION, KIND, KINDS
+from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_validation import validate_package
 from nanovllm_core.scaffold import MAX_NAME, TEMPLATES, check_name, new_plugin
 
@@ -22,7 +23,7 @@ PLACEHOLDERS = ("my_plugin", "my-plugin", "MyPlugin", "my_kind", "my-kind", "MY_
 
 
 def test_every_kind_has_a_template() -> None:
-    assert set(TEMPLATES) == {*KINDS, EXTENSION}
+    assert set(TEMPLATES) == {*KINDS, EXTENSION, KIND}
 
 
 @pytest.mark.parametrize(("kind", "level"), PACKAGES)
@@ -48,9 +49,9 @@ def test_a_package_has_all_its_parts_and_no_place_holder_is_left(
     assert project["name"] == f"nanovllm-{kind.replace('_', '-')}-blue-moon"
     assert project["license"] == "MIT"
     assert project["dependencies"] == [f"nanovllm-core>={nanovllm_core.__version__}"]
-    group = EXTENSION_GROUP if kind == EXTENSION else KINDS[kind].group
+    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
     name = "BlueMoonForCausalLM" if kind == "model" else "blue_moon"
-    assert project["entry-points"] == {group: {name: f"{package}.plugin"}}
+    assert project["entry-points"][group] == {name: f"{package}.plugin"}
     for path in folder.rglob("*"):
         written = str(path) + (path.read_text() if path.is_file() else "")
         assert not any(word in written for word in PLACEHOLDERS), path
@@ -113,7 +114,7 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_kind_or_level_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ScaffoldError, match="did you mean scheduler.*kinds: attention"):
+    with pytest.raises(ScaffoldError, match=r"did you mean scheduler.*kinds: attention"):
         new_plugin("schedular", "fair", tmp_path)
     with pytest.raises(ScaffoldError, match="policy or scheduler"):
         new_plugin("scheduler", "fair", tmp_path, "boss")

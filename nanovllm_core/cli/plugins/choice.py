@@ -9,7 +9,8 @@ import typer
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import PluginConflictError, PluginNotFoundError
-from nanovllm_core.plugin_manager import InstalledPlugin, PluginManager, get_plugin_manager
+from nanovllm_core.plugin_discovery import InstalledPlugin
+from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 
 Name = Annotated[str, typer.Argument(help="The plugin, by name.")]
 KindOption = Annotated[

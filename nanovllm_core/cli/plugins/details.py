@@ -16,8 +16,8 @@ from nanovllm_core.cli.plugins.choice import (
     this_device,
 )
 from nanovllm_core.errors import ConfigError
+from nanovllm_core.kinds import NO_SPEC
 from nanovllm_core.plugin_details import plugin_details
-from nanovllm_core.plugin_manager import EXTENSION
 from nanovllm_core.plugin_status import plugin_status, typical_requirements
 
 
@@ -46,10 +46,10 @@ def schema(name: Name, kind: KindOption = None) -> None:
     """The JSON Schema of a plugin's options."""
     manager = installed_plugins()
     plugin = one_plugin(manager, name, kind)
-    if plugin.kind == EXTENSION:
+    if plugin.kind in NO_SPEC:
         raise ConfigError(
-            f"extension {name!r} has no options of its own to check: what stands under "
-            f"plugins.options.{name} reaches it as it is"
+            f"{plugin.kind} {name!r} states no options: an extension reads what stands under "
+            "plugins.options itself, and a kind has none"
         )
     options = manager.spec(plugin.kind, plugin.name).options
     print(json.dumps(options.model_json_schema(), indent=2))

@@ -28,8 +28,7 @@ def validate(
     if (folder / "pyproject.toml").exists() or "/" in target or target in (".", ".."):
         checks = validate_package(folder)
     else:
-        plugin = one_plugin(installed_plugins(), target, kind)
-        checks = validate_installed(plugin.kind, plugin.name, plugin.entry_point)
+        checks = validate_installed(one_plugin(installed_plugins(), target, kind))
     console = Console(soft_wrap=True)
     for check in checks:
         console.print(line(check))

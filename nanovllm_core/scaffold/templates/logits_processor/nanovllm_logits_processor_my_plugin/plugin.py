@@ -8,8 +8,8 @@ from nanovllm_core.api import LogitsProcessorSpec, hookimpl
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class MyPluginOptions(BaseModel):
-    """Options of the engine: `logits_processors: [{name: my_plugin, options: {...}}]`."""
+class EngineOptions(BaseModel):
+    """What the engine is told: `options` beside the name in `logits_processors`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -19,8 +19,8 @@ class MyPluginOptions(BaseModel):
     )
 
 
-class MyPluginArguments(BaseModel):
-    """What one request asks: `SamplingParams(logits_processors={"my_plugin": {...}})`."""
+class RequestArguments(BaseModel):
+    """What one request asks, in `SamplingParams.logits_processors`, by the plugin's name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,8 +35,8 @@ SPEC = LogitsProcessorSpec(
     impl="nanovllm_logits_processor_my_plugin.processor:MyPluginProcessor",
     summary="Lowers the logits of the last few tokens.",
     contract=1,
-    options=MyPluginOptions,
-    arguments=MyPluginArguments,
+    options=EngineOptions,
+    arguments=RequestArguments,
 )
 
 

@@ -13,20 +13,20 @@ import torch
 from nanovllm_core.api import LogitsContext, LogitsProcessor, LogitsRequest
 from torch import Tensor
 
-from nanovllm_logits_processor_my_plugin.plugin import MyPluginArguments, MyPluginOptions
+from nanovllm_logits_processor_my_plugin.plugin import EngineOptions, RequestArguments
 
 
 class MyPluginProcessor(LogitsProcessor):
     """One instance serves all requests of an engine."""
 
-    def __init__(self, options: MyPluginOptions, context: LogitsContext) -> None:
+    def __init__(self, options: EngineOptions, context: LogitsContext) -> None:
         super().__init__(options, context)
         self._per_occurrence = options.per_occurrence
 
     def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
         """Called once per step for the rows that asked; changes their logits in place."""
         for logits_V, request in zip(logits_SV, requests, strict=True):
-            asked = cast(MyPluginArguments, request.arguments)
+            asked = cast(RequestArguments, request.arguments)
             counts_V = self._counts(request, asked.window, logits_V.shape[0])
             if not self._per_occurrence:
                 counts_V.clamp_(max=1.0)

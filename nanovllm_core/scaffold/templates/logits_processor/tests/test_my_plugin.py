@@ -12,20 +12,20 @@ from nanovllm_core.testing import (
 )
 from torch import Tensor
 
-from nanovllm_logits_processor_my_plugin.plugin import SPEC, MyPluginArguments, MyPluginOptions
-from nanovllm_logits_processor_my_plugin.processor import MyPluginProcessor
+from nanovllm_logits_processor_my_plugin import plugin as declared
+from nanovllm_logits_processor_my_plugin import processor as code
 
 
 class TestMyPlugin(LogitsProcessorConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return plugin_under_test(SPEC)
+        return plugin_under_test(declared.SPEC)
 
 
 def lowered(known: list[int], window: int, per_occurrence: bool) -> Tensor:
     """What a row of zeros becomes after these ids, at a penalty of 2."""
-    processor = MyPluginProcessor(
-        MyPluginOptions(per_occurrence=per_occurrence),
+    processor = code.MyPluginProcessor(
+        declared.EngineOptions(per_occurrence=per_occurrence),
         LogitsContext(
             device=torch.device("cpu"),
             vocab_size=6,
@@ -37,7 +37,7 @@ def lowered(known: list[int], window: int, per_occurrence: bool) -> Tensor:
     # Behind the known ids stands what was there before.
     ids_L = torch.tensor(known + [-7] * (8 - len(known)), dtype=torch.int32)
     request = LogitsRequest(
-        arguments=MyPluginArguments(window=window, penalty=2.0),
+        arguments=declared.RequestArguments(window=window, penalty=2.0),
         state=None,
         token_ids=ids_L,
         num_prompt=torch.tensor(1, dtype=torch.int32),
