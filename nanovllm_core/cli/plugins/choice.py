@@ -38,7 +38,7 @@ def one_plugin(manager: PluginManager, name: str, kind: str | None) -> Installed
         )
     if len(kinds) > 1:
         raise PluginConflictError(
-            f"{name!r} names a {' and a '.join(kinds)}; say which with --kind {kinds[0]}"
+            f"{name!r} is the name of several plugins; say which with --kind {' or '.join(kinds)}"
         )
     return manager.find(kinds[0], name)
 
