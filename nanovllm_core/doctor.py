@@ -12,6 +12,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -288,7 +289,8 @@ def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:
     checks: list[DoctorCheck] = []
     for implementation in manager.hook.nanovllm_doctor.get_hookimpls():
         try:
-            checks += implementation.function()
+            answer: Any = implementation.function()
+            checks += answer
         except Exception as error:
             name = implementation.plugin_name
             detail = f"its nanovllm_doctor failed: {type(error).__name__}: {error}"

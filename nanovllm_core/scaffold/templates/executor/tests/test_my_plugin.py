@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nanovllm_core import LLM, SamplingParams
@@ -11,7 +12,12 @@ from nanovllm_core.testing import ExecutorConformance, PluginUnderTest, plugin_u
 
 from nanovllm_executor_my_plugin.plugin import SPEC
 
-SMALL = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "num_kvcache_blocks": 8}
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 2,
+    "max_model_len": 64,
+    "num_kvcache_blocks": 8,
+}
 
 
 class TestMyPlugin(ExecutorConformance):

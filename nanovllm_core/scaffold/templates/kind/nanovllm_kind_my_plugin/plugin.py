@@ -49,7 +49,7 @@ class ObserverOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     use: dict[str, dict[str, Any]] = Field(
-        default_factory=lambda: {"jsonl": {}},
+        default={"jsonl": {}},
         description="The plugins of this kind to feed, each with its options.",
     )
 

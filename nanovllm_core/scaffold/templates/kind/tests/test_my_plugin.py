@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nanovllm_core import LLM, SamplingParams
@@ -18,7 +19,12 @@ from nanovllm_core.testing import (
 from nanovllm_kind_my_plugin.conformance import MyPluginConformance
 from nanovllm_kind_my_plugin.plugin import JSONL, KIND
 
-SMALL = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "num_kvcache_blocks": 8}
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 2,
+    "max_model_len": 64,
+    "num_kvcache_blocks": 8,
+}
 
 
 class TestMyPluginKind(KindConformance):
