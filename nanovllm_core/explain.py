@@ -100,6 +100,14 @@ class Decisions:
             self.plugins, self.config, self.shape, self.device, self.dtype, self.cuda_graphs
         )
 
+    @cached_property
+    def _device_type(self) -> str:
+        """What alternatives are asked about; a device that is not there has no alternatives."""
+        try:
+            return self.device.split(":")[0]
+        except NanoVLLMError:
+            return self.config.device.split(":")[0]
+
     def said(self, path: str, automatic: str = "") -> str:
         """Who said the value at a path of the configuration; `automatic` where it is `auto`."""
         for known, source in self.sources.items():
@@ -109,7 +117,7 @@ class Decisions:
 
     def other_plugins(self, kind: str, *chosen: str) -> dict[str, str]:
         """The other plugins of a kind, and what speaks against each."""
-        requirements = typical_requirements(self.device.split(":")[0], None)
+        requirements = typical_requirements(self._device_type, None)
         return {
             status.plugin.name: f"{status.state}: {'; '.join(status.reasons)}"
             if status.reasons
@@ -123,7 +131,7 @@ class Decisions:
 
 
 def _checkpoint(decisions: Decisions, name: str) -> Seam:
-    source, reference = startup.checkpoint_source(decisions.config.model)
+    source, _ = startup.checkpoint_source(decisions.config.model)
     how = {
         "local": "a folder of that path is there, or the name is a path",
         "hub": "organisation/name is a model of the hub",
@@ -228,7 +236,9 @@ def _sampler(decisions: Decisions, name: str) -> Seam:
 
 def _scheduler(decisions: Decisions, name: str) -> Seam:
     choice = decisions.config.scheduler
-    chosen = decisions.plugins.resolve("scheduler", choice.name, choice.options)
+    chosen = decisions.plugins.resolve(
+        "scheduler", choice.name, choice.options, "scheduler.options"
+    )
     others = decisions.other_plugins("scheduler", choice.name)
     return Seam(name, _label(chosen), decisions.said("scheduler.name"), others)
 
@@ -236,7 +246,7 @@ def _scheduler(decisions: Decisions, name: str) -> Seam:
 def _executor(decisions: Decisions, name: str) -> Seam:
     choice = decisions.config.executor
     startup.check_tensor_parallel_size(decisions.plugins, decisions.config)
-    chosen = decisions.plugins.resolve("executor", choice.name, choice.options)
+    chosen = decisions.plugins.resolve("executor", choice.name, choice.options, "executor.options")
     others = decisions.other_plugins("executor", choice.name)
     return Seam(name, _label(chosen), decisions.said("executor.name"), others)
 

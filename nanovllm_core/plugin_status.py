@@ -54,13 +54,18 @@ def typical_requirements(
 
 
 def plugin_statuses(
-    manager: PluginManager, requirements: AttentionRequirements
+    manager: PluginManager, requirements: AttentionRequirements, kind: str | None = None
 ) -> list[PluginStatus]:
-    """The state of every installed plugin; a broken one is a line of the list, not an error."""
-    statuses = [plugin_status(manager, plugin, requirements) for plugin in manager.installed()]
+    """The state of every installed plugin, or of those of one kind; a broken one is no error."""
+    statuses = [
+        plugin_status(manager, plugin, requirements)
+        for plugin in manager.installed()
+        if kind in (None, plugin.kind)
+    ]
     statuses += [
         PluginStatus(plugin, "disabled", ("listed in plugins.disable",))
         for plugin in manager.disabled()
+        if kind in (None, plugin.kind)
     ]
     return sorted(statuses, key=lambda status: status.plugin)
 
