@@ -235,20 +235,19 @@ def _sampler(decisions: Decisions, name: str) -> Seam:
 
 
 def _scheduler(decisions: Decisions, name: str) -> Seam:
-    choice = decisions.config.scheduler
-    chosen = decisions.plugins.resolve(
-        "scheduler", choice.name, choice.options, "scheduler.options"
-    )
-    others = decisions.other_plugins("scheduler", choice.name)
-    return Seam(name, _label(chosen), decisions.said("scheduler.name"), others)
+    return _named(decisions, name, "scheduler")
 
 
 def _executor(decisions: Decisions, name: str) -> Seam:
-    choice = decisions.config.executor
     startup.check_tensor_parallel_size(decisions.plugins, decisions.config)
-    chosen = decisions.plugins.resolve("executor", choice.name, choice.options, "executor.options")
-    others = decisions.other_plugins("executor", choice.name)
-    return Seam(name, _label(chosen), decisions.said("executor.name"), others)
+    return _named(decisions, name, "executor")
+
+
+def _named(decisions: Decisions, name: str, kind: str) -> Seam:
+    choice = getattr(decisions.config, kind)
+    chosen = decisions.plugins.resolve(kind, choice.name, choice.options, f"{kind}.options")
+    others = decisions.other_plugins(kind, choice.name)
+    return Seam(name, _label(chosen), decisions.said(f"{kind}.name"), others)
 
 
 def _several(kind: str, path: str) -> Callable[[Decisions, str], Seam]:
