@@ -18,6 +18,7 @@ from nanovllm_core.api import (
     AttentionConfig,
     DecodeMetadata,
     PrefillMetadata,
+    UnsupportedError,
 )
 from pydantic import BaseModel
 from torch import Tensor
@@ -42,6 +43,10 @@ class MyPluginBackend(AttentionBackend):
         out_BHD: Tensor,
     ) -> None:
         """One query per row, the last position of its sequence. A row of length 0 is padding."""
+        if metadata.query_len != 1:
+            raise UnsupportedError(
+                f"a decode step of {metadata.query_len} queries per row; my_plugin does 1"
+            )
         for row, num_keys in enumerate(metadata.seq_lens.tolist()):
             if num_keys:
                 pages_M = metadata.block_table[row]
