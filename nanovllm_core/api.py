@@ -43,6 +43,7 @@ from nanovllm_core.interfaces.attention import (
     Phase,
     PrefillMetadata,
 )
+from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
 from nanovllm_core.interfaces.logits_processor import (
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
         linear_add,
         norm_linear,
     )
+    from nanovllm_core.worker.executor import SingleProcessExecutor
 
 __all__ = [
     "MAX_DEVICE_STOP_IDS",
@@ -136,6 +138,7 @@ __all__ = [
     "ConfigError",
     "DecodeMetadata",
     "DeviceError",
+    "DoctorCheck",
     "EngineConfig",
     "Executor",
     "ExecutorError",
@@ -188,6 +191,7 @@ __all__ = [
     "SchedulerSpec",
     "SchedulerState",
     "SchedulingPolicy",
+    "SingleProcessExecutor",
     "SingleRank",
     "StepObserver",
     "StepPlan",
@@ -237,6 +241,7 @@ _NEED_TORCH = {
         "linear_add",
         "norm_linear",
     ),
+    "nanovllm_core.worker.executor": ("SingleProcessExecutor",),
 }
 _HOMES = {name: module for module, names in _NEED_TORCH.items() for name in names}
 

@@ -174,7 +174,7 @@ def _named(
     candidate = evaluate(manager, choice, requirements, path)
     if not candidate.reasons:
         return candidate
-    able, _ = _able(manager, requirements)
+    able, _ = able_backends(manager, requirements)
     raise UnsupportedError(
         f"attention backend {choice.backend!r} ({candidate.resolved.distribution} "
         f"{candidate.resolved.version}) cannot serve {requirements.phase} here: "
@@ -188,9 +188,10 @@ def _best(
     manager: PluginManager, requirements: AttentionRequirements, report: list[str]
 ) -> Candidate:
     """The able backend of the highest rank; `report` gets why each other one lost."""
-    able, losers = _able(manager, requirements)
-    for reason in losers:
-        report.append(f"attention auto, {requirements.phase}: not {reason}")
+    able, unable = able_backends(manager, requirements)
+    losers = [f"{name}: {reason}" for name, reason in unable.items()]
+    for loser in losers:
+        report.append(f"attention auto, {requirements.phase}: not {loser}")
     if not able:
         installed = "None is installed" if not losers else "; ".join(losers)
         raise UnsupportedError(
@@ -207,23 +208,23 @@ def _best(
     return best
 
 
-def _able(
+def able_backends(
     manager: PluginManager, requirements: AttentionRequirements
-) -> tuple[list[Candidate], list[str]]:
+) -> tuple[list[Candidate], dict[str, str]]:
     """The installed backends that can serve, best first, and why each other one cannot."""
     able: list[Candidate] = []
-    losers: list[str] = []
+    unable: dict[str, str] = {}
     for name in manager.names("attention"):
         try:
             candidate = evaluate(manager, AttentionChoice(backend=name), requirements)
         except (PluginError, ConfigError) as error:
-            losers.append(f"{name}: {error}")
+            unable[name] = str(error)
             continue
         if candidate.reasons:
-            losers.append(f"{name}: {'; '.join(candidate.reasons)}")
+            unable[name] = "; ".join(candidate.reasons)
         else:
             able.append(candidate)
-    return sorted(able, key=lambda c: (-c.rank, c.resolved.name)), losers
+    return sorted(able, key=lambda c: (-c.rank, c.resolved.name)), unable
 
 
 def _common_pages(

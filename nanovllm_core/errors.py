@@ -7,7 +7,8 @@ NanoVLLMError
 │   ├── PluginConflictError      two distributions register the same name
 │   ├── PluginLoadError          a selected plugin cannot be imported, or breaks the contract
 │   ├── PluginFailedError        a plugin raised while the engine ran
-│   └── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
+│   ├── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
+│   └── ScaffoldError            a new plugin cannot be written: its name, kind or folder
 ├── CheckpointError
 │   ├── CheckpointNotFoundError  the model names no folder, plugin or hub repository
 │   ├── ArchitectureError        the checkpoint's architecture or one of its settings is unknown
@@ -67,6 +68,10 @@ class UnsupportedError(PluginError):
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.reasons = tuple(reasons)
+
+
+class ScaffoldError(PluginError):
+    """A new plugin's package cannot be written: its name, its kind or its folder is wrong."""
 
 
 class CheckpointError(NanoVLLMError):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import typer
 
     from nanovllm_core.config import EngineConfig
+    from nanovllm_core.interfaces.doctor import DoctorCheck
     from nanovllm_core.interfaces.plan import WorkerInfo
     from nanovllm_core.interfaces.plugins import Plugins
     from nanovllm_core.interfaces.specs import (
@@ -103,3 +104,8 @@ def nanovllm_engine_closed() -> None:
 @hookspec
 def nanovllm_cli(app: typer.Typer) -> None:
     """Add commands to `nanovllm` (group `nanovllm.extensions`)."""
+
+
+@hookspec
+def nanovllm_doctor() -> Sequence[DoctorCheck]:
+    """What `nanovllm plugins doctor` should know of this plugin's environment."""

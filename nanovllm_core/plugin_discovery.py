@@ -51,15 +51,20 @@ def find_plugins(given: Iterable[EntryPoint] | None = None) -> dict[InstalledPlu
             return entry_points(group=group)
         return [entry for entry in found if entry.group == group]
 
+    groups = known_groups(entry.name for entry in in_group(KIND_GROUP))
+    return {
+        _installed(kind, entry): entry
+        for group, kind in groups.items()
+        for entry in in_group(group)
+    }
+
+
+def known_groups(declared: Iterable[str] = ()) -> dict[str, str]:
+    """Each entry-point group that is read, and its kind; `declared` are the kinds of plugins."""
     groups = {kind.group: name for name, kind in KINDS.items()}
     groups |= {EXTENSION_GROUP: EXTENSION, KIND_GROUP: KIND}
     # A declaration cannot take a group over: loading it is an error, its name is known already.
-    declared = {declared_group(entry.name): entry.name for entry in in_group(KIND_GROUP)}
-    return {
-        _installed(kind, entry): entry
-        for group, kind in (declared | groups).items()
-        for entry in in_group(group)
-    }
+    return {declared_group(name): name for name in declared} | groups
 
 
 def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:

@@ -10,7 +10,7 @@ from nanovllm_core.attention_selection import evaluate
 from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
-from nanovllm_core.interfaces.specs import AttentionSpec
+from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, SamplerSpec
 from nanovllm_core.kinds import EXTENSION, KIND
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager
@@ -54,20 +54,26 @@ def typical_requirements(
 
 
 def plugin_statuses(
-    manager: PluginManager, requirements: AttentionRequirements
+    manager: PluginManager, requirements: AttentionRequirements, kind: str | None = None
 ) -> list[PluginStatus]:
-    """The state of every installed plugin; a broken one is a line of the list, not an error."""
-    statuses = [_status(manager, plugin, requirements) for plugin in manager.installed()]
+    """The state of every installed plugin, or of those of one kind; a broken one is no error."""
+    statuses = [
+        plugin_status(manager, plugin, requirements)
+        for plugin in manager.installed()
+        if kind in (None, plugin.kind)
+    ]
     statuses += [
         PluginStatus(plugin, "disabled", ("listed in plugins.disable",))
         for plugin in manager.disabled()
+        if kind in (None, plugin.kind)
     ]
     return sorted(statuses, key=lambda status: status.plugin)
 
 
-def _status(
+def plugin_status(
     manager: PluginManager, plugin: InstalledPlugin, requirements: AttentionRequirements
 ) -> PluginStatus:
+    """The state of one plugin, by its light module alone."""
     if plugin.kind == EXTENSION:
         return PluginStatus(plugin, "ready", note="loaded when plugins.enable names it")
     try:
@@ -78,6 +84,9 @@ def _status(
             return _attention_status(manager, plugin, spec, requirements)
     except NanoVLLMError as error:
         return PluginStatus(plugin, "broken", (str(error),))
+    if isinstance(spec, SamplerSpec | KernelSetSpec) and requirements.device not in spec.devices:
+        reason = f"does not run on {requirements.device}, only on {', '.join(sorted(spec.devices))}"
+        return PluginStatus(plugin, "unsupported", (reason,), spec.summary)
     return PluginStatus(plugin, "ready", note=spec.summary)
 
 

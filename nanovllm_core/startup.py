@@ -57,14 +57,14 @@ def start(config: EngineConfig) -> Startup:
     plugins.enable(config.plugins.enable)
     checkpoint = find_checkpoint(plugins, config.model)
     model_config = read_model_config(checkpoint)
-    architecture = _architecture(model_config, checkpoint)
-    model = _find_model(plugins, architecture, checkpoint)
-    shape = _model_shape(model, model_config, checkpoint)
+    architecture = read_architecture(model_config, checkpoint)
+    model = find_model(plugins, architecture, checkpoint)
+    shape = read_shape(model, model_config, checkpoint)
     device = resolve_device(config.device)
-    dtype = _resolve_dtype(config.dtype, device, model_config)
-    max_model_len = _resolve_max_model_len(config, shape)
-    cuda_graphs = device.startswith("cuda") and not config.cuda_graphs.enforce_eager
-    attention = _select_attention(plugins, config, shape, device, dtype, cuda_graphs)
+    dtype = resolve_dtype(config.dtype, device, model_config)
+    max_model_len = resolve_max_model_len(config, shape)
+    cuda_graphs = uses_cuda_graphs(config, device)
+    attention = choose_attention(plugins, config, shape, device, dtype, cuda_graphs)
     specs, processors = select_logits_processors(plugins, config.logits_processors)
     setup = WorkerSetup(
         config=config,
@@ -94,16 +94,7 @@ def start(config: EngineConfig) -> Startup:
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
     """The folder of a checkpoint: a path, a source's name, `source:reference`, or a hub id."""
-    if _exists(model):
-        source, reference = "local", model
-    elif ":" in model:
-        source, reference = model.split(":", 1)
-    elif "/" in model and not model.startswith((".", "/", "~")):
-        source, reference = "hub", model
-    elif "/" in model:
-        source, reference = "local", model
-    else:
-        source, reference = model, ""
+    source, reference = checkpoint_source(model)
     try:
         resolved = plugins.resolve("checkpoint", source, {}, path="model")
     except PluginNotFoundError as error:
@@ -112,6 +103,20 @@ def find_checkpoint(plugins: PluginManager, model: str) -> Path:
             f"(organisation/name) or an installed source. {error}"
         ) from error
     return Path(load_object(resolved)(reference))
+
+
+def checkpoint_source(model: str) -> tuple[str, str]:
+    """Which checkpoint plugin a `model` asks, and for what."""
+    if _exists(model):
+        return "local", model
+    if ":" in model:
+        source, reference = model.split(":", 1)
+        return source, reference
+    if "/" in model and not model.startswith((".", "/", "~")):
+        return "hub", model
+    if "/" in model:
+        return "local", model
+    return model, ""
 
 
 def _exists(path: str) -> bool:
@@ -138,7 +143,8 @@ def read_model_config(checkpoint: Path) -> Mapping[str, Any]:
     return config
 
 
-def _architecture(model_config: Mapping[str, Any], checkpoint: Path) -> str:
+def read_architecture(model_config: Mapping[str, Any], checkpoint: Path) -> str:
+    """The first of config.json's architectures; ArchitectureError where it names none."""
     architectures = model_config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ArchitectureError(
@@ -148,7 +154,8 @@ def _architecture(model_config: Mapping[str, Any], checkpoint: Path) -> str:
     return str(architectures[0])
 
 
-def _find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> ResolvedPlugin:
+def find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> ResolvedPlugin:
+    """The model plugin of an architecture; ArchitectureError where none is installed."""
     try:
         return plugins.resolve("model", architecture, {}, path="model")
     except PluginNotFoundError as error:
@@ -158,7 +165,7 @@ def _find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> 
         ) from error
 
 
-def _model_shape(
+def read_shape(
     model: ResolvedPlugin, model_config: Mapping[str, Any], checkpoint: Path
 ) -> ModelShape:
     """What the model plugin reads in config.json; ArchitectureError where it cannot."""
@@ -195,7 +202,8 @@ def resolve_device(device: str) -> str:
     return f"cuda:{index}"
 
 
-def _resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> str:
+def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> str:
+    """`auto` -> float32 on a CPU, else as the checkpoint; ConfigError where that cannot be."""
     if dtype != "auto":
         return dtype
     if device == "cpu":
@@ -209,7 +217,8 @@ def _resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> 
     return stored
 
 
-def _resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
+def resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
+    """The configured length, or the model's own; ConfigError beyond that."""
     asked = config.limits.max_model_len
     if asked is None:
         return shape.max_position
@@ -221,7 +230,39 @@ def _resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
     return asked
 
 
-def _select_attention(
+def uses_cuda_graphs(config: EngineConfig, device: str) -> bool:
+    """Whether decode steps are captured on that device ("cuda:0")."""
+    return device.startswith("cuda") and not config.cuda_graphs.enforce_eager
+
+
+def attention_requirements(
+    phase: Phase,
+    config: EngineConfig,
+    shape: ModelShape,
+    device: str,
+    dtype: str,
+    cuda_graphs: bool,
+) -> AttentionRequirements:
+    """What one phase asks of a backend."""
+    capability = None
+    if device.startswith("cuda"):
+        import torch
+
+        capability = torch.cuda.get_device_capability(device)
+    return AttentionRequirements(
+        phase=phase,
+        device=device.split(":")[0],
+        dtype=dtype,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        compute_capability=capability,
+        cuda_graphs=cuda_graphs and phase == "decode",
+        block_size=config.cache.block_size,
+    )
+
+
+def choose_attention(
     plugins: PluginManager,
     config: EngineConfig,
     shape: ModelShape,
@@ -229,28 +270,11 @@ def _select_attention(
     dtype: str,
     cuda_graphs: bool,
 ) -> Selection:
-    capability = None
-    if device.startswith("cuda"):
-        import torch
-
-        capability = torch.cuda.get_device_capability(device)
-
-    def requirements(phase: Phase) -> AttentionRequirements:
-        return AttentionRequirements(
-            phase=phase,
-            device=device.split(":")[0],
-            dtype=dtype,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            compute_capability=capability,
-            cuda_graphs=cuda_graphs and phase == "decode",
-            block_size=config.cache.block_size,
-        )
-
-    selection = select_attention(
-        plugins, config.attention, requirements("prefill"), requirements("decode")
-    )
+    """The backend of each phase and the pages that they share; says why in the log."""
+    asked = (config, shape, device, dtype, cuda_graphs)
+    prefill = attention_requirements("prefill", *asked)
+    decode = attention_requirements("decode", *asked)
+    selection = select_attention(plugins, config.attention, prefill, decode)
     for line in selection.report:
         logger.info(line)
     return selection

@@ -124,12 +124,12 @@ def test_auto_follows_the_checkpoint_on_a_gpu_and_is_float32_on_a_cpu(
     asked: str, device: str, stored: dict[str, str], expected: str
 ) -> None:
     """Bug 15 of peers: KV kept in fp16 for a bf16 model. One dtype serves weights and cache."""
-    assert startup._resolve_dtype(asked, device, stored) == expected
+    assert startup.resolve_dtype(asked, device, stored) == expected
 
 
 def test_a_stored_dtype_that_is_not_computed_in_is_told() -> None:
     with pytest.raises(ConfigError, match="which says 'float8_e4m3fn'; choose float32, float16"):
-        startup._resolve_dtype("auto", "cuda:0", {"dtype": "float8_e4m3fn"})
+        startup.resolve_dtype("auto", "cuda:0", {"dtype": "float8_e4m3fn"})
 
 
 # -- what the workers are told --------------------------------------------------------------------

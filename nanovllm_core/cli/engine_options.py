@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_sources import load_config, parse_setting
+from nanovllm_core.config_sources import LoadedConfig, load_with_sources, parse_setting
 
 if TYPE_CHECKING:
     from nanovllm_core.llm import LLM
@@ -42,6 +42,19 @@ def engine_config(
     settings: list[str] | None,
 ) -> EngineConfig:
     """The configuration that these flags give on top of the file and the environment."""
+    return loaded_config(model, config, attention, scheduler, device, dtype, settings).config
+
+
+def loaded_config(
+    model: str | None,
+    config: Path | None,
+    attention: str | None,
+    scheduler: str | None,
+    device: str | None,
+    dtype: str | None,
+    settings: list[str] | None,
+) -> LoadedConfig:
+    """The same, with who said each value."""
     overrides: dict[str, Any] = dict(map(parse_setting, settings or []))
     flags = {
         "attention": None if attention is None else attention_choice(attention),
@@ -50,7 +63,7 @@ def engine_config(
         "dtype": dtype,
     }
     overrides.update({name: value for name, value in flags.items() if value is not None})
-    return load_config(model, file=config, overrides=overrides)
+    return load_with_sources(model, file=config, overrides=overrides)
 
 
 def attention_choice(text: str) -> Any:

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from nanovllm_core.cli import bench, chat, config, generate, plugins
+from nanovllm_core.cli import bench, chat, config, explain, generate, plugins
 from nanovllm_core.cli import eval as evaluation
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import NanoVLLMError
@@ -26,6 +26,7 @@ def make_app() -> typer.Typer:
     )
     app.command()(generate.generate)
     app.command()(chat.chat)
+    app.command()(explain.explain)
     app.command("eval")(evaluation.evaluate)
     app.add_typer(bench.app, name="bench")
     app.add_typer(plugins.app, name="plugins")

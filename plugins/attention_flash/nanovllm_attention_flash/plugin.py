@@ -8,11 +8,12 @@ from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_attention_flash.providers import Provider, other_installs, provider_for
+from nanovllm_attention_flash.providers import PROVIDERS, Provider, other_installs, provider_for
 from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,
     AttentionSpec,
+    DoctorCheck,
     KVLayout,
     hookimpl,
 )
@@ -91,3 +92,16 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             rank=_rank,
         ),
     )
+
+
+@hookimpl
+def nanovllm_doctor() -> Sequence[DoctorCheck]:
+    """Which providers are installed; one that is missing is no fault, for one is enough."""
+    return [
+        DoctorCheck(
+            name=f"flash provider {provider.name}",
+            ok=provider.missing() is None,
+            detail=provider.missing() or provider.label(),
+        )
+        for provider in PROVIDERS.values()
+    ]

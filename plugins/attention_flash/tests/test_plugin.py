@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from nanovllm_attention_flash import providers
-from nanovllm_attention_flash.plugin import FlashOptions, nanovllm_attention
+from nanovllm_attention_flash.plugin import FlashOptions, nanovllm_attention, nanovllm_doctor
 from nanovllm_core.api import AttentionRequirements
 
 (SPEC,) = nanovllm_attention()
@@ -128,3 +128,13 @@ def test_unknown_providers_and_options_are_refused() -> None:
     for wrong in ({"provider": "fa5"}, {"providor": "fa4"}):
         with pytest.raises(ValidationError):
             FlashOptions.model_validate(wrong)
+
+
+def test_the_doctor_hears_of_each_provider(installed: dict[str, str]) -> None:
+    """What is missing comes with the command that installs it."""
+    checks = {check.name.removeprefix("flash provider "): check for check in nanovllm_doctor()}
+    assert set(checks) == set(providers.PROVIDERS)
+    assert checks["fa4"].ok
+    assert checks["fa4"].detail == "fa4: flash-attn-4 4.0.0b36"
+    assert not checks["fa3"].ok
+    assert "flash-attn-3 is not installed; build it" in checks["fa3"].detail

@@ -1,4 +1,4 @@
-"""`nanovllm plugins`: what is installed, and what this machine can run."""
+"""`nanovllm plugins list`: what is installed, and what this machine can run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from nanovllm_core.attention_selection import INSTALL_ONE
-from nanovllm_core.config_sources import load_config
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.cli.plugins.choice import installed_plugins, this_device
 from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
 
-app = typer.Typer(no_args_is_help=True, help="What is installed.")
 
-
-@app.callback()
-def _plugins() -> None:
-    """What is installed."""
-
-
-@app.command("list")
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
 ) -> None:
@@ -33,8 +24,8 @@ def list_plugins(
     Attention backends are asked about grouped heads of size 128 on this device, in bfloat16 on a
     GPU and float32 on a CPU.
     """
-    manager = get_plugin_manager(disable=load_config("none").plugins.disable)
-    statuses = plugin_statuses(manager, typical_requirements(*_device()))
+    manager = installed_plugins()
+    statuses = plugin_statuses(manager, typical_requirements(*this_device()))
     if as_json:
         print(json.dumps([status.to_json() for status in statuses], indent=2))
         return
@@ -63,12 +54,3 @@ def _table(statuses: Sequence[PluginStatus]) -> Table:
             f"[{colours[status.state]}]{text}[/]" + (f": {escape(details)}" if details else ""),
         )
     return table
-
-
-def _device() -> tuple[str, tuple[int, int] | None]:
-    """The device that `auto` takes, and its compute capability."""
-    import torch  # Only this command of the file needs it.
-
-    if not torch.cuda.is_available():
-        return "cpu", None
-    return "cuda", torch.cuda.get_device_capability()

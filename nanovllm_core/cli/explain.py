@@ -1,0 +1,60 @@
+"""`nanovllm explain`: what a configuration chooses at each seam, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from nanovllm_core.cli.engine_options import (
+    Attention,
+    Device,
+    Dtype,
+    Model,
+    Scheduler,
+    Settings,
+    loaded_config,
+)
+
+
+def explain(
+    config: Annotated[Path | None, typer.Argument(help="A YAML configuration file.")] = None,
+    model: Model = None,
+    attention: Attention = None,
+    scheduler: Scheduler = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+) -> None:
+    """Say what would run, and why each alternative would not; loads no weights.
+
+    Exit status 1 where an engine would not start.
+    """
+    # It asks torch for devices, and plugins what they can do.
+    from nanovllm_core.explain import Seam, problems
+    from nanovllm_core.explain import explain as explain_config
+
+    loaded = loaded_config(model, config, attention, scheduler, device, dtype, settings)
+    seams = explain_config(loaded)
+
+    def lines(seam: Seam) -> list[Text]:
+        if seam.problem:
+            return [Text.assemble((seam.name, "bold"), ": ", (seam.problem, "red"))]
+        shown = [Text.assemble((seam.name, "bold"), f": {seam.chosen}")]
+        shown.append(Text(f"    because  {seam.why}"))
+        return shown + [Text(f"    not {name}: {why}", "dim") for name, why in seam.others.items()]
+
+    if as_json:
+        print(json.dumps([seam.to_json() for seam in seams], indent=2))
+    else:
+        console = Console(soft_wrap=True)
+        for seam in seams:
+            for line in lines(seam):
+                console.print(line)
+    if problems(seams):
+        raise typer.Exit(1)

@@ -1,0 +1,52 @@
+"""What the commands of `nanovllm plugins` share: the plugin that is meant, and the device here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nanovllm_core.config_errors import did_you_mean
+from nanovllm_core.config_sources import load_config
+from nanovllm_core.errors import PluginConflictError, PluginNotFoundError
+from nanovllm_core.plugin_discovery import InstalledPlugin
+from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
+
+Name = Annotated[str, typer.Argument(help="The plugin, by name.")]
+KindOption = Annotated[
+    str | None, typer.Option("--kind", help="Its kind, where several have that name.")
+]
+
+
+def installed_plugins() -> PluginManager:
+    """What is installed, less what the environment's `plugins.disable` names."""
+    # The commands need no model, so one is made up to be able to read the rest.
+    return get_plugin_manager(disable=load_config("none").plugins.disable)
+
+
+def one_plugin(manager: PluginManager, name: str, kind: str | None) -> InstalledPlugin:
+    """The installed plugin of that name; PluginNotFoundError or PluginConflictError if not one."""
+    if kind is not None:
+        return manager.find(kind, name)
+    installed = manager.installed()
+    kinds = sorted({plugin.kind for plugin in installed if plugin.name == name})
+    if not kinds:
+        names = sorted({plugin.name for plugin in installed})
+        raise PluginNotFoundError(
+            f"no plugin {name!r} is installed{did_you_mean(name, names)}; installed: "
+            f"{', '.join(names) or 'none'}"
+        )
+    if len(kinds) > 1:
+        raise PluginConflictError(
+            f"{name!r} is the name of several plugins; say which with --kind {' or '.join(kinds)}"
+        )
+    return manager.find(kinds[0], name)
+
+
+def this_device() -> tuple[str, tuple[int, int] | None]:
+    """The device that `auto` takes, and its compute capability."""
+    import torch  # Only some commands need it.
+
+    if not torch.cuda.is_available():
+        return "cpu", None
+    return "cuda", torch.cuda.get_device_capability()

@@ -1,0 +1,81 @@
+"""`nanovllm plugins show` and `schema`: all that one plugin says about itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from nanovllm_core.cli.plugins.choice import (
+    KindOption,
+    Name,
+    installed_plugins,
+    one_plugin,
+    this_device,
+)
+from nanovllm_core.errors import ConfigError
+from nanovllm_core.kinds import NO_SPEC
+from nanovllm_core.plugin_details import plugin_details
+from nanovllm_core.plugin_status import plugin_status, typical_requirements
+
+
+def show(
+    name: Name,
+    kind: KindOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+) -> None:
+    """What a plugin is, where it is defined, what it can do and whether it runs here.
+
+    Attention backends are asked about grouped heads of size 128 on this device, in bfloat16 on a
+    GPU and float32 on a CPU.
+    """
+    manager = installed_plugins()
+    plugin = one_plugin(manager, name, kind)
+    status = plugin_status(manager, plugin, typical_requirements(*this_device()))
+    details = plugin_details(manager, status)
+    if as_json:
+        print(json.dumps(details, indent=2))
+        return
+    for line in _lines(details):
+        print(line)
+
+
+def schema(name: Name, kind: KindOption = None) -> None:
+    """The JSON Schema of a plugin's options."""
+    manager = installed_plugins()
+    plugin = one_plugin(manager, name, kind)
+    if plugin.kind in NO_SPEC:
+        raise ConfigError(
+            f"{plugin.kind} {name!r} states no options: an extension reads what stands under "
+            "plugins.options itself, and a kind has none"
+        )
+    options = manager.spec(plugin.kind, plugin.name).options
+    print(json.dumps(options.model_json_schema(), indent=2))
+
+
+def _lines(details: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """`key: value` lines; what an option is stands on a line of its own."""
+    for key, value in details.items():
+        if key == "options":
+            yield f"{indent}options:" + ("" if value else " none")
+            for option in value:
+                yield f"{indent}  {option['name']}: {option['type']} = {option['default']}"
+                if option["description"]:
+                    yield f"{indent}      {option['description']}"
+        elif isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{indent}  ")
+        elif isinstance(value, list):
+            yield f"{indent}{key}: {', '.join(map(str, value)) or 'none'}"
+        else:
+            yield f"{indent}{key}: {_word(value)}"
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "any"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -1,0 +1,46 @@
+"""`nanovllm plugins doctor`: what is wrong here, and what to do next."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from nanovllm_core.doctor import examine, next_steps
+from nanovllm_core.interfaces.doctor import DoctorCheck
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+) -> None:
+    """Check Python, torch, GPUs and every plugin; say what to do next.
+
+    Exit status 1 where something stops generation.
+    """
+    checks = examine()
+    steps = next_steps(checks)
+    if as_json:
+        print(json.dumps({"checks": [asdict(check) for check in checks], "next": steps}, indent=2))
+    else:
+        console = Console(soft_wrap=True)
+        for check in checks:
+            console.print(line(check))
+        console.print("\nWhat to do next:")
+        for number, step in enumerate(steps, 1):
+            console.print(Text(f"  {number}. {step}"))
+    if any(check.fatal and not check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def line(check: DoctorCheck) -> Text:
+    """`ok    torch: 2.13.0`; a check that is not ok says how bad it is."""
+    word, colour = "ok", "green"
+    if not check.ok:
+        word, colour = ("wrong", "yellow") if check.remedy else ("-", "dim")
+    if check.fatal and not check.ok:
+        word, colour = "stops", "red"
+    return Text.assemble((f"{word:<7}", colour), (check.name, "bold"), f": {check.detail}")

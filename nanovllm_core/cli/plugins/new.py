@@ -1,0 +1,25 @@
+"""`nanovllm plugins new`: a complete package to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanovllm_core.scaffold import TEMPLATES, new_plugin
+
+
+def new(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(TEMPLATES)}.")],
+    name: Annotated[str, typer.Argument(help="Its name in the configuration, as in my_plugin.")],
+    into: Annotated[Path, typer.Option(help="The folder in which KIND_NAME is made.")] = Path(),
+    level: Annotated[
+        str, typer.Option(help="Of a scheduler: policy (an order) or scheduler (every step).")
+    ] = "policy",
+) -> None:
+    """Write a plugin package that works: code, options, tests, README, CI."""
+    folder = new_plugin(kind, name, into, level)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        print(path)
+    print(f'\nNext: pip install -e "{folder}[dev]" && pytest {folder}')

@@ -1,0 +1,20 @@
+"""What a check of the environment says; `nanovllm plugins doctor` and extensions make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorCheck:
+    """One fact about this environment: `name` is what was looked at, `detail` what was found.
+
+    `remedy` says what to do where it is not `ok`; without one there is nothing to do (a backend
+    for GPUs on a machine that has none). `fatal`: nothing can be generated until it is mended.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+    fatal: bool = False

@@ -1,0 +1,153 @@
+"""A new plugin package, complete: `nanovllm plugins new KIND NAME`.
+
+    folder = new_plugin("scheduler", "fair", into=Path("."))      # ./scheduler_fair
+
+A template is a package that works, under the name `my_plugin`; what is written is the template with
+the author's name in the place of that one. So the templates are code, linted and tested as code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from nanovllm_core import __version__
+from nanovllm_core.config_errors import did_you_mean
+from nanovllm_core.errors import ScaffoldError
+from nanovllm_core.kinds import EXTENSION, KIND
+from nanovllm_core.plugin_discovery import known_groups
+
+MAX_NAME = 20
+"""Longer names would break the templates' lines."""
+
+_FOLDER = Path(__file__).parent / "templates"
+_SHARED = _FOLDER / "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A kind's template: `folder` under templates/, and what a package of it is called.
+
+    `entry_point` is the name in the configuration, with the place-holders of the templates; `more`
+    are further entry points (group, name), all into the same module. `extras` are those of
+    nanovllm-core that its tests need.
+    """
+
+    folder: str
+    summary: str
+    entry_point: str = "my_plugin"
+    more: tuple[tuple[str, str], ...] = ()
+    extras: str = "testing"
+
+
+TEMPLATES: Mapping[str, Template] = MappingProxyType(
+    {
+        "attention": Template("attention", "Paged attention in plain torch, for nanovllm"),
+        "scheduler": Template("scheduler", "A scheduling policy for nanovllm: short answers first"),
+        "model": Template("model", "A small decoder for nanovllm", "MyPluginForCausalLM"),
+        "checkpoint": Template("checkpoint", "Checkpoints in zip archives, for nanovllm"),
+        "executor": Template(
+            "executor",
+            "An executor for nanovllm that measures its steps",
+            extras="testing,qwen3,sdpa,demo",
+        ),
+        "sampler": Template("sampler", "A sampler for nanovllm: Gumbel noise from splitmix64"),
+        "logits_processor": Template(
+            "logits_processor", "A logits processor for nanovllm: repeat less"
+        ),
+        "observer": Template(
+            "observer", "Rates and waits of nanovllm, in the log", extras="testing,qwen3,sdpa,demo"
+        ),
+        "kernels": Template("kernels", "A kernel set for nanovllm, in plain torch"),
+        EXTENSION: Template("extension", "A command and an environment check for nanovllm"),
+        KIND: Template(
+            "kind",
+            "A new kind of nanovllm's plugins: where the numbers of steps go",
+            more=(("nanovllm.my_plugins", "jsonl"), ("nanovllm.observers", "my_plugin")),
+            extras="testing,qwen3,sdpa,demo",
+        ),
+    }
+)
+WHOLE_SCHEDULER = Template("whole_scheduler", "A scheduler for nanovllm: prompts share each step")
+
+
+def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
+    """Write the package of a new plugin into `into`; the folder that was written.
+
+    `level` chooses among the two contracts of schedulers, and means nothing to other kinds. Raises
+    ScaffoldError for a kind without a template, a name that cannot be one, or a folder that exists.
+    """
+    template = _template(kind, level)
+    check_name(name)
+    folder = into / f"{kind}_{name}"
+    if folder.exists():
+        raise ScaffoldError(f"{folder} exists already; choose another name, or another --into")
+    names = _names(kind, name, template)
+    # Everything is read before anything is written.
+    files = {folder / _rename(str(path), names): text for path, text in _files(template)}
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_rename(text, names), encoding="utf-8")
+    return folder
+
+
+def check_name(name: str) -> None:
+    """ScaffoldError, with a name that would do, unless packages and classes can be named so."""
+    if name in ("auto", "none"):
+        raise ScaffoldError(f"{name!r} means something else in a configuration; choose another")
+    if re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) and len(name) <= MAX_NAME:
+        return
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    better = re.sub(r"[^a-z0-9]+", "_", words).strip("_0123456789")[:MAX_NAME].rstrip("_")
+    hint = f"; try {better}" if better else ""
+    raise ScaffoldError(
+        f"{name!r} cannot name a plugin: it takes lower-case letters, digits and single "
+        f"underscores, begins with a letter, and has at most {MAX_NAME} characters{hint}"
+    )
+
+
+def _template(kind: str, level: str) -> Template:
+    if kind not in TEMPLATES:
+        raise ScaffoldError(
+            f"there is no template for {kind!r}{did_you_mean(kind, TEMPLATES)}; "
+            f"kinds: {', '.join(TEMPLATES)}"
+        )
+    if level not in ("policy", "scheduler"):
+        raise ScaffoldError(f"--level {level!r} is no level of a scheduler: policy or scheduler")
+    return WHOLE_SCHEDULER if (kind, level) == ("scheduler", "scheduler") else TEMPLATES[kind]
+
+
+def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
+    """What stands in the templates -> what is written."""
+    camel = "".join(word.capitalize() for word in name.split("_"))
+    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
+    names = {
+        "my_plugin": name,
+        "my-plugin": name.replace("_", "-"),
+        "MyPlugin": camel,
+        "my_kind": kind,
+        "my-kind": kind.replace("_", "-"),
+        "MY_CORE_VERSION": __version__,
+        "MY_EXTRAS": template.extras,
+        "MY_SUMMARY": template.summary,
+    }
+    lines = [
+        f'[project.entry-points."{group}"]\n{entry} = "nanovllm_my_kind_my_plugin.plugin"\n'
+        for group, entry in ((group, template.entry_point), *template.more)
+    ]
+    return names | {"[project.entry-points.MY_ENTRY_POINTS]\n": _rename("\n".join(lines), names)}
+
+
+def _rename(text: str, names: Mapping[str, str]) -> str:
+    return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text)
+
+
+def _files(template: Template) -> Iterator[tuple[Path, str]]:
+    """The files of a template, what all kinds share first, by their path in the package."""
+    for root in (_SHARED, _FOLDER / template.folder):
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield path.relative_to(root), path.read_text(encoding="utf-8")

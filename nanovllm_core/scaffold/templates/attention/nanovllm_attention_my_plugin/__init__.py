@@ -1,0 +1,1 @@
+"""Paged attention in plain torch, one sequence at a time."""

@@ -1,0 +1,20 @@
+"""What nanovllm reads of this plugin before anybody chooses it; importing it imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.api import CheckpointSpec, hookimpl
+
+SPEC = CheckpointSpec(
+    name="my_plugin",
+    impl="nanovllm_checkpoint_my_plugin.source:find",
+    summary="A checkpoint in a zip archive, unpacked once.",
+    contract=1,
+)
+
+
+@hookimpl
+def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
+    """The source of this package."""
+    return [SPEC]

@@ -1,0 +1,1 @@
+"""One worker in this process, and the time of each step."""

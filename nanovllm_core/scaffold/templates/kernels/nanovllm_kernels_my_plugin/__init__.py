@@ -1,0 +1,1 @@
+"""The fused operations, in plain torch."""

@@ -1,0 +1,1 @@
+"""A new kind of plugins: where the numbers of steps go."""

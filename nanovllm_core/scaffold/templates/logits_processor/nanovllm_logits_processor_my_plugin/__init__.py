@@ -1,0 +1,1 @@
+"""Lower what was written a moment ago."""

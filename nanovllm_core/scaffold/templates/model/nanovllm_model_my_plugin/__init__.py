@@ -1,0 +1,1 @@
+"""A small decoder: grouped-query attention with rotary positions, gated MLP, RMS norms."""

@@ -1,0 +1,21 @@
+"""What nanovllm reads of this plugin before anybody chooses it; importing it imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.api import ModelSpec, hookimpl
+
+SPEC = ModelSpec(
+    # As `architectures` in a checkpoint's config.json has it; the entry point has the same name.
+    name="MyPluginForCausalLM",
+    impl="nanovllm_model_my_plugin.model:MyPluginForCausalLM",
+    summary="A small decoder: grouped-query attention, rotary positions, gated MLP.",
+    contract=1,
+)
+
+
+@hookimpl
+def nanovllm_models() -> Sequence[ModelSpec]:
+    """The architecture of this package."""
+    return [SPEC]

@@ -1,0 +1,1 @@
+"""Rates and waits, in the log."""

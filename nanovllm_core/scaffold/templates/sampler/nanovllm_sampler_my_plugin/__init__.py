@@ -1,0 +1,1 @@
+"""Gumbel noise from splitmix64."""

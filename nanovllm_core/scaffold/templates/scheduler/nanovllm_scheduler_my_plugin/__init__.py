@@ -1,0 +1,1 @@
+"""Short answers first, with ageing."""

@@ -1,0 +1,38 @@
+"""What nanovllm reads of this plugin before anybody chooses it; importing it imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.api import SchedulerSpec, hookimpl
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class MyPluginOptions(BaseModel):
+    """Options of `scheduler: {name: my_plugin}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ageing: float = Field(
+        default=1.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="How many tokens of answer a step of waiting makes up for. A request for A "
+        "tokens is passed over only by requests that arrive within A / ageing steps after it.",
+    )
+
+
+SPEC = SchedulerSpec(
+    name="my_plugin",
+    impl="nanovllm_scheduler_my_plugin.policy:MyPluginPolicy",
+    summary="Short answers first; waiting makes up for length.",
+    contract=1,
+    level="policy",
+    options=MyPluginOptions,
+)
+
+
+@hookimpl
+def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+    """The policy of this package."""
+    return [SPEC]

@@ -1,0 +1,1 @@
+"""Prompts share each step evenly."""

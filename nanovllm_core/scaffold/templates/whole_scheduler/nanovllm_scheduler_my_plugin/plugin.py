@@ -1,0 +1,36 @@
+"""What nanovllm reads of this plugin before anybody chooses it; importing it imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.api import SchedulerSpec, hookimpl
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class MyPluginOptions(BaseModel):
+    """Options of `scheduler: {name: my_plugin}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_prompts: int = Field(
+        default=8,
+        ge=1,
+        description="How many prompts may share a step; with 1 they are read one after the other.",
+    )
+
+
+SPEC = SchedulerSpec(
+    name="my_plugin",
+    impl="nanovllm_scheduler_my_plugin.scheduler:MyPluginScheduler",
+    summary="Prompts share each step evenly, in order of arrival.",
+    contract=1,
+    level="scheduler",
+    options=MyPluginOptions,
+)
+
+
+@hookimpl
+def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+    """The scheduler of this package."""
+    return [SPEC]

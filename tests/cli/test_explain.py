@@ -1,0 +1,193 @@
+"""`nanovllm explain`: what was chosen at each seam, why, and why each alternative was not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nanovllm_core.cli.main import make_app
+from nanovllm_core.config_sources import load_with_sources
+from nanovllm_core.explain import SEAMS, Seam
+from nanovllm_core.explain import explain as explain_config
+
+Install = Callable[..., None]
+
+for plugin in ("model_qwen3", "attention_sdpa", "checkpoint_demo"):
+    pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+
+SLOW = """
+from nanovllm_core.api import AttentionCapabilities, AttentionSpec, KVLayout, hookimpl
+
+@hookimpl
+def nanovllm_attention():
+    return [AttentionSpec(
+        name="slow", impl="slow_code:Slow", contract=1,
+        capabilities=AttentionCapabilities(
+            devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16"}),
+            gqa=True, cuda_graphs="decode",
+        ),
+        kv_layouts=lambda requirements, options: [KVLayout("NPKD", 16)],
+        rank=lambda requirements: -7,
+    )]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers below are those of a machine without one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def slow(install: Install) -> None:
+    """A backend that can serve anywhere, and that `auto` takes last."""
+    install("slow-attention", {"nanovllm.attention": {"slow": "slow_spec"}}, {"slow_spec": SLOW})
+
+
+def seams(model: str = "demo", file: Path | None = None, **overrides: Any) -> dict[str, Seam]:
+    found = explain_config(load_with_sources(model, file=file, overrides=overrides, env={}))
+    return {seam.name: seam for seam in found}
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(make_app(), ["explain", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout
+
+
+def test_every_seam_is_explained_and_nothing_is_a_problem_for_the_demo() -> None:
+    found = seams()
+    assert list(found) == list(SEAMS)
+    for seam in found.values():
+        assert seam.chosen, seam
+        assert seam.why, seam
+        assert not seam.problem, seam
+
+
+def test_no_weights_are_loaded(tmp_path: Path) -> None:
+    """A checkpoint of a config.json alone is explained."""
+    import nanovllm_checkpoint_demo
+
+    source = Path(nanovllm_checkpoint_demo.__file__).parent / "checkpoint" / "config.json"
+    (tmp_path / "config.json").write_text(source.read_text())
+    found = seams(str(tmp_path))
+    assert found["model"].chosen.startswith("Qwen3ForCausalLM 0.1.0, nanovllm-model-qwen3")
+    assert found["checkpoint"].chosen == f"local: {tmp_path}"
+
+
+def test_auto_says_its_rank_and_why_each_other_backend_lost(slow: None) -> None:
+    for phase in ("prefill", "decode"):
+        seam = seams()[f"attention, {phase}"]
+        assert seam.chosen.startswith("sdpa 0.1.0")
+        assert seam.why == "auto: rank 10"
+        assert seam.others["slow"] == "it can serve, with rank -7; sdpa has 10"
+        if "flash" in seam.others:
+            assert "does not run on cpu, only on cuda" in seam.others["flash"]
+
+
+def test_a_named_backend_says_who_named_it(slow: None, tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("attention: {prefill: slow, decode: sdpa}\n")
+    found = seams(file=file)
+    assert found["attention, prefill"].chosen == "slow 1.2.3"
+    assert found["attention, prefill"].why == f"attention.prefill.backend, from {file}"
+    assert found["attention, prefill"].others["sdpa"] == "it can serve, and is not named"
+    assert found["KV pages"].chosen == "16 tokens, layout NPKD"
+    assert "slow and sdpa can read: multiples of 16" in found["KV pages"].why
+
+
+def test_plugins_that_were_not_named_and_those_that_could_not_be_are_told(
+    install: Install,
+) -> None:
+    install("broken", {"nanovllm.schedulers": {"broken": "broken_explain"}}, {
+        "broken_explain": "1/0"
+    })  # fmt: skip
+    found = seams(plugins={"disable": ["executor:single"]}, executor="other")
+    assert "ZeroDivisionError" in found["scheduler"].others["broken"]
+    assert "no executor 'other' is installed" in found["executor"].problem
+    found = seams()
+    assert found["scheduler"].why == "the default of scheduler.name"
+    assert found["kernels"].why == "auto: the core's own for cpu"
+    assert "does not run on cpu" in found["kernels"].others["triton"]
+
+
+def test_values_say_where_they_come_from() -> None:
+    found = seams(dtype="bfloat16", limits={"max_model_len": 100, "max_num_seqs": 9})
+    assert (found["dtype"].chosen, found["dtype"].why) == (
+        "bfloat16", "dtype, from the command line",
+    )  # fmt: skip
+    assert found["longest sequence"].chosen == "100 tokens"
+    assert found["sequences at once"].why == "limits.max_num_seqs, from the command line"
+    assert found["tokens per step"].why == "the default of limits.max_num_batched_tokens"
+    assert seams()["longest sequence"].why == "the model's own limit (max_position_embeddings)"
+    assert seams()["dtype"].why == "auto: float32 on a CPU (the checkpoint says bfloat16)"
+
+
+def test_on_a_gpu_graphs_and_dtype_follow_it(monkeypatch: pytest.MonkeyPatch, slow: None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    found = seams()
+    assert found["device"].chosen == "cuda:0"
+    assert found["device"].others == {"cpu": "a GPU is there"}
+    assert found["dtype"].why == "auto: as the checkpoint says (bfloat16)"
+    assert found["CUDA graphs"].chosen == "captured for 1, 2, 4, 8, ..., 256 rows"
+    eager = seams(cuda_graphs={"enforce_eager": True})["CUDA graphs"]
+    assert (eager.chosen, eager.why) == (
+        "none", "cuda_graphs.enforce_eager, from the command line",
+    )  # fmt: skip
+
+
+def test_a_problem_is_told_once_and_what_does_not_hang_on_it_is_still_explained() -> None:
+    found = seams("nosuchmodel")
+    assert "'nosuchmodel' is no folder and no checkpoint plugin" in found["checkpoint"].problem
+    assert found["model"].problem == "hangs on the problem above"
+    assert found["scheduler"].chosen.startswith("fcfs")
+    assert found["kernels"].chosen.startswith("torch")
+
+
+def test_a_device_that_is_not_there_is_the_devices_problem() -> None:
+    found = seams(device="cuda")
+    assert found["checkpoint"].chosen
+    assert "sees no CUDA device" in found["device"].problem
+    assert found["scheduler"].chosen.startswith("fcfs")
+
+
+def test_the_command_prints_seams_and_fails_where_an_engine_would_not_start(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("model: demo\nscheduler: fcfs\n")
+    status, shown = run(str(file), "--set", "limits.max_num_seqs=3")
+    assert status == 0
+    lines = shown.splitlines()
+    at = lines.index("scheduler: fcfs 0.1.0, nanovllm-core")
+    assert lines[at + 1] == f"    because  scheduler.name, from {file}"
+    assert "sequences at once: 3" in lines
+    status, shown = run("--model", "demo", "--scheduler", "nosuch")
+    assert status == 1
+    assert "scheduler: no scheduler 'nosuch' is installed" in shown
+
+
+def test_the_json_holds_every_seam() -> None:
+    status, shown = run("--model", "demo", "--json")
+    assert status == 0
+    written = json.loads(shown)
+    assert [seam["name"] for seam in written] == list(SEAMS)
+    assert {"name", "chosen", "why", "others", "problem"} == set(written[0])
+
+
+def test_extensions_observers_and_processors_are_listed(install: Install) -> None:
+    install("diary", {"nanovllm.extensions": {"diary": "diary_explain"}}, {
+        "diary_explain": "from nanovllm_core.api import hookimpl"
+    })  # fmt: skip
+    assert seams()["extensions"].others["diary"] == "installed, and not named"
+    assert seams(plugins={"enable": ["diary"]})["extensions"].chosen == "diary"
+    missing = seams(observers=["nosuch"])["observers"]
+    assert "no observer 'nosuch' is installed" in missing.problem

@@ -1,0 +1,112 @@
+"""`nanovllm plugins validate`: each thing that can be wrong with a package is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from nanovllm_core.cli.main import make_app
+from nanovllm_core.errors import PluginNotFoundError
+from nanovllm_core.plugin_validation import validate_package
+from nanovllm_core.scaffold import new_plugin
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package that is right; a test breaks it."""
+    return new_plugin("scheduler", "fair", tmp_path)
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def wrong(folder: Path) -> list[str]:
+    """What is said to be wrong, one string each."""
+    return [f"{c.name}: {c.detail} -> {c.remedy}" for c in validate_package(folder) if not c.ok]
+
+
+def validate(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(), ["plugins", "validate", *arguments])
+
+
+def test_a_package_that_is_right_passes(package: Path) -> None:
+    assert wrong(package) == []
+    result = validate(str(package))
+    assert result.exit_code == 0, result.output
+    assert "SchedulerSpec, contract 1" in result.output
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        ("pyproject.toml", "nanovllm.schedulers", "nanovllm.scheduler", "did you mean nanovllm."),
+        ("pyproject.toml", "fair.plugin", "fair.plug", "No module named"),
+        ("pyproject.toml", "\nfair = ", "\nfare = ", "one spec named 'fare'"),
+        ("pyproject.toml", "nanovllm-core>=", "other>=", "nanovllm-core is not among them"),
+        ("pyproject.toml", "nanovllm.schedulers", "other.group", "none in a group of nanovllm's"),
+        ("plugin", 'extra="forbid", ', "", 'must set extra="forbid"'),
+        ("plugin", "contract=1", "contract=99", "it is too new"),
+        ("plugin", "def nanovllm_schedulers", "def nanovllm_schedulars", "unknown hook"),
+        ("plugin", "policy:Fair", "policy:Fare", "has no attribute 'FarePolicy'"),
+        ("plugin", "from pydantic", "import torch\nfrom pydantic", "imports torch"),
+        ("plugin", "        description=", "        title=", "ageing without a description"),
+        ("plugin", "from pydantic", "import os; os._exit(3)\nfrom pydantic", "ended the process"),
+        ("policy", "class Fair", "1/0\nclass Fair", "ZeroDivisionError"),
+    ],
+)
+def test_each_mistake_is_named_and_has_a_remedy(
+    file: str, old: str, new: str, problem: str, package: Path
+) -> None:
+    path = package / (file if "." in file else f"nanovllm_scheduler_fair/{file}.py")
+    change(path, old, new)
+    [found] = wrong(package)
+    assert problem in found
+    assert not found.endswith("-> ")
+    assert validate(str(package)).exit_code == 1
+
+
+def test_a_missing_readme_is_named(package: Path) -> None:
+    (package / "README.md").unlink()
+    assert wrong(package) == [
+        "README.md: missing -> say what the plugin does and how to configure it"
+    ]
+
+
+def test_what_is_no_package_is_an_error(tmp_path: Path) -> None:
+    for text in (None, "[tool]", "no toml ["):
+        if text is not None:
+            (tmp_path / "pyproject.toml").write_text(text)
+        with pytest.raises(PluginNotFoundError, match="give the folder of a package"):
+            validate_package(tmp_path)
+
+
+def test_a_package_in_a_src_folder_is_found(package: Path) -> None:
+    (package / "src").mkdir()
+    (package / "nanovllm_scheduler_fair").rename(package / "src" / "nanovllm_scheduler_fair")
+    assert wrong(package) == []
+
+
+def test_an_installed_plugin_is_validated_by_name() -> None:
+    result = validate("fcfs")
+    assert result.exit_code == 0, result.output
+    assert "nanovllm_core.engine.policies:FcfsPolicy can be imported" in result.output
+    assert isinstance(validate("fcsf").exception, PluginNotFoundError)
+
+
+def test_a_package_that_declares_a_kind_and_uses_it_is_right_before_it_is_installed(
+    tmp_path: Path,
+) -> None:
+    """The entry points of one package are checked together."""
+    folder = new_plugin("kind", "sink", tmp_path)
+    assert wrong(folder) == []
+    details = [check.detail for check in validate_package(folder)]
+    assert "declares nanovllm.sinks, contract 1" in details

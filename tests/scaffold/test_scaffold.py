@@ -1,0 +1,130 @@
+"""`nanovllm plugins new`: what is written, how it is named, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import nanovllm_core
+from nanovllm_core.cli.main import make_app
+from nanovllm_core.errors import ScaffoldError
+from nanovllm_core.kinds import EXTENSION, KIND, KINDS
+from nanovllm_core.plugin_discovery import known_groups
+from nanovllm_core.plugin_validation import validate_package
+from nanovllm_core.scaffold import MAX_NAME, TEMPLATES, check_name, new_plugin
+
+PACKAGES = [*((kind, "policy") for kind in TEMPLATES), ("scheduler", "scheduler")]
+PLACEHOLDERS = ("my_plugin", "my-plugin", "MyPlugin", "my_kind", "my-kind", "MY_")
+
+
+def test_every_kind_has_a_template() -> None:
+    assert set(TEMPLATES) == {*KINDS, EXTENSION, KIND}
+
+
+@pytest.mark.parametrize(("kind", "level"), PACKAGES)
+def test_a_package_has_all_its_parts_and_no_place_holder_is_left(
+    kind: str, level: str, tmp_path: Path
+) -> None:
+    """Folder, distribution, package and classes are named by one stem."""
+    folder = new_plugin(kind, "blue_moon", tmp_path, level)
+    assert folder == tmp_path / f"{kind}_blue_moon"
+    package = f"nanovllm_{kind}_blue_moon"
+    for part in (
+        "pyproject.toml",
+        "README.md",
+        ".gitignore",
+        ".github/workflows/test.yml",
+        f"{package}/__init__.py",
+        f"{package}/plugin.py",
+        f"{package}/py.typed",
+        "tests/test_blue_moon.py",
+    ):
+        assert (folder / part).is_file(), part
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["name"] == f"nanovllm-{kind.replace('_', '-')}-blue-moon"
+    assert project["license"] == "MIT"
+    assert project["dependencies"] == [f"nanovllm-core>={nanovllm_core.__version__}"]
+    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
+    name = "BlueMoonForCausalLM" if kind == "model" else "blue_moon"
+    assert project["entry-points"][group] == {name: f"{package}.plugin"}
+    for path in folder.rglob("*"):
+        written = str(path) + (path.read_text() if path.is_file() else "")
+        assert not any(word in written for word in PLACEHOLDERS), path
+
+
+@pytest.mark.parametrize("name", ["a", "sample", "x" * MAX_NAME])
+def test_packages_of_short_and_long_names_are_linted_and_formatted(
+    name: str, tmp_path: Path
+) -> None:
+    """By the settings that they are written with, not by this repository's."""
+    for kind, level in PACKAGES:
+        new_plugin(kind, name, tmp_path / level, level)
+    for command in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, tmp_path],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("kind", "level"), PACKAGES)
+def test_a_package_is_valid_before_it_is_installed(kind: str, level: str, tmp_path: Path) -> None:
+    checks = validate_package(new_plugin(kind, "blue_moon", tmp_path, level))
+    assert [check for check in checks if not check.ok] == []
+    assert any("blue_moon" in check.name or "BlueMoon" in check.name for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        ("Blue Moon", "blue_moon"),
+        ("blue-moon", "blue_moon"),
+        ("BlueMoon", "blue_moon"),
+        ("2fast", "fast"),
+        ("blue__moon", "blue_moon"),
+        ("x" * (MAX_NAME + 1), "x" * MAX_NAME),
+        ("class/../../etc", "class_etc"),
+    ],
+)
+def test_a_name_that_cannot_be_one_is_refused_with_one_that_can(name: str, better: str) -> None:
+    with pytest.raises(ScaffoldError, match=rf"cannot name a plugin.*; try {better}$"):
+        check_name(name)
+    check_name(better)
+
+
+@pytest.mark.parametrize("name", ["", "___", "é", "auto"])
+def test_a_name_without_a_better_one_is_refused(name: str) -> None:
+    with pytest.raises(ScaffoldError):
+        check_name(name)
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    folder = new_plugin("scheduler", "fair", tmp_path)
+    (folder / "README.md").write_text("mine")
+    with pytest.raises(ScaffoldError, match="exists already; choose another name"):
+        new_plugin("scheduler", "fair", tmp_path)
+    assert (folder / "README.md").read_text() == "mine"
+
+
+def test_a_kind_or_level_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ScaffoldError, match=r"did you mean scheduler.*kinds: attention"):
+        new_plugin("schedular", "fair", tmp_path)
+    with pytest.raises(ScaffoldError, match="policy or scheduler"):
+        new_plugin("scheduler", "fair", tmp_path, "boss")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_writes_where_it_is_told_and_says_what_is_next(tmp_path: Path) -> None:
+    arguments = ["plugins", "new", "scheduler", "fair", "--into", str(tmp_path)]
+    result = CliRunner().invoke(make_app(), [*arguments, "--level", "scheduler"])
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "scheduler_fair"
+    assert f"{folder}/nanovllm_scheduler_fair/scheduler.py" in result.output
+    assert f'pip install -e "{folder}[dev]" && pytest {folder}' in result.output
