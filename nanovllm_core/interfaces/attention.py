@@ -83,7 +83,12 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Everything a backend needs to allocate its buffers; constant for the engine's life."""
+    """Everything a backend needs to allocate its buffers; constant for the engine's life.
+
+    `scale` multiplies the scores. `sliding_window` w: a query at position p sees keys p - w + 1 to
+    p, w keys with its own; None means all up to p. `soft_cap` c: scaled scores s become
+    c·tanh(s / c) before the softmax. A backend that does not state the capability gets None.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -95,6 +100,8 @@ class AttentionConfig:
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -37,6 +37,8 @@ class PagedCase:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def block_size(self) -> int:
@@ -76,6 +78,8 @@ class PagedCase:
             max_num_seqs=max_num_seqs or len(self.seq_lens),
             max_model_len=self.block_table.shape[1] * self.block_size,
             max_num_batched_tokens=max(1, self.q_THD.shape[0]),
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
         )
 
     def expected(self) -> Tensor:
@@ -134,14 +138,26 @@ class PagedCase:
             for cache in (self.k_cache, self.v_cache)
         )
         q_HTD = q_THD.transpose(0, 1).to(dtype)
-        queries = q_THD.shape[0]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q_THD.device)
-        mask = mask.tril(keys - queries)
+        mask = self._mask(q_THD.shape[0], keys)
         k_HLD, v_HLD = (x.repeat_interleave(group, dim=0) for x in (k_KLD, v_KLD))
+        if self.soft_cap is not None:
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            scores_HTL = q_HTD.to(wide) @ k_HLD.to(wide).transpose(1, 2) * self.scale
+            scores_HTL = self.soft_cap * torch.tanh(scores_HTL / self.soft_cap)
+            weights_HTL = scores_HTL.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+            return (weights_HTL.to(dtype) @ v_HLD).transpose(0, 1)
         out_HTD = scaled_dot_product_attention(
             q_HTD[None], k_HLD[None], v_HLD[None], attn_mask=mask, scale=self.scale
         )[0]
         return out_HTD.transpose(0, 1)
+
+    def _mask(self, queries: int, keys: int) -> Tensor:
+        """[queries, keys]: causal, the last query at the last key, within the sliding window."""
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=self.q_THD.device)
+        mask = mask.tril(keys - queries)
+        if self.sliding_window is not None:
+            mask = mask.triu(keys - queries - self.sliding_window + 1)
+        return mask
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.q_THD.device)
@@ -159,6 +175,8 @@ def make_case(
     device: str | torch.device = "cpu",
     finite_tail: bool = True,
     needle: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     seed: int = 0,
 ) -> PagedCase:
     """A batch of random sequences.
@@ -212,4 +230,6 @@ def make_case(
         query_lens=tuple(query_lens),
         seq_lens=tuple(seq_lens),
         scale=head_size**-0.5,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )

@@ -64,6 +64,10 @@ class PlainAttention(AttentionBackend):
         out = torch.empty(q_HD.shape, dtype=torch.float64)
         for head, q_D in enumerate(q_HD.double()):
             scores = k_LKD[:, head // group] @ q_D * self.config.scale
+            if self.config.soft_cap is not None:
+                scores = self.config.soft_cap * torch.tanh(scores / self.config.soft_cap)
+            if self.config.sliding_window is not None:
+                scores[: max(0, keys - self.config.sliding_window)] = -math.inf
             scores[: min(self.lose, keys - 1)] = -math.inf
             out[head] = scores.softmax(0) @ v_LKD[:, head // group]
         return out.to(q_HD.dtype)
@@ -148,6 +152,18 @@ def test_prefill_is_aligned_to_the_last_key() -> None:
     """A chunk's last query sees every key, its first one fewer for each that follows."""
     case = make_case([3], [10], **SHAPE)
     case.assert_close(run_prefill(make(case.config()), case))
+
+
+@pytest.mark.parametrize("reach", [{"sliding_window": 3}, {"sliding_window": 1}, {"soft_cap": 0.5}])
+def test_windows_and_soft_caps_are_part_of_the_reference(reach: dict[str, int | float]) -> None:
+    """A window holds the query's own key; a cap bends the scaled scores. Both phases agree."""
+    case = make_case([5, 2], [10, 2], **SHAPE, **reach)  # type: ignore[arg-type]
+    case.assert_close(run_prefill(make(case.config()), case))
+    steps = make_case([1, 1], [40, 2], **SHAPE, **reach)  # type: ignore[arg-type]
+    steps.assert_close(decode(steps, PlainAttention))
+    plain = replace(steps, sliding_window=None, soft_cap=None)
+    with pytest.raises(AssertionError, match="relative norm error"):
+        steps.assert_close(decode(plain, PlainAttention))
 
 
 def test_ragged_lengths_stay_in_range() -> None:
