@@ -114,7 +114,8 @@ class DecodeMetadata:
     """A batch of rows that each bring one query token, in device tensors.
 
     `block_table` [B, M] int32; `seq_lens` [B] int32, the keys to attend to, the query's own
-    included; 0 marks a padded row, which must read nothing and whose output is ignored.
+    included; 0 marks a padded row, which must read nothing and whose output is ignored. A row's
+    table is stale behind its own pages. B may be 0.
     `max_seq_len` is a host bound on `seq_lens`: the configured maximum inside a captured graph.
     """
 
@@ -135,7 +136,8 @@ class PrefillMetadata:
     `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
     [S + 1] int32, where each chunk's queries start in q_THD. The queries of a sequence are its last
     `query_len` positions; the mask is causal. `max_query_len` and `max_seq_len` are exact host
-    integers. The chunk's own keys and values are already in their pages.
+    integers. The chunk's own keys and values are already in their pages. A chunk may bring no
+    query, and S may be 0.
     """
 
     block_table: Tensor

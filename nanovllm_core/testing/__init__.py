@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanovllm_core.testing.attention import AttentionConformance
     from nanovllm_core.testing.conformance import (
         Conformance,
         PluginUnderTest,
@@ -42,6 +43,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AttentionConformance",
     "Conformance",
     "PluginUnderTest",
     "SpecConformance",
