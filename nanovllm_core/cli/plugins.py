@@ -12,11 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from nanovllm_core.attention_selection import INSTALL_ONE
+from nanovllm_core.cli.plugin_tests import run_conformance_suite
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
 
 app = typer.Typer(no_args_is_help=True, help="What is installed.")
+app.command("test")(run_conformance_suite)
 
 
 @app.callback()

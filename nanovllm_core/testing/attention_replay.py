@@ -19,7 +19,7 @@ from nanovllm_core.testing.attention_backend import (
 )
 from nanovllm_core.testing.attention_checks import run_decode
 from nanovllm_core.testing.paged_attention import PagedCase
-from nanovllm_core.testing.recording import record
+from nanovllm_core.testing.recording import HostReadError, record
 
 BUCKETS = (4, 2, 1)
 """Rows of a captured step. The largest is captured first, as the engine does."""
@@ -65,10 +65,14 @@ class AttentionReplay(AttentionSubject):
 
         Rows, lengths, pages and queries change between replays, at every bucket; steps of other
         sizes run in between. Each replay gives bitwise what the same step gives when it is planned.
+        A backend that reads lengths on the host where nothing is captured is checked on a GPU only.
         """
         _skip_without_graphs(decoder, "cpu")
-        for plan_is_captured in (True, False):
-            _check_replays(decoder, _recorded, plan_is_captured=plan_is_captured)
+        try:
+            for plan_is_captured in (True, False):
+                _check_replays(decoder, _recorded, plan_is_captured=plan_is_captured)
+        except HostReadError as error:
+            pytest.skip(f"on a CPU, where it may, {error}")
 
     def test_captured_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
         """CUDA graphs at every bucket, with changed inputs and a perturbed allocator.

@@ -39,6 +39,10 @@ class ReplayError(AssertionError):
     """The step could not be captured, or a replay would read memory that is gone."""
 
 
+class HostReadError(ReplayError):
+    """The step read a tensor's value on the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
     """A tensor that the recording does not own: a view of memory that somebody else must keep."""
@@ -164,7 +168,7 @@ class _HostReads(TorchFunctionMode):
     ) -> Any:
         name = getattr(function, "__name__", "")
         if name in _READS and not self._operations.paused:
-            raise ReplayError(
+            raise HostReadError(
                 f"Tensor.{name} reads a tensor of shape {tuple(args[0].shape)} on the host: on a "
                 "GPU this waits for the device, and cannot be captured; use what the metadata "
                 "bounds (max_seq_len, shapes)"

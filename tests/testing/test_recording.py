@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_core.testing.recording import ReplayError, record
+from nanovllm_core.testing.recording import HostReadError, ReplayError, record
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def test_numbers_that_the_host_worked_out_are_frozen() -> None:
 @pytest.mark.parametrize("read", [Tensor.tolist, Tensor.item, int, bool, float])
 def test_reading_a_value_on_the_host_is_refused(read) -> None:
     x = torch.ones(1)
-    with pytest.raises(ReplayError, match=r"shape \(1,\) on the host"), record():
+    with pytest.raises(HostReadError, match=r"shape \(1,\) on the host"), record():
         read(x)
 
 
