@@ -91,6 +91,11 @@ class BackendUnderTest:
         return self.dtypes[0]
 
     @property
+    def half(self) -> str:
+        """The accepted dtype of the fewest bytes, whose kernels are often others."""
+        return min(self.dtypes, key=lambda name: getattr(torch, name).itemsize)
+
+    @property
     def phases(self) -> list[Phase]:
         """The declared phases."""
         return [phase for phase in PHASES if phase in self.capabilities.phases]
@@ -160,9 +165,9 @@ class BackendUnderTest:
 
     def decode(self, case: PagedCase, backend: AttentionBackend | None = None) -> Tensor:
         """Plan and run a decode step; the host's bound is the longest row that could be."""
-        config = case.config()
-        metadata = case.decode_metadata(max_seq_len=config.max_model_len)
-        return run_decode(backend or self.backend(config), case, metadata)
+        backend = backend or self.backend(case.config())
+        metadata = case.decode_metadata(max_seq_len=backend.config.max_model_len)
+        return run_decode(backend, case, metadata)
 
     def prefill(self, case: PagedCase, backend: AttentionBackend | None = None) -> Tensor:
         """Plan and run a prefill step."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +26,14 @@ class AttentionPages(AttentionSubject):
     def test_every_page_size_is_read(self, subject: BackendUnderTest) -> None:
         """Any multiple of a listed page multiple is a page size, powers of two or not."""
         sizes = {n * multiple for multiple in subject.page_multiples for n in (1, 2, 3)}
-        for size in sorted(sizes):
+        sizes |= {256} if 256 % subject.block_size == 0 else set()
+        for size, dtype in product(sorted(sizes), dict.fromkeys((subject.dtype, subject.half))):
+            shape: dict[str, Any] = {"block_size": size, "dtype": dtype}
             lengths = [1, size - 1, size, size + 1, 2 * size + 3]
-            subject.check(subject.case(lengths, block_size=size), "decode rows")
+            subject.check(subject.case(lengths, **shape), "decode rows")
+            subject.check(subject.case([subject.longest], **shape), "one long row")
             queries = [min(n, 20) for n in lengths]
-            subject.check(subject.case(lengths, queries, block_size=size), "chunks")
+            subject.check(subject.case(lengths, queries, **shape), "chunks")
 
     def test_pages_may_lie_anywhere(self, subject: BackendUnderTest) -> None:
         """A block table's order is the order of the tokens: moving pages changes no bit."""
@@ -92,10 +97,9 @@ class AttentionPages(AttentionSubject):
 
     def test_pages_beyond_2_to_the_31_elements_are_read(self, subject: BackendUnderTest) -> None:
         """Offsets into a large cache need 64 bits. On a CPU its untouched pages cost no memory."""
-        dtype = min(subject.dtypes, key=lambda name: getattr(torch, name).itemsize)
         for query_lens in ([1, 1, 1], [40, 1, 20]):
             block_size = max(subject.page_multiples)
-            case = subject.case([70, 1, 65], query_lens, dtype=dtype, block_size=block_size)
+            case = subject.case([70, 1, 65], query_lens, dtype=subject.half, block_size=block_size)
             used = case.k_cache.shape[0]
             total = 2**31 // case.k_cache[0].numel() + used
             try:
