@@ -26,6 +26,8 @@ class AttentionNumbers(AttentionSubject):
         """One query per row, over lengths around every tile and page, short rows beside long."""
         case = decoder.case([*EDGES, decoder.longest])
         decoder.check(case, "ragged rows", phases=("decode",))
+        # Alone, a long row is worth cutting in parts that are merged.
+        decoder.check(decoder.case([decoder.longest]), "one long row", phases=("decode",))
 
     def test_prefill_equals_the_reference(self, prefiller: BackendUnderTest) -> None:
         """Whole prompts: a query sees the keys up to its own, and no later one."""
@@ -56,6 +58,8 @@ class AttentionNumbers(AttentionSubject):
         needles = [*NEEDLES, 127, 128, 255, 256, longest - 1]
         case = subject.case([longest] * len(needles), needle=needles)
         subject.check(case, f"needles at {needles}")
+        for needle in (0, longest // 2, longest - 1):
+            subject.check(subject.case([longest], needle=[needle]), f"a needle at {needle}")
         needles = [*NEEDLES, 69]
         case = subject.case([70] * len(needles), [40] * len(needles), needle=needles)
         subject.check(case, f"needles at {needles}, which only queries from there on see")
