@@ -83,7 +83,12 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Everything a backend needs to allocate its buffers; constant for the engine's life."""
+    """Everything a backend needs to allocate its buffers; constant for the engine's life.
+
+    `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
+    `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Pages
+    wholly before the window need not be read, but they stay the sequence's own.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -95,6 +100,8 @@ class AttentionConfig:
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
