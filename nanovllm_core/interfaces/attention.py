@@ -85,9 +85,9 @@ class KVLayout:
 class AttentionConfig:
     """Everything a backend needs to allocate its buffers; constant for the engine's life.
 
-    `scale` multiplies the scores. `sliding_window` w: a query at position p sees keys p - w + 1 to
-    p, w keys with its own; None means all up to p. `soft_cap` c: scaled scores s become
-    c·tanh(s / c) before the softmax. A backend that does not state the capability gets None.
+    `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
+    `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Pages
+    wholly before the window need not be read, but they stay the sequence's own.
     """
 
     device: torch.device

@@ -87,7 +87,10 @@ class PagedCase:
         return self._attend(torch.float64)
 
     def sdpa_error(self, expected: Tensor) -> float:
-        """The largest error of torch's own SDPA, in the case's dtype, on the same inputs."""
+        """The largest error of torch's own SDPA, in the case's dtype, on the same inputs.
+
+        SDPA has no soft cap: with one it is plain softmax with SDPA's roundings.
+        """
         return (self._attend(self.q_THD.dtype).double() - expected).abs().max().item()
 
     def astype(self, dtype: torch.dtype) -> PagedCase:
@@ -141,29 +144,37 @@ class PagedCase:
             for cache in (self.k_cache, self.v_cache)
         )
         q_HTD = q_THD.transpose(0, 1).to(dtype)
-        mask = self._mask(q_THD.shape[0], keys)
         k_HLD, v_HLD = (x.repeat_interleave(group, dim=0) for x in (k_KLD, v_KLD))
-        if self.soft_cap is not None:
-            wide = torch.float64 if dtype is torch.float64 else torch.float32
-            scores_HTL = q_HTD.to(wide) @ k_HLD.to(wide).transpose(1, 2) * self.scale
-            scores_HTL = self.soft_cap * torch.tanh(scores_HTL / self.soft_cap)
-            weights_HTL = scores_HTL.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-            return (weights_HTL.to(dtype) @ v_HLD).transpose(0, 1)
-        out_HTD = scaled_dot_product_attention(
-            q_HTD[None], k_HLD[None], v_HLD[None], attn_mask=mask, scale=self.scale
-        )[0]
+        seen_TL = _seen(q_THD.shape[0], keys, self.sliding_window, q_THD.device)
+        if self.soft_cap is None:
+            out_HTD = scaled_dot_product_attention(
+                q_HTD[None], k_HLD[None], v_HLD[None], attn_mask=seen_TL, scale=self.scale
+            )[0]
+        else:
+            out_HTD = _capped_attention(q_HTD, k_HLD, v_HLD, seen_TL, self.scale, self.soft_cap)
         return out_HTD.transpose(0, 1)
-
-    def _mask(self, queries: int, keys: int) -> Tensor:
-        """[queries, keys]: causal, the last query at the last key, within the sliding window."""
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=self.q_THD.device)
-        mask = mask.tril(keys - queries)
-        if self.sliding_window is not None:
-            mask = mask.triu(keys - queries - self.sliding_window + 1)
-        return mask
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.q_THD.device)
+
+
+def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each query sees, bool [T, L]: up to its position, and `window` of them at most."""
+    positions_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    distance_TL = positions_T1 - torch.arange(keys, device=device)
+    seen_TL = distance_TL >= 0
+    return seen_TL if window is None else seen_TL & (distance_TL < window)
+
+
+def _capped_attention(
+    q_HTD: Tensor, k_HLD: Tensor, v_HLD: Tensor, seen_TL: Tensor, scale: float, cap: float
+) -> Tensor:
+    """Scores and softmax in float32 at least, weights in the inputs' dtype, as in kernels."""
+    wide = torch.promote_types(q_HTD.dtype, torch.float32)
+    scores_HTL = q_HTD.to(wide) @ k_HLD.to(wide).transpose(1, 2) * scale
+    scores_HTL = cap * torch.tanh(scores_HTL / cap)
+    weights_HTL = scores_HTL.masked_fill(~seen_TL, float("-inf")).softmax(-1)
+    return weights_HTL.to(v_HLD.dtype) @ v_HLD
 
 
 def make_case(
@@ -178,16 +189,18 @@ def make_case(
     device: str | torch.device = "cpu",
     finite_tail: bool = True,
     needle: bool | Sequence[int] = False,
+    seed: int = 0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    seed: int = 0,
 ) -> PagedCase:
     """A batch of random sequences.
 
     `query_lens[i]` are the last positions of `seq_lens[i]` keys; a decode batch has one query each,
     and a length of 0 is a padded row, whose block table names page 0. `needle`: in each sequence
-    one key outweighs all others, so that a lost key cannot hide in an average: at the positions
-    given, or somewhere by `seed` where every query sees it.
+    one key that every query sees, somewhere by `seed`, outweighs all others, so that a lost key
+    cannot hide in an average. With a `sliding_window` shorter than the queries the last of them see
+    it, and the key right before the last query's window outweighs even the needle, so that a window
+    one too long shows. A `needle` of positions puts each row's one needle where it says.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -215,16 +228,20 @@ def make_case(
             k_cache[own[-1], keys % block_size :] = float("nan")
             v_cache[own[-1], keys % block_size :] = float("nan")
         if needle is not False:
-            position = (7919 * (seed + 1) + 104729 * row) % (max(0, keys - query_lens[row]) + 1)
-            if needle is not True:
-                position = needle[row]
-            page, offset = own[position // block_size], position % block_size
+            places = (
+                _needles(keys, query_lens[row], sliding_window, 7919 * (seed + 1) + 104729 * row)
+                if needle is True
+                else ((needle[row], 20.0),)
+            )
             # Queries and the needle share one direction; its score is 20, the others' about 1.
             start = sum(query_lens[:row])
             queries = q_THD[start : start + query_lens[row]]
             queries.mul_(0.1).add_(1.0)
-            k_cache[page, offset] = 20.0 / head_size**0.5
-            v_cache[page, offset] *= 3.0
+            for place, score in places:
+                if place >= 0:
+                    page, offset = own[place // block_size], place % block_size
+                    k_cache[page, offset] = score / head_size**0.5
+                    v_cache[page, offset] *= 3.0
     k_cache[unused] = float("nan")
     v_cache[unused] = float("nan")
     return PagedCase(
@@ -238,3 +255,12 @@ def make_case(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
     )
+
+
+def _needles(
+    keys: int, queries: int, window: int | None, choice: int
+) -> tuple[tuple[int, float], tuple[int, float]]:
+    """(position, score) of a needle in sight, and of one before the last query's window, or -1."""
+    first = 0 if window is None else max(0, keys - window)
+    last = max(0, keys - queries)
+    return (first + choice % (max(last - first, 0) + 1), 20.0), (first - 1, 30.0)
