@@ -83,7 +83,12 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Everything a backend needs to allocate its buffers; constant for the engine's life."""
+    """Everything a backend needs to allocate its buffers; constant for the engine's life.
+
+    `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
+    `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Pages
+    wholly before the window need not be read, but they stay the sequence's own.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -95,6 +100,8 @@ class AttentionConfig:
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -107,7 +114,8 @@ class DecodeMetadata:
     """A batch of rows that each bring one query token, in device tensors.
 
     `block_table` [B, M] int32; `seq_lens` [B] int32, the keys to attend to, the query's own
-    included; 0 marks a padded row, which must read nothing and whose output is ignored.
+    included; 0 marks a padded row, which must read nothing and whose output is ignored. A row's
+    table is stale behind its own pages. B may be 0.
     `max_seq_len` is a host bound on `seq_lens`: the configured maximum inside a captured graph.
     """
 
@@ -128,7 +136,8 @@ class PrefillMetadata:
     `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
     [S + 1] int32, where each chunk's queries start in q_THD. The queries of a sequence are its last
     `query_len` positions; the mask is causal. `max_query_len` and `max_seq_len` are exact host
-    integers. The chunk's own keys and values are already in their pages.
+    integers. The chunk's own keys and values are already in their pages. A chunk may bring no
+    query, and S may be 0.
     """
 
     block_table: Tensor

@@ -1,5 +1,72 @@
-"""Helpers for tests of the core and of plugins; they ship in the wheel.
+"""Tests for plugin authors: conformance suites, and what they are made of; in the wheel.
 
-Modules here are imported one by one (`nanovllm_core.testing.numerics`, `.aot`, …), so that a test
-pays only for what it uses.
+    from nanovllm_core.testing import AttentionConformance, PluginUnderTest, plugin_under_test
+
+`pip install "nanovllm-core[testing]"` brings pytest and hypothesis. What is not listed here is
+imported from its module (`nanovllm_core.testing.numerics`, `.aot`, …), so that a test pays only for
+what it uses.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm_core.testing.attention import AttentionConformance
+    from nanovllm_core.testing.conformance import (
+        Conformance,
+        PluginUnderTest,
+        SpecConformance,
+        installed_plugin,
+        plugin_under_test,
+    )
+
+_HOMES = {
+    "AttentionConformance": "attention",
+    "CheckpointConformance": "checkpoint",
+    "Conformance": "conformance",
+    "ExecutorConformance": "executor",
+    "ExtensionConformance": "extension",
+    "KernelSetConformance": "kernels",
+    "KindConformance": "kind",
+    "LogitsProcessorConformance": "logits_processor",
+    "ModelConformance": "model",
+    "ObserverConformance": "observer",
+    "PluginUnderTest": "conformance",
+    "SamplerConformance": "sampler",
+    "SchedulerConformance": "scheduler",
+    "SchedulingPolicyConformance": "scheduler",
+    "SpecConformance": "conformance",
+    "installed_plugin": "conformance",
+    "plugin_under_test": "conformance",
+}
+
+__all__ = [
+    "AttentionConformance",
+    "Conformance",
+    "PluginUnderTest",
+    "SpecConformance",
+    "installed_plugin",
+    "plugin_under_test",
+]
+
+
+if not TYPE_CHECKING:  # A type checker would take any name to be there.
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use: a suite needs pytest, and some need torch."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__} has no attribute {name!r}")
+        try:
+            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("pytest", "hypothesis"):
+                raise
+            remedy = 'pip install "nanovllm-core[testing]"'
+            message = f"nanovllm_core.testing.{name} needs {error.name}: {remedy}"
+            raise ModuleNotFoundError(message, name=error.name) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

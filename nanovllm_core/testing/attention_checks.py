@@ -59,6 +59,8 @@ def check_matrix(
     batches: Sequence[int] = BATCHES,
     lengths: Sequence[int] = LENGTHS,
     device: str = "cuda",
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> int:
     """Decode and prefill, ragged and with padded rows, in every dtype; how many were compared.
 
@@ -77,6 +79,7 @@ def check_matrix(
                         queries, lens, num_heads=num_heads, num_kv_heads=num_kv_heads,
                         head_size=head_size, block_size=block_size, dtype=torch.bfloat16,
                         device=device, needle=needle, seed=compared,
+                        sliding_window=sliding_window, soft_cap=soft_cap,
                     )  # fmt: skip
                     decode = lens is decode_lens
                     compared += _compare(
@@ -118,6 +121,9 @@ def check_replay(
     plan_is_captured: bool,
     batch: int = 8,
     longest: int = 1024,
+    head_size: int = 128,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """A captured decode step follows its inputs: lengths, pages and queries change between replays.
 
@@ -127,8 +133,9 @@ def check_replay(
     """
     cases = [
         make_case(
-            [1] * batch, lens, num_heads=16, num_kv_heads=8, head_size=128, block_size=block_size,
-            dtype=dtype, device="cuda", seed=seed, needle=seed % 2 == 1,
+            [1] * batch, lens, num_heads=16, num_kv_heads=8, head_size=head_size,
+            block_size=block_size, dtype=dtype, device="cuda", seed=seed, needle=seed % 2 == 1,
+            sliding_window=sliding_window, soft_cap=soft_cap,
         )
         for seed, lens in enumerate(
             (

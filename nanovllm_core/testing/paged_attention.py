@@ -37,6 +37,8 @@ class PagedCase:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def block_size(self) -> int:
@@ -58,8 +60,8 @@ class PagedCase:
             block_table=self.block_table,
             seq_lens=self._ints(self.seq_lens),
             query_start_loc=self._ints(starts),
-            max_query_len=max(self.query_lens),
-            max_seq_len=max(self.seq_lens),
+            max_query_len=max(self.query_lens, default=0),
+            max_seq_len=max(self.seq_lens, default=0),
         )
 
     def config(self, *, max_num_seqs: int | None = None) -> AttentionConfig:
@@ -76,6 +78,8 @@ class PagedCase:
             max_num_seqs=max_num_seqs or len(self.seq_lens),
             max_model_len=self.block_table.shape[1] * self.block_size,
             max_num_batched_tokens=max(1, self.q_THD.shape[0]),
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
         )
 
     def expected(self) -> Tensor:
@@ -83,7 +87,10 @@ class PagedCase:
         return self._attend(torch.float64)
 
     def sdpa_error(self, expected: Tensor) -> float:
-        """The largest error of torch's own SDPA, in the case's dtype, on the same inputs."""
+        """The largest error of torch's own SDPA, in the case's dtype, on the same inputs.
+
+        SDPA has no soft cap: with one it is plain softmax with SDPA's roundings.
+        """
         return (self._attend(self.q_THD.dtype).double() - expected).abs().max().item()
 
     def astype(self, dtype: torch.dtype) -> PagedCase:
@@ -95,10 +102,13 @@ class PagedCase:
             v_cache=self.v_cache.to(dtype),
         )
 
-    def assert_close(self, actual: Tensor, expected: Tensor | None = None) -> None:
+    def assert_close(
+        self, actual: Tensor, expected: Tensor | None = None, rel_norm: float | None = None
+    ) -> None:
         """Fail unless `actual` [T, H, D] keeps the tolerances of its dtype.
 
-        `expected` saves computing the reference again. The output of a sequence without keys is
+        `expected` saves computing the reference again; `rel_norm` replaces the limit of the dtype,
+        for inputs that are harder than most. The output of a sequence without keys is
         ignored, as the contract says.
         """
         expected = self.expected() if expected is None else expected
@@ -110,7 +120,7 @@ class PagedCase:
             return
         # In float32 both errors are a few roundings, and which is larger is chance.
         worst += 1e-6 * expected.abs().max().item()
-        rel_norm = REL_NORM[self.q_THD.dtype]
+        rel_norm = rel_norm or REL_NORM[self.q_THD.dtype]
         error = (actual.double() - expected).abs()
         # Compared where they lie: the report copies to the host, which large cases are too big for.
         if error.max() <= worst and relative_norm_error(actual, expected) <= rel_norm:
@@ -134,17 +144,37 @@ class PagedCase:
             for cache in (self.k_cache, self.v_cache)
         )
         q_HTD = q_THD.transpose(0, 1).to(dtype)
-        queries = q_THD.shape[0]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q_THD.device)
-        mask = mask.tril(keys - queries)
         k_HLD, v_HLD = (x.repeat_interleave(group, dim=0) for x in (k_KLD, v_KLD))
-        out_HTD = scaled_dot_product_attention(
-            q_HTD[None], k_HLD[None], v_HLD[None], attn_mask=mask, scale=self.scale
-        )[0]
+        seen_TL = _seen(q_THD.shape[0], keys, self.sliding_window, q_THD.device)
+        if self.soft_cap is None:
+            out_HTD = scaled_dot_product_attention(
+                q_HTD[None], k_HLD[None], v_HLD[None], attn_mask=seen_TL, scale=self.scale
+            )[0]
+        else:
+            out_HTD = _capped_attention(q_HTD, k_HLD, v_HLD, seen_TL, self.scale, self.soft_cap)
         return out_HTD.transpose(0, 1)
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.q_THD.device)
+
+
+def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each query sees, bool [T, L]: up to its position, and `window` of them at most."""
+    positions_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    distance_TL = positions_T1 - torch.arange(keys, device=device)
+    seen_TL = distance_TL >= 0
+    return seen_TL if window is None else seen_TL & (distance_TL < window)
+
+
+def _capped_attention(
+    q_HTD: Tensor, k_HLD: Tensor, v_HLD: Tensor, seen_TL: Tensor, scale: float, cap: float
+) -> Tensor:
+    """Scores and softmax in float32 at least, weights in the inputs' dtype, as in kernels."""
+    wide = torch.promote_types(q_HTD.dtype, torch.float32)
+    scores_HTL = q_HTD.to(wide) @ k_HLD.to(wide).transpose(1, 2) * scale
+    scores_HTL = cap * torch.tanh(scores_HTL / cap)
+    weights_HTL = scores_HTL.masked_fill(~seen_TL, float("-inf")).softmax(-1)
+    return weights_HTL.to(v_HLD.dtype) @ v_HLD
 
 
 def make_case(
@@ -158,15 +188,19 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     finite_tail: bool = True,
-    needle: bool = False,
+    needle: bool | Sequence[int] = False,
     seed: int = 0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> PagedCase:
     """A batch of random sequences.
 
     `query_lens[i]` are the last positions of `seq_lens[i]` keys; a decode batch has one query each,
     and a length of 0 is a padded row, whose block table names page 0. `needle`: in each sequence
     one key that every query sees, somewhere by `seed`, outweighs all others, so that a lost key
-    cannot hide in an average.
+    cannot hide in an average. With a `sliding_window` shorter than the queries the last of them see
+    it, and the key right before the last query's window outweighs even the needle, so that a window
+    one too long shows. A `needle` of positions puts each row's one needle where it says.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -193,15 +227,21 @@ def make_case(
         if not finite_tail and keys % block_size:
             k_cache[own[-1], keys % block_size :] = float("nan")
             v_cache[own[-1], keys % block_size :] = float("nan")
-        if needle:
-            position = (7919 * (seed + 1) + 104729 * row) % (max(0, keys - query_lens[row]) + 1)
-            page, offset = own[position // block_size], position % block_size
+        if needle is not False:
+            places = (
+                _needles(keys, query_lens[row], sliding_window, 7919 * (seed + 1) + 104729 * row)
+                if needle is True
+                else ((needle[row], 20.0),)
+            )
             # Queries and the needle share one direction; its score is 20, the others' about 1.
             start = sum(query_lens[:row])
             queries = q_THD[start : start + query_lens[row]]
             queries.mul_(0.1).add_(1.0)
-            k_cache[page, offset] = 20.0 / head_size**0.5
-            v_cache[page, offset] *= 3.0
+            for place, score in places:
+                if place >= 0:
+                    page, offset = own[place // block_size], place % block_size
+                    k_cache[page, offset] = score / head_size**0.5
+                    v_cache[page, offset] *= 3.0
     k_cache[unused] = float("nan")
     v_cache[unused] = float("nan")
     return PagedCase(
@@ -212,4 +252,15 @@ def make_case(
         query_lens=tuple(query_lens),
         seq_lens=tuple(seq_lens),
         scale=head_size**-0.5,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
+
+
+def _needles(
+    keys: int, queries: int, window: int | None, choice: int
+) -> tuple[tuple[int, float], tuple[int, float]]:
+    """(position, score) of a needle in sight, and of one before the last query's window, or -1."""
+    first = 0 if window is None else max(0, keys - window)
+    last = max(0, keys - queries)
+    return (first + choice % (max(last - first, 0) + 1), 20.0), (first - 1, 30.0)

@@ -23,9 +23,13 @@ SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16}
 
 
 class PlainAttention(AttentionBackend):
-    """Softmax in float64, row by row; `lose` keys are left out from the start of each row."""
+    """Softmax in float64, row by row, its window and soft cap as configured.
+
+    `lose` keys are left out from the start of each row; a window is `shift` keys too short.
+    """
 
     lose = 0
+    shift = 0
 
     def run_decode(
         self,
@@ -64,13 +68,21 @@ class PlainAttention(AttentionBackend):
         out = torch.empty(q_HD.shape, dtype=torch.float64)
         for head, q_D in enumerate(q_HD.double()):
             scores = k_LKD[:, head // group] @ q_D * self.config.scale
+            if self.config.soft_cap is not None:
+                scores = self.config.soft_cap * (scores / self.config.soft_cap).tanh()
             scores[: min(self.lose, keys - 1)] = -math.inf
+            if self.config.sliding_window is not None:
+                scores[: max(0, keys - self.config.sliding_window + self.shift)] = -math.inf
             out[head] = scores.softmax(0) @ v_LKD[:, head // group]
         return out.to(q_HD.dtype)
 
 
 class LosesTheFirstKey(PlainAttention):
     lose = 1
+
+
+class SeesOneKeyTooMany(PlainAttention):
+    shift = -1
 
 
 def make(config: AttentionConfig) -> PlainAttention:
@@ -88,6 +100,27 @@ def test_the_matrix_accepts_plain_softmax_in_every_dtype() -> None:
         batches=[1, 4], lengths=[1, 17, 40], device="cpu",
     )  # fmt: skip
     assert compared == 2 * 3 * 2 * (2 + 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 1000])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_the_matrix_accepts_plain_softmax_with_windows_and_soft_caps(
+    window: int | None, cap: float | None
+) -> None:
+    """Windows of one key, within a page, of a page, over its edge and beyond every sequence."""
+    check_matrix(
+        make, **SHAPE, block_size=16, dtypes=[torch.float32], batches=[4], lengths=[1, 40],
+        device="cpu", sliding_window=window, soft_cap=cap,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("queries", [1, 3, 30])
+def test_a_window_one_key_too_long_shows_even_beside_a_needle(queries: int) -> None:
+    """The key right before the last query's window outweighs all that the query may see."""
+    case = make_case([queries], [100], **SHAPE, needle=True, sliding_window=20)
+    case.assert_close(run_prefill(make(case.config()), case))
+    with pytest.raises(AssertionError, match="relative norm error"):
+        case.assert_close(run_prefill(SeesOneKeyTooMany(case.config(), NoOptions()), case))
 
 
 def test_the_matrix_names_the_shape_that_failed() -> None:

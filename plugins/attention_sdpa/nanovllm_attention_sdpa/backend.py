@@ -156,6 +156,9 @@ class SdpaAttention(AttentionBackend):
             raise InconsistentStateError(
                 f"{rows} decode rows, the backend was made for {self.config.max_num_seqs}"
             )
+        if rows == 0:
+            self._step = DecodeStep(0, [], None)
+            return
         lens = self._length_bounds(metadata)
         block_size = self.config.block_size
         num_pages = -(-max(lens) // block_size)

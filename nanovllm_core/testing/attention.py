@@ -1,0 +1,24 @@
+"""The conformance suite of attention backends.
+
+    class TestMyAttention(AttentionConformance):
+        @pytest.fixture
+        def plugin(self) -> PluginUnderTest:
+            return plugin_under_test(SPEC)
+
+It runs on the GPU where the backend declares CUDA and the machine has one, else on the CPU with
+smaller shapes; checks that need what the backend does not declare, or what the machine does not
+have, are skipped with the reason. The checks are in four files, by what they are about.
+"""
+
+from __future__ import annotations
+
+from nanovllm_core.testing.attention_declarations import AttentionDeclarations
+from nanovllm_core.testing.attention_numbers import AttentionNumbers
+from nanovllm_core.testing.attention_pages import AttentionPages
+from nanovllm_core.testing.attention_replay import AttentionReplay
+
+
+class AttentionConformance(
+    AttentionDeclarations, AttentionNumbers, AttentionPages, AttentionReplay
+):
+    """What every attention backend must hold."""

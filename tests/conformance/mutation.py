@@ -1,0 +1,137 @@
+"""Copies of shipped code with one bug planted in each, and the suites that must find it.
+
+A copy lies in a folder of its own under another module name, so that what is installed is never
+touched. `Subject.check(mutation)` plants the bug, runs the named check on the copy in a pytest of
+its own, and fails unless the check fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+Edits = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One bug: texts of one file and what stands there instead, each found exactly once.
+
+    `caught_by` is the check whose subject the bug is; `peers` the number of the bug in the list of
+    those that other engines had, where it is one of them.
+    """
+
+    name: str
+    file: str
+    edits: Edits
+    caught_by: str
+    peers: int | None = None
+
+    def apply(self, source: str) -> str:
+        """The file with the bug; LookupError where a text is not there exactly once."""
+        for old, new in self.edits:
+            if source.count(old) != 1:
+                raise LookupError(f"{self.name}: {self.file} holds {source.count(old)} of {old!r}")
+            source = source.replace(old, new)
+        return source
+
+
+@dataclass
+class Outcomes:
+    """A pytest plugin that notes how each check ended, over all its parameters."""
+
+    of: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    messages: list[str] = field(default_factory=list)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Failures of fixtures count as errors: they prove nothing about a check."""
+        check = report.nodeid.split("::")[-1].split("[")[0]
+        if report.when == "call" or report.outcome != "passed":
+            self.of[check].add(report.outcome if report.when == "call" else f"{report.when} error")
+        if report.failed:
+            self.messages.append(report.longreprtext)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A copy that cannot be imported is no proof either."""
+        if report.failed:
+            raise RuntimeError(report.longreprtext)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A package to plant bugs in. `suite` is a test file, in which COPY stands for the copy."""
+
+    package: str
+    suite: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the shipped source lies."""
+        file = importlib.import_module(self.package).__file__
+        assert file is not None
+        return Path(file).parent
+
+    @contextmanager
+    def copied(self, target: Path, name: str, mutation: Mutation | None) -> Iterator[Path]:
+        """Put the copy on sys.path as `name`, with its suite beside it; yields the suite's file."""
+        for path in self.folder.rglob("*.py"):
+            file = path.relative_to(self.folder)
+            source = path.read_text(encoding="utf-8")
+            if mutation is not None and file.as_posix() == mutation.file:
+                source = mutation.apply(source)
+            place = target / name / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(re.sub(rf"\b{re.escape(self.package)}\b", name, source))
+        suite = target / f"test_{name}.py"
+        suite.write_text(self.suite.replace("COPY", name))
+        sys.path.insert(0, str(target))
+        importlib.invalidate_caches()
+        try:
+            yield suite
+        finally:
+            sys.path.remove(str(target))
+            for module in [m for m in sys.modules if m.split(".")[0] in (name, suite.stem)]:
+                del sys.modules[module]
+
+    def run(
+        self, target: Path, name: str, mutation: Mutation | None = None, checks: Sequence[str] = ()
+    ) -> Outcomes:
+        """Run these checks of the suite, or all, on a copy with or without a bug."""
+        outcomes = Outcomes()
+        with self.copied(target, name, mutation) as suite:
+            chosen = [f"{suite}::TestCopy::{check}" for check in checks] or [str(suite)]
+            quiet = [
+                "-q",
+                "--no-header",
+                "--no-summary",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+            ]
+            alone = ["--rootdir", str(target), "-c", str(target / "none.ini"), "--noconftest"]
+            (target / "none.ini").touch()
+            pytest.main([*quiet, *alone, *chosen], plugins=[outcomes])
+        if not outcomes.of:
+            raise LookupError(f"the suite has none of {', '.join(checks)}")
+        return outcomes
+
+    def assert_caught(self, target: Path, number: int, mutation: Mutation) -> None:
+        """The named check fails on a copy with the bug."""
+        name = f"{self.package.split('.')[-1]}_with_bug_{number}"
+        outcomes = self.run(target, name, mutation, [mutation.caught_by])
+        assert outcomes.of[mutation.caught_by] & {"failed"}, (mutation.name, dict(outcomes.of))
+
+    def assert_passes(self, target: Path) -> None:
+        """A copy without a bug passes the whole suite."""
+        outcomes = self.run(target, f"{self.package.split('.')[-1]}_copy")
+        assert not outcomes.messages, "\n".join(outcomes.messages)
+        assert len(outcomes.of) > 10
