@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nanovllm_core.plugin_manager import EXTENSION_GROUP, KINDS
+from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/write"
@@ -46,7 +46,7 @@ def test_every_kind_has_a_page() -> None:
         for page in PAGES
         for group in tomllib.loads(files(page)["pyproject.toml"])["project"]["entry-points"]
     ]
-    assert set(groups) >= {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP}
+    assert set(groups) >= {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP, KIND_GROUP}
     assert groups.count("nanovllm.schedulers") == 2
 
 
