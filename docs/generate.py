@@ -21,9 +21,9 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from pydantic import BaseModel
 
+from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_core import sampling_params
 from nanovllm_core.bench.plots import draw, series_of
 from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
@@ -279,7 +279,7 @@ def limit_table() -> str:
             "with more, the host looks at each token of that request",
         ),
         ("seeds", "0 to 2^63 - 1", "refused"),
-        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "larger steps are cut into slices"),
+        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
     ]
     return table(["what", "limit", "beyond it"], rows)
 

@@ -1,8 +1,9 @@
 """Hooks of mkdocs: the site mirrors the repository.
 
-Every document keeps its path (`docs/plugins.md`, `plugins/scheduler_sjf/README.md`), so a relative link
-that is right on GitHub is right on the site too, and mkdocs checks it as any other. A file that a
-document links to and that is no document itself (a program, a configuration) becomes a page that shows it.
+Every document keeps its path (`docs/plugins.md`, `plugins/scheduler_sjf/README.md`), so a relative
+link that is right on GitHub is right on the site too, and mkdocs checks it as any other. A file
+that a document links to and that is no document itself (a program, a configuration) becomes a page
+that shows it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("*.md", "docs/**/*.md", "plugins/*/*.md", "plugins/*/training/*.md", "examples/**/*.md")
-RESULTS = "benchmarks/results/*/*.md"
+DOCUMENTS = (
+    "*.md",
+    "docs/**/*.md",
+    "plugins/*/*.md",
+    "plugins/*/training/*.md",
+    "examples/plugins/*/*.md",
+    "benchmarks/results/*/*.md",
+)
 IMAGES = "docs/images/*"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
@@ -28,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [*files.documentation_pages(), *files.media_files()]:
         if (ROOT / "docs" / file.src_uri).exists():
             files.remove(file)
-    documents = sorted({path for glob in (*DOCUMENTS, RESULTS) for path in ROOT.glob(glob)})
+    documents = sorted({path for glob in DOCUMENTS for path in ROOT.glob(glob)})
     for path in (*documents, *ROOT.glob(IMAGES)):
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))

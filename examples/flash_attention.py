@@ -2,7 +2,7 @@
 
     python examples/flash_attention.py
 
-Causal attention of one head of one sequence, without ever writing the scores of all queries and keys
+Causal attention of one head of one sequence, which never writes the scores of all queries and keys
 to memory. The kernels of nanovllm-attention-triton do the same, with many programs at once.
 
 Shape suffixes: T queries, L keys, D head size, N pages, P tokens per page, Q queries of a tile.

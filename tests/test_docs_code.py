@@ -1,4 +1,4 @@
-"""The plugins of docs/write are whole: they install, pass their suite, and import what authors may."""
+"""The plugins of docs/write are whole: they install, pass their suite, import what they may."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_the_plugins_of_all_pages_install_and_pass_their_suites(tmp_path: Path) 
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    passed = [
-        case.get("classname", "") for case in ElementTree.parse(report).iter("testcase") if not len(case)
-    ]
-    for test in tests:
-        assert any(f".{test.stem}." in f".{name}" for name in passed), f"{test.name}: nothing passed"
+    cases = ElementTree.parse(report).iter("testcase")
+    passed = {
+        name for case in cases if not len(case) for name in case.get("classname", "").split(".")
+    }
+    assert passed >= {test.stem for test in tests}, "nothing passed in the others"
 
 
 @every_page
@@ -94,17 +94,25 @@ def test_a_page_s_code_imports_the_api_and_the_kit_and_nothing_else_of_the_core(
             assert core <= {"nanovllm_core.api", "nanovllm_core.testing"}, name
 
 
-@every_page
-def test_a_page_s_code_is_as_ours_is(page: Path) -> None:
-    """ruff's rules hold for what is shown, too; the packages are first-party to their tests."""
-    for name, text in files(page).items():
-        if name.endswith(".py"):
-            result = subprocess.run(
-                [sys.executable, "-m", "ruff", "check", "--quiet", "--stdin-filename", name, "-"],
-                input=text,
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert result.returncode == 0, result.stdout
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "--extend-ignore", "RUF012"),  # the pages leave annotations out, ClassVar too
+        ("format", "--check"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_code_of_all_pages_is_kept_as_ours_is(command: tuple[str, ...], tmp_path: Path) -> None:
+    """ruff's rules and format; a page's own package is first-party, nanovllm is not."""
+    folders = [write(page, tmp_path / page.stem) for page in PAGES]
+    settings = tmp_path / "ruff.toml"
+    settings.write_text(
+        f'extend = "{ROOT / "pyproject.toml"}"\nsrc = {[str(f) for f in folders]}\n'
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "--no-cache", "--config", settings, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
