@@ -5,6 +5,7 @@
 # make bench-gpu   measure the committed throughputs again on a GPU and compare
 # make lint        ruff, mypy, import-linter
 # make wheels      every distribution, into dist/
+# make docs        the site of the documents, into site/; warnings are errors
 #
 # `make test PYTHON=/path/to/python` uses that environment and installs nothing.
 
@@ -39,7 +40,7 @@ COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
 FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/kinds.py,nanovllm_core/plugin_checks.py,nanovllm_core/plugin_discovery.py,nanovllm_core/plugin_manager.py,nanovllm_core/attention_selection.py
 
-.PHONY: help demo test test-full test-gpu bench-gpu unit lint format wheels clean
+.PHONY: help demo test test-full test-gpu bench-gpu unit lint format wheels docs clean
 
 help:
 	@sed -n 's/^# \?//;1,/^$$/p' Makefile
@@ -97,5 +98,9 @@ wheels: $(DEV_ENV)
 	for distribution in $(DISTRIBUTIONS); do \
 		$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist "./$$distribution"; done
 
+# Nothing is fetched; the variable silences what the theme prints about another product.
+docs: $(DEV_ENV)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 clean:
-	rm -rf .venv dist build .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv dist build site .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""Write the documents' tables: of fields from the code, of speed from the result files.
+"""Write the documents' tables: of fields and plugins from the code, of speed from result files.
 
     python docs/generate.py
 
@@ -12,18 +12,28 @@ import ast
 import inspect
 import json
 import re
+import runpy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel
 
+from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_core import sampling_params
 from nanovllm_core.bench.plots import draw, series_of
-from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
+from nanovllm_core.config import BLOCK_SIZES, EngineConfig
 from nanovllm_core.config_errors import FLAT_KEYWORDS
+from nanovllm_core.interfaces.attention import AttentionRequirements
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
+from nanovllm_core.interfaces.scheduler import SchedulingPolicy
+from nanovllm_core.interfaces.specs import AttentionSpec, PluginSpec
+from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "benchmarks"
@@ -154,8 +164,176 @@ def plots() -> str:
     return f"![By batch]({PLOT.relative_to(FOLDER)})" if by_batch() else "Not measured yet."
 
 
+# -- what the plugins declare ----------------------------------------------------------------------
+
+SHIPPED = {
+    "attention": ("sdpa", "triton", "flash"),
+    "scheduler": ("fcfs", "sjf"),
+}
+
+
+def shipped(kind: str) -> list[PluginSpec]:
+    """The specs of this repository's plugins of a kind."""
+    manager = get_plugin_manager()
+    return [manager.spec(kind, name) for name in SHIPPED[kind]]
+
+
+def capability_table() -> str:
+    """What each shipped attention backend declares, a row for each field."""
+    specs = [spec for spec in shipped("attention") if isinstance(spec, AttentionSpec)]
+    names = [field.name for field in fields(specs[0].capabilities)]
+    rows = [
+        [words(name), *(in_words(getattr(spec.capabilities, name)) for spec in specs)]
+        for name in names
+    ]
+    for phase in ("prefill", "decode"):
+        asked = AttentionRequirements(
+            phase=phase,
+            device="cuda",
+            dtype="bfloat16",
+            num_heads=16,
+            num_kv_heads=8,
+            head_size=128,
+            compute_capability=(9, 0),
+            cuda_graphs=True,
+        )
+        pages = [spec.kv_layouts(asked, spec.options())[0].page_multiple for spec in specs]
+        rows.append([f"Preferred page multiple, {phase}", *(f"{size} tokens" for size in pages)])
+        rows.append([f"Rank, {phase}", *(str(spec.rank(asked)) for spec in specs)])
+    return table(["", *(f"`{spec.name}`" for spec in specs)], rows)
+
+
+def words(name: str) -> str:
+    """A field's name as a heading: `needs_finite_tail` is "Needs finite tail"."""
+    return name.replace("_", " ").capitalize().replace("Gqa", "Grouped heads (GQA)")
+
+
+def in_words(value: object) -> str:
+    """A declared value."""
+    if value is None:
+        return "any"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, frozenset):
+        return ", ".join(str(one) for one in sorted(value))
+    if isinstance(value, tuple):
+        return ".".join(str(one) for one in value)
+    return str(value)
+
+
+def option_table() -> str:
+    """Every option of the shipped plugins that have some."""
+    rows = []
+    for kind in SHIPPED:
+        for spec in shipped(kind):
+            schema = spec.options.model_json_schema()
+            for name, field in spec.options.model_fields.items():
+                one = schema["properties"][name]
+                cells = (f"`{spec.name}`", f"`{name}`", allowed(one), default(one, False))
+                rows.append([*cells, str(field.description)])
+    return table(["plugin", "option", "takes", "default", "what it means"], rows)
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def gathering_table() -> str:
+    """What a dense copy of the pages takes in one layer, by the shapes of a config.json."""
+    file = BENCHMARKS / "configs" / "qwen3-0.6b" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rows = []
+    for batch, longest in ((16, 1024), (64, 2048), (64, 8192), (256, 4096)):
+        dense = 2 * batch * longest * kv_heads * config["head_dim"] * 2
+        scores = 4 * batch * heads * longest * longest
+        sizes = (dense // 2, dense, dense * heads // kv_heads, scores)
+        rows.append([f"{batch} x {longest}", *(f"{size / 2**20:,.0f} MiB" for size in sizes)])
+    head = "batch x longest", "in the pages", "copy", "repeated", "scores in prefill"
+    return table(head, rows)
+
+
+def limit_table() -> str:
+    """Limits that are numbers, from where they stand in the code."""
+    steps = EngineConfig.model_json_schema()["properties"]["steps_ahead"]["maximum"]
+    logprobs = sampling_params.MAX_LOGPROBS
+    rows = [
+        ("prompt and answer of one request", "`limits.max_model_len`", "refused when added"),
+        ("prompt", "at least 1 token; room for one more", "refused when added"),
+        ("requests in work", "`limits.max_num_seqs`", "further ones wait"),
+        ("tokens of one step", "`limits.max_num_batched_tokens`", "prompts come in chunks"),
+        (
+            "tokens of all requests in work",
+            "`cache.num_blocks` × `cache.block_size`",
+            "somebody gives way and computes again; one that could never fit is refused",
+        ),
+        (
+            "tokens per page",
+            " or ".join([", ".join(map(str, BLOCK_SIZES[:-1])), str(BLOCK_SIZES[-1])]),
+            "refused at start",
+        ),
+        ("steps ahead", f"0 to {steps}", "refused at start"),
+        ("likeliest tokens reported", f"0 to {logprobs} (`logprobs`)", "refused"),
+        (
+            "stop ids that the device checks",
+            str(MAX_DEVICE_STOP_IDS),
+            "with more, the host looks at each token of that request",
+        ),
+        ("seeds", "0 to 2^63 - 1", "refused"),
+        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
+    ]
+    return table(["what", "limit", "beyond it"], rows)
+
+
+# -- scheduling ------------------------------------------------------------------------------------
+
+
+def waits_table() -> str:
+    """What examples/scheduling.py measures: waits do not depend on the device or the backend."""
+    example = runpy.run_path(str(FOLDER.parent / "examples" / "scheduling.py"))
+    lengths = [example["LONG"]] * 3 + [example["SHORT"]] * 9
+    names = [f"L{i}" for i in range(3)] + [f"s{i}" for i in range(9)]
+    prompts = [[(i + j) % 100 + 5 for j in range(length)] for i, length in enumerate(lengths)]
+    rows = []
+    for scheduler in ("fcfs", "sjf"):
+        outputs = example["serve"]("demo", scheduler, prompts)
+        steps = example["waits"](outputs)
+        numbers = (mean(steps), max(steps), mean(steps[3:]), mean(steps[:3]))
+        order = example["order_of_service"](names, outputs)
+        rows.append([f"`{scheduler}`", order, *(f"{number:.0f}" for number in numbers)])
+    head = "scheduler", "order of service", "mean wait", "worst", "mean of short", "mean of long"
+    return table(head, rows)
+
+
+def ageing_table() -> str:
+    """The step at which a long prompt is served while a short one arrives in every step."""
+    [_, spec] = shipped("scheduler")
+    rows = []
+    for ageing in (0.0, 1.0, 4.0, 16.0, 64.0):
+        step = served_at(load_object(spec.impl)(spec.options(ageing=ageing)))
+        rows.append([f"{ageing:g}", "never" if step is None else f"step {step}"])
+    return table(["`ageing`", "the long prompt is served at"], rows)
+
+
+def served_at(policy: SchedulingPolicy, steps: int = 10_000) -> int | None:
+    """Play the queue: the lowest key of all that wait is served in each step."""
+    long = policy.service_key(job(600, 0))
+    for step in range(1, steps):
+        if long < policy.service_key(job(12, step)):
+            return step
+    return None
+
+
+def job(tokens: int, arrival_step: int) -> Any:
+    """A request as a policy sees it."""
+    return SimpleNamespace(num_tokens=tokens, num_scheduled=0, arrival_step=arrival_step)
+
+
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "configuration.md": TABLES,
+    "capabilities.md": {"capabilities": capability_table, "options": option_table},
+    "limits.md": {"limits": limit_table},
+    "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
+    "attention.md": {"gathering": gathering_table},
     "performance.md": {**measured(PERFORMANCE), "plots": plots},
     "attention_implementation.md": measured(ATTENTION),
 }

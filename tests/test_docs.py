@@ -38,7 +38,7 @@ README = ROOT / "README.md"
 CONFIGURATION = ROOT / "docs/configuration.md"
 COMING_FROM = ROOT / "docs/coming_from_nano_vllm.md"
 PLUGINS = ROOT / "docs/plugins.md"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("plugins/*/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/*.md")])
 OUR_DOCUMENTS = [path for path in DOCUMENTS if "plugins" not in path.parent.parts]
 
 
@@ -215,6 +215,17 @@ def test_the_tables_of_the_configuration_are_what_the_code_says() -> None:
     text = CONFIGURATION.read_text(encoding="utf-8")
     current = load_generator().render(text)
     assert current == text, "run: python docs/generate.py"
+
+
+@pytest.mark.usefixtures("demo_plugins")
+@pytest.mark.parametrize("name", ["capabilities", "limits", "scheduling", "attention"])
+def test_the_tables_of_what_plugins_declare_and_measure_here_are_current(name: str) -> None:
+    """What needs no GPU is made anew: declarations, arithmetic, waits of a real engine."""
+    generator, file = load_generator(), ROOT / f"docs/{name}.md"
+    text = file.read_text(encoding="utf-8")
+    assert generator.render(text, generator.DOCUMENTS[file.name]) == text, (
+        "run: python docs/generate.py"
+    )
 
 
 def test_a_changed_description_would_be_noticed() -> None:

@@ -1,0 +1,165 @@
+"""The tutorials, followed word for word in a fresh environment: every command, every file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = sorted(ROOT.glob("docs/tutorials/*.md"))
+STEP = re.compile(r'^```(console|\w+ title="([^"]+)")\n(.*?)^```', re.MULTILINE | re.DOTALL)
+ANYTHING = "..."
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write a file that the tutorial shows."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Type a command, and see what the tutorial says one sees."""
+
+    command: str
+    output: str
+
+
+def steps(tutorial: Path) -> Iterator[Write | Run]:
+    for kind, name, text in STEP.findall(tutorial.read_text(encoding="utf-8")):
+        if kind != "console":
+            yield Write(name, text)
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            yield Run(command, output)
+
+
+class Shell:
+    """One bash for a whole tutorial, so that what is activated stays so."""
+
+    def __init__(self, folder: Path) -> None:
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("NANOVLLM_", "PYTHON", "COV_", "COVERAGE_", "PYTEST_", "PIP_"))
+        }
+        # Offline: packages come from the wheels and from what the environment sees already.
+        offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "HF_HUB_OFFLINE": "1"}
+        calm = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        cpu = {"CUDA_VISIBLE_DEVICES": "", "NANOVLLM_CACHE__NUM_BLOCKS": "64"}
+        self._bash = subprocess.Popen(
+            ["bash"],
+            cwd=folder,
+            env=variables | offline | calm | cpu,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, command: str) -> tuple[str, int]:
+        """Output and exit status; the status can be asked for again as `$?`."""
+        assert self._bash.stdin is not None
+        assert self._bash.stdout is not None
+        end = "--end of the command--"
+        self._bash.stdin.write(f"{command}\nstatus=$?; echo; echo {end} $status; (exit $status)\n")
+        self._bash.stdin.flush()
+        output = ""
+        for line in self._bash.stdout:
+            if line.startswith(end):
+                return output, int(line.split()[-1])
+            output += line
+        raise AssertionError(f"bash ended during {command!r}: {output}")
+
+    def close(self) -> None:
+        self._bash.communicate(timeout=60)
+
+
+def is_as_shown(shown: str, printed: str) -> bool:
+    """Line by line but for spaces at the ends; `...` stands for anything."""
+
+    def trimmed(text: str) -> str:
+        return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+    parts = [re.escape(part) for part in trimmed(shown).split(ANYTHING)]
+    return re.fullmatch(".*".join(parts), trimmed(printed), re.DOTALL) is not None
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheels` builds."""
+    folder = tmp_path_factory.mktemp("dist")
+    projects = [ROOT, *(file.parent for file in ROOT.glob("plugins/*/pyproject.toml"))]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"),
+            *("--disable-pip-version-check", "-w", folder, *projects),
+        ],
+        check=True,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This environment's libraries without nanovllm: torch alone takes longer than all else."""
+    folder = tmp_path_factory.mktemp("libraries")
+    for kind in ("purelib", "platlib"):
+        for entry in Path(sysconfig.get_path(kind)).iterdir():
+            ours = "nanovllm" in entry.name.lower() or entry.suffix == ".pth"
+            if not ours and not (folder / entry.name).exists():
+                (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_holds_word_for_word(
+    tutorial: Path, wheels: Path, libraries: Path, tmp_path: Path
+) -> None:
+    """It ends with a conformance suite that passes, on a plugin that was not there before."""
+    shutil.copytree(wheels, tmp_path / "dist")
+    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    shell = Shell(tmp_path)
+    try:
+        for step, following in pairwise([*steps(tutorial), None]):
+            if isinstance(step, Write):
+                (tmp_path / step.name).write_text(step.text, encoding="utf-8")
+            elif isinstance(step, Run):
+                printed, status = shell.run(step.command)
+                told = f"$ {step.command}\n{printed}"
+                assert is_as_shown(step.output, printed), f"{told}\nnot as shown:\n{step.output}"
+                asked = isinstance(following, Run) and following.command == "echo $?"
+                assert asked or status == 0, f"{told}\nexit status {status}"
+            for site in tmp_path.glob(".venv/lib/*/site-packages"):
+                (site / "libraries.pth").write_text(f"{libraries}\n")
+    finally:
+        shell.close()
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_goes_from_the_scaffold_to_a_suite_that_passes(tutorial: Path) -> None:
+    """What the test above executes is what makes it a tutorial, and the last suite is green."""
+    commands = [step.command for step in steps(tutorial) if isinstance(step, Run)]
+    assert any(command.startswith("nanovllm plugins new ") for command in commands)
+    assert any(isinstance(step, Write) and step.name.endswith(".py") for step in steps(tutorial))
+    suites = [
+        step
+        for step in steps(tutorial)
+        if isinstance(step, Run) and step.command.startswith("nanovllm plugins test")
+    ]
+    assert re.search(r"\b\d+ passed\b", suites[-1].output)
+    assert "failed" not in suites[-1].output
