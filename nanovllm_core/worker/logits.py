@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BYTES_PER_LOGIT = 96
+BYTES_PER_LOGIT = 48
 """An upper bound of what these functions hold at once, per row and vocabulary id."""
 BYTES_PER_KNOWN_ID = 32
 """The same per row and entry of the token table."""
@@ -81,17 +81,10 @@ def cut_top_k_top_p(
 ) -> None:
     """Keep the `top_k` likeliest ids, and of these the fewest that hold `top_p` of the probability.
 
-    Exactly k ids stay: of equal logits the lower id is the likelier. The first always stays, since
-    `top_p` is above 0. A `top_k` that switches the cut off is V or more, such a `top_p` above 1.
+    By a kernel on CUDA, by sorting elsewhere; `kernels.truncation_reference` has the facts.
     """
-    logits = logits_SV[which_N]
-    ranked, ids = (logits / temperature_N[:, None]).sort(dim=1, descending=True, stable=True)
-    rank_V = torch.arange(logits.shape[1], device=logits.device)
-    beyond_k = rank_V >= top_k_N[:, None]
-    # In float64, so that the sum over a large vocabulary does not depend on how it was split.
-    probabilities = ranked.masked_fill_(beyond_k, -torch.inf).softmax(dim=1, dtype=torch.float64)
-    before = probabilities.cumsum(dim=1) - probabilities
-    cut_ranked = beyond_k | (before >= top_p_N[:, None])
-    cut_ranked[:, 0] = False  # a top_p too small for float32 still keeps the most likely id
-    cut = torch.zeros_like(cut_ranked).scatter_(1, ids, cut_ranked)
-    logits_SV.index_copy_(0, which_N, logits.masked_fill_(cut, -torch.inf))
+    if logits_SV.is_cuda:
+        from nanovllm_core.kernels.truncation_triton import cut_top_k_top_p as cut
+    else:
+        from nanovllm_core.kernels.truncation_reference import cut_top_k_top_p as cut
+    cut(logits_SV, which_N, top_k_N, top_p_N, temperature_N)
