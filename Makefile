@@ -38,7 +38,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal
 COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
-FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/kinds.py,nanovllm_core/plugin_checks.py,nanovllm_core/plugin_discovery.py,nanovllm_core/plugin_manager.py,nanovllm_core/attention_selection.py
+FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/kinds.py,nanovllm_core/plugin_checks.py,nanovllm_core/plugin_discovery.py,nanovllm_core/plugin_manager.py,nanovllm_core/plugin_selection.py,nanovllm_core/attention_selection.py
 
 .PHONY: help demo test test-full test-gpu bench-gpu unit lint format wheels docs clean
 

@@ -2,6 +2,10 @@
 
 A plugin is a light module of functions marked `@hookimpl`, named by an entry point whose group is
 its kind. Importing it imports no torch. Hooks run at start or shutdown, never inside a step.
+
+A hook that returns specs is asked of one module alone, when a plugin of it is selected or listed;
+it may be asked more than once and must return the same. The others are called for every module that
+is loaded, once per engine; an error in one stops the start. Arguments may be left out.
 """
 
 from __future__ import annotations
@@ -93,17 +97,17 @@ def nanovllm_configure(config: EngineConfig, plugins: Plugins) -> None:
 
 @hookspec
 def nanovllm_engine_started(info: WorkerInfo) -> None:
-    """The model is loaded, the KV cache is sized, graphs are captured."""
+    """The model is loaded, the KV cache is sized, graphs are captured; no request is known yet."""
 
 
 @hookspec
 def nanovllm_engine_closed() -> None:
-    """The engine was closed; the device is free."""
+    """The engine was closed; the device is free. Not called where the start failed."""
 
 
 @hookspec
 def nanovllm_cli(app: typer.Typer) -> None:
-    """Add commands to `nanovllm` (group `nanovllm.extensions`)."""
+    """Add commands to `nanovllm`, each time it is run (group `nanovllm.extensions`)."""
 
 
 @hookspec

@@ -16,12 +16,9 @@ import yaml
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import ConfigError, PluginError, PluginNotFoundError
 from nanovllm_core.interfaces.specs import PluginSpec, SchedulerSpec
-from nanovllm_core.plugin_manager import (
-    EXTENSION,
-    InstalledPlugin,
-    PluginManager,
-    get_plugin_manager,
-)
+from nanovllm_core.kinds import EXTENSION
+from nanovllm_core.plugin_discovery import InstalledPlugin
+from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 
 if TYPE_CHECKING:
     import pytest

@@ -126,6 +126,7 @@ class DecodeMetadata:
 
     @property
     def num_rows(self) -> int:
+        """B, padded rows included."""
         return self.block_table.shape[0]
 
 
@@ -176,7 +177,12 @@ class AttentionBackend(ABC):
         metadata: DecodeMetadata,
         out_BHD: Tensor,
     ) -> None:
-        """Attend each row's query to its pages (caches [N, P, K, D]), into `out_BHD`."""
+        """Attend each row's query to its pages (caches [N, P, K, D]), into `out_BHD`.
+
+        All in the configuration's dtype, q and out contiguous; the caches have D contiguous. Called
+        once per layer and step, after the step's own k and v are in their pages; captured where the
+        spec says so.
+        """
 
     @abstractmethod
     def run_prefill(
@@ -187,7 +193,10 @@ class AttentionBackend(ABC):
         metadata: PrefillMetadata,
         out_THD: Tensor,
     ) -> None:
-        """Attend each chunk's queries causally to its sequence's pages into `out_THD`."""
+        """Attend each chunk's queries causally to its sequence's pages into `out_THD`.
+
+        Types and strides as in `run_decode`. Called once per layer and step, never captured.
+        """
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
         """The tensors of its own that captured kernels read, by name.

@@ -1,4 +1,13 @@
-"""The contract of an executor: the way the engine reaches its worker or workers."""
+"""The contract of an executor: the way the engine reaches its worker or workers.
+
+Who calls what, and when, all on the engine's thread:
+
+    Executor(options)     once, at start, before anything is loaded
+    start(setup)          once
+    submit(plan)          once per step; up to `steps_ahead` + 1 are not collected
+    collect()             once per step, in the order of submission
+    close()               at the end, or where the start failed
+"""
 
 from __future__ import annotations
 
@@ -48,6 +57,7 @@ class Executor(ABC):
     """Runs plans in order. Results come in the same order, possibly several steps late.
 
     `submit` must not wait for the device. `collect` waits for the oldest step not yet collected.
+    What any of them raises ends the engine.
     """
 
     def __init__(self, options: BaseModel) -> None:
@@ -55,15 +65,26 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, setup: WorkerSetup) -> WorkerInfo:
-        """Load the model, size the KV cache, capture graphs. Called once."""
+        """Load the model, size the KV cache, capture graphs.
+
+        Each worker imports exactly the plugins that `setup` resolved (`resolved.impl`, with the
+        options as its model). Raises WeightsError, OutOfMemoryError or whatever a plugin raises.
+        """
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> None:
-        """Apply the plan's deltas and launch its step."""
+        """Apply the plan's deltas, then launch its step.
+
+        The same plan object as before means that nothing changed; such a plan has no deltas.
+        """
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight and return its result."""
+        """Wait for the oldest step in flight and return its result.
+
+        Ctrl-C (KeyboardInterrupt) may leave it; the next call then waits for the same step. Raises
+        ExecutorError where a worker failed or no step is in flight.
+        """
 
     @abstractmethod
     def close(self) -> None:

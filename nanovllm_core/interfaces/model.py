@@ -1,4 +1,15 @@
-"""The contract of a model architecture."""
+"""The contract of a model architecture.
+
+Who calls what, and when:
+
+    Model.shape(config)           at start, before a byte is allocated; again in each worker
+    Model(config, context)        once per worker; its parameters are filled afterwards
+    finalize() of each Layer      once, after the weights are loaded
+    forward, compute_logits       once per step: captured in decode steps on CUDA, eagerly in steps
+                                  with prompts
+
+Shape suffixes: T tokens of a step, E hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the runner must know of a model before it is built, for one whole (unsplit) model."""
+    """What the runner must know of a model before it is built, for one whole (unsplit) model.
+
+    `max_position` is the longest sequence in tokens, prompt and output; `tied_embeddings` says that
+    the head shares the embedding's weight, so that a checkpoint brings it once.
+    """
 
     num_layers: int
     hidden_size: int
@@ -30,7 +45,8 @@ class CausalLM(Protocol):
     The class is called as `Model(config, context)`: `config` is the checkpoint's config.json as a
     dict, `context` a `nanovllm_core.layers.LayerContext` (device, dtype, tensor-parallel group,
     kernel set). A model never knows which attention backend runs, never norms or rotates q and k
-    itself, and keeps no state between calls.
+    itself, and keeps no state between calls. A forward waits for nothing and makes no tensor from
+    host values, since it is captured.
 
     `packed_modules` maps a module name of the checkpoint to the parameter that holds it and the
     shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. `ignored_weights` are
@@ -42,10 +58,21 @@ class CausalLM(Protocol):
 
     @classmethod
     def shape(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the shape from config.json; raise ArchitectureError for a setting not supported."""
+        """Read the shape from config.json; must not need torch's device.
+
+        Raises ArchitectureError for a setting that the model would otherwise ignore. A missing or
+        misshapen key may raise TypeError, ValueError or AttributeError, which the core explains.
+        """
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Token ids and positions, int32 or int64 [T] -> hidden states [T, hidden_size], normed."""
+        """Token ids and positions, int32 or int64 [T] -> hidden states [T, E], normed.
+
+        Decoding rows come first, one token each, then prompt chunks, packed. Padding has id 0 and
+        position 0. The result has the context's dtype.
+        """
 
     def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        """Hidden states -> logits [T, vocab_size] in the model's dtype, in `out_TV` where given."""
+        """Hidden states -> logits [T, V] in the model's dtype, in `out_TV` where given.
+
+        T is the rows that sample, not all tokens. `out_TV` is the buffer that captured steps share.
+        """

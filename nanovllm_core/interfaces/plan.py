@@ -120,6 +120,7 @@ class StepPlan:
 
     @property
     def has_deltas(self) -> bool:
+        """True where the worker has something to apply before the step."""
         return bool(self.admissions or self.appends)
 
 

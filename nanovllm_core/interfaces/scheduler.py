@@ -3,6 +3,18 @@
 A *policy* says in which order requests are served and who gives way; most authors want this one. A
 whole *scheduler* decides every step. Both only read: the core checks what they decide and commits
 rows and pages itself.
+
+Who calls what, and when, all on the host and on the engine's thread:
+
+    Policy(options), Scheduler(options)     once, at start
+    service_key                             when a request joins the queue
+    victim_key, choose_victim               when a decoding row needs a page and none is free
+    add, remove                             when a request joins or leaves the queue
+    schedule                                once per planned step in which a prompt waits or is
+                                            unfinished; a steady decode step asks nothing
+
+Steps are planned ahead: a view's `num_tokens` lags behind the device by the steps in flight. Any
+error ends the engine.
 """
 
 from __future__ import annotations
@@ -14,10 +26,12 @@ from typing import Protocol
 
 
 class RequestView(Protocol):
-    """What a scheduler may read of a request."""
+    """What a scheduler may read of a request. Lengths are in tokens."""
 
     @property
-    def request_id(self) -> str: ...
+    def request_id(self) -> str:
+        """Unique among the requests of an engine; further samples have ids of their own."""
+
     @property
     def arrival_step(self) -> int:
         """The engine's step counter when the request was added; a preemption does not change it."""
@@ -27,7 +41,9 @@ class RequestView(Protocol):
         """How many requests were added before this one."""
 
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; after a preemption too, not the outputs computed again."""
+
     @property
     def num_tokens(self) -> int:
         """Known ids: prompt and outputs so far."""

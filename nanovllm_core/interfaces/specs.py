@@ -1,7 +1,8 @@
 """What a plugin says about itself: frozen specs, readable without importing torch.
 
 A hook (see `nanovllm_core.hookspecs`) returns specs; `impl` names the code, which is imported only
-when the configuration selects the spec.
+when the configuration selects the spec. The functions in a spec are called at start and by
+listings, on the host, before anything is allocated; they must not import torch.
 """
 
 from __future__ import annotations

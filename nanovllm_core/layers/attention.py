@@ -20,7 +20,7 @@ class AttentionRuntime(Protocol):
 
 
 class Attention(Layer):
-    """Causal attention over packed q, k, v, with this rank's heads.
+    """Causal attention over packed q, k, v, with this rank's heads, through the paged KV cache.
 
     Norm and rotation of q and k are data (`prep`), so that a runtime may fuse them. `scale`
     multiplies the scores. `sliding_window`: the number of last keys a query sees, its own included.
@@ -50,6 +50,10 @@ class Attention(Layer):
         self.layer_index = layer_index
 
     def forward(self, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
+        """Packed q, k, v [T, (H + 2K)·D], positions int32 or int64 [T] -> [T, H·D].
+
+        InconsistentStateError where the layer was not bound yet.
+        """
         if self.runtime is None:
             raise InconsistentStateError(
                 "an attention layer ran before it was bound to a runtime; call bind() on every "

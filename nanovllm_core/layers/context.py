@@ -13,12 +13,18 @@ from nanovllm_core.kernels import KernelSet
 
 
 class TensorParallel(Protocol):
-    """The group of ranks that share every layer. All ranks call the same collectives in order."""
+    """The group of ranks that share every layer. All ranks call the same collectives in order.
+
+    Called inside a layer's forward, so captured in decode steps on CUDA.
+    """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many ranks there are."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, on every rank; `x` may be overwritten."""
@@ -35,15 +41,21 @@ class SingleRank:
     size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """`x` itself."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """`x` itself."""
         return x
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Everything a layer needs to know of the world when it is built."""
+    """Everything a layer needs to know of the world when it is built.
+
+    Made once per worker. `device` and `dtype` are those of weights and activations; `tp` is the
+    group of ranks (`SingleRank()` alone), `kernels` the configured kernel set.
+    """
 
     device: torch.device
     dtype: torch.dtype

@@ -44,6 +44,7 @@ class VocabParallelEmbedding(_VocabParallel):
         self.weight = self._make_weight(size)
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
+        """Ids below `vocab_size` [T] -> rows of the matrix [T, size], whole on every rank."""
         tp = self.context.tp
         if tp.size == 1:
             return self.context.kernels.embed(input_ids_T, self.weight)
@@ -76,7 +77,10 @@ class ParallelLMHead(_VocabParallel):
         self.weight = self._make_weight(size) if tied_to is None else tied_to.weight
 
     def forward(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        """`out_TV`: where the logits go; captured graphs share one buffer instead of one each."""
+        """Hidden states [T, size] -> logits [T, vocab_size].
+
+        `out_TV`: where the logits go; captured graphs share one buffer instead of one each.
+        """
         if self.context.tp.size == 1:
             return self.context.kernels.linear(hidden_TE, self.weight, out_TV)
         gathered_TV = self.context.tp.all_gather(linear(hidden_TE, self.weight))

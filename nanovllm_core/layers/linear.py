@@ -59,6 +59,7 @@ class ColumnParallelLinear(Layer):
         param.narrow(0, piece.start, piece.size).copy_(tensor.narrow(0, piece.source, piece.size))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> this rank's outputs [T, out / ranks], in the dtype of the weight."""
         return linear(x, self.weight, self.bias)
 
 
@@ -163,6 +164,7 @@ class RowParallelLinear(Layer):
         param.copy_(tensor.narrow(1, self.context.tp.rank * size, size))
 
     def forward(self, x: Tensor) -> Tensor:
+        """This rank's inputs [T, in / ranks] -> the sum over ranks [T, out], whole on each."""
         if self.context.tp.size == 1:
             return linear(x, self.weight, self.bias)
         out = self.context.tp.all_reduce(linear(x, self.weight))

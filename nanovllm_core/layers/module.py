@@ -56,14 +56,22 @@ def load_whole(param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None
 
 
 class Layer(nn.Module):
-    """The base of every layer."""
+    """The base of every layer.
+
+    Built once per worker, on the context's device, with parameters that are not filled yet; the
+    weights are loaded next, then `finalize` is called. `forward` runs once per step: captured in
+    decode steps on CUDA, eagerly in steps with prompts. It must not wait for the device.
+    """
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         self.context = context
 
     def finalize(self) -> None:
-        """Called once, after the weights are loaded: the place to repack them for a kernel."""
+        """Called once, after the weights are loaded: the place to repack them for a kernel.
+
+        What a captured forward reads must be in its place when this returns.
+        """
 
     if TYPE_CHECKING:  # nn.Module's own is typed to return Any
 

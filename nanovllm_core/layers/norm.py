@@ -19,4 +19,5 @@ class RMSNorm(Layer):
         )
 
     def forward(self, x_TE: Tensor) -> Tensor:
+        """[T, size] -> [T, size]; computed in float32, rounded to x's dtype."""
         return self.context.kernels.rms_norm(x_TE, self.weight, self.eps)

@@ -83,7 +83,7 @@ def own_fields(cls: Any) -> Iterator[dataclasses.Field[Any]]:
 def default(field: dataclasses.Field[Any]) -> str:
     """` = value`, or nothing for a field that must be given."""
     if field.default_factory is not dataclasses.MISSING:
-        return f" = {field.default_factory.__name__}()"
+        return f" = {getattr(field.default_factory, '__name__', 'made')}()"
     if field.default is dataclasses.MISSING:
         return ""
     value = field.default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import runpy
 import subprocess
 import sys
@@ -35,11 +36,22 @@ def test_the_public_names_and_signatures_are_those_listed() -> None:
     assert module["listing"]() == module["FILE"].read_text(encoding="utf-8")
 
 
-def test_every_public_name_says_what_it_is() -> None:
+def test_every_public_name_and_method_says_what_it_is() -> None:
     for name in api.__all__:
         value = getattr(api, name)
-        if isinstance(value, type) or callable(value):
-            assert value.__doc__ or name in ("Phase", "GraphSupport"), name
+        if inspect.isclass(value):
+            assert value.__doc__, name
+            for method, function in vars(value).items():
+                if not method.startswith("_") and is_ours(function):
+                    assert inspect.getdoc(getattr(value, method)), f"{name}.{method}"
+        elif inspect.isfunction(value):
+            assert value.__doc__, name
+
+
+def is_ours(member: object) -> bool:
+    """A method or property that the core defines."""
+    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    return inspect.isfunction(function) and function.__module__.startswith("nanovllm_core")
 
 
 def test_the_names_that_need_torch_are_loaded_when_they_are_used() -> None:
