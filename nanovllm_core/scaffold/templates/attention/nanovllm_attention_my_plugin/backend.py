@@ -34,6 +34,13 @@ class MyPluginBackend(AttentionBackend):
         name = cast(MyPluginOptions, options).compute
         self._compute: torch.dtype = getattr(torch, name)
 
+    def plan_decode(self, metadata: DecodeMetadata) -> None:
+        """Called once per step, before the layers."""
+        if metadata.query_len != 1:
+            raise UnsupportedError(
+                f"a decode step of {metadata.query_len} queries per row; my_plugin does 1"
+            )
+
     def run_decode(
         self,
         q_BHD: Tensor,
@@ -43,10 +50,6 @@ class MyPluginBackend(AttentionBackend):
         out_BHD: Tensor,
     ) -> None:
         """One query per row, the last position of its sequence. A row of length 0 is padding."""
-        if metadata.query_len != 1:
-            raise UnsupportedError(
-                f"a decode step of {metadata.query_len} queries per row; my_plugin does 1"
-            )
         for row, num_keys in enumerate(metadata.seq_lens.tolist()):
             if num_keys:
                 pages_M = metadata.block_table[row]
