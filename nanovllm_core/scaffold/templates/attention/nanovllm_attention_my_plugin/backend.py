@@ -38,7 +38,7 @@ class MyPluginBackend(AttentionBackend):
         """Called once per step, before the layers."""
         if metadata.query_len != 1:
             raise UnsupportedError(
-                f"a decode step of {metadata.query_len} queries per row; my_plugin does 1"
+                f"{metadata.query_len} queries per row in decode; my_plugin takes 1"
             )
 
     def run_decode(
@@ -85,8 +85,15 @@ class MyPluginBackend(AttentionBackend):
         )
         q_QKGD = q_QHD.to(self._compute).unflatten(1, (self.config.num_kv_heads, -1))
         scores_KGQL = torch.einsum("qkgd,lkd->kgql", q_QKGD, k_LKD) * self.config.scale
+        cap, window = self.config.soft_cap, self.config.sliding_window
+        if cap is not None:
+            scores_KGQL = cap * torch.tanh(scores_KGQL / cap)
         keys_L = torch.arange(num_keys, device=q_QHD.device)
-        positions_Q = keys_L[num_keys - q_QHD.shape[0] :]
-        scores_KGQL.masked_fill_(keys_L > positions_Q[:, None], float("-inf"))
+        # The queries are the last positions; what lies after each of them is hidden from it.
+        distance_QL = keys_L[num_keys - q_QHD.shape[0] :, None] - keys_L
+        hidden_QL = distance_QL < 0
+        if window is not None:
+            hidden_QL |= distance_QL >= window
+        scores_KGQL.masked_fill_(hidden_QL, float("-inf"))
         out_QKGD = torch.einsum("kgql,lkd->qkgd", scores_KGQL.softmax(dim=-1), v_LKD)
         return out_QKGD.flatten(1, 2).to(q_QHD.dtype)
