@@ -38,7 +38,7 @@ class MyPluginBackend(AttentionBackend):
         """Called once per step, before the layers."""
         if metadata.query_len != 1:
             raise UnsupportedError(
-                f"{metadata.query_len} queries per row in decode; my_plugin takes 1"
+                f"decode steps of {metadata.query_len} queries per row are not supported, only of 1"
             )
 
     def run_decode(
