@@ -83,14 +83,17 @@ class MyPluginBackend(AttentionBackend):
             cache_NPKD[used].flatten(0, 1)[:num_keys].to(self._compute)
             for cache_NPKD in (k_cache, v_cache)
         )
-        q_QKGD = q_QHD.to(self._compute).unflatten(1, (self.config.num_kv_heads, -1))
+        num_queries, _, head_size = q_QHD.shape
+        q_QKGD = q_QHD.to(self._compute).reshape(
+            num_queries, self.config.num_kv_heads, -1, head_size
+        )
         scores_KGQL = torch.einsum("qkgd,lkd->kgql", q_QKGD, k_LKD) * self.config.scale
         cap, window = self.config.soft_cap, self.config.sliding_window
         if cap is not None:
             scores_KGQL = cap * torch.tanh(scores_KGQL / cap)
         keys_L = torch.arange(num_keys, device=q_QHD.device)
         # The queries are the last positions; what lies after each of them is hidden from it.
-        distance_QL = keys_L[num_keys - q_QHD.shape[0] :, None] - keys_L
+        distance_QL = keys_L[num_keys - num_queries :, None] - keys_L
         hidden_QL = distance_QL < 0
         if window is not None:
             hidden_QL |= distance_QL >= window
