@@ -34,6 +34,13 @@ class MyPluginBackend(AttentionBackend):
         name = cast(MyPluginOptions, options).compute
         self._compute: torch.dtype = getattr(torch, name)
 
+    def plan_decode(self, metadata: DecodeMetadata) -> None:
+        """Called once per step, before the layers."""
+        if metadata.query_len != 1:
+            raise UnsupportedError(
+                f"decode steps of {metadata.query_len} queries per row are not supported, only of 1"
+            )
+
     def run_decode(
         self,
         q_BHD: Tensor,
@@ -43,10 +50,6 @@ class MyPluginBackend(AttentionBackend):
         out_BHD: Tensor,
     ) -> None:
         """One query per row, the last position of its sequence. A row of length 0 is padding."""
-        if metadata.query_len != 1:
-            raise UnsupportedError(
-                f"a decode step of {metadata.query_len} queries per row; my_plugin does 1"
-            )
         for row, num_keys in enumerate(metadata.seq_lens.tolist()):
             if num_keys:
                 pages_M = metadata.block_table[row]
@@ -80,10 +83,20 @@ class MyPluginBackend(AttentionBackend):
             cache_NPKD[used].flatten(0, 1)[:num_keys].to(self._compute)
             for cache_NPKD in (k_cache, v_cache)
         )
-        q_QKGD = q_QHD.to(self._compute).unflatten(1, (self.config.num_kv_heads, -1))
+        num_queries, _, head_size = q_QHD.shape
+        q_QKGD = q_QHD.to(self._compute).reshape(
+            num_queries, self.config.num_kv_heads, -1, head_size
+        )
         scores_KGQL = torch.einsum("qkgd,lkd->kgql", q_QKGD, k_LKD) * self.config.scale
+        cap, window = self.config.soft_cap, self.config.sliding_window
+        if cap is not None:
+            scores_KGQL = cap * torch.tanh(scores_KGQL / cap)
         keys_L = torch.arange(num_keys, device=q_QHD.device)
-        positions_Q = keys_L[num_keys - q_QHD.shape[0] :]
-        scores_KGQL.masked_fill_(keys_L > positions_Q[:, None], float("-inf"))
+        # The queries are the last positions; what lies after each of them is hidden from it.
+        distance_QL = keys_L[num_keys - num_queries :, None] - keys_L
+        hidden_QL = distance_QL < 0
+        if window is not None:
+            hidden_QL |= distance_QL >= window
+        scores_KGQL.masked_fill_(hidden_QL, float("-inf"))
         out_QKGD = torch.einsum("kgql,lkd->qkgd", scores_KGQL.softmax(dim=-1), v_LKD)
         return out_QKGD.flatten(1, 2).to(q_QHD.dtype)

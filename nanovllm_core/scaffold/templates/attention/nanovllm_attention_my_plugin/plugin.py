@@ -43,6 +43,8 @@ SPEC = AttentionSpec(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         gqa=True,
+        sliding_window=True,
+        soft_cap=True,
         # It reads lengths on the host, which a captured graph cannot.
         cuda_graphs="none",
     ),

@@ -12,11 +12,3 @@ class TestMyPlugin(AttentionConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)
-
-
-class TestMyPluginInFloat64(AttentionConformance):
-    """The same with another option."""
-
-    @pytest.fixture
-    def plugin(self) -> PluginUnderTest:
-        return plugin_under_test(SPEC, compute="float64")

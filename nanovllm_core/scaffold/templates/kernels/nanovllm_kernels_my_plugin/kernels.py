@@ -65,7 +65,7 @@ class MyPluginKernels:
         v_cache_NPKD: Tensor,
     ) -> Tensor:
         """Norm and rotate q and k, store k and v in their pages, return q."""
-        heads_THD = qkv_TX.unflatten(1, (-1, prep.head_size))
+        heads_THD = qkv_TX.reshape(qkv_TX.shape[0], -1, prep.head_size)
         sizes = (prep.num_heads, prep.num_kv_heads, prep.num_kv_heads)
         q_THD, k_TKD, v_TKD = heads_THD.split(sizes, dim=1)
         cos_sin_TR = prep.cos_sin_cache[positions_T]
