@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,16 +53,16 @@ class Shell:
         variables = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("NANOVLLM_", "PYTHON", "COV_", "COVERAGE_", "PYTEST_", "PIP_"))
+            if not name.startswith(("NANOVLLM_", "PYTHON", "COV_", "COVERAGE_", "PYTEST_"))
         }
-        # Offline: packages come from the wheels and from what the environment sees already.
-        offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "HF_HUB_OFFLINE": "1"}
-        calm = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        cpu = {"CUDA_VISIBLE_DEVICES": "", "NANOVLLM_CACHE__NUM_BLOCKS": "64"}
+        # Nothing is built in an environment of its own, nor fetched where this one has it.
+        pip = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "2"}
+        calm = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+        cpu = {"CUDA_VISIBLE_DEVICES": ""}
         self._bash = subprocess.Popen(
             ["bash"],
             cwd=folder,
-            env=variables | offline | calm | cpu,
+            env=variables | pip | calm | cpu,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -117,8 +116,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This environment's libraries without nanovllm: torch alone takes longer than all else."""
     folder = tmp_path_factory.mktemp("libraries")
-    for kind in ("purelib", "platlib"):
-        for entry in Path(sysconfig.get_path(kind)).iterdir():
+    for site in (path for path in sys.path if path.endswith("-packages")):
+        for entry in Path(site).iterdir():
             ours = "nanovllm" in entry.name.lower() or entry.suffix == ".pth"
             if not ours and not (folder / entry.name).exists():
                 (folder / entry.name).symlink_to(entry)
@@ -132,7 +131,8 @@ def test_a_tutorial_holds_word_for_word(
 ) -> None:
     """It ends with a conformance suite that passes, on a plugin that was not there before."""
     shutil.copytree(wheels, tmp_path / "dist")
-    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    # The libraries are this environment's, whatever their versions.
+    (tmp_path / "constraints.txt").touch()
     shell = Shell(tmp_path)
     try:
         for step, following in pairwise([*steps(tutorial), None]):
@@ -157,9 +157,9 @@ def test_a_tutorial_goes_from_the_scaffold_to_a_suite_that_passes(tutorial: Path
     assert any(command.startswith("nanovllm plugins new ") for command in commands)
     assert any(isinstance(step, Write) and step.name.endswith(".py") for step in steps(tutorial))
     suites = [
-        step
+        step.output
         for step in steps(tutorial)
         if isinstance(step, Run) and step.command.startswith("nanovllm plugins test")
     ]
-    assert re.search(r"\b\d+ passed\b", suites[-1].output)
-    assert "failed" not in suites[-1].output
+    assert "keeps the contract" in suites[-1]
+    assert any("BREAKS the contract" in suite for suite in suites), "it is seen to fail, too"
