@@ -46,7 +46,9 @@ class DecoderConfig:
     @classmethod
     def of_mistral(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Read and check; ArchitectureError names the setting that is missing or unsupported."""
-        return cls(**_shared_settings(config), sliding_window=_mistral_window(config))
+        shared = _shared_settings(config)
+        window = _mistral_window(config, longest_context=shared["rope"].max_position)
+        return cls(**shared, sliding_window=window)
 
 
 def _shared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,12 +76,12 @@ def _shared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mistral_window(config: Mapping[str, Any]) -> int | None:
+def _mistral_window(config: Mapping[str, Any], longest_context: int) -> int | None:
     """The window; None also where the longest context fits in it, so that it hides nothing."""
     if config.get("sliding_window", _MISTRAL_WINDOW) is None:
         return None
     window = _positive(config, "sliding_window", default=_MISTRAL_WINDOW)
-    return window if window < _positive(config, "max_position_embeddings") else None
+    return window if window < longest_context else None
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
-from nanovllm_example_model_llama.plugin import LLAMA, MISTRAL
 
 from nanovllm_core.testing import ModelConformance, PluginUnderTest, plugin_under_test
+from nanovllm_example_model_llama.plugin import LLAMA, MISTRAL
 
 Settings = dict[str, Any]
 ROPES = frozenset({"default", "linear", "yarn", "llama3"})

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from nanovllm_example_model_llama.config import DecoderConfig
-from nanovllm_example_model_llama.model import LlamaForCausalLM, MistralForCausalLM
+from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
+from nanovllm_example_model_llama.config import DecoderConfig
+from nanovllm_example_model_llama.model import LlamaForCausalLM
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -74,6 +74,7 @@ def test_the_shape_of_llama_3_1_8b() -> None:
         ({}, 4096),
         ({"sliding_window": None}, None),  # Mistral 7B v0.2 and later
         ({"max_position_embeddings": 4096}, None),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 2.0}}, 4096),
     ],
 )
 def test_mistral_has_the_window_of_its_settings(
@@ -134,9 +135,11 @@ def test_an_engine_writes_the_tokens_of_transformers(
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    reference.model.generation_config.eos_token_id = None
     for output in outputs:
         prompt = torch.tensor([output.prompt_token_ids])
-        expected = reference.model.generate(
-            prompt, do_sample=False, min_new_tokens=24, max_new_tokens=24, pad_token_id=0
-        )[0, prompt.shape[1] :]
-        assert output.token_ids == expected.tolist()
+        everything = torch.ones_like(prompt)  # without a mask, ids like the padding's are hidden
+        written = reference.model.generate(
+            prompt, attention_mask=everything, do_sample=False, max_new_tokens=24, pad_token_id=0
+        )
+        assert output.token_ids == written[0, prompt.shape[1] :].tolist()
