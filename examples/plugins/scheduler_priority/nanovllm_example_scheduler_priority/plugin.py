@@ -17,8 +17,8 @@ class PriorityOptions(BaseModel):
     patience: int = Field(
         default=1000,
         ge=0,
-        description="Steps after its arrival from which a request goes before every class. 0 serves "
-        "in the order of arrival.",
+        description="Steps after its arrival from which a request goes before every class. With 0 "
+        "all go in the order of arrival.",
     )
 
 

@@ -9,8 +9,8 @@ from nanovllm_example_scheduler_priority.plugin import SPEC
 
 
 class TestPriority(SchedulerConformance):
-    """In the order of arrival, with classes that soon age, and with patience."""
+    """In the order of arrival, and with classes that age soon enough for the suite to see it."""
 
-    @pytest.fixture(params=[0, 16, 150], ids=lambda patience: f"patience={patience}")
+    @pytest.fixture(params=[0, 16], ids=lambda patience: f"patience={patience}")
     def plugin(self, request: pytest.FixtureRequest) -> PluginUnderTest:
         return plugin_under_test(SPEC, patience=request.param)
