@@ -30,13 +30,13 @@ ANY = -1
 class Banned:
     """The sequences that a row must not complete, on the device.
 
-    `prefixes_BP` int32 are the ids before the last, right-aligned behind `ANY`; `lengths_B` how
-    many they are, `last_ids_B` int64 what they must not be followed by.
+    `prefixes` [B, P] int32 are the ids before the last, right-aligned behind `ANY`; `lengths` [B]
+    how many they are, `last_ids` [B] int64 what they must not be followed by.
     """
 
-    prefixes_BP: Tensor
-    lengths_B: Tensor
-    last_ids_B: Tensor
+    prefixes: Tensor
+    lengths: Tensor
+    last_ids: Tensor
 
 
 class BannedWords(LogitsProcessor):
@@ -52,9 +52,9 @@ class BannedWords(LogitsProcessor):
         longest = max((len(sequence) for sequence in sequences), default=1) - 1
         padded = [[ANY] * (longest + 1 - len(s)) + list(s[:-1]) for s in sequences]
         return Banned(
-            prefixes_BP=self._on_device(padded, torch.int32).view(len(sequences), longest),
-            lengths_B=self._on_device([len(s) - 1 for s in sequences], torch.int32),
-            last_ids_B=self._on_device([s[-1] for s in sequences], torch.int64),
+            prefixes=self._on_device(padded, torch.int32).view(len(sequences), longest),
+            lengths=self._on_device([len(s) - 1 for s in sequences], torch.int32),
+            last_ids=self._on_device([s[-1] for s in sequences], torch.int64),
         )
 
     def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
@@ -70,14 +70,14 @@ class BannedWords(LogitsProcessor):
 
 def forbid(logits_V: Tensor, banned: Banned, token_ids_L: Tensor, num_known: Tensor) -> None:
     """-inf for the last id of every sequence whose prefix ends the `num_known` ids of the row."""
-    longest = banned.prefixes_BP.shape[1]
+    longest = banned.prefixes.shape[1]
     places_P = num_known + torch.arange(-longest, 0, device=logits_V.device)
     written_P = token_ids_L[places_P.clamp(min=0)]
-    same_BP = (banned.prefixes_BP == written_P) | (banned.prefixes_BP == ANY)
-    forbidden_B = same_BP.all(dim=1) & (banned.lengths_B <= num_known)
+    same_BP = (banned.prefixes == written_P) | (banned.prefixes == ANY)
+    forbidden_B = same_BP.all(dim=1) & (banned.lengths <= num_known)
     # amin, as one id may end several sequences of which only some are forbidden now.
     values_B = torch.where(forbidden_B, -torch.inf, torch.inf).to(logits_V.dtype)
-    logits_V.scatter_reduce_(0, banned.last_ids_B, values_B, reduce="amin")
+    logits_V.scatter_reduce_(0, banned.last_ids, values_B, reduce="amin")
 
 
 def words_to_ids(words: Sequence[str], context: LogitsContext) -> tuple[tuple[int, ...], ...]:
@@ -90,8 +90,8 @@ def words_to_ids(words: Sequence[str], context: LogitsContext) -> tuple[tuple[in
         tokenizer = AutoTokenizer.from_pretrained(context.tokenizer, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"banned_words has {len(words)} words, but the tokenizer in {context.tokenizer!r} cannot "
-            f"be loaded ({error}); leave `words` out and let requests give ids"
+            f"banned_words has {len(words)} words, but the tokenizer in {context.tokenizer!r} "
+            f"cannot be loaded ({error}); leave `words` out and let requests give ids"
         ) from error
     forms = [text for word in words for text in (word, " " + word)]
     sequences = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in forms} - {()}

@@ -11,12 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanovllm_example_logits_banned_words.plugin import (
-    BannedWordsArguments,
-    BannedWordsOptions,
-    check,
-)
-from nanovllm_example_logits_banned_words.processor import BannedWords
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import (
@@ -25,6 +19,12 @@ from nanovllm_core.api import (
     LogitsContext,
     LogitsRequest,
 )
+from nanovllm_example_logits_banned_words.plugin import (
+    BannedWordsArguments,
+    BannedWordsOptions,
+    check,
+)
+from nanovllm_example_logits_banned_words.processor import BannedWords
 
 VOCAB_SIZE = 11
 CONTEXT = LogitsContext(
@@ -51,7 +51,7 @@ def forbidden_by_definition(known: list[int], sequences: tuple[tuple[int, ...], 
 def test_exactly_what_would_complete_a_banned_sequence_is_forbidden(
     batch: list[tuple[list[int], tuple[int, ...], tuple[tuple[int, ...], ...]]],
 ) -> None:
-    """Rows of different lengths and arguments; stale ids behind the known ones count for nothing."""
+    """Rows of different lengths and arguments; ids behind the known ones count for nothing."""
     processor = BannedWords(BannedWordsOptions(), CONTEXT)
     requests = []
     for known, banned_ids, sequences in batch:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from nanovllm_example_logits_banned_words.plugin import SPEC
 
 from nanovllm_core.testing import LogitsProcessorConformance, PluginUnderTest, plugin_under_test
+from nanovllm_example_logits_banned_words.plugin import SPEC
 
 
 class TestBannedWords(LogitsProcessorConformance):

@@ -1,9 +1,9 @@
 """The suite that every metrics sink must pass; `nanovllm plugins test NAME` runs it.
 
-    class TestMySink(MetricsSinkConformance):
-        @pytest.fixture
-        def plugin(self) -> PluginUnderTest:
-            return plugin_under_test(SPEC)
+class TestMySink(MetricsSinkConformance):
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return plugin_under_test(SPEC)
 """
 
 from __future__ import annotations

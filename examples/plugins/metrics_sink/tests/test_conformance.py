@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nanovllm_example_metrics_sink.plugin import JSONL, OBSERVER
-from nanovllm_example_metrics_sink.testing import MetricsSinkConformance
 
 from nanovllm_core.testing import ObserverConformance, PluginUnderTest, plugin_under_test
+from nanovllm_example_metrics_sink.plugin import JSONL, OBSERVER
+from nanovllm_example_metrics_sink.testing import MetricsSinkConformance
 
 
 class TestMetricsObserver(ObserverConformance):
