@@ -51,7 +51,7 @@ class PriorityScheduler(Scheduler):
         )
         # No queue of its own: this is called only while a row is free or a prompt is unfinished.
         next_in_queue = heapq.nsmallest(state.free_rows, state.waiting, key=self._turn)
-        budget, admits = state.token_budget, True
+        budget = state.token_budget
         shares: list[PrefillShare] = []
         for request in sorted((*state.prefilling, *next_in_queue), key=self._turn):
             if budget == 0:
@@ -63,7 +63,7 @@ class PriorityScheduler(Scheduler):
                 missing = request.num_tokens - state.num_cached_tokens(request)
                 chunk = min(missing, budget)
                 spare_blocks -= state.num_new_blocks(request, missing)
-                fits = admits = admits and spare_blocks >= 0
+                fits = spare_blocks >= 0  # and stays below for all behind one that does not fit
             if fits:
                 budget -= chunk
                 free_blocks -= state.num_new_blocks(request, chunk)
