@@ -14,8 +14,14 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 DISTRIBUTIONS := . $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
-PACKAGES := nanovllm_core $(sort $(patsubst %/__init__.py,%,$(wildcard plugins/*/nanovllm_*/__init__.py)))
-METADATA := constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS))
+EXAMPLES := $(sort $(patsubst %/pyproject.toml,%,$(wildcard examples/plugins/*/pyproject.toml)))
+PACKAGES := nanovllm_core $(sort $(patsubst %/__init__.py,%,\
+	$(wildcard plugins/*/nanovllm_*/__init__.py examples/plugins/*/nanovllm_*/__init__.py)))
+METADATA := constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) $(EXAMPLES))
+
+# The examples are linted from their folders, so that PYTHON=... needs none of them installed.
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 
 ifeq ($(origin PYTHON),undefined)
 PY := .venv/bin/python
@@ -58,7 +64,7 @@ help:
 .venv/.dev-installed: $(METADATA) | .venv/bin/python
 	$(PY) -m pip install -q -c constraints.txt hatchling editables
 	$(PY) -m pip install -q --no-build-isolation -c constraints.txt \
-		-e ".[all,dev]" $(addprefix -e ,$(filter-out .,$(DISTRIBUTIONS)))
+		-e ".[all,dev]" $(addprefix -e ,$(filter-out .,$(DISTRIBUTIONS)) $(EXAMPLES))
 	touch $@
 
 demo: $(RUN_ENV)
@@ -70,6 +76,8 @@ lint: $(DEV_ENV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy $(PACKAGES)
 	$(dir $(shell command -v $(PY)))lint-imports
+	PYTHONPATH="$(subst $(SPACE),:,$(EXAMPLES))" \
+		$(dir $(shell command -v $(PY)))lint-imports --config examples/plugins/importlinter.toml
 
 format: $(DEV_ENV)
 	$(PY) -m ruff check --fix .

@@ -56,6 +56,8 @@ class SamplingParams:
     """Report the log-probability of each token and of this many likeliest ones (0 to 20)."""
     n: int = 1
     """How many independent outputs to make of the same prompt."""
+    priority: int = 0
+    """For schedulers that serve by priority: the lower, the sooner. The others ignore it."""
     logits_processors: Mapping[str, Mapping[str, Any]] | None = None
     """The configured logits processors that this request asks for, each with its arguments."""
 
@@ -80,6 +82,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None switches it off")
         _check_integer("n", self.n, 1, None, "1 makes a single output")
+        _check_integer("priority", self.priority, None, None, "0 is that of every other request")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidSamplingError(
                 f"ignore_eos is {self.ignore_eos!r}; it must be True or False"
@@ -119,15 +122,18 @@ def _check_real(
         raise InvalidSamplingError(f"{name} is {value!r}; it must be {limit} ({remedy})")
 
 
-def _check_integer(name: str, value: object, low: int, high: int | None, remedy: str) -> None:
+def _check_integer(
+    name: str, value: object, low: int | None, high: int | None, remedy: str
+) -> None:
     """`value` is a whole number from `low` to `high`; bools and 3.0 are not whole numbers here."""
     good = False
     if isinstance(value, Integral) and not isinstance(value, bool):
-        good = low <= int(value) and (high is None or int(value) <= high)
+        good = (low is None or low <= int(value)) and (high is None or int(value) <= high)
     if not good:
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        limit = f" at least {low}" if high is None else f" from {low} to {high}"
         raise InvalidSamplingError(
-            f"{name} is {value!r}; it must be a whole number {limit} ({remedy})"
+            f"{name} is {value!r}; it must be a whole number{'' if low is None else limit} "
+            f"({remedy})"
         )
 
 

@@ -401,6 +401,7 @@ def shown_order(config: EngineConfig, arrival_steps: tuple[int, int]) -> list[st
             request_id=name,
             arrival_step=step,
             arrival_index=index,
+            priority=0,
             num_prompt_tokens=10,
             num_tokens=10,
             num_scheduled=0,

@@ -16,21 +16,19 @@ import yaml
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import ConfigError, PluginError, PluginNotFoundError
 from nanovllm_core.interfaces.specs import PluginSpec, SchedulerSpec
-from nanovllm_core.kinds import EXTENSION
+from nanovllm_core.kinds import EXTENSION, KIND
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 
 if TYPE_CHECKING:
     import pytest
 
-SUITES: Mapping[str, str] = {
-    "attention": "nanovllm_core.testing.attention:AttentionConformance",
-    "scheduler": "nanovllm_core.testing.scheduler:SchedulerConformance",
-    "model": "nanovllm_core.testing.model:ModelConformance",
-    "checkpoint": "nanovllm_core.testing.checkpoint:CheckpointConformance",
-    "executor": "nanovllm_core.testing.executor:ExecutorConformance",
+SUITES_WITHOUT_SPEC: Mapping[str, str] = {
     EXTENSION: "nanovllm_core.testing.extension:ExtensionConformance",
+    KIND: "nanovllm_core.testing.kind:KindConformance",
 }
+"""The other kinds, the core's and those that plugins declare, name their suites themselves."""
+
 POLICY_SUITE = "nanovllm_core.testing.scheduler:SchedulingPolicyConformance"
 
 TEST_FILE = """
@@ -73,7 +71,7 @@ def run_conformance_suite(
     manager = get_plugin_manager()
     plugin = _find(manager, name, kind)
     options = dict(_parse(text) for text in option or ())
-    if plugin.kind != EXTENSION:
+    if plugin.kind not in SUITES_WITHOUT_SPEC:
         manager.resolve(plugin.kind, name, options, "--option")
     module, _, suite = _suite(manager, plugin).partition(":")
     report = _Report()
@@ -133,11 +131,11 @@ def _parse(text: str) -> tuple[str, Any]:
 
 def _suite(manager: PluginManager, plugin: InstalledPlugin) -> str:
     """`"module:Class"` of the suite for a plugin."""
+    if plugin.kind in SUITES_WITHOUT_SPEC:
+        return SUITES_WITHOUT_SPEC[plugin.kind]
     if plugin.kind == "scheduler" and _is_policy(manager.spec(plugin.kind, plugin.name)):
         return POLICY_SUITE
-    if plugin.kind not in SUITES:
-        raise PluginError(f"the kind {plugin.kind!r} has no conformance suite")
-    return SUITES[plugin.kind]
+    return manager.kind(plugin.kind).conformance
 
 
 def _is_policy(spec: PluginSpec) -> bool:

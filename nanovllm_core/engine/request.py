@@ -75,6 +75,10 @@ class Request:
     """Samples that wait for this request's prompt pages."""
 
     @property
+    def priority(self) -> int:
+        return self.params.priority
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 

@@ -41,6 +41,10 @@ class RequestView(Protocol):
         """How many requests were added before this one."""
 
     @property
+    def priority(self) -> int:
+        """What the request's sampling parameters ask for: lower is to be served first; 0 if not."""
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt; after a preemption too, not the outputs computed again."""
 

@@ -34,6 +34,40 @@ def nanovllm_attention():
 """
 
 
+DECLARED = """
+from nanovllm_core.api import KindSpec, PluginSpec, hookimpl
+
+@hookimpl
+def nanovllm_kinds():
+    return [KindSpec(
+        name="cup", contract=1, spec=PluginSpec, hookspecs="cup_hookspecs",
+        conformance="cup_tests:CupConformance",
+    )]
+
+@hookimpl
+def nanovllm_cups():
+    return [PluginSpec(name="mug", impl="cup_plugin:Mug", contract=1)]
+
+class Mug:
+    def __init__(self, options):
+        self.holds = 3
+"""
+CUP_HOOKSPECS = """
+from nanovllm_core.api import hookspec
+
+@hookspec
+def nanovllm_cups():
+    "Cups."
+"""
+CUP_TESTS = """
+from nanovllm_core.testing import SpecConformance
+
+class CupConformance(SpecConformance):
+    def test_it_holds_enough(self, plugin):
+        assert plugin.load()(plugin.options).holds >= 3
+"""
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(make_app(), ["plugins", "test", *arguments])
 
@@ -72,6 +106,22 @@ def test_a_plugin_that_breaks_its_contract_fails_with_the_details(install: Insta
     )
     assert re.search("_ layouts name pages that both phases read _", result.output)
     assert result.output.splitlines()[-1].startswith("broken BREAKS the contract of attention")
+
+
+def test_a_plugin_of_a_declared_kind_is_tested_by_the_suite_that_the_kind_names(
+    install: Install,
+) -> None:
+    install(
+        "nanovllm-cups",
+        {"nanovllm.kinds": {"cup": "cup_plugin"}, "nanovllm.cups": {"mug": "cup_plugin"}},
+        {"cup_plugin": DECLARED, "cup_hookspecs": CUP_HOOKSPECS, "cup_tests": CUP_TESTS},
+    )
+    result = run("mug")
+    assert result.exit_code == 0, result.output
+    first, *checks, verdict = result.output.strip().splitlines()
+    assert first == "cup mug 1.2.3, nanovllm-cups: CupConformance"
+    assert "passed   it holds enough" in checks
+    assert verdict.startswith("mug keeps the contract of cup plugins here: ")
 
 
 def test_checks_are_chosen_and_a_report_is_written(tmp_path: Path) -> None:

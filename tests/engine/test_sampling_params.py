@@ -39,6 +39,8 @@ from nanovllm_core.sampling_params import MAX_SEED, SamplingParams
         ("logprobs", 21, "from 0 to 20"),
         ("logprobs", True, "from 0 to 20"),
         ("n", 0, "at least 1"),
+        ("priority", 1.5, "a whole number (0 is"),
+        ("priority", True, "a whole number (0 is"),
         ("ignore_eos", 1, "True or False"),
         ("stop", 3, "a string or a list"),
         ("stop", [""], "at least one character"),

@@ -253,3 +253,19 @@ def test_fcfs_lets_the_newest_give_way() -> None:
     policy = FcfsPolicy()
     assert policy.victim_key(requests[2]) > policy.victim_key(requests[0])
     assert TokenBudgetScheduler(policy).choose_victim(requests) == "c"
+
+
+def test_a_scheduler_sees_the_priority_that_a_request_was_given() -> None:
+    """All samples of a request have it, and one that says nothing has 0."""
+    seen: dict[str, int] = {}
+
+    def look(state: SchedulerState) -> list[PrefillShare]:
+        seen.update({request.request_id: request.priority for request in state.waiting})
+        return everything(state)
+
+    harness = Harness(scheduler=Scripted(look))
+    harness.add("plain", range(3))
+    urgent = SamplingParams(temperature=0, max_tokens=2, priority=-3, n=2)
+    harness.add("urgent", range(3, 6), urgent)
+    harness.run()
+    assert seen == {"plain": 0, "urgent": -3, "urgent#1": -3}

@@ -1,0 +1,1 @@
+"""Words and token ids that a request must not write."""

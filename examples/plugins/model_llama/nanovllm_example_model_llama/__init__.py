@@ -1,0 +1,1 @@
+"""The Llama and Mistral models for nanovllm."""

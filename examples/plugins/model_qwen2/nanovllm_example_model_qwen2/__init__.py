@@ -1,0 +1,1 @@
+"""The Qwen2 dense models for nanovllm."""

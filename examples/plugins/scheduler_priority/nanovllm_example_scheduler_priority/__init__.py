@@ -1,0 +1,1 @@
+"""Priority classes with ageing."""

@@ -1,0 +1,16 @@
+"""The suite that every whole scheduler passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm_core.testing import PluginUnderTest, SchedulerConformance, plugin_under_test
+from nanovllm_example_scheduler_priority.plugin import SPEC
+
+
+class TestPriority(SchedulerConformance):
+    """In the order of arrival, and with classes that age soon enough for the suite to see it."""
+
+    @pytest.fixture(params=[0, 16], ids=lambda patience: f"patience={patience}")
+    def plugin(self, request: pytest.FixtureRequest) -> PluginUnderTest:
+        return plugin_under_test(SPEC, patience=request.param)
