@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         installed_plugin,
         plugin_under_test,
     )
+    from nanovllm_core.testing.model import ModelConformance
+    from nanovllm_core.testing.scheduler import SchedulerConformance, SchedulingPolicyConformance
 
 _HOMES = {
     "AttentionConformance": "attention",
@@ -45,7 +47,10 @@ _HOMES = {
 __all__ = [
     "AttentionConformance",
     "Conformance",
+    "ModelConformance",
     "PluginUnderTest",
+    "SchedulerConformance",
+    "SchedulingPolicyConformance",
     "SpecConformance",
     "installed_plugin",
     "plugin_under_test",
@@ -59,6 +64,10 @@ if not TYPE_CHECKING:  # A type checker would take any name to be there.
         if name not in _HOMES:
             raise AttributeError(f"module {__name__} has no attribute {name!r}")
         try:
+            import pytest
+
+            # So that a failing check shows the values that it compared.
+            pytest.register_assert_rewrite(f"{__name__}.{_HOMES[name]}")
             return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         except ModuleNotFoundError as error:
             if error.name not in ("pytest", "hypothesis"):
