@@ -9,6 +9,7 @@ what it uses.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +64,13 @@ if not TYPE_CHECKING:  # A type checker would take any name to be there.
         """Import a public name on first use: a suite needs pytest, and some need torch."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__} has no attribute {name!r}")
+        module = f"{__name__}.{_HOMES[name]}"
         try:
             import pytest
 
-            # So that a failing check shows the values that it compared.
-            pytest.register_assert_rewrite(f"{__name__}.{_HOMES[name]}")
-            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+            if module not in sys.modules:  # A failing check shows the values that it compared.
+                pytest.register_assert_rewrite(module)
+            return getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             if error.name not in ("pytest", "hypothesis"):
                 raise

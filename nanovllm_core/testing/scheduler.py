@@ -29,7 +29,7 @@ from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from nanovllm_core.engine import Engine, TokenBudgetScheduler
@@ -56,6 +56,7 @@ SETTINGS = settings(
     deadline=None,
     derandomize=True,  # a plugin is right or wrong, today as tomorrow
     database=None,
+    phases=(Phase.generate,),  # a verdict in seconds; shrinking a failing run takes minutes
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.function_scoped_fixture,  # the plugin under test is only read
@@ -67,15 +68,18 @@ LONGEST_BOUND = 200
 
 
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
-ENDLESS = Setting(
-    num_blocks=256,
-    block_size=16,
-    max_num_seqs=2,
-    max_num_batched_tokens=32,
-    max_model_len=512,
-    prefix_caching=False,
-)
-"""An engine that short prompts can keep busy for ever."""
+ENDLESS = [
+    Setting(
+        num_blocks=num_blocks,
+        block_size=16,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=512,
+        prefix_caching=False,
+    )
+    for num_blocks, max_num_seqs, budget in ((256, 2, 32), (26, 8, 128))
+]
+"""Engines that short prompts can keep busy for ever: for want of rows and budget, and of pages."""
 
 
 def _assert_all_end(harness: Harness) -> None:
@@ -291,21 +295,28 @@ class _SchedulingConformance(SpecConformance):
     # -- nobody starves
 
     @given(
+        setting=st.sampled_from(ENDLESS),
         long=st.integers(2, 400),
         short=st.integers(1, 30),
-        per_step=st.integers(2, 4),
+        per_step=st.integers(2, 8),
         before=st.integers(0, 4),
     )
     @SETTINGS
     def test_nobody_is_passed_over_for_longer_than_declared(
-        self, plugin: PluginUnderTest, long: int, short: int, per_step: int, before: int
+        self,
+        plugin: PluginUnderTest,
+        setting: Setting,
+        long: int,
+        short: int,
+        per_step: int,
+        before: int,
     ) -> None:
         """Under endless short prompts, what is admitted before a long one came within the bound."""
         spec = plugin.spec
         assert isinstance(spec, SchedulerSpec)
         if spec.max_overtaking_steps is None:
             pytest.skip(f"{spec.name} declares no max_overtaking_steps")
-        harness = self.harness(plugin, ENDLESS)
+        harness = self.harness(plugin, setting)
         arrive = _arrivals(harness, short, per_step)
         for _ in range(before):
             arrive()
@@ -316,7 +327,7 @@ class _SchedulingConformance(SpecConformance):
             pytest.skip(f"{spec.name} promises nothing with {plugin.options!r}")
         assume(bound <= LONGEST_BOUND)
         # Those who may pass, at a step or two each, then the long prompt's own chunks.
-        enough = 6 * per_step * (int(bound) + before + 2) + long // ENDLESS.max_num_batched_tokens
+        enough = 6 * per_step * (int(bound) + before + 2) + long // setting.max_num_batched_tokens
         for _ in range(enough + 50):
             if request.wait_steps is not None:
                 break
