@@ -27,6 +27,7 @@ class TestCopy(SchedulerConformance):
         spec = SchedulerSpec(
             name="copy",
             impl="COPY.scheduler:TokenBudgetScheduler",
+            contract=1,
             level="scheduler",
             max_overtaking_steps=lambda _options, _request: 0,
         )

@@ -17,6 +17,7 @@ from nanovllm_core.testing import (
 TOKEN_BUDGET = SchedulerSpec(
     name="token_budget",
     impl="nanovllm_core.engine.scheduler:TokenBudgetScheduler",
+    contract=1,
     level="scheduler",
     max_overtaking_steps=lambda _options, _request: 0,
 )
