@@ -23,6 +23,7 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
             impl="nanovllm_core.engine.policies:FcfsPolicy",
             contract=1,
             summary="First come, first served.",
+            max_overtaking_steps=lambda _options, _request: 0,
         )
     ]
 

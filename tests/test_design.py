@@ -58,6 +58,7 @@ def test_no_spec_module_imports_torch() -> None:
         "nanovllm_core.plugin_status",
         "nanovllm_core.attention_selection",
         "nanovllm_core.cli.main",
+        "nanovllm_core.testing.scheduler",
     ],
 )
 def test_the_core_says_what_it_is_without_importing_torch(module: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,6 +18,7 @@ from nanovllm_core.interfaces.attention import (
     AttentionRequirements,
     KVLayout,
 )
+from nanovllm_core.interfaces.scheduler import RequestView
 
 
 class NoOptions(BaseModel):
@@ -67,9 +68,15 @@ class SchedulerSpec(PluginSpec):
     """A scheduler. `impl` is a `SchedulingPolicy` class or a whole `Scheduler` class.
 
     `impl` is called with the validated options as its only argument.
+
+    `max_overtaking_steps(options, request)` bounds how long a request can be passed over: whatever
+    arrives more than this many steps after it is never admitted before it, so that what is admitted
+    before it is finite and it cannot starve. Infinity where the options allow starvation; None: the
+    scheduler promises nothing. The request is as it was when it arrived.
     """
 
     level: Literal["policy", "scheduler"] = "policy"
+    max_overtaking_steps: Callable[[Any, RequestView], float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ what it uses.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
         installed_plugin,
         plugin_under_test,
     )
+    from nanovllm_core.testing.model import ModelConformance
+    from nanovllm_core.testing.scheduler import SchedulerConformance, SchedulingPolicyConformance
 
 _HOMES = {
     "AttentionConformance": "attention",
@@ -45,7 +48,10 @@ _HOMES = {
 __all__ = [
     "AttentionConformance",
     "Conformance",
+    "ModelConformance",
     "PluginUnderTest",
+    "SchedulerConformance",
+    "SchedulingPolicyConformance",
     "SpecConformance",
     "installed_plugin",
     "plugin_under_test",
@@ -58,8 +64,13 @@ if not TYPE_CHECKING:  # A type checker would take any name to be there.
         """Import a public name on first use: a suite needs pytest, and some need torch."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__} has no attribute {name!r}")
+        module = f"{__name__}.{_HOMES[name]}"
         try:
-            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+            import pytest
+
+            if module not in sys.modules:  # A failing check shows the values that it compared.
+                pytest.register_assert_rewrite(module)
+            return getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             if error.name not in ("pytest", "hypothesis"):
                 raise

@@ -1,8 +1,8 @@
 """Copies of shipped code with one bug planted in each, and the suites that must find it.
 
 A copy lies in a folder of its own under another module name, so that what is installed is never
-touched. `Subject.check(mutation)` plants the bug, runs the named check on the copy in a pytest of
-its own, and fails unless the check fails.
+touched. `Subject.assert_caught` plants the bug, runs the named check on the copy in a
+pytest of its own, and fails unless the check fails.
 """
 
 from __future__ import annotations
@@ -102,9 +102,17 @@ class Subject:
                 del sys.modules[module]
 
     def run(
-        self, target: Path, name: str, mutation: Mutation | None = None, checks: Sequence[str] = ()
+        self,
+        target: Path,
+        name: str,
+        mutation: Mutation | None = None,
+        checks: Sequence[str] = (),
+        more: Sequence[str] = (),
     ) -> Outcomes:
-        """Run these checks of the suite, or all, on a copy with or without a bug."""
+        """Run these checks of the suite, or all, on a copy with or without a bug.
+
+        `more` are further arguments of pytest.
+        """
         outcomes = Outcomes()
         with self.copied(target, name, mutation) as suite:
             chosen = [f"{suite}::TestCopy::{check}" for check in checks] or [str(suite)]
@@ -119,7 +127,7 @@ class Subject:
             ]
             alone = ["--rootdir", str(target), "-c", str(target / "none.ini"), "--noconftest"]
             (target / "none.ini").touch()
-            pytest.main([*quiet, *alone, *chosen], plugins=[outcomes])
+            pytest.main([*quiet, *alone, *more, *chosen], plugins=[outcomes])
         if not outcomes.of:
             raise LookupError(f"the suite has none of {', '.join(checks)}")
         return outcomes
@@ -127,11 +135,13 @@ class Subject:
     def assert_caught(self, target: Path, number: int, mutation: Mutation) -> None:
         """The named check fails on a copy with the bug."""
         name = f"{self.package.split('.')[-1]}_with_bug_{number}"
-        outcomes = self.run(target, name, mutation, [mutation.caught_by])
+        outcomes = self.run(target, name, mutation, [mutation.caught_by], ["--exitfirst"])
         assert outcomes.of[mutation.caught_by] & {"failed"}, (mutation.name, dict(outcomes.of))
 
-    def assert_passes(self, target: Path) -> None:
-        """A copy without a bug passes the whole suite."""
-        outcomes = self.run(target, f"{self.package.split('.')[-1]}_copy")
+    def assert_passes(self, target: Path, mutations: Sequence[Mutation] = ()) -> None:
+        """A copy without a bug passes every check that catches one of these, or the whole suite."""
+        checks = sorted({mutation.caught_by for mutation in mutations})
+        outcomes = self.run(target, f"{self.package.split('.')[-1]}_copy", checks=checks)
         assert not outcomes.messages, "\n".join(outcomes.messages)
-        assert len(outcomes.of) > 10
+        assert outcomes.of.keys() >= set(checks)
+        assert all("passed" in outcomes.of[check] for check in checks), dict(outcomes.of)

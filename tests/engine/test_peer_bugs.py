@@ -12,8 +12,7 @@ from nanovllm_core.errors import (
     RequestTooLongError,
 )
 from nanovllm_core.sampling_params import SamplingParams
-
-from .harness import Harness, Letters, Setting, letters
+from nanovllm_core.testing.engine_harness import Harness, Letters, Setting, letters
 
 
 def greedy(max_tokens: int | None = 8, **fields: object) -> SamplingParams:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,100 +19,10 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulerState,
 )
 from nanovllm_core.sampling_params import SamplingParams
-
-from .harness import Harness, Setting
+from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.testing.traffic import arrivals, drive, engine_settings
 
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-BASES = [[7 * i % 50 for i in range(60)], [11 * i % 50 for i in range(60)]]
-"""Prompts start as one of these, so that prefixes meet."""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request, and what happens around it."""
-
-    base: int
-    shared: int
-    own: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    n: int
-    stream: bool
-    salt: bytes
-    steps_before: int
-    abort_after: int | None
-
-    def prompt(self) -> list[int]:
-        return BASES[self.base][: self.shared] + list(self.own)
-
-
-def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
-    return st.builds(
-        Arrival,
-        base=st.integers(0, 1),
-        shared=st.integers(0, max_prompt - 3),
-        own=st.lists(st.integers(0, 49), min_size=1, max_size=3).map(tuple),
-        max_tokens=st.integers(1, max_output),
-        temperature=st.sampled_from([0.0, 0.7]),
-        n=st.sampled_from([1, 1, 1, 2, 3]),
-        stream=st.booleans(),
-        salt=st.sampled_from([b"", b"", b"tenant"]),
-        steps_before=st.integers(0, 3),
-        abort_after=st.none() | st.none() | st.integers(0, 12),
-    )
-
-
-@st.composite
-def engine_settings(draw: st.DrawFn) -> tuple[Setting, int, int]:
-    """An engine's sizes with the longest prompt and output that it must take."""
-    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
-    max_prompt, max_output = (60, 10) if block_size == 16 else (24, 12)
-    longest = max_prompt + max_output
-    enough = -(-(longest - 1) // block_size)
-    max_num_seqs = draw(st.integers(1, 5))
-    setting = Setting(
-        # From so few pages that every second request gives way, to plenty.
-        num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, enough, 3 * enough])),
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 7, 30, 200])),
-        max_model_len=longest,
-        prefix_caching=draw(st.booleans()),
-        steps_ahead=draw(st.integers(0, 3)),
-        eos_token_ids=draw(st.sampled_from([(), (3,), (3, 17, 40)])),
-    )
-    return setting, max_prompt, max_output
-
-
-def drive(harness: Harness, requests: Sequence[Arrival]) -> None:
-    """Let requests arrive and be aborted between steps, then run all to the end."""
-    aborts: dict[int, list[str]] = {}
-    step = 0
-    for i, arrival in enumerate(requests):
-        for _ in range(arrival.steps_before):
-            step = _step(harness, aborts, step)
-        params = SamplingParams(
-            temperature=arrival.temperature, max_tokens=arrival.max_tokens, n=arrival.n
-        )
-        harness.add(
-            f"r{i}", arrival.prompt(), params, stream=arrival.stream, cache_salt=arrival.salt
-        )
-        if arrival.abort_after is not None:
-            aborts.setdefault(step + arrival.abort_after, []).append(f"r{i}")
-    while aborts and harness.engine.has_unfinished():
-        step = _step(harness, aborts, step)
-    harness.run()
-    harness.check_all()
-
-
-def _step(harness: Harness, aborts: dict[int, list[str]], step: int) -> int:
-    for request_id in aborts.pop(step, []):
-        harness.engine.abort(request_id)
-        harness.engine.abort(request_id)  # twice is fine
-        harness.engine.assert_consistent()
-    if harness.engine.has_unfinished():
-        harness.step()
-    return step + 1
 
 
 @given(data=st.data())

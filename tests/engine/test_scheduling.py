@@ -16,8 +16,7 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulingPolicy,
 )
 from nanovllm_core.sampling_params import SamplingParams
-
-from .harness import Harness, Setting
+from nanovllm_core.testing.engine_harness import Harness, Setting
 
 
 def greedy(max_tokens: int) -> SamplingParams:

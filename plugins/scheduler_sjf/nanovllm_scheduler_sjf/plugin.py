@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_core.api import SchedulerSpec, hookimpl
+from nanovllm_core.api import RequestView, SchedulerSpec, hookimpl
 
 
 class SjfOptions(BaseModel):
@@ -24,6 +24,16 @@ class SjfOptions(BaseModel):
     )
 
 
+def max_overtaking_steps(options: SjfOptions, request: RequestView) -> float:
+    """How many steps after a request others may arrive and still be admitted before it.
+
+    (work - 1) / ageing, as `nanovllm_scheduler_sjf.policy` derives; infinite with ageing off.
+    """
+    if options.ageing == 0:
+        return float("inf")
+    return (request.num_tokens - request.num_scheduled - 1) / options.ageing
+
+
 @hookimpl
 def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
     """Shortest job first, with ageing."""
@@ -34,5 +44,6 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
             contract=1,
             summary="Shortest prompt first; waiting makes up for length.",
             options=SjfOptions,
+            max_overtaking_steps=max_overtaking_steps,
         )
     ]

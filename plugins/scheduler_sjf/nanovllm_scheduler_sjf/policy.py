@@ -17,7 +17,8 @@ is served before it only if w + ageing * b <= W + ageing * a, so only if
 (or w + ageing * b is equal and it arrived earlier). So nobody who arrives more than
 (W - 1) / ageing steps after a request is admitted before it, however many come and however short
 they are: what is served before it is finite, and the default scheduler, which never passes over the
-head of its queue, then admits it. With ageing = 0 there is no such step, and endless arrivals of
+head of its queue, then admits it. The spec states the bound (`max_overtaking_steps`), and the
+conformance suite holds it. With ageing = 0 there is no such step, and endless arrivals of
 shorter prompts starve it.
 
 A preempted request joins the queue anew with its first arrival_step; its work then counts the
@@ -43,12 +44,3 @@ class SjfPolicy(SchedulingPolicy):
     def victim_key(self, request: RequestView) -> tuple[float, ...]:
         """Whoever came last gives way: the oldest running request always finishes."""
         return (request.arrival_index,)
-
-    def last_step_to_be_passed(self, work: int, arrival_step: int) -> float:
-        """Requests that arrive after this step are never admitted before one of this work.
-
-        Infinite with ageing switched off.
-        """
-        if self.options.ageing == 0:
-            return float("inf")
-        return arrival_step + (work - 1) / self.options.ageing

@@ -107,7 +107,7 @@ class FakeExecutor(Executor):
         self.pages_touched: set[int] = set()
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
-        raise NotImplementedError("the tests build the engine by hand")
+        raise NotImplementedError("Harness builds the engine by hand")
 
     def close(self) -> None: ...
 
@@ -121,7 +121,7 @@ class FakeExecutor(Executor):
         busy = [*plan.decode_rows, *(chunk.row for chunk in plan.prefill)]
         assert len(set(busy)) == len(busy), "a row works twice in one step"
         assert all(0 <= row < self.num_rows for row in busy)
-        deltas = {delta.row for delta in (*plan.admissions, *plan.appends)}
+        deltas = {a.row for a in plan.admissions} | {append.row for append in plan.appends}
         assert deltas <= set(busy), "a delta for a row that does not work"
         for admission in plan.admissions:
             self._admit(admission)

@@ -1,4 +1,10 @@
-"""An engine on the fake worker, and the reference to compare it with."""
+"""The real engine on the fake worker, and the reference to compare it with. Imports no torch.
+
+harness = Harness(Setting(num_blocks=6), TokenBudgetScheduler(MyPolicy(options)))
+harness.add("a", [1, 2, 3])
+harness.run()         # to the end; fails where a page leaked or nothing goes on
+harness.check_all()   # every output is what its ids alone decide
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,7 @@ from nanovllm_core.engine import (
 from nanovllm_core.engine.request import Request
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
-
-from .fake_worker import FakeExecutor, reference_tokens
+from nanovllm_core.testing.fake_worker import FakeExecutor, reference_tokens
 
 MAX_STEPS = 5000
 
@@ -58,7 +63,13 @@ def letters(token_ids: Sequence[int]) -> str:
 class Harness:
     """An engine in debug mode, its fake worker, and what came out so far."""
 
-    def __init__(self, setting: Setting | None = None, scheduler: Scheduler | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting | None = None,
+        scheduler: Scheduler | None = None,
+        *,
+        engine_class: type[Engine] = Engine,
+    ) -> None:
         self.setting = s = setting or Setting()
         self.executor = FakeExecutor(
             num_blocks=s.num_blocks,
@@ -68,7 +79,7 @@ class Harness:
             max_num_batched_tokens=s.max_num_batched_tokens,
             vocab_size=s.vocab_size,
         )
-        self.engine = Engine(
+        self.engine = engine_class(
             self.executor,
             scheduler or TokenBudgetScheduler(FcfsPolicy()),
             EngineLimits(

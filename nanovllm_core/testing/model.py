@@ -1,0 +1,351 @@
+"""The conformance suite of model plugins: the computation equals transformers', however it is cut.
+
+An author's test file, whole:
+
+    import pytest
+    from nanovllm_core.testing import ModelConformance, PluginUnderTest, plugin_under_test
+    from my_plugin.plugin import SPEC
+
+    class TestMyModel(ModelConformance):
+        variants = {"biases": {"attention_bias": True}}
+        refused = {"a router": {"num_experts": 8}}
+
+        @pytest.fixture
+        def plugin(self) -> PluginUnderTest:
+            return plugin_under_test(SPEC)
+
+The reference is the class of transformers with the architecture's name; override
+`reference_class` where it has another. Everything runs in float32 on the CPU, without an engine:
+attention is `nanovllm_core.testing.dense_attention`, ranks are `nanovllm_core.testing.ranks`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.layers import Attention, TensorParallel
+from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+from nanovllm_core.testing.model_settings import (
+    LLAMA_LIKE,
+    REFUSED,
+    ROPE_KINDS,
+    SETTINGS,
+    Settings,
+)
+from nanovllm_core.testing.model_weights import WeightChecks, assert_same_logits
+from nanovllm_core.testing.ranks import run_ranks
+from nanovllm_core.testing.reference_model import (
+    ReferenceCheckpoint,
+    build_model,
+    load_model,
+    run_model,
+    run_ragged,
+)
+from nanovllm_core.worker.weights import init_dummy_weights
+
+CLEAR = 1e-3
+"""A likeliest token that leads by more than this must be the likeliest here too."""
+
+
+class ModelConformance(WeightChecks, SpecConformance):
+    """What every model must hold; see the module for a whole test file."""
+
+    tiny_config: ClassVar[Settings] = LLAMA_LIKE
+    """What transformers' configuration class takes, small. Heads must divide by four."""
+    variants: ClassVar[Mapping[str, Settings]] = {}
+    """Name -> settings to change in `tiny_config` that the model must serve."""
+    rope_kinds: ClassVar[frozenset[str]] = frozenset({"default"})
+    """The kinds of `ROPE_KINDS` that the model must serve; it may refuse the others."""
+    refused: ClassVar[Mapping[str, Settings]] = {}
+    """Name -> settings to change in config.json that the model must refuse."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One check per setting of the suite and of the class that inherits it."""
+        choices: dict[str, Mapping[str, Any]] = {
+            "variant": {"as it is": {}, **self.variants},
+            "setting": SETTINGS,
+            "rope": ROPE_KINDS,
+            "wrong": {**REFUSED, **self.refused},
+        }
+        for name, values in choices.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, list(values.values()), ids=list(values))
+
+    # -- what the checks are made of
+
+    @pytest.fixture
+    def reference_class(self, plugin: PluginUnderTest) -> Any:
+        """The class of transformers to compare with: by default that of the plugin's name."""
+        import transformers
+
+        found = getattr(transformers, plugin.spec.name, None)
+        if found is None:
+            raise LookupError(
+                f"transformers has no class {plugin.spec.name!r}; override the fixture "
+                "`reference_class`"
+            )
+        return found
+
+    @pytest.fixture
+    def model_class(self, plugin: PluginUnderTest) -> Any:
+        """The plugin's `CausalLM`."""
+        return plugin.load()
+
+    @pytest.fixture
+    def reference(self, reference_class: Any, tmp_path: Path) -> ReferenceCheckpoint:
+        """A checkpoint of `tiny_config`."""
+        return ReferenceCheckpoint.save(tmp_path, reference_class, self.tiny_config)
+
+    @pytest.fixture
+    def ids(self) -> Tensor:
+        """A prompt longer than any sliding window or original length of the suite."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(0, int(self.tiny_config["vocab_size"]), (24,), generator=generator)
+
+    def save(self, reference_class: Any, folder: Path, changes: Settings) -> ReferenceCheckpoint:
+        """A checkpoint of `tiny_config` with changes."""
+        return ReferenceCheckpoint.save(folder, reference_class, {**self.tiny_config, **changes})
+
+    def save_served(
+        self, reference_class: Any, model_class: Any, folder: Path, changes: Settings
+    ) -> ReferenceCheckpoint:
+        """The same, or a skip: the reference knows no such setting, or the model refuses it."""
+        known = reference_class.config_class().to_dict()
+        relevant = {key: value for key, value in changes.items() if key in known}
+        if not relevant:
+            pytest.skip(f"{reference_class.__name__} has no {', '.join(changes)}")
+        reference = self.save(reference_class, folder, relevant)
+        try:
+            model_class.shape(reference.config)
+        except ArchitectureError as error:
+            pytest.skip(f"refused: {error}")
+        return reference
+
+    # -- the computation
+
+    def test_logits_equal_those_of_transformers(
+        self,
+        model_class: Any,
+        reference_class: Any,
+        variant: Settings,
+        ids: Tensor,
+        tmp_path: Path,
+    ) -> None:
+        """Every logit of a prompt, for every variant that the class promises."""
+        reference = self.save(reference_class, tmp_path, variant)
+        model = load_model(model_class, tmp_path, reference.config)
+        assert_same_logits(run_model(model, ids), reference.logits(ids))
+
+    def test_every_position_chooses_the_token_of_transformers(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """The likeliest token after each prefix is the same, wherever it leads at all clearly."""
+        expected = reference.logits(ids)
+        actual = run_model(load_model(model_class, reference.folder, reference.config), ids)
+        best = expected.topk(2).values
+        clear = best[:, 0] - best[:, 1] > CLEAR
+        assert clear.sum() > len(ids) // 2
+        assert torch.equal(actual.argmax(-1)[clear], expected.argmax(-1)[clear])
+
+    def test_a_setting_is_honoured_or_refused(
+        self,
+        model_class: Any,
+        reference_class: Any,
+        setting: Settings,
+        ids: Tensor,
+        tmp_path: Path,
+    ) -> None:
+        """Nothing that config.json says is silently ignored."""
+        reference = self.save_served(reference_class, model_class, tmp_path, setting)
+        model = load_model(model_class, tmp_path, reference.config)
+        assert_same_logits(run_model(model, ids), reference.logits(ids))
+
+    def test_a_kind_of_rope_is_honoured_or_refused(
+        self, model_class: Any, reference_class: Any, rope: Settings, ids: Tensor, tmp_path: Path
+    ) -> None:
+        """Written as transformers 5 does, in one dict; what `rope_kinds` names must be honoured."""
+        changes = {"rope_parameters": rope}
+        if rope["rope_type"] in self.rope_kinds:
+            reference = self.save(reference_class, tmp_path, changes)
+        else:
+            reference = self.save_served(reference_class, model_class, tmp_path, changes)
+        model = load_model(model_class, tmp_path, reference.config)
+        assert_same_logits(run_model(model, ids), reference.logits(ids))
+
+    def test_rope_settings_in_the_old_form_mean_the_same(
+        self, model_class: Any, reference_class: Any, rope: Settings, ids: Tensor, tmp_path: Path
+    ) -> None:
+        """`rope_theta` beside `rope_scaling`, as checkpoints from before transformers 5 have it."""
+        new = {"rope_parameters": rope}
+        reference = self.save_served(reference_class, model_class, tmp_path, new)
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        old = {**reference.config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+        del old["rope_parameters"]
+        if scaling == {"rope_type": "default"}:
+            old["rope_scaling"] = None
+        model = load_model(model_class, tmp_path, old)
+        assert_same_logits(run_model(model, ids), reference.logits(ids))
+
+    # -- however it is cut
+
+    @pytest.mark.parametrize("chunks", [(7, 1, 1, 15), (16, 8), (23, 1), (1,) * 24], ids=str)
+    def test_chunks_and_single_tokens_equal_one_prefill(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor, chunks: Any
+    ) -> None:
+        """A prompt in pieces, down to one token a pass, which is decoding."""
+        model = load_model(model_class, reference.folder, reference.config)
+        assert_same_logits(run_model(model, ids, chunks), run_model(model, ids))
+
+    def test_prompts_that_share_a_pass_do_not_meet(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """Prompts of different lengths and progress, packed: each as if it ran alone."""
+        model = load_model(model_class, reference.folder, reference.config)
+        prompts = [ids[:17], ids[5:6], ids[3:], ids[:9]]
+        for prompt, actual in zip(prompts, run_ragged(model, prompts, chunk=5), strict=True):
+            assert_same_logits(actual, run_model(model, prompt))
+
+    def test_a_second_run_is_bitwise_equal(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """A model keeps no state between calls, and leaves its inputs as they are."""
+        model = load_model(model_class, reference.folder, reference.config)
+        before, first = ids.clone(), run_model(model, ids)
+        run_model(model, ids.flip(0))
+        assert torch.equal(run_model(model, ids), first)
+        assert torch.equal(ids, before)
+
+    def test_ids_and_positions_may_be_32_or_64_bits_wide(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """As the contract says; the values do not depend on it."""
+        model = load_model(model_class, reference.folder, reference.config)
+        assert torch.equal(run_model(model, ids.int()), run_model(model, ids.long()))
+
+    @torch.inference_mode()
+    def test_logits_go_where_they_are_told(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """`compute_logits(hidden, out)` fills `out`; without it they are the same."""
+        model = load_model(model_class, reference.folder, reference.config)
+        expected = run_model(model, ids)
+        shape = model_class.shape(reference.config)
+        positions_T = torch.arange(len(ids), dtype=torch.int32)
+        hidden_TE = model(ids, positions_T)
+        assert hidden_TE.shape == (len(ids), shape.hidden_size)
+        assert expected.shape == (len(ids), shape.vocab_size)
+        out_TV = torch.full_like(expected, float("nan"))
+        assert model.compute_logits(hidden_TE, out_TV).data_ptr() == out_TV.data_ptr()
+        assert_same_logits(out_TV, expected)
+
+    # -- the shape
+
+    def test_the_shape_agrees_with_the_configuration(
+        self, model_class: Any, reference: ReferenceCheckpoint
+    ) -> None:
+        """What the KV cache and the row tables are sized by."""
+        expected = reference.model.config
+        heads = expected.num_attention_heads
+        shape: ModelShape = model_class.shape(reference.config)
+        assert shape.num_layers == expected.num_hidden_layers
+        assert shape.hidden_size == expected.hidden_size
+        assert shape.num_heads == heads
+        assert shape.num_kv_heads == getattr(expected, "num_key_value_heads", heads)
+        head_size = getattr(expected, "head_dim", None) or expected.hidden_size // heads
+        assert shape.head_size == head_size
+        assert shape.vocab_size == expected.vocab_size
+        assert shape.max_position >= expected.max_position_embeddings
+        assert shape.tied_embeddings is bool(expected.tie_word_embeddings)
+
+    def test_the_built_model_has_the_shape(
+        self, model_class: Any, reference: ReferenceCheckpoint
+    ) -> None:
+        """As many attention layers, of the heads that `shape()` says."""
+        shape: ModelShape = model_class.shape(reference.config)
+        model = build_model(model_class, reference.config)
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        assert len(layers) == shape.num_layers
+        for layer in layers:
+            heads = (layer.prep.num_heads, layer.prep.num_kv_heads, layer.prep.head_size)
+            assert heads == (shape.num_heads, shape.num_kv_heads, shape.head_size)
+
+    def test_the_last_position_of_the_shape_can_be_computed(
+        self, model_class: Any, reference: ReferenceCheckpoint
+    ) -> None:
+        """A prompt of exactly the longest context ends in finite logits."""
+        model = load_model(model_class, reference.folder, reference.config)
+        shape: ModelShape = model_class.shape(reference.config)
+        ids = torch.zeros(shape.max_position, dtype=torch.int32)
+        assert run_model(model, ids).isfinite().all()
+
+    def test_the_configuration_is_only_read(
+        self, model_class: Any, reference: ReferenceCheckpoint
+    ) -> None:
+        """Neither `shape()` nor the constructor changes the dict that they are given."""
+        before = copy.deepcopy(reference.config)
+        model_class.shape(reference.config)
+        build_model(model_class, reference.config)
+        assert reference.config == before
+
+    def test_a_setting_that_cannot_be_served_is_refused(
+        self, model_class: Any, reference: ReferenceCheckpoint, wrong: Settings
+    ) -> None:
+        """By `shape()`, with an ArchitectureError, before anything is loaded."""
+        with pytest.raises(ArchitectureError):
+            model_class.shape({**reference.config, **wrong})
+
+    # -- head and invented weights
+
+    @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+    def test_the_head_is_the_embedding_only_where_the_configuration_says_so(
+        self, model_class: Any, reference_class: Any, tied: bool, ids: Tensor, tmp_path: Path
+    ) -> None:
+        """Tied: the checkpoint brings one matrix. Untied: two that differ."""
+        reference = self.save(reference_class, tmp_path, {"tie_word_embeddings": tied})
+        assert model_class.shape(reference.config).tied_embeddings is tied
+        model = load_model(model_class, tmp_path, reference.config)
+        assert_same_logits(run_model(model, ids), reference.logits(ids))
+
+    def test_invented_weights_give_finite_logits(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """`load_format: dummy` needs nothing but config.json."""
+        model = build_model(model_class, reference.config)
+        with torch.inference_mode():
+            init_dummy_weights(model, seed=0)
+        assert run_model(model, ids).isfinite().all()
+
+    # -- split over ranks
+
+    @pytest.mark.parametrize("size", [2, 4])
+    @pytest.mark.parametrize("split", ["as it is", "tied", "attention_bias", "mlp_bias"])
+    def test_the_model_split_over_ranks_equals_the_whole_one(
+        self,
+        model_class: Any,
+        reference_class: Any,
+        size: int,
+        split: str,
+        ids: Tensor,
+        tmp_path: Path,
+    ) -> None:
+        """With fewer KV heads than ranks, a vocabulary that does not divide, biases added once."""
+        changes: dict[str, Settings] = {"as it is": {}, "tied": {"tie_word_embeddings": True}}
+        if split in changes:
+            reference = self.save(reference_class, tmp_path, changes[split])
+        else:
+            reference = self.save_served(reference_class, model_class, tmp_path, {split: True})
+
+        def on_rank(tp: TensorParallel) -> Tensor:
+            return run_model(load_model(model_class, tmp_path, reference.config, tp=tp), ids)
+
+        for logits in run_ranks(size, on_rank):
+            assert_same_logits(logits, reference.logits(ids))

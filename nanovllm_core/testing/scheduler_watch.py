@@ -1,0 +1,166 @@
+"""A scheduler that records what another one decides, and shows it no more than the contract says.
+
+Requests are seen through `ReadOnlyRequest`: what `RequestView` does not name raises AttributeError,
+and nothing can be set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from nanovllm_core.interfaces.scheduler import (
+    PrefillShare,
+    RequestView,
+    Scheduler,
+    SchedulerState,
+)
+
+
+class ReadOnlyRequest:
+    """A `RequestView` and nothing else."""
+
+    __slots__ = ("__request",)
+
+    def __init__(self, request: RequestView) -> None:
+        self.__request = request
+
+    @property
+    def request_id(self) -> str:
+        return self.__request.request_id
+
+    @property
+    def arrival_step(self) -> int:
+        return self.__request.arrival_step
+
+    @property
+    def arrival_index(self) -> int:
+        return self.__request.arrival_index
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.__request.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.__request.num_tokens
+
+    @property
+    def num_scheduled(self) -> int:
+        return self.__request.num_scheduled
+
+    @property
+    def max_length(self) -> int:
+        return self.__request.max_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a scheduler was shown before a step, and what it gave out, as plain numbers."""
+
+    step: int
+    waiting: tuple[str, ...]
+    prefilling: tuple[str, ...]
+    missing: dict[str, int]
+    """Tokens that each of them has left to compute, less what the prefix cache holds."""
+    token_budget: int
+    free_rows: int
+    free_blocks: int
+    shares: tuple[PrefillShare, ...]
+    num_tokens: int
+    num_rows: int
+    num_blocks: int
+
+
+Rule = Callable[[Decision], None]
+"""Raises AssertionError for a decision that breaks it."""
+
+
+def anything_goes(_decision: Decision) -> None:
+    """Recording is enough."""
+
+
+def keeps_the_budget(decision: Decision) -> None:
+    """All shares together."""
+    assert decision.num_tokens <= decision.token_budget, decision
+
+
+def keeps_the_rows(decision: Decision) -> None:
+    """Everybody who is admitted takes one."""
+    assert decision.num_rows <= decision.free_rows, decision
+
+
+def keeps_the_pages(decision: Decision) -> None:
+    """As the core counts them."""
+    assert decision.num_blocks <= decision.free_blocks, decision
+
+
+def gives_real_work(decision: Decision) -> None:
+    """To requests that were shown, one share each, at least a token and at most what is left."""
+    names = [share.request_id for share in decision.shares]
+    assert len(set(names)) == len(names), f"two shares for one request: {decision}"
+    for share in decision.shares:
+        assert share.request_id in decision.missing, f"{share} is for nobody: {decision}"
+        assert 1 <= share.num_tokens <= decision.missing[share.request_id], f"{share}: {decision}"
+
+
+@dataclass
+class Watch(Scheduler):
+    """Asks `scheduler`, and checks each decision by `rule` before the core sees it."""
+
+    scheduler: Scheduler
+    rule: Rule = anything_goes
+    decisions: list[Decision] = field(default_factory=list)
+    victims: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    """Who ran when someone had to give way, and who did."""
+    _views: dict[str, ReadOnlyRequest] = field(default_factory=dict)
+
+    def add(self, request: RequestView) -> None:
+        self._views[request.request_id] = ReadOnlyRequest(request)
+        self.scheduler.add(self._views[request.request_id])
+
+    def remove(self, request: RequestView) -> None:
+        self.scheduler.remove(self._views[request.request_id])
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        shown = replace(
+            state,
+            waiting=tuple(self._views[r.request_id] for r in state.waiting),
+            prefilling=tuple(self._views[r.request_id] for r in state.prefilling),
+        )
+        shares = tuple(self.scheduler.schedule(shown))
+        decision = _decision(state, shares)
+        self.decisions.append(decision)
+        self.rule(decision)
+        return shares
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        ids = tuple(request.request_id for request in running)
+        victim = self.scheduler.choose_victim(tuple(self._views[name] for name in ids))
+        self.victims.append((ids, victim))
+        return victim
+
+
+def _decision(state: SchedulerState, shares: tuple[PrefillShare, ...]) -> Decision:
+    requests = {r.request_id: r for r in (*state.waiting, *state.prefilling)}
+    new = {request.request_id for request in state.waiting}
+
+    def missing(request: RequestView) -> int:
+        is_new = request.request_id in new
+        done = state.num_cached_tokens(request) if is_new else request.num_scheduled
+        return request.num_tokens - done
+
+    known = [share for share in shares if share.request_id in requests and share.num_tokens > 0]
+    return Decision(
+        step=state.step,
+        waiting=tuple(request.request_id for request in state.waiting),
+        prefilling=tuple(request.request_id for request in state.prefilling),
+        missing={name: missing(request) for name, request in requests.items()},
+        token_budget=state.token_budget,
+        free_rows=state.free_rows,
+        free_blocks=state.free_blocks,
+        shares=shares,
+        num_tokens=sum(share.num_tokens for share in shares),
+        num_rows=len({share.request_id for share in shares} & new),
+        num_blocks=sum(state.num_new_blocks(requests[s.request_id], s.num_tokens) for s in known),
+    )

@@ -1,0 +1,29 @@
+"""The suite that every model plugin passes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from nanovllm_core.testing.conformance import PluginUnderTest, installed_plugin
+from nanovllm_core.testing.model import ModelConformance
+
+
+class TestQwen3(ModelConformance):
+    """Qwen3 against transformers' Qwen3ForCausalLM."""
+
+    variants: ClassVar = {
+        "attention biases": {"attention_bias": True},
+        "one KV head": {"num_key_value_heads": 1},
+        "wide heads": {"head_dim": 48},
+    }
+    rope_kinds = frozenset({"default", "linear", "yarn", "llama3"})
+    refused: ClassVar = {
+        "a sliding window": {"use_sliding_window": True},
+        "windowed layers": {"layer_types": ["full_attention", "sliding_attention"]},
+    }
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("model", "Qwen3ForCausalLM")

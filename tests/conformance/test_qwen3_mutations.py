@@ -1,0 +1,303 @@
+"""Bugs planted in qwen3: the models' suite catches each by the check that names the matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .mutation import Mutation, Subject
+
+pytest.importorskip("nanovllm_model_qwen3", reason="needs the qwen3 plugin")
+
+QWEN3 = Subject(
+    package="nanovllm_model_qwen3",
+    suite="""
+import pytest
+from nanovllm_core.testing import ModelConformance, PluginUnderTest
+from COPY.plugin import nanovllm_models
+
+class TestCopy(ModelConformance):
+    variants = {"attention biases": {"attention_bias": True}}
+    rope_kinds = frozenset({"default", "linear", "yarn", "llama3"})
+
+    @pytest.fixture
+    def plugin(self):
+        [spec] = nanovllm_models()
+        return PluginUnderTest(spec, spec.options(), "COPY.plugin")
+""",
+)
+
+LOGITS = "test_logits_equal_those_of_transformers"
+SPLIT = "test_the_model_split_over_ranks_equals_the_whole_one"
+HONOURED = "test_a_setting_is_honoured_or_refused"
+ROPE = "test_a_kind_of_rope_is_honoured_or_refused"
+REFUSED = "test_a_setting_that_cannot_be_served_is_refused"
+WEIGHTS = "test_every_weight_is_needed"
+CHUNKS = "test_chunks_and_single_tokens_equal_one_prefill"
+
+
+def model(name: str, caught_by: str, *edits: tuple[str, str], peers: int | None = None) -> Mutation:
+    return Mutation(name=name, file="model.py", edits=edits, caught_by=caught_by, peers=peers)
+
+
+def config(
+    name: str, caught_by: str, *edits: tuple[str, str], peers: int | None = None
+) -> Mutation:
+    return Mutation(name=name, file="config.py", edits=edits, caught_by=caught_by, peers=peers)
+
+
+ROPE_LINE = "rope=RopeConfig.from_config(config, head_dim)"
+MODEL_CLASS = "class Qwen3Attention(nn.Module):"
+PER_RANK = """
+class BiasPerRank(RowParallelLinear):
+    def add_to(self, x, residual):
+        out = x @ self.weight.T
+        if self.bias is not None:
+            out = out + self.bias
+        return residual.add_(self.context.tp.all_reduce(out))
+
+
+"""
+
+MUTATIONS = [
+    config(
+        "rope settings in a dict are ignored",
+        ROPE,
+        (
+            ROPE_LINE,
+            "rope=RopeConfig.from_config({k: v for k, v in config.items() "
+            "if k not in ('rope_parameters', 'rope_scaling')}, head_dim)",
+        ),
+        peers=6,
+    ),
+    config(
+        "rope scaling in the old form is ignored",
+        "test_rope_settings_in_the_old_form_mean_the_same",
+        (
+            ROPE_LINE,
+            "rope=RopeConfig.from_config({k: v for k, v in config.items() "
+            "if k != 'rope_scaling'}, head_dim)",
+        ),
+        peers=6,
+    ),
+    config(
+        "an unknown kind of rope counts as none",
+        REFUSED,
+        (
+            ROPE_LINE,
+            "rope=RopeConfig.from_config({**config, 'rope_parameters': {'rope_theta': "
+            "(config.get('rope_parameters') or config).get('rope_theta', 1e4)}}, head_dim)",
+        ),
+        peers=6,
+    ),
+    config(
+        "rope theta ignored",
+        LOGITS,
+        (
+            ROPE_LINE,
+            "rope=__import__('dataclasses').replace("
+            "RopeConfig.from_config(config, head_dim), theta=1e6)",
+        ),
+    ),
+    model(
+        "positions off by one",
+        "test_the_last_position_of_the_shape_can_be_computed",
+        ("attention.attn(qkv_TX, positions_T)", "attention.attn(qkv_TX, positions_T + 1)"),
+        peers=10,
+    ),
+    model(
+        "positions counted anew in every pass",
+        CHUNKS,
+        (
+            "residual_TE = self.embed_tokens(input_ids_T)",
+            "residual_TE = self.embed_tokens(input_ids_T)\n"
+            "        positions_T = positions_T - positions_T[0]",
+        ),
+        peers=10,
+    ),
+    model(
+        "the scale of the scores applied twice",
+        LOGITS,
+        ("scale=head_dim**-0.5", "scale=head_dim**-1.0"),
+        peers=15,
+    ),
+    model(
+        "the bias of the row-parallel layer added on every rank",
+        SPLIT,
+        (MODEL_CLASS, PER_RANK.lstrip("\n") + MODEL_CLASS),
+        ("self.o_proj = RowParallelLinear(", "self.o_proj = BiasPerRank("),
+        peers=16,
+    ),
+    model(
+        "fewer KV heads than ranks",
+        SPLIT,
+        (
+            "num_kv_heads=self.qkv_proj.num_kv_heads",
+            "num_kv_heads=max(1, config.num_key_value_heads // context.tp.size) "
+            "* (2 if context.tp.size > config.num_key_value_heads else 1)",
+        ),
+        peers=16,
+    ),
+    model(
+        "a weight that is not there is not missed",
+        WEIGHTS,
+        (
+            "        super().__init__()\n        settings = Qwen3Config.from_dict(config)",
+            "        super().__init__()\n        settings = Qwen3Config.from_dict(config)\n"
+            "        self.__class__.ignored_weights = ('model.norm.weight',)",
+        ),
+        ("self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)",
+         "self._norm = [RMSNorm(context, config.hidden_size, config.rms_norm_eps)]\n"
+         "        self._norm[0].weight.fill_(1.0)"),
+        ("return self.norm(residual_TE)", "return self._norm[0](residual_TE)"),
+        peers=16,
+    ),
+    model(
+        "norm epsilon lost",
+        LOGITS,
+        (
+            "self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)",
+            "self.input_layernorm = RMSNorm(context, config.hidden_size, 1e-6)",
+        ),
+    ),
+    model(
+        "the epsilon of the heads' norms lost",
+        LOGITS,
+        ("            eps=config.rms_norm_eps,\n", ""),
+    ),
+    model(
+        "k_norm skipped",
+        LOGITS,
+        ("            k_norm_weight=self.k_norm.weight,\n", ""),
+    ),
+    model(
+        "q's norm used for k",
+        LOGITS,
+        ("k_norm_weight=self.k_norm.weight", "k_norm_weight=self.q_norm.weight"),
+    ),
+    model(
+        "gate and up swapped",
+        LOGITS,
+        ('("gate_up_proj", 0)', '("gate_up_proj", 2)'),
+        ('("gate_up_proj", 1)', '("gate_up_proj", 0)'),
+        ('("gate_up_proj", 2)', '("gate_up_proj", 1)'),
+    ),
+    model(
+        "k and v swapped",
+        LOGITS,
+        ('"k_proj": ("qkv_proj", "k")', '"k_proj": ("qkv_proj", "v")'),
+        ('"v_proj": ("qkv_proj", "v")', '"v_proj": ("qkv_proj", "k")'),
+    ),
+    model(
+        "a tied head is not tied",
+        "test_the_head_is_the_embedding_only_where_the_configuration_says_so",
+        ("self.model.embed_tokens if settings.tie_word_embeddings else None", "None"),
+    ),
+    model(
+        "a head of its own is ignored",
+        "test_the_head_is_the_embedding_only_where_the_configuration_says_so",
+        ("if settings.tie_word_embeddings else None", "if True else None"),
+    ),
+    model(
+        "the residual dropped",
+        LOGITS,
+        ("attention.o_proj, residual_TE)", "attention.o_proj, residual_TE * 0)"),
+    ),
+    model(
+        "the norm after attention skipped",
+        LOGITS,
+        (
+            "            residual_TE, self.post_attention_layernorm,",
+            "            residual_TE, self.input_layernorm,",
+        ),
+    ),
+    model(
+        "the last norm skipped",
+        LOGITS,
+        ("return self.norm(residual_TE)", "return residual_TE"),
+    ),
+    model(
+        "one layer too few",
+        "test_the_built_model_has_the_shape",
+        ("in range(config.num_hidden_layers)", "in range(config.num_hidden_layers - 1)"),
+    ),
+    model(
+        "biases of the attention forgotten",
+        HONOURED,
+        ("bias = config.attention_bias", "bias = False"),
+    ),
+    model(
+        "the size of heads guessed",
+        "test_the_shape_agrees_with_the_configuration",
+        (
+            "head_size=settings.head_dim",
+            "head_size=settings.hidden_size // settings.num_key_value_heads",
+        ),
+    ),
+    model(
+        "the logits go into a tensor of their own",
+        "test_logits_go_where_they_are_told",
+        ("self.lm_head(hidden_TE, out_TV)", "self.lm_head(hidden_TE)"),
+    ),
+    model(
+        "a model that remembers",
+        "test_a_second_run_is_bitwise_equal",
+        (
+            "residual_TE = self.embed_tokens(input_ids_T)",
+            "self.calls = getattr(self, 'calls', 0) + 1\n"
+            "        residual_TE = self.embed_tokens(input_ids_T) * (1 + self.calls * 1e-6)",
+        ),
+    ),
+    model(
+        "prompts that share a pass run into each other",
+        "test_prompts_that_share_a_pass_do_not_meet",
+        (
+            "        return self.norm(residual_TE)",
+            "        return self.norm(residual_TE + 1e-3 * residual_TE.roll(1, 0) "
+            "* (positions_T == 0)[:, None])",
+        ),
+    ),
+    config(
+        "another activation is computed as silu",
+        HONOURED,
+        ('if activation != "silu":', "if activation is None:"),
+    ),
+    config(
+        "a sliding window is ignored",
+        HONOURED,
+        ('if config.get("use_sliding_window"):', "if False:"),
+        ("    if windowed:", "    if False:"),
+    ),
+    config(
+        "a quantised checkpoint is taken for a plain one",
+        REFUSED,
+        ('if config.get("quantization_config"):', "if False:"),
+    ),
+    config(
+        "the width of heads is always hidden_size / heads",
+        HONOURED,
+        ('_positive(config, "head_dim", default=hidden_size // num_heads)',
+         "hidden_size // num_heads"),
+    ),
+    model(
+        "the configuration is changed",
+        "test_the_configuration_is_only_read",
+        (
+            "        settings = Qwen3Config.from_dict(config)\n        return ModelShape(",
+            "        settings = Qwen3Config.from_dict(config)\n"
+            "        config.pop('rope_parameters', None)\n        return ModelShape(",
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
+    """By the check that is about it."""
+    QWEN3.assert_caught(tmp_path, number, MUTATIONS[number])
+
+
+def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
+    """Every check that catches a bug passes without it."""
+    QWEN3.assert_passes(tmp_path, MUTATIONS)
