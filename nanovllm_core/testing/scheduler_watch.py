@@ -38,6 +38,10 @@ class ReadOnlyRequest:
         return self.__request.arrival_index
 
     @property
+    def priority(self) -> int:
+        return self.__request.priority
+
+    @property
     def num_prompt_tokens(self) -> int:
         return self.__request.num_prompt_tokens
 
