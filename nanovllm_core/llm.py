@@ -77,14 +77,16 @@ class LLM:
             self._engine = self._make_engine(startup, eos)
             self._plugins.hook.nanovllm_engine_started(info=self.info)
         except BaseException:
-            self._executor.close()
-            self._close_observers()
+            self._close_parts()
             raise
         freeze_objects()
 
-    def _close_observers(self) -> None:
-        if self._observation is not None:
-            self._observation.close()
+    def _close_parts(self) -> None:
+        try:
+            self._executor.close()
+        finally:
+            if self._observation is not None:
+                self._observation.close()
 
     def _make_engine(self, startup: Startup, eos_token_ids: Iterable[int]) -> Engine:
         config, info = self.config, self.info
@@ -267,8 +269,7 @@ class LLM:
             return
         self._closed = True
         with thawed_objects():
-            self._executor.close()
-        self._close_observers()
+            self._close_parts()
         self._plugins.hook.nanovllm_engine_closed()
 
     exit = close  # nano-vllm's name

@@ -245,3 +245,27 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"seed: \xff")
     with pytest.raises(ConfigError, match=r"weights\.bin: not UTF-8 text \(byte 6\)"):
         load(file)
+
+
+def test_lists_of_plugins_take_names_and_mappings_from_every_source(tmp_path: Path) -> None:
+    """A list of a higher source replaces that of a lower one whole."""
+    file = tmp_path / "engine.yaml"
+    file.write_text("observers: [{name: lines, options: {path: x}}]\nlogits_processors: [ban]\n")
+    config = load_config("demo", file=file, env={"NANOVLLM_OBSERVERS": "[a, {name: b}]"})
+    assert [one.name for one in config.observers] == ["a", "b"]
+    assert [one.name for one in config.logits_processors] == ["ban"]
+    config = load_config("demo", file=file, env={}, overrides={"observers": []})
+    assert config.observers == ()
+    assert load_config("demo", file=file, env={}).observers[0].options == {"path": "x"}
+
+
+@pytest.mark.parametrize("section", ["sampler", "kernels"])
+def test_naming_another_sampler_or_kernel_set_drops_the_lower_ones_options(
+    tmp_path: Path, section: str
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(f"{section}: {{name: one, options: {{x: 1}}}}\n")
+    same = load_config("demo", file=file, env={}, overrides={f"{section}.options.y": 2})
+    assert getattr(same, section).options == {"x": 1, "y": 2}
+    other = load_config("demo", file=file, env={}, overrides={section: "other"})
+    assert (getattr(other, section).name, getattr(other, section).options) == ("other", {})

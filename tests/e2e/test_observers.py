@@ -12,6 +12,7 @@ import pytest
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.errors import CheckpointError, PluginLoadError
+from nanovllm_core.worker.executor import SingleProcessExecutor
 
 from .tiny import open_tiny
 
@@ -155,3 +156,16 @@ def test_where_the_start_fails_the_observers_are_closed(
     with pytest.raises(CheckpointError):
         open_tiny(empty, observers=["keep"])
     assert [observer.closed for observer in made()] == [1, 1]
+
+
+def test_an_executor_that_cannot_be_closed_keeps_no_observer_open(
+    made: Callable[[], list[Any]], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: SingleProcessExecutor) -> None:
+        raise RuntimeError("the device is gone")
+
+    llm = open_tiny(tiny, observers=["keep"])
+    monkeypatch.setattr(SingleProcessExecutor, "close", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        llm.close()
+    assert [observer.closed for observer in made()] == [1]
