@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.attention_selection import unmet
+from nanovllm_core.attention_selection import SMALLEST_BLOCK, unmet
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionConfig,
@@ -108,8 +108,9 @@ class BackendUnderTest:
 
     @property
     def block_size(self) -> int:
-        """The smallest pages, so that short sequences have many."""
-        return min(self.page_multiples)
+        """The smallest pages that an engine uses, so that short sequences have many."""
+        multiple = min(self.page_multiples)
+        return -(-SMALLEST_BLOCK // multiple) * multiple
 
     @property
     def longest(self) -> int:

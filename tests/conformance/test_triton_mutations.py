@@ -14,6 +14,8 @@ import torch
 from .mutation import Mutation, Subject
 
 pytest.importorskip("nanovllm_attention_triton", reason="needs the triton plugin")
+from nanovllm_attention_triton.plugin import nanovllm_attention
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there, and are not interpreted"
 )
@@ -40,7 +42,6 @@ NEEDLES = "test_no_key_is_lost_wherever_it_lies"
 LARGE_SCORES = "test_large_scores_neither_overflow_nor_vanish"
 SCALE = "test_the_scale_is_applied_once"
 DTYPES = "test_every_declared_dtype_computes"
-HEAD_SIZES = "test_every_declared_head_size_computes"
 HEADS = "test_query_heads_read_their_own_kv_head"
 PAGE_SIZES = "test_every_page_size_is_read"
 ANYWHERE = "test_pages_may_lie_anywhere"
@@ -49,6 +50,8 @@ TAIL = "test_nothing_is_read_behind_the_last_key"
 FULL_ROWS = "test_a_sequence_may_fill_the_model_length"
 SLICES = "test_block_tables_may_be_slices"
 BEYOND = "test_pages_beyond_2_to_the_31_elements_are_read"
+WINDOWS = "test_sliding_windows_end_where_they_should"
+SOFT_CAPS = "test_soft_caps_bend_the_scores"
 WRITES = "test_only_the_output_is_written"
 PLANS = "test_plans_follow_their_inputs"
 LAYERS = "test_a_plan_serves_every_layer"
@@ -91,8 +94,9 @@ MUTATIONS = [
     ),
     bug(
         "the decode position is off by one", DECODE_KERNEL, DECODE,
-        ("    total = tl.sum(lens, 0)", "    lens = tl.maximum(lens - 1, 0)\n"
-         "    total = tl.sum(lens, 0)"),
+        ("lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)",
+         "lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)\n"
+         "    lens = tl.maximum(lens - 1, 0)"),
         peers=10,
     ),
     bug(
@@ -160,12 +164,12 @@ MUTATIONS = [
     # Masks and positions.
     bug(
         "a query does not see its own key", PREFILL_KERNEL, PREFILL,
-        ("visible = start + keys[None, :] <= positions", "visible = start + keys[None, :] < positions"),
+        ("visible = start + keys[None, :] <= positions",
+         "visible = start + keys[None, :] < positions"),
     ),
     bug(
         "a query sees the next key", PREFILL_KERNEL, NEEDLES,
-        ("(whole_end + keys[None, :] <= positions[:, None])",
-         "(whole_end + keys[None, :] <= positions[:, None] + 1)"),
+        ("(whole_end + keys[None, :] <= positions", "(whole_end + keys[None, :] <= 1 + positions"),
     ),
     bug(
         "a chunk forgets its context", PREFILL_KERNEL, CHUNKS,
@@ -187,7 +191,8 @@ MUTATIONS = [
     ),
     bug(
         "a tile in the middle of a page is read from its start", PREFILL_KERNEL, PAGE_SIZES,
-        ("k = k_desc.load([page, start % PAGE, kv_head, 0])", "k = k_desc.load([page, 0, kv_head, 0])"),
+        ("k = k_desc.load([page, start % PAGE, kv_head, 0])",
+         "k = k_desc.load([page, 0, kv_head, 0])"),
     ),
     bug(
         "the tail of a last page is read", DECODE_KERNEL, TAIL,
@@ -196,8 +201,9 @@ MUTATIONS = [
     ),
     bug(
         "the host's bound instead of the lengths on the device", "backend.py", OWN_PAGES,
-        ("workspace.plan(metadata.seq_lens,",
-         "workspace.plan(metadata.seq_lens.new_full((metadata.num_rows,), metadata.block_table.shape[1] * self.config.block_size),"),
+        ("        workspace.plan(metadata.seq_lens,",
+         "        width = metadata.block_table.shape[1] * self.config.block_size\n"
+         "        workspace.plan(metadata.seq_lens.new_full((metadata.num_rows,), width),"),
     ),
     bug(
         "the stride of the block table is ignored", "decode.py", SLICES,
@@ -217,7 +223,8 @@ MUTATIONS = [
     ),
     bug(
         "query heads are dealt out to KV heads in turn, in prefill", PREFILL_KERNEL, HEADS,
-        ("heads = kv_head * GROUP + rows % GROUP", "heads = kv_head + rows % GROUP * tl.num_programs(0)"),
+        ("heads = kv_head * GROUP + rows % GROUP",
+         "heads = kv_head + rows % GROUP * tl.num_programs(0)"),
     ),
     # The running softmax, and its parts.
     bug(
@@ -256,12 +263,13 @@ MUTATIONS = [
     ),
     # What it says about itself.
     bug(
-        "a head size that the kernels do not have is declared", "plugin.py", HEAD_SIZES,
-        ("head_sizes=frozenset({", "head_sizes=frozenset({72, "),
+        "a dtype is accepted that is computed wrongly here", "plugin.py", DTYPES,
+        ('if requirements.dtype == "bfloat16":', "if False:"),
     ),
     bug(
         "a dtype under a name that is none of torch's", "plugin.py",
-        "test_capabilities_are_in_the_cores_terms", ('"bfloat16", "float32"})', '"bf16", "float32"})'),
+        "test_capabilities_are_in_the_cores_terms",
+        ('"bfloat16", "float32"})', '"bf16", "float32"})'),
     ),
     bug(
         "no page layout on a CPU", "plugin.py", "test_layouts_name_pages_that_both_phases_read",
@@ -274,7 +282,8 @@ MUTATIONS = [
          '        if requirements.dtype == "bfloat16":\n            raise ValueError('),
     ),
     bug(
-        "listing the plugin imports torch", "plugin.py", "test_reading_the_spec_imports_nothing_heavy",
+        "listing the plugin imports torch", "plugin.py",
+        "test_reading_the_spec_imports_nothing_heavy",
         ("import os\n", "import os\nimport torch\n"),
     ),
     bug(
@@ -286,6 +295,37 @@ MUTATIONS = [
         "test_more_queries_per_row_are_refused", ("if metadata.query_len != 1:", "if False:"),
     ),
 ]  # fmt: skip
+
+WINDOWS_AND_SOFT_CAPS = [
+    bug(
+        "a window one key too long, in decode", DECODE_KERNEL, WINDOWS,
+        ("hidden = tl.maximum(lens - WINDOW, 0)", "hidden = tl.maximum(lens - WINDOW - 1, 0)"),
+    ),
+    bug(
+        "a window without the query's own key, in decode", DECODE_KERNEL, WINDOWS,
+        ("hidden = tl.maximum(lens - WINDOW, 0)", "hidden = tl.maximum(lens - WINDOW + 1, 0)"),
+    ),
+    bug(
+        "a window one key too long, in prefill", PREFILL_KERNEL, WINDOWS,
+        ("visible = start + keys[None, :] >= positions",
+         "visible = start + keys[None, :] >= -1 + positions"),
+    ),
+    bug(
+        "the window ends with the last whole tile", PREFILL_KERNEL, WINDOWS,
+        ("visible = visible & (whole_end + keys[None, :] >= positions[:, None] - LEFT)", "pass"),
+    ),
+    bug(
+        "the soft cap is ignored, in decode", DECODE_KERNEL, SOFT_CAPS,
+        ("tanh(scores / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)", "scores"),
+    ),
+    bug(
+        "the soft cap bends the scores before their scale", PREFILL_KERNEL, SOFT_CAPS,
+        ("cap_scale = log2_scale / (SOFT_CAP * LOG2_E)", "cap_scale = 1.0 / SOFT_CAP"),
+    ),
+]  # fmt: skip
+# A suite checks what is declared.
+if nanovllm_attention()[0].capabilities.sliding_window:
+    MUTATIONS += WINDOWS_AND_SOFT_CAPS
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)

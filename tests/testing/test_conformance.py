@@ -116,7 +116,7 @@ def test_a_spec_alone_is_enough() -> None:
 
 def test_a_spec_that_no_hook_returns_is_refused() -> None:
     with pytest.raises(PluginLoadError, match="'lost'"):
-        plugin_under_test(SchedulerSpec(name="lost", impl="lost:Lost"))
+        plugin_under_test(SchedulerSpec(name="lost", impl="lost:Lost", contract=1))
 
 
 def test_wrong_options_are_refused_by_name() -> None:
@@ -139,7 +139,7 @@ def test_a_spec_module_that_imports_torch_is_caught(
     (tmp_path / "heavy_spec.py").write_text("import torch\n")
     (tmp_path / "broken_spec.py").write_text("import no_such_module\n")
     monkeypatch.syspath_prepend(tmp_path)
-    spec = SchedulerSpec(name="x", impl="x:X")
+    spec = SchedulerSpec(name="x", impl="x:X", contract=1)
     checked(spec, "light_spec")
     with pytest.raises(AssertionError, match="heavy_spec imports torch"):
         checked(spec, "heavy_spec")
@@ -151,7 +151,9 @@ def test_options_that_allow_typos_are_caught() -> None:
     class Loose(NoOptions):
         model_config = NoOptions.model_config | {"extra": "ignore"}
 
-    plugin = PluginUnderTest(SchedulerSpec(name="x", impl="x:X", options=Loose), Loose(), "x")
+    plugin = PluginUnderTest(
+        SchedulerSpec(name="x", impl="x:X", contract=1, options=Loose), Loose(), "x"
+    )
     with pytest.raises(AssertionError, match="Loose must set"):
         SpecConformance().test_the_options_model_forbids_unknown_keys(plugin)
 

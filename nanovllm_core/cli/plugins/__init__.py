@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from nanovllm_core.cli import plugin_tests
-from nanovllm_core.cli.plugins import details, doctor, listing, new, validate
+from nanovllm_core.cli.plugins import conformance, details, doctor, listing, new, validate
 
 app = typer.Typer(no_args_is_help=True, help="What is installed, and how to write one more.")
 
@@ -15,5 +14,5 @@ app.command()(details.show)
 app.command()(details.schema)
 app.command()(doctor.doctor)
 app.command()(validate.validate)
-app.command("test")(plugin_tests.run_conformance_suite)
+app.command("test")(conformance.run_conformance_suite)
 app.command()(new.new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,23 +13,22 @@ from unittest import mock
 import typer
 import yaml
 
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import ConfigError, PluginError, PluginNotFoundError
-from nanovllm_core.interfaces.specs import PluginSpec, SchedulerSpec
-from nanovllm_core.kinds import EXTENSION, KIND
+from nanovllm_core.cli.plugins.choice import KindOption, Name, installed_plugins, one_plugin
+from nanovllm_core.errors import ConfigError, PluginError
+from nanovllm_core.interfaces.specs import SchedulerSpec
+from nanovllm_core.kinds import EXTENSION, KIND, NO_SPEC
 from nanovllm_core.plugin_discovery import InstalledPlugin
-from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
+from nanovllm_core.plugin_manager import PluginManager
 
 if TYPE_CHECKING:
     import pytest
 
+POLICY_SUITE = "nanovllm_core.testing.scheduler:SchedulingPolicyConformance"
+"""Of schedulers that are a policy; the kind's own suite is of whole ones."""
 SUITES_WITHOUT_SPEC: Mapping[str, str] = {
     EXTENSION: "nanovllm_core.testing.extension:ExtensionConformance",
     KIND: "nanovllm_core.testing.kind:KindConformance",
 }
-"""The other kinds, the core's and those that plugins declare, name their suites themselves."""
-
-POLICY_SUITE = "nanovllm_core.testing.scheduler:SchedulingPolicyConformance"
 
 TEST_FILE = """
 import pytest
@@ -38,16 +37,14 @@ from nanovllm_core.testing import installed_plugin
 
 class TestPlugin({suite}):
     @pytest.fixture
-    def plugin(self):
-        return installed_plugin({kind!r}, {name!r}, **{options!r})
+    def {fixture}(self):
+        return {value}
 """
 
 
 def run_conformance_suite(
-    name: Annotated[str, typer.Argument(help="The plugin, as a configuration names it.")],
-    kind: Annotated[
-        str | None, typer.Option(help="Its kind, where plugins of several kinds have that name.")
-    ] = None,
+    name: Name,
+    kind: KindOption = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of the plugin's own; may be repeated."),
@@ -68,32 +65,17 @@ def run_conformance_suite(
         raise PluginError(
             'nanovllm plugins test needs pytest: pip install "nanovllm-core[testing]"'
         ) from None
-    manager = get_plugin_manager()
-    plugin = _find(manager, name, kind)
+    manager = installed_plugins()
+    plugin = one_plugin(manager, name, kind)
     options = dict(_parse(text) for text in option or ())
-    if plugin.kind not in SUITES_WITHOUT_SPEC:
+    if plugin.kind not in NO_SPEC:
         manager.resolve(plugin.kind, name, options, "--option")
-    module, _, suite = _suite(manager, plugin).partition(":")
+    suite = _suite(manager, plugin)
+    typer.echo(f"{plugin.kind} {plugin}: {suite.partition(':')[2]}")
     report = _Report()
-    with TemporaryDirectory() as folder:
-        # A name of its own: pytest keeps test modules by name for as long as the process lives.
-        file = Path(folder, f"test_{Path(folder).name}.py")
-        file.write_text(
-            TEST_FILE.format(
-                module=module, suite=suite, kind=plugin.kind, name=name, options=options
-            )
-        )
-        settings = Path(folder, "pytest.ini")
-        settings.write_text("[pytest]\n")
-        arguments = ["-c", str(settings), "--rootdir", folder, "--import-mode=importlib"]
-        arguments += ["-p", "no:terminal", "-p", "no:cacheprovider", str(file)]
-        arguments += ["-k", only] if only else []
-        arguments += [f"--junit-xml={junit.absolute()}"] if junit else []
-        typer.echo(f"{plugin.kind} {plugin}: {suite}")
-        # The suite is what the core ships: other people's pytest plugins have no say in it.
-        quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-        with mock.patch.dict(os.environ, quiet):
-            status = pytest.main(arguments, plugins=[report])
+    more = ["-k", only] if only else []
+    more += [f"--junit-xml={junit.absolute()}"] if junit else []
+    status = _run(_test_file(plugin, suite, options), more, report)
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise ConfigError(f"no check of {suite} has a name with {only!r}")
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -103,23 +85,31 @@ def run_conformance_suite(
     raise typer.Exit(int(report.failed > 0))
 
 
-def _find(manager: PluginManager, name: str, kind: str | None) -> InstalledPlugin:
-    """The one installed plugin that is meant."""
-    if kind is not None:
-        return manager.find(kind, name)
-    kinds = sorted({plugin.kind for plugin in manager.installed() if plugin.name == name})
-    if not kinds:
-        known = {plugin.name for plugin in manager.installed()}
-        hint = did_you_mean(name, known)
-        raise PluginNotFoundError(
-            f"no plugin {name!r} is installed{hint}; see `nanovllm plugins list`"
-        )
-    if len(kinds) > 1:
-        choices = " or ".join(f"--kind {kind}" for kind in kinds)
-        raise PluginNotFoundError(
-            f"plugins of {len(kinds)} kinds are named {name!r}: say {choices}"
-        )
-    return manager.find(kinds[0], name)
+def _test_file(plugin: InstalledPlugin, suite: str, options: Mapping[str, Any]) -> str:
+    """What an author would write, for the installed plugin."""
+    module, _, name = suite.partition(":")
+    fixture, value = "plugin", f"installed_plugin({plugin.kind!r}, {plugin.name!r}, **{options!r})"
+    if plugin.kind in NO_SPEC:
+        fixture, value = "module", repr(plugin.entry_point.partition(":")[0])
+    return TEST_FILE.format(module=module, suite=name, fixture=fixture, value=value)
+
+
+def _run(source: str, more: Sequence[str], report: _Report) -> int:
+    """Run a test file by pytest in this process; its exit status."""
+    import pytest
+
+    with TemporaryDirectory() as folder:
+        # A name of its own: pytest keeps test modules by name for as long as the process lives.
+        file = Path(folder, f"test_{Path(folder).name}.py")
+        file.write_text(source, encoding="utf-8")
+        settings = Path(folder, "pytest.ini")
+        settings.write_text("[pytest]\n")
+        arguments = ["-c", str(settings), "--rootdir", folder, "--import-mode=importlib"]
+        arguments += ["-p", "no:terminal", "-p", "no:cacheprovider", *more, str(file)]
+        # The suite is what the core ships: other people's pytest plugins have no say in it.
+        quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+        with mock.patch.dict(os.environ, quiet):
+            return int(pytest.main(arguments, plugins=[report]))
 
 
 def _parse(text: str) -> tuple[str, Any]:
@@ -130,16 +120,13 @@ def _parse(text: str) -> tuple[str, Any]:
 
 
 def _suite(manager: PluginManager, plugin: InstalledPlugin) -> str:
-    """`"module:Class"` of the suite for a plugin."""
-    if plugin.kind in SUITES_WITHOUT_SPEC:
+    """`"module:Class"` of the suite for a plugin: its kind's, which may be a declared one."""
+    if plugin.kind in NO_SPEC:
         return SUITES_WITHOUT_SPEC[plugin.kind]
-    if plugin.kind == "scheduler" and _is_policy(manager.spec(plugin.kind, plugin.name)):
+    spec = manager.spec(plugin.kind, plugin.name)
+    if isinstance(spec, SchedulerSpec) and spec.level == "policy":
         return POLICY_SUITE
     return manager.kind(plugin.kind).conformance
-
-
-def _is_policy(spec: PluginSpec) -> bool:
-    return isinstance(spec, SchedulerSpec) and spec.level == "policy"
 
 
 @dataclass

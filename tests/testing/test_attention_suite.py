@@ -1,0 +1,166 @@
+"""The attention suite on a backend in plain torch, which declares everything and keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.interfaces.attention import (
+    AttentionBackend,
+    AttentionCapabilities,
+    DecodeMetadata,
+    KVLayout,
+    PrefillMetadata,
+)
+from nanovllm_core.interfaces.specs import AttentionSpec
+from nanovllm_core.testing import AttentionConformance, PluginUnderTest, plugin_under_test
+from nanovllm_core.testing.attention_backend import BackendUnderTest, UnavailableError
+
+
+class Plain(AttentionBackend):
+    """Row by row, in float64; shares no code with the reference."""
+
+    def plan_decode(self, metadata: DecodeMetadata) -> None:
+        if metadata.query_len != 1:
+            raise UnsupportedError(f"query_len is {metadata.query_len}, plain decodes 1")
+
+    def run_decode(
+        self,
+        q_BHD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: DecodeMetadata,
+        out_BHD: Tensor,
+    ) -> None:
+        lens = metadata.seq_lens.tolist()
+        starts = [*range(len(lens) + 1)]
+        self._attend(q_BHD, k_cache, v_cache, metadata.block_table, lens, starts, out_BHD)
+
+    def run_prefill(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: PrefillMetadata,
+        out_THD: Tensor,
+    ) -> None:
+        lens, starts = metadata.seq_lens.tolist(), metadata.query_start_loc.tolist()
+        self._attend(q_THD, k_cache, v_cache, metadata.block_table, lens, starts, out_THD)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        table: Tensor,
+        lens: list[int],
+        starts: list[int],
+        out: Tensor,
+    ) -> None:
+        config = self.config
+        for row, keys in enumerate(lens):
+            start, stop = starts[row], starts[row + 1]
+            pages = table[row, : -(-keys // config.block_size)].long()
+            k, v = (x[pages].flatten(0, 1)[:keys].double() for x in (k_cache, v_cache))
+            for index in range(start, stop if keys else start):
+                position = keys - (stop - index)
+                first = 0
+                if config.sliding_window is not None:
+                    first = max(0, position - config.sliding_window + 1)
+                for head in range(config.num_heads):
+                    kv_head = head * config.num_kv_heads // config.num_heads
+                    seen = k[first : position + 1, kv_head]
+                    scores = seen @ q[index, head].double() * config.scale
+                    if config.soft_cap is not None:
+                        scores = torch.tanh(scores / config.soft_cap) * config.soft_cap
+                    weights = scores.softmax(0)
+                    out[index, head] = (weights @ v[first : position + 1, kv_head]).to(out.dtype)
+
+
+@hookimpl
+def nanovllm_attention() -> Iterator[AttentionSpec]:
+    yield SPEC
+
+
+SPEC = AttentionSpec(
+    name="plain",
+    impl=f"{__name__}:Plain",
+    contract=1,
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32", "float16", "bfloat16"}),
+        gqa=True,
+        sliding_window=True,
+        soft_cap=True,
+    ),
+    kv_layouts=lambda requirements, options: [KVLayout("NPKD", 1)],
+)
+
+
+class TestPlain(AttentionConformance):
+    """Every check that a backend without graphs can be asked passes."""
+
+    expected_failures = {  # noqa: RUF012 - as an author would write it
+        "test_reading_the_spec_imports_nothing_heavy": "this file is the spec's module"
+    }
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return plugin_under_test(SPEC)
+
+
+def subject(**capabilities: object) -> BackendUnderTest:
+    stated = replace(SPEC.capabilities, **capabilities)  # type: ignore[arg-type]
+    plugin = plugin_under_test(SPEC)
+    return BackendUnderTest(replace(plugin, spec=replace(SPEC, capabilities=stated)))
+
+
+def test_sizes_follow_what_is_declared() -> None:
+    assert subject().heads == (4, 2)
+    assert subject(gqa=False).heads == (2, 2)
+    assert subject(head_sizes=frozenset({80, 128})).head_size == 80
+    assert subject(dtypes=frozenset({"bfloat16"})).dtype == "bfloat16"
+    assert subject().half == "float16"
+    assert subject(phases=frozenset({"prefill"})).phases == ["prefill"]
+
+
+def test_a_backend_that_cannot_run_here_says_why() -> None:
+    """So that checks are skipped with the reason, never passed."""
+    if not torch.cuda.is_available():
+        with pytest.raises(UnavailableError, match="runs on cuda, which is not here"):
+            subject(devices=frozenset({"cuda"}))
+    refusing = replace(SPEC, check=lambda requirements, options: ["no such luck"])
+    with pytest.raises(UnavailableError, match="no such luck"):
+        BackendUnderTest(replace(plugin_under_test(SPEC), spec=refusing))
+
+
+def test_rows_of_one_query_are_served_by_both_phases() -> None:
+    it = subject()
+    ways = {
+        "rows": it.ways(it.case([3, 4])),
+        "chunks": it.ways(it.case([3, 4], [2, 4])),
+        "padded": it.ways(it.case([3, 0])),
+    }
+    assert {name: [phase for phase, _ in runs] for name, runs in ways.items()} == {
+        "rows": ["decode", "prefill"],
+        "chunks": ["prefill"],
+        "padded": ["decode"],
+    }
+
+
+def test_a_failure_names_phase_batch_and_error() -> None:
+    it = subject()
+    case = it.case([5, 17])
+    it.check(case, "rows")
+    with pytest.raises(AssertionError) as caught:
+        it.check(case, "rows", phases=("decode",), rel_norm=1e-30)
+    assert str(caught.value).startswith(
+        "decode, rows: query_lens [1, 1], seq_lens [5, 17], 4/2 heads of 64, pages of 16, float32: "
+        "relative norm error"
+    )
