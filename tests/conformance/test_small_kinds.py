@@ -1,0 +1,33 @@
+"""The core's own sampler and sources pass the suites that everybody's must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanovllm_core.testing import PluginUnderTest, installed_plugin
+from nanovllm_core.testing.checkpoint import CheckpointConformance
+from nanovllm_core.testing.sampler import SamplerConformance
+
+
+class TestLocal(CheckpointConformance):
+    """Folders of this machine."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("checkpoint", "local")
+
+    @pytest.fixture
+    def existing(self, tmp_path: Path) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+        return str(tmp_path)
+
+
+class TestGumbel(SamplerConformance):
+    """The built-in sampler."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("sampler", "gumbel")
