@@ -1,4 +1,4 @@
-"""The core's own sampler and sources pass the suites that everybody's must."""
+"""The core's own sampler, kernel sets and sources pass the suites that everybody's must."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanovllm_core.testing import PluginUnderTest, installed_plugin
 from nanovllm_core.testing.checkpoint import CheckpointConformance
+from nanovllm_core.testing.kernels import KernelSetConformance
 from nanovllm_core.testing.sampler import SamplerConformance
+
+CUDA = torch.cuda.is_available()
 
 
 class TestLocal(CheckpointConformance):
@@ -31,3 +35,25 @@ class TestGumbel(SamplerConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return installed_plugin("sampler", "gumbel")
+
+
+class TestTorchKernels(KernelSetConformance):
+    """The reference itself."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("kernels", "torch")
+
+
+class TestTritonKernels(KernelSetConformance):
+    """Compiled on a GPU, interpreted elsewhere."""
+
+    dtypes = (torch.float32, torch.float16, *([torch.bfloat16] if CUDA else []))
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("kernels", "triton")
+
+    @pytest.fixture
+    def device(self) -> torch.device:
+        return torch.device("cuda" if CUDA else "cpu")
