@@ -1,4 +1,4 @@
-"""The core's own sampler, kernel sets and sources pass the suites that everybody's must."""
+"""The core's own plugins of the smaller kinds pass the suites that everybody's must."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from nanovllm_core.testing import PluginUnderTest, installed_plugin
 from nanovllm_core.testing.checkpoint import CheckpointConformance
+from nanovllm_core.testing.executor import ExecutorConformance
 from nanovllm_core.testing.kernels import KernelSetConformance
 from nanovllm_core.testing.sampler import SamplerConformance
 
@@ -57,3 +58,11 @@ class TestTritonKernels(KernelSetConformance):
     @pytest.fixture
     def device(self) -> torch.device:
         return torch.device("cuda" if CUDA else "cpu")
+
+
+class TestSingleProcess(ExecutorConformance):
+    """The built-in executor."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("executor", "single")
