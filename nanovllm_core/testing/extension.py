@@ -1,0 +1,73 @@
+"""The conformance suite of extensions: light modules of lifecycle hooks, commands and checks.
+
+An extension has no spec; it is its module:
+
+    class TestMyExtension(ExtensionConformance):
+        @pytest.fixture
+        def plugin(self) -> PluginUnderTest:
+            return extension_under_test("my_extension.plugin")
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from types import ModuleType
+
+import pluggy
+import pytest
+import typer
+
+from nanovllm_core import hookspecs
+from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
+from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+
+
+def extension_under_test(module: str) -> PluginUnderTest:
+    """The extension whose entry point names this module."""
+    spec = PluginSpec(name=module, impl=f"{module}:__name__", contract=1)
+    return PluginUnderTest(spec, NoOptions(), module)
+
+
+class ExtensionConformance(SpecConformance):
+    """Every hook is one that the core calls, with arguments that it gives."""
+
+    @pytest.fixture
+    def module(self, plugin: PluginUnderTest) -> ModuleType:
+        """The module that the entry point names."""
+        return import_module(plugin.spec_module)
+
+    def hooks_of(self, module: ModuleType) -> list[str]:
+        """The names of the functions marked `@hookimpl`."""
+        mark = f"{hookspecs.PROJECT}_impl"
+        return [name for name, value in vars(module).items() if hasattr(value, mark)]
+
+    def test_every_hook_is_one_of_the_core(self, module: ModuleType) -> None:
+        """A misspelt hook, or one with an argument that nobody gives, is an error."""
+        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        manager.add_hookspecs(hookspecs)
+        manager.register(module)
+        manager.check_pending()
+
+    def test_there_is_a_hook(self, module: ModuleType) -> None:
+        """What implements none would be enabled and do nothing."""
+        assert self.hooks_of(module), f"{module.__name__} has no function marked @hookimpl"
+
+    def test_its_commands_have_a_help_text(self, module: ModuleType) -> None:
+        """What `nanovllm_cli` adds is listed by `nanovllm --help`."""
+        hook = getattr(module, "nanovllm_cli", None)
+        if hook is None:
+            pytest.skip("no nanovllm_cli")
+        app = typer.Typer()
+        hook(**({"app": app} if "app" in inspect.signature(hook).parameters else {}))
+        assert app.registered_commands or app.registered_groups
+        for command in app.registered_commands:
+            assert command.callback is not None
+            assert command.help or inspect.getdoc(command.callback), command.callback.__name__
+
+    def test_it_may_be_closed_without_a_start(self, module: ModuleType) -> None:
+        """An engine whose start failed is closed too."""
+        closed = getattr(module, "nanovllm_engine_closed", None)
+        if closed is None:
+            pytest.skip("no nanovllm_engine_closed")
+        closed()

@@ -1,0 +1,184 @@
+"""The conformance suite of logits processors.
+
+Shape suffixes as in `nanovllm_core.interfaces.logits_processor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm_core.interfaces.logits_processor import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsRequest,
+)
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+
+VOCAB, LENGTH = 50, 32
+PROMPT = (7, 3, 3, 11)
+OUTPUTS: Sequence[tuple[int, ...]] = ((), (4,), (9, 9, 2, 30, 1, 12), (5,) * 28)
+"""What four rows have given so far; the last one's ids fill the table."""
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+"""Operations whose result the host, or a shape, waits for."""
+
+
+class LogitsProcessorConformance(SpecConformance):
+    """Rows are changed in place, each by its own request alone, without waiting for the device."""
+
+    arguments: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+    """What requests ask, as in `SamplingParams.logits_processors`; row i takes number i, round."""
+
+    @pytest.fixture
+    def context(self) -> LogitsContext:
+        """A small engine on the CPU without a tokenizer; override it where one is needed."""
+        return LogitsContext(
+            device=torch.device("cpu"),
+            vocab_size=VOCAB,
+            max_model_len=LENGTH,
+            max_num_seqs=len(OUTPUTS),
+            tokenizer="",
+        )
+
+    @pytest.fixture
+    def asked(self, plugin: PluginUnderTest) -> list[BaseModel]:
+        """The validated arguments of one row each."""
+        assert isinstance(plugin.spec, LogitsProcessorSpec)
+        model = plugin.spec.arguments
+        try:
+            valid = [model.model_validate(dict(each)) for each in self.arguments]
+        except ValidationError as error:
+            pytest.skip(f"state `arguments` that a request may ask: {error.errors()[0]['msg']}")
+        return [valid[i % len(valid)] for i in range(len(OUTPUTS))]
+
+    @pytest.fixture
+    def processor(self, plugin: PluginUnderTest, context: LogitsContext) -> LogitsProcessor:
+        """Made as the worker makes it."""
+        made = plugin.load()(plugin.options, context)
+        assert isinstance(made, LogitsProcessor)
+        return made
+
+    def test_arguments_forbid_unknown_keys(self, plugin: PluginUnderTest) -> None:
+        """A misspelt key of a request is refused, never ignored."""
+        assert isinstance(plugin.spec, LogitsProcessorSpec)
+        assert plugin.spec.arguments.model_config.get("extra") == "forbid"
+
+    def test_valid_arguments_are_not_refused(
+        self, plugin: PluginUnderTest, asked: list[BaseModel], context: LogitsContext
+    ) -> None:
+        """`check` returns a list of reasons, here an empty one."""
+        assert isinstance(plugin.spec, LogitsProcessorSpec)
+        for arguments in asked:
+            assert plugin.spec.check(arguments, context.vocab_size) == []
+
+    def test_every_row_keeps_an_id(
+        self, processor: LogitsProcessor, asked: list[BaseModel]
+    ) -> None:
+        """Nothing becomes NaN or +inf, and no row is all -inf."""
+        logits_SV = random_logits()
+        processor.process(logits_SV, make_requests(processor, asked))
+        assert not logits_SV.isnan().any()
+        assert not logits_SV.isposinf().any()
+        assert (logits_SV > float("-inf")).any(-1).all()
+
+    def test_a_row_is_changed_by_its_own_request_alone(
+        self, processor: LogitsProcessor, asked: list[BaseModel]
+    ) -> None:
+        """Alone, or in another order: the same logits."""
+        together = run(processor, asked, range(len(OUTPUTS)))
+        reverse = run(processor, asked, reversed(range(len(OUTPUTS))))
+        assert torch.equal(reverse.flip(0), together)
+        for row in range(len(OUTPUTS)):
+            assert torch.equal(run(processor, asked, [row])[0], together[row])
+
+    def test_a_second_call_does_what_the_first_did(
+        self, processor: LogitsProcessor, asked: list[BaseModel]
+    ) -> None:
+        """What `prepare` returns follows from the arguments, and nothing is remembered."""
+        first = run(processor, asked, range(len(OUTPUTS)))
+        requests = make_requests(processor, asked)
+        for _ in range(3):
+            logits_SV = random_logits()
+            processor.process(logits_SV, requests)
+            assert torch.equal(logits_SV, first)
+
+    def test_only_known_ids_count(self, processor: LogitsProcessor, asked: list[BaseModel]) -> None:
+        """Behind the known ids stands what a former request left there, or nonsense."""
+        rows = range(len(OUTPUTS))
+        expected = run(processor, asked, rows)
+        for filler in (-7, 3, VOCAB - 1, VOCAB + 1000):
+            assert torch.equal(run(processor, asked, rows, filler), expected)
+
+    def test_tables_are_only_read(self, processor: LogitsProcessor, asked: list[BaseModel]) -> None:
+        """The ids and lengths are the engine's."""
+        requests = make_requests(processor, asked)
+        before = [(r.token_ids.clone(), int(r.num_prompt), int(r.num_known)) for r in requests]
+        processor.process(random_logits(), requests)
+        for request, (ids, num_prompt, num_known) in zip(requests, before, strict=True):
+            assert torch.equal(request.token_ids, ids)
+            assert (int(request.num_prompt), int(request.num_known)) == (num_prompt, num_known)
+
+    def test_it_does_not_wait_for_the_device(
+        self, processor: LogitsProcessor, asked: list[BaseModel]
+    ) -> None:
+        """No value is read on the host, and no shape depends on one."""
+        requests = make_requests(processor, asked)
+        with RefuseWaiting():  # type: ignore[no-untyped-call]
+            processor.process(random_logits(), requests)
+
+
+class RefuseWaiting(TorchDispatchMode):
+    """Fails at an operation for which the host would wait on a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name in WAITING:
+            raise AssertionError(f"{func} waits for the device")
+        if name == "index" and any(
+            each is not None and each.dtype == torch.bool for each in args[1]
+        ):
+            raise AssertionError("indexing with a mask waits for the device; use torch.where")
+        return func(*args, **(kwargs or {}))
+
+
+def random_logits() -> Tensor:
+    """Logits of all rows, the same every time."""
+    return torch.randn(len(OUTPUTS), VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def make_requests(
+    processor: LogitsProcessor, asked: Sequence[BaseModel], filler: int = -7
+) -> list[LogitsRequest]:
+    """The rows, with `filler` behind their known ids."""
+    requests = []
+    for arguments, outputs in zip(asked, OUTPUTS, strict=True):
+        known = [*PROMPT, *outputs]
+        ids = known + [filler] * (LENGTH - len(known))
+        requests.append(
+            LogitsRequest(
+                arguments=arguments,
+                state=processor.prepare(arguments),
+                token_ids=torch.tensor(ids, dtype=torch.int32),
+                num_prompt=torch.tensor(len(PROMPT), dtype=torch.int32),
+                num_known=torch.tensor(len(known), dtype=torch.int32),
+            )
+        )
+    return requests
+
+
+def run(
+    processor: LogitsProcessor, asked: Sequence[BaseModel], rows: Any, filler: int = -7
+) -> Tensor:
+    """What the logits of these rows become, in a call of these rows."""
+    chosen = list(rows)
+    requests = make_requests(processor, asked, filler)
+    logits_SV = random_logits()[chosen].contiguous()
+    processor.process(logits_SV, [requests[row] for row in chosen])
+    return logits_SV

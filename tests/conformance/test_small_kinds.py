@@ -1,0 +1,68 @@
+"""The core's own plugins of the smaller kinds pass the suites that everybody's must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm_core.testing import PluginUnderTest, installed_plugin
+from nanovllm_core.testing.checkpoint import CheckpointConformance
+from nanovllm_core.testing.executor import ExecutorConformance
+from nanovllm_core.testing.kernels import KernelSetConformance
+from nanovllm_core.testing.sampler import SamplerConformance
+
+CUDA = torch.cuda.is_available()
+
+
+class TestLocal(CheckpointConformance):
+    """Folders of this machine."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("checkpoint", "local")
+
+    @pytest.fixture
+    def existing(self, tmp_path: Path) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+        return str(tmp_path)
+
+
+class TestGumbel(SamplerConformance):
+    """The built-in sampler."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("sampler", "gumbel")
+
+
+class TestTorchKernels(KernelSetConformance):
+    """The reference itself."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("kernels", "torch")
+
+
+class TestTritonKernels(KernelSetConformance):
+    """Compiled on a GPU, interpreted elsewhere."""
+
+    dtypes = (torch.float32, torch.float16, *([torch.bfloat16] if CUDA else []))
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("kernels", "triton")
+
+    @pytest.fixture
+    def device(self) -> torch.device:
+        return torch.device("cuda" if CUDA else "cpu")
+
+
+class TestSingleProcess(ExecutorConformance):
+    """The built-in executor."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("executor", "single")
