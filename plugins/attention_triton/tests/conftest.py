@@ -137,8 +137,8 @@ class PagedBatch:
         torch_error = (self.reference(out.dtype) - exact).abs().max().item()
         # One rounding of the largest output is granted where torch happens to be exact.
         rounding = torch.finfo(out.dtype).eps * exact.abs().max().item()
-        if self.cap is not None and out.dtype is torch.float32:
-            rounding *= 8  # each score is a tanh, and theirs and ours round on their own
+        if out.dtype is torch.float32:  # both are a few roundings off; which more is chance
+            rounding = 1e-6 * exact.abs().max().item()
         limit = max(2 * torch_error, rounding)
         assert_close_report(out, exact, rel_norm=NORM_LIMIT[out.dtype], max_abs=limit)
 

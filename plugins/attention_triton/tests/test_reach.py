@@ -36,9 +36,8 @@ def test_prefill_sees_its_window_and_caps_its_scores(paged_batch, window, cap):
     batch.assert_right(batch.prefill())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("page", "dtype"), [(16, torch.float32), (64, torch.float16)])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (40, None), (None, 2.0), (40, 2.0)])
-@pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_every_head_size_with_window_and_cap(paged_batch, head_size, page, window, cap, dtype):
     """Sizes that are no power of two are padded inside the kernels and nowhere else."""
