@@ -259,6 +259,8 @@ def attention_requirements(
         compute_capability=capability,
         cuda_graphs=cuda_graphs and phase == "decode",
         block_size=config.cache.block_size,
+        sliding_window=shape.sliding_window is not None,
+        soft_cap=shape.soft_cap is not None,
     )
 
 

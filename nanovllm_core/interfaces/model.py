@@ -27,6 +27,9 @@ class ModelShape:
 
     `max_position` is the longest sequence in tokens, prompt and output; `tied_embeddings` says that
     the head shares the embedding's weight, so that a checkpoint brings it once.
+    `sliding_window` and `soft_cap` are those of every attention layer (see `AttentionConfig`), so
+    that a backend without them is refused before a weight is read. A model whose layers differ is
+    not supported: raise ArchitectureError in `shape`.
     """
 
     num_layers: int
@@ -37,6 +40,8 @@ class ModelShape:
     vocab_size: int
     max_position: int
     tied_embeddings: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
 
 class CausalLM(Protocol):

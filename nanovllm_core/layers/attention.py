@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.kernels import QKPrep
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.module import Layer
@@ -24,7 +24,8 @@ class Attention(Layer):
 
     Norm and rotation of q and k are data (`prep`), so that a runtime may fuse them. `scale`
     multiplies the scores. `sliding_window`: the number of last keys a query sees, its own included.
-    `soft_cap` c turns scores s into c·tanh(s / c).
+    `soft_cap` c turns scores s into c·tanh(s / c). Both must be what the model's `shape` says, the
+    same for all layers. Raises UnsupportedError where they are not positive.
     """
 
     def __init__(
@@ -37,6 +38,9 @@ class Attention(Layer):
         soft_cap: float | None = None,
     ) -> None:
         super().__init__(context)
+        for name, value in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
+            if value is not None and not value > 0:
+                raise UnsupportedError(f"{name}={value} must be positive, or None for none")
         self.prep = prep
         self.scale = scale
         self.sliding_window = sliding_window

@@ -39,7 +39,7 @@ class AotJob:
     """One kernel, `"package.module:name"`, with the types and constants to compile it for.
 
     `signature` names every argument that is not in `constexprs`, in any order. A constant that is a
-    Triton dtype is written as the string `"tl.float32"`.
+    Triton dtype is written as the string `"tl.float32"`. `maxnreg` bounds the registers per thread.
     """
 
     kernel: str
@@ -47,6 +47,7 @@ class AotJob:
     constexprs: Mapping[str, Constant]
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,11 @@ def _compile(job: AotJob) -> AotReport:
     compiled = triton.compile(
         ASTSource(function, types, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": job.num_warps, "num_stages": job.num_stages},
+        options={
+            "num_warps": job.num_warps,
+            "num_stages": job.num_stages,
+            "maxnreg": job.maxnreg,
+        },
     )
     registers, spills = _resource_usage(compiled.asm["cubin"])
     return AotReport(registers, spills, compiled.metadata.shared, compiled.asm["ptx"])

@@ -14,6 +14,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import EngineClosedError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.layers import Attention
@@ -138,7 +139,7 @@ def _make_backends(
 ) -> tuple[AttentionBackend, AttentionBackend]:
     """The prefill and the decode backend; one object where both are the same choice."""
     layers = model.attention_layers()
-    _check_alike(layers)
+    _check_alike(layers, model.shape)
     config = AttentionConfig(
         device=model.device,
         dtype=model.dtype,
@@ -150,6 +151,8 @@ def _make_backends(
         max_num_seqs=setup.config.limits.max_num_seqs,
         max_model_len=setup.max_model_len,
         max_num_batched_tokens=setup.config.limits.max_num_batched_tokens,
+        sliding_window=layers[0].sliding_window,
+        soft_cap=layers[0].soft_cap,
     )
 
     def make(resolved: ResolvedPlugin) -> AttentionBackend:
@@ -160,24 +163,30 @@ def _make_backends(
     return prefill, prefill if same else make(setup.decode_attention)
 
 
-def _check_alike(layers: Sequence[Attention]) -> None:
+def _check_alike(layers: Sequence[Attention], shape: ModelShape) -> None:
     """One backend serves all layers; refuse what it would otherwise ignore in silence."""
-    for index, layer in enumerate(layers):
-        for name in ("sliding_window", "soft_cap"):
-            value = getattr(layer, name)
-            if value is not None:
+    for name in ("sliding_window", "soft_cap"):
+        for index, layer in enumerate(layers):
+            # The backends were asked at start by the shape alone.
+            if getattr(layer, name) != getattr(shape, name):
                 raise UnsupportedError(
-                    f"attention layer {index} has {name}={value}, which this version does not "
-                    "apply; use a model without it"
+                    f"attention layer {index} has {name}={getattr(layer, name)}, the model's shape "
+                    f"says {getattr(shape, name)}: this version needs one value for all layers, "
+                    "the one that the model plugin's shape() gives; use a model whose layers do "
+                    "not differ, or correct the model plugin"
                 )
-        facts = (layer.scale, layer.prep.num_heads, layer.prep.num_kv_heads, layer.prep.head_size)
-        prep = layers[0].prep
-        first = (layers[0].scale, prep.num_heads, prep.num_kv_heads, prep.head_size)
-        if facts != first:
+    first = _facts(layers[0])
+    for index, layer in enumerate(layers):
+        if _facts(layer) != first:
             raise UnsupportedError(
-                f"attention layer {index} has (scale, heads, KV heads, head size) {facts}, layer 0 "
-                f"has {first}; this version needs all layers alike"
+                f"attention layer {index} has (scale, heads, KV heads, head size) {_facts(layer)}, "
+                f"layer 0 has {first}; this version needs all layers alike"
             )
+
+
+def _facts(layer: Attention) -> tuple[float, int, int, int]:
+    prep = layer.prep
+    return layer.scale, prep.num_heads, prep.num_kv_heads, prep.head_size
 
 
 def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttention) -> ModelRunner:

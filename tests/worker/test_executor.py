@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import (
     EngineClosedError,
@@ -20,15 +22,19 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
+from nanovllm_core.kernels import get_kernels
 from nanovllm_core.layers import Attention
 from nanovllm_core.startup import start
+from nanovllm_core.testing.dense_attention import DenseRuntime
 from nanovllm_core.worker.kv_cache import KVCache
-from nanovllm_core.worker.model import LoadedModel
+from nanovllm_core.worker.model import LoadedModel, load_model
 
 from ..e2e.tiny import Reference, write_checkpoint, write_config
 
 for plugin in ("model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+
+from nanovllm_model_qwen3.model import Qwen3ForCausalLM  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +187,7 @@ def _resident_pages() -> int:
 def test_layers_that_no_backend_would_serve_as_they_are_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
 ) -> None:
-    """A window, a soft cap or a scale of its own is an error, not something to be ignored."""
+    """A layer with a window, a soft cap or a scale of its own is refused, not ignored."""
     executor, setup = prepare(folder)
     layers = LoadedModel.attention_layers
 
@@ -193,3 +199,64 @@ def test_layers_that_no_backend_would_serve_as_they_are_are_refused(
     monkeypatch.setattr(LoadedModel, "attention_layers", changed)
     with pytest.raises(UnsupportedError, match=r"attention layer \d"):
         executor.start(setup)
+
+
+def windowed(monkeypatch: pytest.MonkeyPatch, **rules: Any) -> None:
+    """Make every Qwen3 model one whose shape and layers have these rules."""
+    shape, make = Qwen3ForCausalLM.shape, Attention.__init__
+
+    def ruled_shape(config: Any) -> ModelShape:
+        return replace(shape(config), **rules)
+
+    def ruled_layer(self: Attention, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs, **rules)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "shape", ruled_shape)
+    monkeypatch.setattr(Attention, "__init__", ruled_layer)
+
+
+@pytest.mark.parametrize("rules", [{"sliding_window": 6}, {"soft_cap": 1.5}])
+def test_a_window_or_soft_cap_of_all_layers_is_served(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rules: dict[str, Any]
+) -> None:
+    """An engine that cuts the prompt in chunks gives the tokens of one plain softmax."""
+    prompt = [5, 17, 3, 60, 9, 9, 21, 80, 44, 2, 31, 7, 55, 90, 12, 13, 70, 6, 28, 11]
+    settings = {"device": "cpu", "attention": "sdpa", "max_model_len": 64, "max_num_seqs": 4}
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+    def tokens() -> list[int]:
+        with LLM(str(folder), **settings, max_num_batched_tokens=16) as llm:
+            return list(llm.generate([prompt], sampling)[0].token_ids)
+
+    plain = tokens()
+    windowed(monkeypatch, **rules)
+    found = tokens()
+    _, setup = prepare(folder)
+    model = load_model(setup, get_kernels(torch.device("cpu")))
+    runtime, ids = DenseRuntime(model.module, 64), list(prompt)
+    with torch.inference_mode():
+        fresh = ids
+        for _ in range(12):
+            start = len(ids) - len(fresh)
+            positions = torch.arange(start, len(ids), dtype=torch.int32)
+            hidden = model.forward(torch.tensor(fresh, dtype=torch.int32), positions)
+            fresh = [int(model.compute_logits(hidden)[-1].argmax())]
+            ids += fresh
+    assert found == ids[len(prompt) :]
+    assert found != plain, "the rules change nothing on this prompt"
+    assert runtime.caches
+
+
+def test_start_asks_backends_for_the_models_window_and_soft_cap(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend without them is refused before a weight is read."""
+    windowed(monkeypatch, sliding_window=6, soft_cap=30.0)
+    monkeypatch.setattr(
+        "nanovllm_attention_sdpa.plugin.check",
+        lambda requirements, options: [
+            f"asked {requirements.sliding_window} {requirements.soft_cap}"
+        ],
+    )
+    with pytest.raises(UnsupportedError, match="asked True True"):
+        prepare(folder)

@@ -9,7 +9,12 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from nanovllm_attention_flash.adapters.base import Adapter, DecodeBatch, PrefillBatch
+from nanovllm_attention_flash.adapters.base import (
+    Adapter,
+    AttentionRules,
+    DecodeBatch,
+    PrefillBatch,
+)
 from nanovllm_attention_flash.plugin import provider_of
 from nanovllm_attention_flash.providers import Provider, other_installs
 from nanovllm_core.api import (
@@ -34,8 +39,14 @@ class FlashAttention(AttentionBackend):
                 f"{self.provider.page_multiple} tokens, not {config.block_size}; "
                 f"set cache.block_size: {self.provider.page_multiple}"
             )
+        rules = AttentionRules(config.scale, config.sliding_window, config.soft_cap)
+        reasons = self.provider.unsupported(
+            sliding_window=rules.sliding_window is not None, soft_cap=rules.soft_cap is not None
+        )
+        if reasons:
+            raise UnsupportedError(f"attention flash: {'; '.join(reasons)}", reasons)
         self._label = self.provider.label()
-        self._adapter = _load(self.provider, config.scale)
+        self._adapter = _load(self.provider, rules)
         self._decode: DecodeBatch | None = None
         self._prefill: PrefillBatch | None = None
 
@@ -116,7 +127,7 @@ class FlashAttention(AttentionBackend):
         out_THD.copy_(self._adapter.prefill(q_THD, k_cache, v_cache, self._prefill))
 
 
-def _load(provider: Provider, scale: float) -> Adapter:
+def _load(provider: Provider, rules: AttentionRules) -> Adapter:
     """Import the provider's adapter, and with it the provider."""
     missing = provider.missing()
     if missing is not None:
@@ -132,4 +143,4 @@ def _load(provider: Provider, scale: float) -> Adapter:
             f"{provider.install}, {other_installs(provider)}",
             [str(error)],
         ) from error
-    return cast(Adapter, adapter(scale))
+    return cast(Adapter, adapter(rules))

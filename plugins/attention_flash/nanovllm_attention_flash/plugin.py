@@ -37,12 +37,15 @@ def provider_of(options: BaseModel) -> Provider:
 
 
 def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
-    """Why the chosen provider cannot serve: not installed, or the wrong GPU."""
+    """Why the chosen provider cannot serve: not installed, the wrong GPU, no window."""
     provider = provider_of(options)
     reasons = []
     missing = provider.missing()
     if missing is not None:
         reasons.append(f"provider {provider.name}: {missing}, {other_installs(provider)}")
+    reasons += provider.unsupported(
+        sliding_window=requirements.sliding_window, soft_cap=requirements.soft_cap
+    )
     first, last = provider.capabilities
     here = requirements.compute_capability
     if here is not None and not first <= here[0] <= last:
@@ -74,6 +77,9 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         head_sizes=frozenset({64, 128}),
         min_compute_capability=(8, 0),
         gqa=True,
+        # Some providers only: see `check`.
+        sliding_window=True,
+        soft_cap=True,
         # A tile loads every row of its page; a weight of 0 times a NaN in V would be NaN.
         needs_finite_tail=True,
         cuda_graphs="decode",

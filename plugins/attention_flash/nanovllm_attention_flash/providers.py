@@ -27,6 +27,8 @@ class Provider:
     """One package that brings FlashAttention, and what must be known before importing it.
 
     `capabilities` are the compute capabilities it runs on, first and last major version.
+    `sliding_window` and `soft_cap`: whether this backend hands them to the provider. fa4, which
+    `auto` takes, has both, but they have not been run on a GPU here.
     """
 
     name: ProviderName
@@ -37,6 +39,8 @@ class Provider:
     capabilities: tuple[int, int]
     min_version: tuple[int, int] = (0, 0)
     verified: bool = False
+    sliding_window: bool = False
+    soft_cap: bool = False
 
     @property
     def version(self) -> str | None:
@@ -55,6 +59,16 @@ class Provider:
             least = ".".join(map(str, self.min_version))
             return f"{self.distribution} {version} is older than {least}; {self.install}"
         return None
+
+    def unsupported(self, *, sliding_window: bool, soft_cap: bool) -> list[str]:
+        """Why it cannot serve a model with these, one reason for each."""
+        asked = {"sliding_window": sliding_window, "soft_cap": soft_cap}
+        return [
+            f"provider {self.name} is not given a {name.replace('_', ' ')} here, and the model "
+            f"needs one; choose provider: {_names_with(name)}, or the triton backend"
+            for name, needed in asked.items()
+            if needed and not getattr(self, name)
+        ]
 
     def label(self) -> str:
         """For listings and benchmarks: name, package, version, and whether a GPU has run it."""
@@ -87,6 +101,8 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 install="build it from github.com/Dao-AILab/flash-attention, folder hopper",
                 page_multiple=16,
                 capabilities=(8, 9),
+                sliding_window=True,
+                soft_cap=True,
             ),
             Provider(
                 name="fa2",
@@ -95,6 +111,8 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 install="pip install flash-attn --no-build-isolation (it compiles)",
                 page_multiple=256,
                 capabilities=(8, 12),
+                sliding_window=True,
+                soft_cap=True,
             ),
             Provider(
                 name="torch",
@@ -104,6 +122,7 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 page_multiple=256,
                 capabilities=(8, 12),
                 min_version=(2, 12),
+                sliding_window=True,  # its varlen_attn has no soft cap
             ),
         )
     }
@@ -124,6 +143,10 @@ def other_installs(provider: Provider) -> str:
         if other is not provider
     )
     return f"or choose another by option, each unverified on hardware but fa4: {'; '.join(others)}"
+
+
+def _names_with(feature: str) -> str:
+    return ", ".join(name for name, other in PROVIDERS.items() if getattr(other, feature))
 
 
 def _major_minor(version: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm_attention_flash.backend import FlashAttention
 from nanovllm_attention_flash.plugin import FlashOptions
-from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
+from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata, UnsupportedError
 
 Q_DECODE = torch.randn(3, 4, 64)
 Q_PREFILL = torch.randn(7, 4, 64)
@@ -26,11 +26,11 @@ PREFILL = PrefillMetadata(
 )
 
 
-def backend(provider: str) -> FlashAttention:
+def backend(provider: str, window: int | None = None, cap: float | None = None) -> FlashAttention:
     config = AttentionConfig(
         device=torch.device("cpu"), dtype=torch.bfloat16, num_heads=4, num_kv_heads=2,
         head_size=64, scale=0.125, block_size=256, max_num_seqs=4, max_model_len=512,
-        max_num_batched_tokens=1000,
+        max_num_batched_tokens=1000, sliding_window=window, soft_cap=cap,
     )  # fmt: skip
     made = FlashAttention(config, FlashOptions.model_validate({"provider": provider}))
     made.allocate()
@@ -163,3 +163,45 @@ def test_torch(fake_providers: dict[str, Any], phase: str) -> None:
             "block_table": TABLE if decode else TABLE[:2], "num_splits": 1,
         },
     )  # fmt: skip
+
+
+def run_both(made: FlashAttention) -> None:
+    made.plan_decode(DECODE)
+    made.run_decode(Q_DECODE, K, V, DECODE, torch.zeros_like(Q_DECODE))
+    made.plan_prefill(PREFILL)
+    made.run_prefill(Q_PREFILL, K, V, PREFILL, torch.zeros_like(Q_PREFILL))
+
+
+@pytest.mark.parametrize(
+    ("provider", "recorders"), [("fa2", ("fa2_kvcache", "fa2_varlen")), ("fa3", ("fa3",))]
+)
+def test_windows_and_soft_caps_reach_the_providers_that_have_them(
+    fake_providers: dict[str, Any], provider: str, recorders: tuple[str, ...]
+) -> None:
+    """A window of 100 keys is flash-attn's (99, 0), in decode and in prefill."""
+    run_both(backend(provider, window=100, cap=30.0))
+    calls = [call for name in recorders for call in fake_providers[name].calls]
+    assert len(calls) == 2
+    for call in calls:
+        assert (call["window_size"], call["softcap"], call["causal"]) == ((99, 0), 30.0, True)
+
+
+def test_a_window_reaches_torch(fake_providers: dict[str, Any]) -> None:
+    """torch's causal mask is a window too."""
+    if "torch" not in fake_providers:
+        pytest.skip("this torch's varlen_attn has no block_table")
+    run_both(backend("torch", window=100))
+    windows = [call["window_size"] for call in fake_providers["torch"].calls]
+    assert windows == [(99, 0), (99, 0)]
+
+
+@pytest.mark.parametrize(
+    ("provider", "rules"),
+    [("fa4", {"window": 100}), ("fa4", {"cap": 30.0}), ("torch", {"cap": 30.0})],
+)
+def test_a_provider_without_them_is_never_made(
+    fake_providers: dict[str, Any], provider: str, rules: dict[str, Any]
+) -> None:
+    """To leave them out would be another model."""
+    with pytest.raises(UnsupportedError, match=f"provider {provider} is not given a .*triton"):
+        backend(provider, **rules)

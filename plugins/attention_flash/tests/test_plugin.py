@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -104,6 +105,24 @@ def test_each_provider_has_its_gpus(
     assert (reasons == []) is serves
     if not serves:
         assert f"this GPU has {here[0]}.{here[1]}" in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("provider", "window", "cap"),
+    [("fa4", False, False), ("fa3", True, True), ("fa2", True, True), ("torch", True, False)],
+)
+def test_each_provider_says_whether_it_has_windows_and_soft_caps(
+    installed: dict[str, str], provider: str, window: bool, cap: bool
+) -> None:
+    """What is not handed on is a reason with the providers that have it."""
+    installed["flash-attn-3"] = "3.0"
+    for name, has in (("sliding_window", window), ("soft_cap", cap)):
+        reasons = SPEC.check(
+            replace(requirements(block_size=256), **{name: True}), options(provider)
+        )
+        assert (reasons == []) is has
+        if not has:
+            assert "choose provider: fa3, fa2" in reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,10 @@ class SdpaAttention(AttentionBackend):
     def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
         super().__init__(config, options)
         kernel = cast(SdpaOptions, options).kernel
-        self._attend = SdpaKernel(kernel, config.device)
+        self._attend = SdpaKernel(kernel, config.device, config.soft_cap)
+        # A window that holds every sequence is none.
+        window = config.sliding_window
+        self._window = None if window is None or window >= config.max_model_len else window
         self._group = config.num_heads // config.num_kv_heads
         self._width = config.max_blocks_per_seq * config.block_size
         self._writes_scores = self._attend.writes_scores(config.head_size)
@@ -90,9 +93,14 @@ class SdpaAttention(AttentionBackend):
                 f"{GATHER_LIMIT // MIB} MiB ({self._max_slots} tokens); lower max_model_len or use "
                 "a backend that reads pages in place (attention: {backend: triton})"
             )
+        # The keys that a decode row gathers at most: whole pages, of which a window needs fewer.
+        self._span = self._width
+        if self._window is not None:
+            pages = (self._window + config.block_size - 2) // config.block_size + 1
+            self._span = min(self._width, pages * config.block_size)
         self._decode_slots = self._max_slots
         if config.device.type == "cpu":
-            row = self._width * config.num_kv_heads
+            row = self._span * config.num_kv_heads
             self._decode_slots = min(self._max_slots, max(CPU_CACHE // per_slot, row))
         self._step: DecodeStep | None = None
         self._chunks: list[Chunk] = []
@@ -111,11 +119,10 @@ class SdpaAttention(AttentionBackend):
         self._pages: Tensor | None = None
         self._bias: Tensor | None = None
         rows, itemsize = config.max_num_seqs, config.dtype.itemsize
-        if rows * (self._width * itemsize + config.max_blocks_per_seq * 4) <= TABLE_LIMIT:
-            self._pages = torch.zeros(
-                rows, config.max_blocks_per_seq, dtype=torch.int32, device=device
-            )
-            self._bias = torch.zeros(rows, self._width, dtype=config.dtype, device=device)
+        pages = self._span // config.block_size
+        if rows * (self._span * itemsize + pages * 4) <= TABLE_LIMIT:
+            self._pages = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+            self._bias = torch.zeros(rows, self._span, dtype=config.dtype, device=device)
         if self.workspace_bytes > WORKSPACE_LIMIT:
             raise InconsistentStateError(
                 f"sdpa allocated {self.workspace_bytes} bytes, its limit is {WORKSPACE_LIMIT}"
@@ -214,14 +221,22 @@ class SdpaAttention(AttentionBackend):
         return x_THD.view(-1, self.config.num_kv_heads, self._group, self.config.head_size)
 
     def _length_bounds(self, metadata: DecodeMetadata) -> list[int]:
-        """A bound on the keys of each row: exact on the CPU, the host's own on a device.
+        """A bound on the keys that each row gathers: exact on the CPU, the host's own on a device.
 
         Reading `seq_lens` from a device would stop the host once per step, and could not be
         captured.
         """
         if metadata.seq_lens.device.type == "cpu":
-            return cast(list[int], metadata.seq_lens.tolist())
-        return [metadata.max_seq_len] * metadata.num_rows
+            lens = metadata.seq_lens
+            return cast(list[int], (lens - self._skipped(lens)).tolist())
+        return [min(metadata.max_seq_len, self._span)] * metadata.num_rows
+
+    def _skipped(self, lens: Tensor) -> Tensor:
+        """The tokens of whole pages before each decode row's window, which are not gathered."""
+        if self._window is None:
+            return torch.zeros_like(lens)
+        page = self.config.block_size
+        return (lens - self._window).clamp_(min=0) // page * page
 
     def _plan_padding(self, seq_lens: Tensor) -> Tensor | None:
         """The rows to zero, [B, 1, 1]; None where the host knows that there are none."""
@@ -234,17 +249,28 @@ class SdpaAttention(AttentionBackend):
     def _fill_pages(self, metadata: DecodeMetadata, rows: slice, out: Tensor) -> None:
         """Each row's page ids; past its end its own first page, and page 0 for a padded row.
 
-        So no page is read that the row does not own, whatever the block table holds there.
+        So no page is read that the row does not own, whatever the block table holds there. With a
+        window the first page is the one in which the row's window begins.
         """
         table, lens = metadata.block_table[rows], metadata.seq_lens[rows, None]
+        if self._window is not None:
+            skipped = self._skipped(lens)
+            columns = (skipped + self._page_starts[: out.shape[1]]) // self.config.block_size
+            table = table.gather(1, columns.clamp_(max=table.shape[1] - 1).long())
+            lens = lens - skipped
         first = table[:, :1] * (lens > 0)
         used = self._page_starts[: out.shape[1]] < lens
         torch.where(used, table[:, : out.shape[1]], first, out=out)
 
     def _fill_bias(self, metadata: DecodeMetadata, rows: slice, out: Tensor) -> None:
-        """0 where a key belongs to the row, -inf past its end."""
-        past = self._positions[: out.shape[1]] >= metadata.seq_lens[rows, None]
-        out.zero_().masked_fill_(past, float("-inf"))
+        """0 where the row's query sees a key, -inf past its end and before its window."""
+        lens, positions = metadata.seq_lens[rows, None], self._positions[: out.shape[1]]
+        if self._window is None:
+            out.zero_().masked_fill_(positions >= lens, float("-inf"))
+            return
+        lens = lens - self._skipped(lens)
+        hidden = (positions >= lens) | (positions < lens - self._window)
+        out.zero_().masked_fill_(hidden, float("-inf"))
 
     def _make_tables(self, metadata: DecodeMetadata, part: DecodePart) -> tuple[Tensor, Tensor]:
         """Page ids and mask of some rows, for this call alone."""
@@ -305,9 +331,14 @@ class SdpaAttention(AttentionBackend):
         for row, chunk in enumerate(self._chunks):
             if chunk.queries.start == chunk.queries.stop:
                 continue
-            num_pages = -(-chunk.num_keys // self.config.block_size)
-            pages = metadata.block_table[row : row + 1, :num_pages]
-            keys = num_pages * self.config.block_size
+            first_page = 0
+            if self._window is not None:  # of the first query
+                num_queries = chunk.queries.stop - chunk.queries.start
+                first_key = chunk.num_keys - num_queries - self._window + 1
+                first_page = max(0, first_key) // self.config.block_size
+            end_page = -(-chunk.num_keys // self.config.block_size)
+            pages = metadata.block_table[row : row + 1, first_page:end_page]
+            keys = pages.shape[1] * self.config.block_size
             heads = self.config.num_kv_heads
             for part in slice_rows_and_heads(1, keys, heads, self._max_slots):
                 k, v = self._gather(k_cache, v_cache, pages, part.heads)
@@ -315,16 +346,17 @@ class SdpaAttention(AttentionBackend):
                     q_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                     k,
                     v,
-                    chunk.num_keys,
+                    chunk.num_keys - first_page * self.config.block_size,
                     out_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                 )
 
     def _attend_chunk(
         self, q_KGQD: Tensor, k_1KLD: Tensor, v_1KLD: Tensor, num_keys: int, out_KGQD: Tensor
     ) -> None:
-        """Causal attention of a chunk that ends at key `num_keys`."""
+        """Causal attention of a chunk that ends at key `num_keys` of those gathered."""
         maskless = q_KGQD.shape[2] == num_keys or q_KGQD.device.type == "cuda"
-        if maskless and not self._writes_scores:
+        windowed = self._window is not None and self._window < num_keys
+        if maskless and not windowed and not self._writes_scores:
             k_KGLD, v_KGLD = (
                 x[0, :, None, :num_keys].expand(-1, self._group, -1, -1) for x in (k_1KLD, v_1KLD)
             )
@@ -343,11 +375,20 @@ class SdpaAttention(AttentionBackend):
             stop = min(start + step, num_queries)
             # Rounded up, since efficient attention reads masks 16 columns at a time.
             keys = -(-(context + stop) // 16) * 16
-            bias_QL = _causal_bias(context + start, context + stop, keys, q_KGQD)
+            skipped = 0
+            if self._window is not None:
+                skipped = max(0, context + start - self._window + 1) // 16 * 16
+            bias_QL = _causal_bias(
+                context + start - skipped,
+                context + stop - skipped,
+                keys - skipped,
+                self._window,
+                q_KGQD,
+            )
             out = self._attend(
                 q_KGQD[:, :, start:stop].flatten(1, 2)[None],
-                k_1KLD[:, :, :keys],
-                v_1KLD[:, :, :keys],
+                k_1KLD[:, :, skipped:keys],
+                v_1KLD[:, :, skipped:keys],
                 bias_QL.repeat(group, 1),
                 self.config.scale,
             )
@@ -360,7 +401,9 @@ class SdpaAttention(AttentionBackend):
         return group * (2 * q_KGQD.element_size() + scores)
 
 
-def _causal_bias(first: int, stop: int, keys: int, like: Tensor) -> Tensor:
+def _causal_bias(first: int, stop: int, keys: int, window: int | None, like: Tensor) -> Tensor:
     """The additive mask [stop - first, keys] of the queries at positions `first` to `stop`."""
     bias = like.new_full((stop - first, keys), float("-inf"))
-    return bias.triu_(first + 1)
+    if window is None:
+        return bias.triu_(first + 1)
+    return bias.tril(first - window).add_(bias.triu_(first + 1))

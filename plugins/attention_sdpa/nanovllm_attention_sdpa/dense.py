@@ -30,7 +30,7 @@ class Rules:
 def attend(
     q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, rules: Rules, slopes_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output [Q, H, D] and the log of the softmax's denominator [H, Q] in float32.
+    """Output [Q, H, D] and the log of the softmax's denominator [H, Q] in float32 at least.
 
     A query that sees no key gives zeros, and an LSE of +inf as flash-attn does.
     """
@@ -38,7 +38,7 @@ def attend(
     out = torch.empty(
         num_queries, num_heads, v_LKD.shape[-1], dtype=q_QHD.dtype, device=q_QHD.device
     )
-    lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=q_QHD.device)
+    lse = torch.empty(num_heads, num_queries, dtype=_wide(q_QHD), device=q_QHD.device)
     step = queries_per_slice(k_LKD.shape[0], 4 * 4 * num_heads)
     for start in range(0, num_queries, step):
         part = slice(start, min(start + step, num_queries))
@@ -71,29 +71,90 @@ def attend_fused(
     return out
 
 
+def attend_backward(
+    grad_QHD: Tensor,
+    grad_lse_HQ: Tensor | None,
+    q_QHD: Tensor,
+    k_LKD: Tensor,
+    v_LKD: Tensor,
+    rules: Rules,
+    slopes_H: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from those of the output and, where given, of the LSE.
+
+    The weights are computed again, as in FlashAttention's backward pass (Dao et al. 2022), a slice
+    of queries at a time.
+    """
+    num_queries, num_heads, _ = q_QHD.shape
+    num_keys, num_kv_heads, head_size = k_LKD.shape
+    wide = _wide(q_QHD)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_QHD, k_LKD, v_LKD))
+    step = queries_per_slice(num_keys, 4 * wide.itemsize * num_heads)
+    for start in range(0, num_queries, step):
+        part = slice(start, min(start + step, num_queries))
+        bias = _bias(part, num_queries, k_LKD, rules, slopes_H)
+        weights_HQL, _, scores_HQL = _softmax(q_QHD[part], k_LKD, bias, rules)
+        # The queries of the heads that share a KV head lie behind each other: R = G * Q rows.
+        per_head = num_heads // num_kv_heads * (part.stop - part.start)
+        rows, heads = (num_kv_heads, per_head, num_keys), (num_kv_heads, per_head, head_size)
+        q_KRD, grad_KRD = (
+            x[part].to(wide).transpose(0, 1).reshape(heads) for x in (q_QHD, grad_QHD)
+        )
+        k_KLD, v_KLD = (x.to(wide).transpose(0, 1) for x in (k_LKD, v_LKD))
+        weights_KRL = weights_HQL.reshape(rows)
+        slope_KRL = grad_KRD @ v_KLD.transpose(1, 2)
+        slope_KRL -= (slope_KRL * weights_KRL).sum(-1, keepdim=True)
+        if grad_lse_HQ is not None:
+            slope_KRL += grad_lse_HQ[:, part].to(wide).reshape(num_kv_heads, per_head, 1)
+        slope_KRL *= weights_KRL
+        if rules.soft_cap > 0:
+            slope_KRL *= 1 - (scores_HQL / rules.soft_cap).square_().reshape(rows)
+        slope_KRL *= rules.scale
+        dq_HQD = (slope_KRL @ k_KLD).reshape(num_heads, part.stop - part.start, head_size)
+        dq[part] = dq_HQD.transpose(0, 1)
+        dk += (slope_KRL.transpose(1, 2) @ q_KRD).transpose(0, 1)
+        dv += (weights_KRL.transpose(1, 2) @ grad_KRD).transpose(0, 1)
+    return dq.to(q_QHD.dtype), dk.to(k_LKD.dtype), dv.to(v_LKD.dtype)
+
+
 def _attend_part(
     q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, bias: Tensor, rules: Rules
 ) -> tuple[Tensor, Tensor]:
-    """Plain softmax in float32; `bias` [1 or H, Q, L]."""
-    num_queries, num_heads, head_size = q_QHD.shape
-    num_kv_heads = k_LKD.shape[1]
-    group = num_heads // num_kv_heads
-    q_QKGD = q_QHD.float().reshape(num_queries, num_kv_heads, group, head_size)
-    k_K1DL = k_LKD.float().permute(1, 2, 0)[:, None]
-    v_K1LD = v_LKD.float().transpose(0, 1)[:, None]
+    """Plain softmax in float32 at least; `bias` [1 or H, Q, L]."""
+    num_keys, num_kv_heads, _ = k_LKD.shape
+    num_queries, num_heads, _ = q_QHD.shape
+    weights_HQL, lse_HQ, _ = _softmax(q_QHD, k_LKD, bias, rules)
+    per_head = num_heads // num_kv_heads * num_queries
+    weights_KRL = weights_HQL.view(num_kv_heads, per_head, num_keys)
+    v_KLD = v_LKD.to(_wide(q_QHD)).transpose(0, 1)
+    out_HQD = (weights_KRL @ v_KLD).view(num_heads, num_queries, -1)
+    return out_HQD.transpose(0, 1).to(q_QHD.dtype), lse_HQ
+
+
+def _softmax(
+    q_QHD: Tensor, k_LKD: Tensor, bias: Tensor, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [H, Q, L], LSE [H, Q], and the capped scores before the bias [H, Q, L].
+
+    A query that sees no key has no weights, and an LSE of +inf.
+    """
+    num_queries, _, head_size = q_QHD.shape
+    num_kv_heads, wide = k_LKD.shape[1], _wide(q_QHD)
+    q_QKGD = q_QHD.to(wide).reshape(num_queries, num_kv_heads, -1, head_size)
+    k_K1DL = k_LKD.to(wide).permute(1, 2, 0)[:, None]
     scores_HQL = ((q_QKGD.permute(1, 2, 0, 3) @ k_K1DL) * rules.scale).flatten(0, 1)
     if rules.soft_cap > 0:
         scores_HQL = rules.soft_cap * torch.tanh(scores_HQL / rules.soft_cap)
-    scores_HQL = scores_HQL + bias
-    lse_HQ = scores_HQL.logsumexp(-1)
+    biased_HQL = scores_HQL + bias
+    lse_HQ = biased_HQL.logsumexp(-1)
     blind_HQ = torch.isneginf(lse_HQ)
-    weights_HQL = torch.exp(scores_HQL - lse_HQ.masked_fill(blind_HQ, 0)[..., None])
-    weights_KGQL = weights_HQL.view(num_kv_heads, group, num_queries, k_LKD.shape[0])
-    out_HQD = (weights_KGQL @ v_K1LD).flatten(0, 1)
-    return (
-        out_HQD.transpose(0, 1).to(q_QHD.dtype),
-        lse_HQ.masked_fill(blind_HQ, float("inf")),
-    )
+    weights_HQL = torch.exp(biased_HQL - lse_HQ.masked_fill(blind_HQ, 0)[..., None])
+    return weights_HQL, lse_HQ.masked_fill(blind_HQ, float("inf")), scores_HQL
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What sums are kept in: float32, or float64 for inputs in it."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _bias(

@@ -18,20 +18,27 @@ NO_KERNEL = ("No available kernel", "No viable backend")
 
 
 class SdpaKernel:
-    """Attention by one of torch's kernels, or by torch's choice among several."""
+    """Attention by one of torch's kernels, or by torch's choice among several.
 
-    def __init__(self, kernel: Kernel, device: torch.device) -> None:
+    None of them has a soft cap: with one, attention is written out here in plain tensor operations.
+    """
+
+    def __init__(self, kernel: Kernel, device: torch.device, soft_cap: float | None = None) -> None:
         self.name = kernel
         self.device = device
+        self.soft_cap = soft_cap
         self._backends = _backends(kernel, device)
 
     def writes_scores(self, head_size: int) -> bool:
         """Whether scores and copies of K and V go through memory, as torch's math kernel does."""
         fused = head_size % 8 == 0 and head_size <= 256
-        return self.name == "math" or (self.device.type == "cuda" and not fused)
+        plain = self.name == "math" or self.soft_cap is not None
+        return plain or (self.device.type == "cuda" and not fused)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         """Attention with an additive mask. q [B, H, Q, D]; k, v [B, H, L, D]; bias [.., Q, L]."""
+        if self.soft_cap is not None:
+            return _capped_attention(q, k, v, bias, scale, self.soft_cap)
         return self._run(q, k, v, bias, scale)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -70,6 +77,15 @@ class SdpaKernel:
         if self._backends is None:
             return nullcontext()
         return cast(AbstractContextManager[None], sdpa_kernel(self._backends))
+
+
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float
+) -> Tensor:
+    """Softmax of cap * tanh(scores / cap) in float32; a fully hidden query gives NaN, as SDPA."""
+    scores = q.float() @ k.float().transpose(-1, -2)
+    scores.mul_(scale / cap).tanh_().mul_(cap).add_(bias)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
 def _backends(kernel: Kernel, device: torch.device) -> list[SDPBackend] | None:

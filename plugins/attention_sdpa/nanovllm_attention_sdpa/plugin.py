@@ -38,6 +38,15 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
         reasons.append(
             f"kernel {kernel!r} exists only on cuda, device is cpu; use kernel: auto, math or flash"
         )
+    if requirements.soft_cap and kernel not in ("auto", "math"):
+        reasons.append(
+            f"kernel {kernel!r} has no soft cap, and the model needs one; use kernel: auto or math"
+        )
+    if requirements.sliding_window and kernel == "flash" and requirements.device == "cuda":
+        reasons.append(
+            "kernel 'flash' takes no mask on cuda, so it has no sliding window, and the model "
+            "needs one; use kernel: auto, efficient, cudnn or math"
+        )
     if requirements.device == "cuda" and kernel in ("flash", "cudnn"):
         if requirements.dtype == "float32":
             reasons.append(
@@ -64,6 +73,8 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         gqa=True,
+        sliding_window=True,
+        soft_cap=True,
         # A last page is gathered whole: a masked weight of 0 times a NaN in V would be NaN.
         needs_finite_tail=True,
         cuda_graphs="decode",

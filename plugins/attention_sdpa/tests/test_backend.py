@@ -67,6 +67,66 @@ def test_prefill_matches_float64(kernel: Kernel, dtype: torch.dtype, needle: boo
     case.assert_close(prefill(case, backend_for(case, kernel)))
 
 
+WINDOWS = [None, 1, 5, 16, 17, 100, 1000]
+"""None, one key, within a page, a page, over its edge, across pages, beyond every sequence."""
+
+
+@pytest.mark.parametrize("needle", [False, True])
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_windows_and_soft_caps_match_float64(
+    kernel: Kernel, window: int | None, cap: float | None, needle: bool
+) -> None:
+    """Decode, whole prompts and chunks behind a prefix, shorter and longer than the window."""
+    rules = {"needle": needle, "sliding_window": window, "soft_cap": cap}
+    rows = decode_case([1, 2, 16, 0, 17, 127, 300], **rules)
+    rows.assert_close(decode(rows, backend_for(rows, kernel)))
+    chunks = make_case(
+        [1, 17, 128, 5, 100, 1], [1, 17, 128, 69, 333, 200],
+        num_heads=4, num_kv_heads=2, head_size=64, **rules,
+    )  # type: ignore[arg-type]  # fmt: skip
+    chunks.assert_close(prefill(chunks, backend_for(chunks, kernel)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "cap"), [(40, None), (None, 3.0), (40, 3.0)])
+def test_windows_and_soft_caps_in_every_dtype(
+    window: int | None, cap: float | None, dtype: torch.dtype
+) -> None:
+    """Half precision rounds once more, and no more than that."""
+    rules = {"dtype": dtype, "sliding_window": window, "soft_cap": cap}
+    rows = decode_case([40, 41, 200], **rules)
+    rows.assert_close(decode(rows, backend_for(rows)))
+    chunks = make_case([30, 90], [70, 90], num_heads=4, num_kv_heads=1, head_size=80, **rules)  # type: ignore[arg-type]
+    chunks.assert_close(prefill(chunks, backend_for(chunks)))
+
+
+def test_pages_before_the_window_are_not_gathered() -> None:
+    """Neither their contents, which are NaN here, nor their entries in the block table."""
+    for queries, run in ((1, decode), (20, prefill)):
+        case = make_case(
+            [queries], [200], num_heads=4, num_kv_heads=2, head_size=64, sliding_window=40
+        )
+        expected = case.expected()
+        first = (200 - queries - 40 + 1) // 16
+        case.k_cache[case.block_table[0, :first].long()] = float("nan")
+        case.v_cache[case.block_table[0, :first].long()] = float("nan")
+        case.block_table[0, :first] = 2**30
+        out = run(case, backend_for(case))
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_bounds_what_decode_keeps_and_gathers() -> None:
+    """Tables are as wide as the window's pages, whatever the longest sequence."""
+    case = decode_case([2000], sliding_window=40)
+    backend = backend_for(case)
+    assert backend.captured_tensors()["bias"].shape == (1, 4 * 16)
+    case.assert_close(decode(case, backend))
+    # A device knows only the host's bound; the window bounds it too.
+    assert max(backend._length_bounds(case.decode_metadata())) <= 64
+
+
 @pytest.mark.parametrize("kernel", ["auto", "math", "flash"])
 def test_padded_rows_give_zeros(kernel: Kernel) -> None:
     """A row of length 0 gives zeros though page 0, which its block table names, holds NaN."""

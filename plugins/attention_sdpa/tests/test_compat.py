@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_attention_sdpa import compat_ops
 from nanovllm_attention_sdpa.compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from nanovllm_core.api import UnsupportedError
 
@@ -385,3 +386,156 @@ def test_lengths_beyond_the_cache_are_refused() -> None:
     q, cache = torch.randn(2, 1, H, D), torch.randn(2, 32, K, D)
     with pytest.raises(UnsupportedError, match=r"cache_seqlens=40.*the cache holds 32"):
         flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=40)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("rules", RULES, ids=[", ".join(rules) or "none" for rules in RULES])
+def test_varlen_has_the_gradients_of_its_output_and_lse(
+    rules: dict[str, Any], heads: tuple[int, int], with_lse: bool
+) -> None:
+    """Against finite differences in float64: GQA, ragged lengths, windows, soft cap, ALiBi."""
+    if "alibi_slopes" in rules and heads[0] != H:
+        pytest.skip("one slope per head of the other cases")
+    generator = torch.Generator().manual_seed(0)
+    query_lens, key_lens = (2, 3, 1, 0), (2, 4, 0, 2)  # a row without keys, one without queries
+    q, k, v = (
+        torch.randn(sum(lens), n, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        for lens, n in ((query_lens, heads[0]), (key_lens, heads[1]), (key_lens, heads[1]))
+    )
+
+    def outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        found = flash_attn_varlen_func(
+            q, k, v, starts(query_lens), starts(key_lens), 3, 4, return_attn_probs=with_lse, **rules
+        )
+        if isinstance(found, Tensor):
+            return (found,)
+        seen = found[1].isfinite()  # the LSE of a query without keys is +inf
+        return found[0], found[1][seen]
+
+    assert torch.autograd.gradcheck(outputs, (q, k, v), fast_mode=True)
+
+
+def test_gradients_of_packed_attention_equal_torchs_own(
+    packed: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """In float32, many slices of queries: those of SDPA under autograd."""
+    q, k, v = (x[:3].clone().requires_grad_() for x in packed)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    out = flash_attn_varlen_func(q, k, v, ends, ends, 3, 3, causal=True)
+    assert isinstance(out, Tensor)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    expected = torch.autograd.grad(dense.square().sum(), (q, k, v))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_slices_of_queries_change_no_gradient(
+    packed: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long sequences are worked off in slices, forward and backward."""
+    q, k, v = (x.clone().requires_grad_() for x in packed)
+    cu_q, cu_k = starts(QUERIES), starts(KEYS)
+
+    def grads() -> tuple[Tensor, ...]:
+        out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 9, causal=True, softcap=2.0)
+        assert isinstance(out, Tensor)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    whole = grads()
+    monkeypatch.setattr("nanovllm_attention_sdpa.workspace.BIAS_LIMIT", 300)
+    for one, other in zip(grads(), whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_do_not_exist_are_refused(
+    packed: tuple[Tensor, Tensor, Tensor], cached: dict[str, Tensor]
+) -> None:
+    """Pages, slopes and caches get none; the error says what to do instead."""
+    q, k, v = packed
+    cu_q, cu_k = starts(QUERIES), starts(KEYS)
+    slopes = torch.ones(H, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"alibi_slopes=.*detach"):
+        flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 9, alibi_slopes=slopes)
+    table = torch.zeros(4, 1, dtype=torch.int32)
+    pages = torch.zeros(1, 16, K, D)
+    with pytest.raises(UnsupportedError, match="pass packed k and v"):
+        flash_attn_varlen_func(
+            q.clone().requires_grad_(), pages, pages, cu_q, cu_k, 7, 9, block_table=table
+        )
+    with pytest.raises(UnsupportedError, match="use flash_attn_varlen_func"):
+        flash_attn_with_kvcache(**{**cached, "q": cached["q"].clone().requires_grad_()})
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_varlen_compiles_whole_with_its_gradient(with_lse: bool) -> None:
+    """One graph forward, one backward, of which the lengths are no part."""
+    torch.compiler.reset()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        found = flash_attn_varlen_func(
+            q * 2, k, v, cu_q, cu_k, 8, 9, causal=True, window_size=(4, 0), softcap=5.0,
+            return_attn_probs=with_lse,
+        )  # fmt: skip
+        if isinstance(found, Tensor):
+            return found.square().sum()
+        return found[0].square().sum() + found[1].exp().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for query_lens, key_lens in (((8, 8), (9, 9)), ((4, 7), (6, 7))):
+        q, k, v = (
+            torch.randn(sum(lens), n, D).requires_grad_()
+            for lens, n in ((query_lens, H), (key_lens, K), (key_lens, K))
+        )
+        cu_q, cu_k = starts(query_lens), starts(key_lens)
+        found, expected = (
+            torch.autograd.grad(f(q, k, v, cu_q, cu_k), (q, k, v)) for f in (compiled, loss)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("appending", [False, True])
+def test_kvcache_compiles_whole_and_stores_its_keys(
+    cached: dict[str, Tensor], appending: bool
+) -> None:
+    """The caches are written in place, as without compiling."""
+    torch.compiler.reset()
+    new = {name: torch.randn(3, 2, K, D) for name in ("k", "v")} if appending else {}
+    results = []
+    for function in (
+        flash_attn_with_kvcache,
+        torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager"),
+    ):
+        arguments = {name: x.clone() for name, x in cached.items()}
+        out, lse = function(**arguments, **new, causal=True, return_softmax_lse=True)
+        results.append((out, lse, arguments["k_cache"], arguments["v_cache"]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_the_operators_keep_their_declarations(
+    packed: tuple[Tensor, Tensor, Tensor], cached: dict[str, Tensor]
+) -> None:
+    """opcheck: schemas are true, fake kernels match, autograd is registered and traceable."""
+    cu_q, cu_k = starts(QUERIES), starts(KEYS)
+    for with_lse in (False, True):
+        q, k, v = (x.clone().requires_grad_() for x in packed)
+        arguments = (q, k, v, cu_q, cu_k, None, None, 7, 9, 0.3, 4, 0, 2.0, with_lse)
+        torch.library.opcheck(compat_ops.attend_packed, arguments)
+    q, k, v = packed
+    lse = torch.randn(H, q.shape[0])
+    for grad_lse in (None, lse):
+        gradients = (torch.randn_like(q), grad_lse, q, k, v, cu_q, cu_k, None, 0.3, 4, 0, 2.0)
+        torch.library.opcheck(compat_ops.attend_packed_backward, gradients)
+    new = torch.randn(3, 2, K, D)
+    for extra in ((None, None), (new, new)):
+        torch.library.opcheck(
+            compat_ops.attend_cache,
+            (
+                cached["q"], cached["k_cache"], cached["v_cache"], *extra, None, None,
+                cached["cache_seqlens"], None, None, None, 0.3, 4, 0, 2.0, True, True,
+            ),
+        )  # fmt: skip

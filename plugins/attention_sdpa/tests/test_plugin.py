@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
@@ -46,6 +48,12 @@ def test_auto_and_math_serve_everywhere() -> None:
         ("flash", requirements(dtype="float32", phase="prefill"), "dtype is float32"),
         ("cudnn", requirements(dtype="float32"), "dtype is float32"),
         ("flash", requirements(), "takes no mask on cuda"),
+        ("efficient", replace(requirements(), soft_cap=True), "'efficient' has no soft cap"),
+        (
+            "flash",
+            replace(requirements(phase="prefill"), sliding_window=True),
+            "no sliding window, and the model needs one",
+        ),
     ],
 )
 def test_a_kernel_that_cannot_serve_gives_its_reason(

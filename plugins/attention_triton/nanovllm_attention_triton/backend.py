@@ -15,7 +15,7 @@ from nanovllm_attention_triton.decode import (
     triton_version,
 )
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
+from nanovllm_attention_triton.prefill import CAUSAL, fits_large_tiles, prefill_attention
 from nanovllm_attention_triton.tuning import FEW_ROWS, decode_tuning, prefill_tuning
 from nanovllm_core.api import (
     AttentionBackend,
@@ -42,9 +42,12 @@ class TritonAttention(AttentionBackend):
         # With chunks of a fixed length a row has the same bits in every batch: one table then.
         few = most if self._options.chunk_size else min(FEW_ROWS, most)
         self.decode_tunings = [
-            (rows, decode_tuning(config.dtype.itemsize, rows, self._options))
+            (rows, decode_tuning(config.dtype.itemsize, config.head_size, rows, self._options))
             for rows in sorted({few, most})
         ]
+        # A window that holds every sequence is none, and costs nothing.
+        window = config.sliding_window
+        self._window = None if window is None or window >= config.max_model_len else window
         self._workspaces: list[DecodeWorkspace] = []
 
     def allocate(self) -> None:
@@ -58,6 +61,8 @@ class TritonAttention(AttentionBackend):
                     max_num_seqs=rows,
                     max_seq_len=config.max_model_len,
                     num_multiprocessors=num_multiprocessors(config.device),
+                    window=self._window,
+                    soft_cap=config.soft_cap,
                 ),
                 tuning,
                 config.device,
@@ -115,7 +120,7 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
         large = fits_large_tiles(k_cache, v_cache)
-        tuning = prefill_tuning(q_THD.element_size(), large, self._options)
+        tuning = prefill_tuning(q_THD.element_size(), q_THD.shape[-1], large, self._options)
         prefill_attention(
             q_THD,
             k_cache,
@@ -127,6 +132,8 @@ class TritonAttention(AttentionBackend):
             self.config.scale,
             out_THD,
             tuning,
+            window=CAUSAL if self._window is None else (self._window - 1, 0),
+            soft_cap=self.config.soft_cap,
         )
 
     def _check_tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from nanovllm_attention_triton.decode_kernels import ITEM_FIELDS, decode_kernel, plan_kernel
-from nanovllm_attention_triton.tuning import DecodeTuning
+from nanovllm_attention_triton.tuning import DECODE_REGISTERS, DecodeTuning
 from nanovllm_core.api import launch_options, supports_dependent_launch
 
 LOG2_E = math.log2(math.e)
@@ -38,7 +38,8 @@ class DecodeShape:
     """What decode attention needs to know to size its memory and its grids.
 
     A program takes `block_heads` query heads of one KV head, `head_blocks` of them make a group;
-    `partial_heads` of a block are real heads, rounded up to a power of two.
+    `partial_heads` of a block are real heads, rounded up to a power of two, as `block_d` is the
+    head size. `window`: keys that a query sees, its own included; None: all.
     """
 
     num_heads: int
@@ -47,6 +48,8 @@ class DecodeShape:
     max_num_seqs: int
     max_seq_len: int
     num_multiprocessors: int
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def group(self) -> int:
@@ -68,18 +71,31 @@ class DecodeShape:
     def programs_per_item(self) -> int:
         return self.num_kv_heads * self.head_blocks
 
-    def constants(self, page: int, tile: int) -> dict[str, int]:
+    @property
+    def block_d(self) -> int:
+        return next_power_of_2(self.head_size)
+
+    def constants(self, page: int, tile: int) -> dict[str, int | float]:
         """The compile-time arguments of `decode_kernel`."""
         return {
             "GROUP": self.group,
             "BLOCK_H": self.block_heads,
             "HEAD_BLOCKS": self.head_blocks,
             "PARTIAL_HEADS": self.partial_heads,
-            "MERGE": max(MERGE_ELEMENTS // (self.partial_heads * self.head_size), 1),
+            "MERGE": max(MERGE_ELEMENTS // (self.partial_heads * self.block_d), 1),
             "HEAD_SIZE": self.head_size,
+            "BLOCK_D": self.block_d,
             "PAGE": page,
             "TILE": tile,
+            "WINDOWED": self.window is not None,
+            "SOFT_CAP": self.soft_cap or 0.0,
         }
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """The compiler's `maxnreg`, for all but the plain kernel of head sizes 64 and 128."""
+        plain = self.window is None and not self.soft_cap and self.head_size in (64, 128)
+        return {} if plain else {"maxnreg": DECODE_REGISTERS}
 
     def items_per_step(self, programs_per_multiprocessor: int) -> int:
         """The items that make this many programs on every multiprocessor."""
@@ -92,6 +108,9 @@ class DecodeShape:
         Equal parts of a row are whole tiles, so a row of n items may be cut at lengths below
         `min_chunk`, but never into more than n.
         """
+        if self.window is not None:
+            # The tile in which the window begins is read from its start.
+            max_seq_len = min(max_seq_len, self.window + tuning.tile - 1)
         shortest = tuning.fixed_chunk or tuning.min_chunk
         by_length = num_rows * max(-(-max_seq_len // shortest), 1)
         if tuning.fixed_chunk is not None:
@@ -114,6 +133,7 @@ class DecodeWorkspace:
         self.shape = shape
         self.tuning = tuning
         self._launch_options = launch_options(supports_dependent_launch(device))
+        self._launch_options |= shape.registers
         max_items = shape.max_items(shape.max_num_seqs, shape.max_seq_len, tuning)
         # A multiple of 16: Triton compiles another variant for integers that are not.
         self.capacity = -(-max_items // 16) * 16
@@ -123,7 +143,7 @@ class DecodeWorkspace:
         )
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         self.partial = torch.zeros(
-            (programs, shape.partial_heads, shape.head_size), dtype=torch.float32, device=device
+            (programs, shape.partial_heads, shape.block_d), dtype=torch.float32, device=device
         )
         self.lse = torch.zeros((programs, shape.partial_heads), dtype=torch.float32, device=device)
         # The last program of a row leaves its ticket at 0 for the next layer.
@@ -164,6 +184,7 @@ class DecodeWorkspace:
             BLOCK_ROWS=next_power_of_2(self.shape.max_num_seqs),
             PAGE=page,
             TILE=tuning.tile,
+            WINDOW=self.shape.window or 0,
         )
 
     def run(

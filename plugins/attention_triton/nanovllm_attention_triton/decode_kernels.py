@@ -20,11 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 ITEM_FIELDS = tl.constexpr(6)
 """An item is (row, first token, end token, the row's first item, its number of items, first page).
 
-The page saves every layer one of the dependent loads with which a program begins; it is there where
-a page holds whole tiles.
+With a sliding window the tokens of a row's items are those that its query sees, and the first one
+may lie within a tile; without, an item begins with a tile. The page saves every layer one of the
+dependent loads with which a program begins; it is there where a page holds whole tiles.
 """
 PLAN_LANES = tl.constexpr(512)
 """Items whose first pages the plan looks up at a time."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
@@ -45,33 +47,44 @@ def plan_kernel(
     BLOCK_ROWS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """List the step's items: one program over all rows.
 
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
     and raised where that would make more than `max_items` (+ 1 per row). Chunks are whole tiles,
-    and a row's chunks are of equal length.
+    and a row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
+    query, the last of its tokens, sees nothing: they make no work and no item.
     """
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
-    total = tl.sum(lens, 0)
+    spans = lens
+    if WINDOW > 0:
+        hidden = tl.maximum(lens - WINDOW, 0)
+        skipped = hidden // TILE * TILE
+        spans = lens - skipped
+    total = tl.sum(spans, 0)
     chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
     chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
     chunk = tl.cdiv(chunk, TILE) * TILE
-    counts = tl.cdiv(lens, chunk)
+    counts = tl.cdiv(spans, chunk)
     # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.
-    size = tl.cdiv(tl.cdiv(lens, tl.maximum(counts, 1)), TILE) * TILE
+    size = tl.cdiv(tl.cdiv(spans, tl.maximum(counts, 1)), TILE) * TILE
     size = tl.maximum(size, TILE)
     # A padded row keeps one item of no tokens, which writes zeros.
-    counts = tl.where(rows < num_rows, tl.maximum(tl.cdiv(lens, size), 1), 0)
+    counts = tl.where(rows < num_rows, tl.maximum(tl.cdiv(spans, size), 1), 0)
     first = tl.cumsum(counts, 0) - counts
     for index in range(0, tl.max(counts, 0)):
         here = index < counts
         begin = index * size
+        end = begin + size
+        if WINDOW > 0:
+            begin = tl.maximum(begin + skipped, hidden)
+            end = end + skipped
         item = items_ptr + first + index
         tl.store(item, rows, mask=here)
         tl.store(item + item_capacity, begin, mask=here)
-        tl.store(item + 2 * item_capacity, tl.minimum(begin + size, lens), mask=here)
+        tl.store(item + 2 * item_capacity, tl.minimum(end, lens), mask=here)
         tl.store(item + 3 * item_capacity, first, mask=here)
         tl.store(item + 4 * item_capacity, counts, mask=here)
     num_items = tl.sum(counts, 0)
@@ -118,6 +131,28 @@ def page_offsets(pages, start, stride_page, stride_token, PAGE: tl.constexpr, TI
 
 
 @triton.jit
+def within_head(rows, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The mask of a tile [rows, BLOCK_D]: its rows, and where a head size is padded its columns."""
+    mask = rows[:, None]
+    if BLOCK_D > HEAD_SIZE:
+        mask = mask & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[None, :]
+    return mask
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent in fp32, to a few roundings also where it is small."""
+    size = tl.abs(x)
+    decay = tl.exp2(size * -2.8853900817779268)  # e^(-2 |x|)
+    large = (1.0 - decay) / (1.0 + decay)
+    square = x * x
+    # The first terms of the series, where 1 - decay would cancel.
+    series = size * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    result = tl.where(size < 0.2, series, large)
+    return tl.where(x < 0.0, -result, result)
+
+
+@triton.jit
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -146,16 +181,21 @@ def decode_kernel(
     PARTIAL_HEADS: tl.constexpr,
     MERGE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Attend one item with a block of BLOCK_H query heads of one KV head.
 
     Programs of one item are neighbours: its KV heads lie side by side in a page. `log2_scale` is
     the softmax scale times log2(e), applied once, to the scores in fp32. Partials are
-    [item, KV head, head block, PARTIAL_HEADS, HEAD_SIZE] fp32 and normalised; `lse` is base 2.
-    DEPENDENT: see `nanovllm_core.kernels.dependent_launch`.
+    [item, KV head, head block, PARTIAL_HEADS, BLOCK_D] fp32 and normalised; `lse` is base 2.
+    BLOCK_D is the head size rounded up to a power of two; the columns beyond are read as zeros and
+    never stored. WINDOWED: an item may begin within a tile. SOFT_CAP: above 0, the cap of the
+    scaled scores. DEPENDENT: see `nanovllm_core.kernels.dependent_launch`.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -177,33 +217,41 @@ def decode_kernel(
     members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
     real = members < GROUP
     heads = kv_head * GROUP + members
-    dims = tl.arange(0, HEAD_SIZE)
+    dims = tl.arange(0, BLOCK_D)
     q_offsets = row.to(tl.int64) * q_stride_row + heads[:, None] * q_stride_head + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=real[:, None], other=0.0)
+    q = tl.load(q_ptr + q_offsets, mask=within_head(real, HEAD_SIZE, BLOCK_D), other=0.0)
 
     table_row = table_ptr + row.to(tl.int64) * table_stride
     k_head = k_ptr + kv_head * stride_head
     v_head = v_ptr + kv_head * stride_head
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, HEAD_SIZE], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    first_tile = begin
+    if WINDOWED:
+        first_tile = begin // TILE * TILE
     if PAGE % TILE == 0:
         pages = first_page.to(tl.int64)
     else:
-        pages = load_pages(table_row, begin, end, PAGE, TILE)
-    for start in tl.range(begin, end, TILE):
+        pages = load_pages(table_row, first_tile, end, PAGE, TILE)
+    for start in tl.range(first_tile, end, TILE):
         live = start + tl.arange(0, TILE) < end
+        if WINDOWED:
+            live = live & (start + tl.arange(0, TILE) >= begin)
+        live_head = within_head(live, HEAD_SIZE, BLOCK_D)
         offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, TILE)
         pages = load_pages(table_row, start + TILE, end, PAGE, TILE)
         kv_offsets = offsets[:, None] + dims[None, :]
-        k = tl.load(k_head + kv_offsets, mask=live[:, None], other=0.0)
+        k = tl.load(k_head + kv_offsets, mask=live_head, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
+        if SOFT_CAP > 0.0:
+            scores = tanh(scores / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)
         scores = tl.where(live[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         rescale = tl.exp2(peak - new_peak)
         denominator = denominator * rescale + tl.sum(weights, 1)
-        v = tl.load(v_head + kv_offsets, mask=live[:, None], other=0.0)
+        v = tl.load(v_head + kv_offsets, mask=live_head, other=0.0)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         peak = new_peak
@@ -213,11 +261,12 @@ def decode_kernel(
     out_row = out_ptr + row.to(tl.int64) * out_stride_row
     if num_chunks == 1:
         out_offsets = heads[:, None] * out_stride_head + dims[None, :]
-        tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=real[:, None])
+        out_mask = within_head(real, HEAD_SIZE, BLOCK_D)
+        tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=out_mask)
     else:
         slot = (item * programs_per_item + head_block).to(tl.int64) * PARTIAL_HEADS
         tl.store(lse_ptr + slot + lanes, peak + tl.log2(denominator), mask=real)
-        partial_offsets = (slot + lanes[:, None]) * HEAD_SIZE + dims[None, :]
+        partial_offsets = (slot + lanes[:, None]) * BLOCK_D + dims[None, :]
         tl.store(partial_ptr + partial_offsets, result, mask=real[:, None])
         # Every thread's stores come before the ticket, every merge load after it.
         tl.debug_barrier()
@@ -241,6 +290,7 @@ def decode_kernel(
                 PARTIAL_HEADS,
                 MERGE,
                 HEAD_SIZE,
+                BLOCK_D,
             )
 
 
@@ -260,15 +310,16 @@ def _merge_chunks(
     PARTIAL_HEADS: tl.constexpr,
     MERGE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Average a row's chunks, weighted by the mass of each, MERGE chunks at a time."""
     lanes = tl.arange(0, PARTIAL_HEADS)
-    dims = tl.arange(0, HEAD_SIZE)
+    dims = tl.arange(0, BLOCK_D)
     members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
     real = members < GROUP
     peak = tl.full([PARTIAL_HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([PARTIAL_HEADS], tl.float32)
-    acc = tl.zeros([PARTIAL_HEADS, HEAD_SIZE], tl.float32)
+    acc = tl.zeros([PARTIAL_HEADS, BLOCK_D], tl.float32)
     for base in range(0, num_chunks, MERGE):
         chunks = base + tl.arange(0, MERGE)
         live = chunks < num_chunks
@@ -280,7 +331,7 @@ def _merge_chunks(
         # .cg reads the L2, where the other programs' stores are; an L1 line might be stale.
         lse = tl.load(lse_ptr + slots, mask=mask, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(
-            partial_ptr + slots[:, :, None] * HEAD_SIZE + dims[None, None, :],
+            partial_ptr + slots[:, :, None] * BLOCK_D + dims[None, None, :],
             mask=mask[:, :, None],
             other=0.0,
             cache_modifier=".cg",
@@ -296,4 +347,5 @@ def _merge_chunks(
     result = acc / tl.where(real, mass, 1.0)[:, None]
     heads = (head_block // HEAD_BLOCKS) * GROUP + members
     out_offsets = heads[:, None] * out_stride_head + dims[None, :]
-    tl.store(out_row + out_offsets, result.to(out_row.dtype.element_ty), mask=real[:, None])
+    out_mask = within_head(real, HEAD_SIZE, BLOCK_D)
+    tl.store(out_row + out_offsets, result.to(out_row.dtype.element_ty), mask=out_mask)

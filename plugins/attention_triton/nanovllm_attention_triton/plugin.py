@@ -17,6 +17,8 @@ from nanovllm_core.api import (
     hookimpl,
 )
 
+HEAD_SIZES = (64, 80, 96, 128, 256)
+
 
 def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
     """Pages of any multiple of 16 tokens: a tile may span pages, a page may hold several tiles.
@@ -70,9 +72,11 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             capabilities=AttentionCapabilities(
                 devices=frozenset({"cuda", "cpu"}),
                 dtypes=frozenset({"float16", "bfloat16", "float32"}),
-                head_sizes=frozenset({64, 128}),
+                head_sizes=frozenset(HEAD_SIZES),
                 min_compute_capability=(8, 0),
                 gqa=True,
+                sliding_window=True,
+                soft_cap=True,
                 cuda_graphs="decode",
             ),
             kv_layouts=_kv_layouts,

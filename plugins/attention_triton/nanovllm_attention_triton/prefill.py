@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm_attention_triton.decode import LOG2_E
+from nanovllm_attention_triton.decode import LOG2_E, next_power_of_2
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.tuning import (
     LARGE_CAPABILITIES,
@@ -15,6 +15,8 @@ from nanovllm_attention_triton.tuning import (
 )
 from nanovllm_core.api import UnsupportedError
 
+CAUSAL = (-1, 0)
+"""The window of the plain causal mask: no bound to the left, nothing to the right."""
 COPY_ENGINE_CAPABILITY = (9, 0)
 """Hopper's, the first whose copy engine reads tiles of a tensor by its descriptor ("TMA")."""
 COPY_ENGINE_ALIGNMENT = 16
@@ -33,15 +35,17 @@ def prefill_attention(
     out_THD: Tensor,
     tuning: PrefillTuning,
     *,
-    causal: bool = True,
+    window: tuple[int, int] = CAUSAL,
+    soft_cap: float | None = None,
     lse_HT: Tensor | None = None,
 ) -> None:
     """Attend packed queries to their sequences' pages, into `out_THD`.
 
     `k_cache` and `v_cache` [N, P, K, D] have equal strides; the innermost dimension of every tensor
     is contiguous. `block_table` [S, M], `seq_lens_S` [S] and `query_start_loc` [S + 1] are int32.
-    `lse_HT`, fp32, if given, gets each query's natural log-sum-exp. Raises UnsupportedError for a
-    `scale` that is not positive.
+    `window` (left, right): a query at position p sees the keys p - left to p + right, -1 for no
+    bound. `soft_cap` c turns scaled scores s into c * tanh(s / c). `lse_HT`, fp32, if given, gets
+    each query's natural log-sum-exp. Raises UnsupportedError for a `scale` that is not positive.
     """
     if not scale > 0:
         raise UnsupportedError(
@@ -81,8 +85,11 @@ def prefill_attention(
         k_cache.stride(2),
         GROUP=group,
         HEAD_SIZE=q_THD.shape[2],
+        BLOCK_D=next_power_of_2(q_THD.shape[2]),
         PAGE=k_cache.shape[1],
-        CAUSAL=causal,
+        LEFT=window[0],
+        RIGHT=window[1],
+        SOFT_CAP=soft_cap or 0.0,
         WITH_LSE=lse_HT is not None,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
@@ -116,7 +123,11 @@ def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def _tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """Tiles [block_n, head size] of one head of one page of `cache` [N, P, K, D]."""
+    """Tiles [block_n, head size] of one head of one page of `cache` [N, P, K, D].
+
+    A head size that is no power of two is rounded up: beyond it the copy engine fills in zeros.
+    """
+    block_d = next_power_of_2(cache.shape[3])
     return TensorDescriptor(
-        cache, list(cache.shape), list(cache.stride()), [1, block_n, 1, cache.shape[3]]
+        cache, list(cache.shape), list(cache.stride()), [1, block_n, 1, block_d]
     )

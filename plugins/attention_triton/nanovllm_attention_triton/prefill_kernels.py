@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm_attention_triton.decode_kernels import load_pages, page_offsets
+from nanovllm_attention_triton.decode_kernels import (
+    LOG2_E,
+    load_pages,
+    page_offsets,
+    tanh,
+    within_head,
+)
 
 
 @triton.jit
@@ -35,8 +41,11 @@ def prefill_kernel(
     stride_head,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     WITH_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -53,6 +62,11 @@ def prefill_kernel(
     last, partial tile is masked, so nothing is read beyond `seq_len`. `log2_scale`, positive, is
     the softmax scale times log2(e), applied once, in fp32. A query that sees no key gets 0, and a
     log-sum-exp of -inf.
+
+    A query at position p sees the keys from p - LEFT to p + RIGHT; -1 sets no bound, so RIGHT 0 is
+    the causal mask. Tiles that no row of the block sees are not read. SOFT_CAP: above 0, the cap of
+    the scaled scores. BLOCK_D: the head size rounded up to a power of two; the columns beyond are
+    read as zeros.
     """
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -69,52 +83,75 @@ def prefill_kernel(
     tokens = (query_start + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
     real = rows < query_len * GROUP
-    dims = tl.arange(0, HEAD_SIZE)
+    dims = tl.arange(0, BLOCK_D)
+    real_head = within_head(real, HEAD_SIZE, BLOCK_D)
     q_offsets = tokens * q_stride_token + heads * q_stride_head
-    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=real_head, other=0.0)
 
-    # Keys that some row sees, keys that every row sees, keys in tiles within the sequence.
+    # Keys that some row sees are at `begin` or later and before `end`; keys that every row sees at
+    # `seen_from` or later and before `seen_by_all`; `whole_end` ends the tiles within the sequence.
+    begin = 0
     end = seq_len
     seen_by_all = seq_len
-    if CAUSAL:
+    if LEFT >= 0 or RIGHT >= 0:
         last_row = tl.minimum(first_row + BLOCK_M, query_len * GROUP) - 1
-        end = tl.minimum(tl.maximum(context + last_row // GROUP + 1, 0), seq_len)
-        seen_by_all = context + first_row // GROUP + 1
+    if RIGHT >= 0:
+        end = tl.minimum(tl.maximum(context + last_row // GROUP + (1 + RIGHT), 0), seq_len)
+        seen_by_all = context + first_row // GROUP + (1 + RIGHT)
+    if LEFT >= 0:
+        begin = tl.maximum(context + first_row // GROUP - LEFT, 0) // BLOCK_N * BLOCK_N
+        seen_from = context + last_row // GROUP - LEFT
     whole_end = tl.minimum(tl.cdiv(end, BLOCK_N), seq_len // BLOCK_N) * BLOCK_N
 
     table_row = table_ptr + seq.to(tl.int64) * table_stride
     k_head = k_ptr + kv_head * stride_head
     v_head = v_ptr + kv_head * stride_head
+    if SOFT_CAP > 0.0:
+        # Scores become tanh(scores * cap_scale), and log2_scale what takes these to base 2.
+        cap_scale = log2_scale / (SOFT_CAP * LOG2_E)
+        log2_scale = SOFT_CAP * LOG2_E
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_SIZE], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = tl.arange(0, BLOCK_N)
-    pages = load_pages(table_row, 0, whole_end, PAGE, BLOCK_N)
-    for start in tl.range(0, whole_end, BLOCK_N):
+    pages = load_pages(table_row, begin, whole_end, PAGE, BLOCK_N)
+    for start in tl.range(begin, whole_end, BLOCK_N):
         if k_desc is not None:
             page = pages.to(tl.int32)
-            k = k_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, HEAD_SIZE)
-            v = v_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, HEAD_SIZE)
+            k = k_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+            v = v_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
         else:
             offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, BLOCK_N)
-            k = tl.load(k_head + offsets[:, None] + dims[None, :])
-            v = tl.load(v_head + offsets[:, None] + dims[None, :])
+            k = _load_tile(k_head + offsets[:, None] + dims[None, :], HEAD_SIZE, BLOCK_D)
+            v = _load_tile(v_head + offsets[:, None] + dims[None, :], HEAD_SIZE, BLOCK_D)
         pages = load_pages(table_row, start + BLOCK_N, whole_end, PAGE, BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if start + BLOCK_N > seen_by_all:
-            visible = start + keys[None, :] <= positions[:, None]
-            scores = tl.where(visible, scores, float("-inf"))
+        if SOFT_CAP > 0.0:
+            scores = tanh(scores * cap_scale)
+        if RIGHT >= 0:  # noqa: SIM102 - decided when compiled, unlike the next
+            if start + BLOCK_N > seen_by_all:
+                visible = start + keys[None, :] <= positions[:, None] + RIGHT
+                scores = tl.where(visible, scores, float("-inf"))
+        if LEFT >= 0:  # noqa: SIM102
+            if start < seen_from:
+                visible = start + keys[None, :] >= positions[:, None] - LEFT
+                scores = tl.where(visible, scores, float("-inf"))
         acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
     if whole_end < end:
         live = whole_end + keys < end
         pages = load_pages(table_row, whole_end, end, PAGE, BLOCK_N)
         offsets = page_offsets(pages, whole_end, stride_page, stride_token, PAGE, BLOCK_N)
-        k = tl.load(k_head + offsets[:, None] + dims[None, :], mask=live[:, None], other=0.0)
-        v = tl.load(v_head + offsets[:, None] + dims[None, :], mask=live[:, None], other=0.0)
+        live_head = within_head(live, HEAD_SIZE, BLOCK_D)
+        k = tl.load(k_head + offsets[:, None] + dims[None, :], mask=live_head, other=0.0)
+        v = tl.load(v_head + offsets[:, None] + dims[None, :], mask=live_head, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFT_CAP > 0.0:
+            scores = tanh(scores * cap_scale)
         visible = live[None, :]
-        if CAUSAL:
-            visible = visible & (whole_end + keys[None, :] <= positions[:, None])
+        if RIGHT >= 0:
+            visible = visible & (whole_end + keys[None, :] <= positions[:, None] + RIGHT)
+        if LEFT >= 0:
+            visible = visible & (whole_end + keys[None, :] >= positions[:, None] - LEFT)
         scores = tl.where(visible, scores, float("-inf"))
         acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
 
@@ -122,11 +159,22 @@ def prefill_kernel(
     acc = acc / mass[:, None]
     out_offsets = tokens * out_stride_token + heads * out_stride_head
     out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=real[:, None])
+    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=real_head)
     if WITH_LSE:
         LN2: tl.constexpr = 0.6931471805599453
         lse = (peak + tl.log2(mass)) * LN2
         tl.store(lse_ptr + heads.to(tl.int64) * lse_stride_head + tokens, lse, mask=real)
+
+
+@triton.jit
+def _load_tile(pointers, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A whole tile [BLOCK_N, BLOCK_D], without a mask where the head size fills it."""
+    if BLOCK_D == HEAD_SIZE:
+        tile = tl.load(pointers)
+    else:
+        inside = tl.arange(0, BLOCK_D) < HEAD_SIZE
+        tile = tl.load(pointers, mask=inside[None, :], other=0.0)
+    return tile
 
 
 @triton.jit

@@ -62,6 +62,9 @@ DECODE_FEW = {
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
 DECODE_MANY = {2: DecodeTuning(tile=64, num_warps=4, num_stages=3), 4: DECODE_FEW[4]}
+DECODE_REGISTERS = 168
+"""Per thread, where masks of a window or of a padded head take some: as many as leave room for the
+programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
 SMALL_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
@@ -74,14 +77,33 @@ LARGE_PREFILL = {
     2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=3),
     4: SMALL_PREFILL[4],
 }
+# Heads above WIDE: twice the registers and shared memory for every token, so smaller tiles, more
+# warps, fewer stages.
+WIDE = 128
+WIDE_DECODE = {
+    2: DecodeTuning(tile=32, num_warps=4, num_stages=3),
+    4: DecodeTuning(tile=16, num_warps=8, num_stages=2),
+}
+WIDE_SMALL_PREFILL = {
+    2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
+    4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
+}
+WIDE_LARGE_PREFILL = {
+    2: PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=2),
+    4: WIDE_SMALL_PREFILL[4],
+}
 
 
-def decode_tuning(element_size: int, num_rows: int, options: TritonOptions) -> DecodeTuning:
+def decode_tuning(
+    element_size: int, head_size: int, num_rows: int, options: TritonOptions
+) -> DecodeTuning:
     """The decode constants for a dtype of `element_size` bytes, with the user's overrides.
 
     A step of `num_rows` rows, padding included, takes the table for as many.
     """
     table = DECODE_FEW if num_rows <= FEW_ROWS else DECODE_MANY
+    if head_size > WIDE:
+        table = WIDE_DECODE
     return replace(
         table[element_size],
         fixed_chunk=options.chunk_size,
@@ -89,7 +111,9 @@ def decode_tuning(element_size: int, num_rows: int, options: TritonOptions) -> D
     )
 
 
-def prefill_tuning(element_size: int, large: bool, options: TritonOptions) -> PrefillTuning:
+def prefill_tuning(
+    element_size: int, head_size: int, large: bool, options: TritonOptions
+) -> PrefillTuning:
     """The prefill constants for a dtype of `element_size` bytes, with the user's overrides.
 
     `large` where the copy engine can load tiles of LARGE_TILE tokens and the GPU has the shared
@@ -97,7 +121,10 @@ def prefill_tuning(element_size: int, large: bool, options: TritonOptions) -> Pr
     ones fit as they are or not at all.
     """
     overridden = options.prefill_num_warps or options.prefill_num_stages
-    table = LARGE_PREFILL if large and not overridden else SMALL_PREFILL
+    large = large and not overridden
+    table = LARGE_PREFILL if large else SMALL_PREFILL
+    if head_size > WIDE:
+        table = WIDE_LARGE_PREFILL if large else WIDE_SMALL_PREFILL
     return replace(
         table[element_size],
         **_given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages),

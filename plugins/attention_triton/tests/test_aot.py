@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from nanovllm_attention_triton.decode import DecodeShape
+from nanovllm_attention_triton.decode import DecodeShape, next_power_of_2
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import LARGE_TILE, decode_tuning, prefill_tuning
 from nanovllm_core.testing.aot import AotJob
@@ -13,8 +15,9 @@ from nanovllm_core.testing.registers import assert_within_list, compile_jobs
 KERNELS = "nanovllm_attention_triton"
 # What the programs that share a multiprocessor may take each of its 65,536 registers and 228 KiB
 # of shared memory, of which the system keeps 1 KiB per program: six decode programs of 64 threads
-# for few rows, two of 128 for many, one prefill program of 256.
+# for few rows, two of 128 for many, three of 128 for heads of 256, one prefill program of 256.
 FEW_REGISTERS, FEW_SHARED = 168, 228 * 1024 // 6 - 1024
+WIDE_REGISTERS, WIDE_SHARED = 168, 228 * 1024 // 3 - 1024
 MANY_REGISTERS, MANY_SHARED = 255, 228 * 1024 // 2 - 1024
 PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 - 1024
 
@@ -27,7 +30,15 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32:16")
 
 
-def decode_job(dtype: str, head_size: int, page: int, group: int, rows: int) -> AotJob:
+def decode_job(
+    dtype: str,
+    head_size: int,
+    page: int,
+    group: int,
+    rows: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> AotJob:
     shape = DecodeShape(
         num_heads=8 * group,
         num_kv_heads=8,
@@ -35,8 +46,10 @@ def decode_job(dtype: str, head_size: int, page: int, group: int, rows: int) -> 
         max_num_seqs=256,
         max_seq_len=4096,
         num_multiprocessors=132,
+        window=window,
+        soft_cap=soft_cap,
     )
-    tuning = decode_tuning(2, rows, TritonOptions())
+    tuning = decode_tuning(2, head_size, rows, TritonOptions())
     return AotJob(
         kernel=f"{KERNELS}.decode_kernels:decode_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr")
@@ -48,14 +61,18 @@ def decode_job(dtype: str, head_size: int, page: int, group: int, rows: int) -> 
         constexprs=shape.constants(page, tuning.tile) | {"DEPENDENT": True},
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **shape.registers,
     )
 
 
-def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
+def prefill_job(
+    dtype: str, head_size: int, page: int, left: int = -1, soft_cap: float = 0.0
+) -> AotJob:
     """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
-    tuning = prefill_tuning(2, page % LARGE_TILE == 0, TritonOptions())
+    tuning = prefill_tuning(2, head_size, page % LARGE_TILE == 0, TritonOptions())
     names = ("k_desc", "v_desc")
-    tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{head_size}]>"
+    block_d = next_power_of_2(head_size)
+    tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{block_d}]>"
     described = page % tuning.block_n == 0
     return AotJob(
         kernel=f"{KERNELS}.prefill_kernels:prefill_kernel",
@@ -69,8 +86,11 @@ def prefill_job(dtype: str, head_size: int, page: int) -> AotJob:
         | {
             "GROUP": 2,
             "HEAD_SIZE": head_size,
+            "BLOCK_D": block_d,
             "PAGE": page,
-            "CAUSAL": True,
+            "LEFT": left,
+            "RIGHT": 0,
+            "SOFT_CAP": soft_cap,
             "WITH_LSE": False,
             "BLOCK_M": tuning.block_m,
             "BLOCK_N": tuning.block_n,
@@ -85,10 +105,11 @@ PLAN = AotJob(
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
     | integers("table_stride", "item_capacity")
     | dict.fromkeys(("num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"),
-    constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32},
+    constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32, "WINDOW": 0},
 )
 JOBS = {
     "plan": PLAN,
+    "plan-window1024": replace(PLAN, constexprs=dict(PLAN.constexprs) | {"WINDOW": 1024}),
     **{
         f"decode {kind}-{dtype}-d{size}-page{page}-group{group}": decode_job(
             dtype, size, page, group, rows
@@ -107,6 +128,45 @@ JOBS = {
     **{
         f"prefill-{dtype}-d{size}-page{page}": prefill_job(dtype, size, page)
         for dtype, size, page in (("bf16", 128, 256), ("fp16", 64, 128), ("bf16", 128, 16))
+    },
+    **{
+        f"decode {kind}-bf16-d{size}-page{page}-group{group}"
+        + (f"-window{window}" if window else "")
+        + (f"-cap{cap:g}" if cap else ""): decode_job("bf16", size, page, group, rows, window, cap)
+        for kind, rows, size, page, group, window, cap in (
+            ("few", 16, 80, 256, 1, None, None),
+            ("few", 16, 80, 16, 2, 1024, 50.0),
+            ("many", 256, 80, 16, 1, None, None),
+            ("few", 16, 96, 256, 2, 1024, None),
+            ("many", 256, 96, 256, 2, None, 50.0),
+            ("few", 16, 64, 256, 4, 1024, None),
+            ("few", 16, 128, 256, 2, 1024, None),
+            ("few", 16, 128, 256, 2, None, 50.0),
+            ("few", 16, 128, 16, 8, 1024, 50.0),
+            ("many", 256, 128, 256, 2, 1024, 50.0),
+            ("wide", 16, 256, 16, 1, None, None),
+            ("wide", 16, 256, 256, 2, None, None),
+            ("wide", 16, 256, 256, 2, 1024, 50.0),
+        )
+    },
+    **{
+        f"prefill-bf16-d{size}-page{page}"
+        + (f"-window{left + 1}" if left >= 0 else "")
+        + (f"-cap{cap:g}" if cap else ""): prefill_job("bf16", size, page, left, cap)
+        for size, page, left, cap in (
+            (80, 256, -1, 0.0),
+            (80, 16, 1023, 50.0),
+            (96, 256, 1023, 0.0),
+            (64, 256, 1023, 0.0),
+            (128, 256, 1023, 0.0),
+            (128, 16, 1023, 0.0),
+            (128, 256, -1, 50.0),
+            (128, 256, 1023, 50.0),
+            (256, 256, -1, 0.0),
+            (256, 16, -1, 0.0),
+            (256, 256, 1023, 50.0),
+            (256, 16, 1023, 50.0),
+        )
     },
 }
 
@@ -132,6 +192,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
         ("plan", 255, 48 * 1024),
         ("decode few", FEW_REGISTERS, FEW_SHARED),
         ("decode many", MANY_REGISTERS, MANY_SHARED),
+        ("decode wide", WIDE_REGISTERS, WIDE_SHARED),
         ("prefill", PREFILL_REGISTERS, PREFILL_SHARED),
     ],
 )
@@ -163,8 +224,7 @@ def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):
 
 def test_prefill_loads_whole_tiles_by_the_copy_engine_where_pages_hold_them(reports):
     """Pages of 256 and 128 tokens through descriptors, pages of 16 by the threads."""
-    assert ["cp.async.bulk.tensor" in report.ptx for report in of_kind(reports, "prefill")] == [
-        True,
-        True,
-        False,
-    ]
+    for name, report in reports.items():
+        if name.startswith("prefill"):
+            by_copy_engine = "cp.async.bulk.tensor" in report.ptx
+            assert by_copy_engine == ("page16" not in name), name

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_attention_triton import compat_ops
 from nanovllm_attention_triton.compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from nanovllm_core.api import UnsupportedError
 
@@ -43,14 +44,24 @@ def test_signatures_are_flash_attns_own(function, expected):
     assert found == expected
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
+    window: tuple[int, int] = (-1, -1), cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[T, H, D], [L, K, D] -> float64 output [T, H, D] and log-sum-exp [H, T]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    if causal:
-        ones = torch.ones(scores.shape[1:], dtype=torch.bool)
-        scores = scores.masked_fill(~ones.tril(k.shape[0] - q.shape[0]), float("-inf"))
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    left, right = window[0], 0 if causal else window[1]
+    diagonal = k.shape[0] - q.shape[0]
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool)
+    if right >= 0:
+        seen = seen.tril(diagonal + right)
+    if left >= 0:
+        seen = seen.triu(diagonal - left)
+    scores = scores.masked_fill(~seen, float("-inf"))
     weights = scores.softmax(-1).nan_to_num(0.0)
     return torch.einsum("hqk,khd->qhd", weights, v), scores.logsumexp(-1)
 
@@ -172,8 +183,7 @@ def test_cache_seqlens_may_be_one_integer_or_absent():
     ("parameter", "value"),
     [
         ("dropout_p", 0.1),
-        ("window_size", (128, 0)),
-        ("softcap", 30.0),
+        ("softcap", -1.0),
         ("alibi_slopes", torch.ones(4)),
     ],
 )
@@ -191,8 +201,7 @@ def test_varlen_refuses_by_name_what_it_cannot_do(parameter, value):
         ("rotary_cos", torch.ones(8, 32)),
         ("rotary_sin", torch.ones(8, 32)),
         ("cache_leftpad", torch.zeros(1, dtype=torch.int32)),
-        ("window_size", (16, -1)),
-        ("softcap", 1.0),
+        ("softcap", -1.0),
         ("alibi_slopes", torch.ones(4)),
         ("num_splits", 4),
         ("k", torch.ones(1, 1, 2, 64)),
@@ -207,15 +216,13 @@ def test_kvcache_refuses_by_name_what_it_cannot_do(parameter, value):
 
 
 def test_tensors_the_kernels_cannot_take_are_refused():
-    """Gradients, head sizes, dtypes, groups: each with what was found."""
+    """Head sizes, dtypes, groups: each with what was found."""
     q, k, v = packed([2], [2])
     cu = starts([2])
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> None:
         flash_attn_varlen_func(q, k, v, cu, cu, 2, 2)
 
-    with pytest.raises(UnsupportedError, match="forward only"):
-        call(q.clone().requires_grad_(), k, v)
     with pytest.raises(UnsupportedError, match="head size 32"):
         call(q[..., :32], k[..., :32], v[..., :32])
     with pytest.raises(UnsupportedError, match="one dtype"):
@@ -248,3 +255,123 @@ def test_longest_lengths_that_are_too_short_are_refused(max_q, max_k, parameter)
     q, k = torch.randn(3, 4, 64), torch.randn(5, 2, 64)
     with pytest.raises(UnsupportedError, match=f"cu_seqlens_{parameter}="):
         flash_attn_varlen_func(q, k, k, starts([3]), starts([5]), max_q, max_k)
+
+
+RULES = [
+    {"causal": True},
+    {"causal": True, "window_size": (0, -1)},
+    {"causal": True, "window_size": (7, 3), "softcap": 2.0},
+    {"window_size": (5, 9)},
+    {"window_size": (-1, 4)},
+    {"window_size": (30, -1), "softcap": 5.0},
+    {"softcap": 2.0},
+]
+IDS = [", ".join(f"{name}={value}" for name, value in rules.items()) for rules in RULES]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=IDS)
+def test_varlen_honours_windows_and_soft_caps(rules):
+    """Aligned to the last key, with fewer, as many and more queries than keys."""
+    query_lens, key_lens = [5, 40, 3], [37, 40, 1]
+    q, k, v = packed(query_lens, key_lens)
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, v, starts(query_lens), starts(key_lens), 40, 40, return_attn_probs=True, **rules
+    )
+    for row in range(3):
+        rows = slice(*starts(query_lens)[row : row + 2])
+        cols = slice(*starts(key_lens)[row : row + 2])
+        expected, expected_lse = attend(
+            q[rows], k[cols], v[cols], rules.get("causal", False), 64**-0.5,
+            rules.get("window_size", (-1, -1)), rules.get("softcap", 0.0),
+        )  # fmt: skip
+        torch.testing.assert_close(out[rows].double(), expected, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse[:, rows].double(), expected_lse, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("rules", RULES, ids=IDS)
+def test_kvcache_honours_windows_and_soft_caps(rules, queries):
+    """By the decode kernels for one query, by the prefill kernel for several."""
+    k_cache, v_cache = cache(2, 200)
+    q = torch.randn(2, queries, 4, 64, generator=torch.Generator().manual_seed(2))
+    lens = torch.tensor([200, 33], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, **rules)
+    for row in range(2):
+        keys, values = (x[row, : lens[row]] for x in (k_cache, v_cache))
+        expected, _ = attend(
+            q[row], keys, values, rules.get("causal", False), 64**-0.5,
+            rules.get("window_size", (-1, -1)), rules.get("softcap", 0.0),
+        )  # fmt: skip
+        torch.testing.assert_close(out[row].double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_inputs_that_require_a_gradient_are_refused_with_the_remedy():
+    """A gradient silently cut would train nothing; without grad mode there is none to cut."""
+    q, k, v = packed([2], [2])
+    cu = starts([2])
+    for wrong in range(3):
+        inputs = [x.clone().requires_grad_(i == wrong) for i, x in enumerate((q, k, v))]
+        with pytest.raises(UnsupportedError, match=r"torch\.no_grad.*nanovllm_attention_sdpa"):
+            flash_attn_varlen_func(*inputs, cu, cu, 2, 2)
+        with torch.no_grad():
+            assert flash_attn_varlen_func(*inputs, cu, cu, 2, 2).isfinite().all()
+    k_cache, v_cache = cache(1, 16)
+    with pytest.raises(UnsupportedError, match=r"torch\.no_grad"):
+        flash_attn_with_kvcache(q[None].clone().requires_grad_(), k_cache, v_cache)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_varlen_compiles_whole(with_lse):
+    """One graph without a break, of which the lengths are no part: the second call reuses it."""
+    torch.compiler.reset()
+
+    def call(q, k, v, cu_q, cu_k):
+        return flash_attn_varlen_func(
+            q * 2, k, v, cu_q, cu_k, 8, 9, causal=True, window_size=(4, 0), softcap=5.0,
+            return_attn_probs=with_lse,
+        )  # fmt: skip
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k, v = packed([8, 3], [9, 4])
+    for query_lens, key_lens in (([8, 3], [9, 4]), ([4, 7], [6, 7])):
+        arguments = (q, k, v, starts(query_lens), starts(key_lens))
+        with torch.compiler.set_stance("default" if query_lens[0] == 8 else "fail_on_recompile"):
+            found = compiled(*arguments)
+        torch.testing.assert_close(found, call(*arguments), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_kvcache_compiles_whole_and_stores_its_keys(queries):
+    """The caches are written in place, as without compiling."""
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, queries, h, 64, generator=generator) for h in (4, 2, 2))
+    table = torch.tensor([[5, 2], [0, 3]], dtype=torch.int32)
+    lens = torch.tensor([15, 4], dtype=torch.int32)
+    results = []
+    for function in (
+        flash_attn_with_kvcache,
+        torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager"),
+    ):
+        caches = cache(6, 16)
+        out = function(q, *caches, k, v, cache_seqlens=lens, block_table=table, causal=True)
+        results.append((out, *caches))
+    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
+
+
+def test_the_operators_keep_their_declarations():
+    """opcheck: the schema is true, fake kernels match, and tracing with any shape works."""
+    q, k, v = packed([2, 3], [4, 3])
+    cu_q, cu_k = starts([2, 3]), starts([4, 3])
+    for with_lse in (False, True):
+        arguments = (q, k, v, cu_q, cu_k, None, 3, 4, 0.1, 2, 0, 1.0, with_lse)
+        torch.library.opcheck(compat_ops.attend_packed, arguments)
+    table = torch.tensor([[5, 2], [0, 3]], dtype=torch.int32)
+    lens = torch.tensor([15, 4], dtype=torch.int32)
+    for queries in (1, 2):
+        new = torch.randn(2, queries, 2, 64)
+        torch.library.opcheck(compat_ops.append_to_cache, (new, new, *cache(6, 16), lens, table))
+        q = torch.randn(2, queries, 4, 64)
+        for with_lse in (False, True):
+            arguments = (q, *cache(6, 16), lens, table, 0.1, -1, 0, 0.0, True, with_lse)
+            torch.library.opcheck(compat_ops.attend_cache, arguments)

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
+from nanovllm_core.testing.attention_checks import check_replay
 
 pytestmark = [
     pytest.mark.gpu,
@@ -261,3 +263,94 @@ def test_pages_beyond_2_to_the_31_elements_are_read_right():
     out = torch.empty_like(q)
     backend.run_prefill(q, k_cache, v_cache, PrefillMetadata(table, lens, starts, 1, 4000), out)
     check(out, exact, own, "prefill")
+
+
+REACH = [
+    *((size, None, None, 128, torch.bfloat16) for size in (80, 96, 256)),
+    *((size, 100, 20.0, 128, torch.bfloat16) for size in (64, 80, 96, 128, 256)),
+    *((size, 100, None, 16, torch.bfloat16) for size in (64, 80, 128, 256)),
+    (128, None, 20.0, 128, torch.bfloat16),
+    (256, 100, None, 16, torch.float16),
+    (80, 100, 20.0, 16, torch.float32),
+    (256, 100, 20.0, 16, torch.float32),
+]
+"""Head size, window, soft cap, page, dtype: few, for each case compiles kernels of its own."""
+
+
+@pytest.mark.parametrize(("head_size", "window", "cap", "page", "dtype"), REACH)
+def test_head_sizes_windows_and_soft_caps_equal_the_reference(
+    paged_batch, head_size, window, cap, page, dtype
+):
+    """Decode in one chunk and in several, prefill by either way to load a tile, NaN all around."""
+    shape = {
+        "heads": (8, 2), "head_size": head_size, "page": page, "dtype": dtype,
+        "device": "cuda", "window": window, "cap": cap,
+    }  # fmt: skip
+    rows = paged_batch([900, 0, 1, 99, 100, 101, 500], **shape)
+    for options in (TritonOptions(), TritonOptions(chunk_size=64)):
+        rows.assert_right(rows.decode(rows.backend(options)))
+    chunks = paged_batch([600, 0, 129, 64], [300, 0, 129, 1], **shape)
+    chunks.assert_right(chunks.prefill())
+
+
+@pytest.mark.parametrize("window", [1, 100])
+@pytest.mark.parametrize(("page", "head_size"), [(16, 80), (256, 128)])
+def test_windows_end_at_the_exact_key(paged_batch, window, page, head_size):
+    """A needle at the window's first key is all that is seen; one right before it is not seen."""
+    for needle in (300 - window, 299 - window):
+        shape = {
+            "head_size": head_size, "page": page, "dtype": torch.bfloat16, "device": "cuda",
+            "window": window, "needles": [needle] * 2,
+        }  # fmt: skip
+        rows = paged_batch([300, 300], **shape)
+        rows.assert_right(rows.decode())
+        chunks = paged_batch([300, 300], [120, 300], **shape)
+        chunks.assert_right(chunks.prefill())
+
+
+@pytest.mark.parametrize(
+    ("head_size", "window", "cap"), [(128, 100, None), (80, 300, 20.0), (256, 33, None)]
+)
+def test_replay_with_a_window_follows_changed_inputs(head_size, window, cap):
+    """Lengths cross the window's edge between replays; each equals eager to the bit."""
+
+    def make(config: AttentionConfig) -> TritonAttention:
+        return TritonAttention(config, TritonOptions())
+
+    check_replay(
+        make, block_size=64, dtype=torch.bfloat16, plan_is_captured=True, head_size=head_size,
+        sliding_window=window, soft_cap=cap,
+    )  # fmt: skip
+
+
+def test_compat_compiles_whole_and_equals_eager():
+    """Through inductor: windows and soft caps, packed keys and a cache that is appended to."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+
+    def packed(q, k, v, starts):
+        return flash_attn_varlen_func(
+            q * 2, k, v, starts, starts, 200, 200, causal=True, window_size=(50, 0), softcap=20.0
+        )
+
+    def cached(q, k_cache, v_cache, k, v, lens):
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lens, causal=True, window_size=(50, 0)
+        )
+
+    def random(*shape):
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    starts = torch.tensor([0, 200, 230], dtype=torch.int32, device="cuda")
+    inputs = (random(230, 8, 96), random(230, 2, 96), random(230, 2, 96), starts)
+    found = torch.compile(packed, fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, packed(*inputs), atol=1e-2, rtol=1e-2)
+    lens = torch.tensor([100, 7], dtype=torch.int32, device="cuda")
+    new = (random(2, 1, 2, 96), random(2, 1, 2, 96))
+    caches = (random(2, 128, 2, 96), random(2, 128, 2, 96))
+    results = []
+    for function in (torch.compile(cached, fullgraph=True), cached):
+        own = tuple(cache.clone() for cache in caches)
+        out = function(inputs[0][:2, None], *own, *new, lens)
+        results.append((out, *own))
+    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)

@@ -111,9 +111,9 @@ def test_every_option_reaches_the_kernels_constants():
         prefill_num_warps=8,
         prefill_num_stages=2,
     )
-    for element_size, rows in product((2, 4), (1, 256)):
-        decode = decode_tuning(element_size, rows, options)
+    for element_size, head_size, rows in product((2, 4), (64, 256), (1, 256)):
+        decode = decode_tuning(element_size, head_size, rows, options)
         assert (decode.fixed_chunk, decode.num_warps, decode.num_stages) == (128, 2, 4)
         assert options.chunk_size % decode.tile == 0
-        prefill = prefill_tuning(element_size, rows > 1, options)
+        prefill = prefill_tuning(element_size, head_size, rows > 1, options)
         assert (prefill.num_warps, prefill.num_stages) == (8, 2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_attention_triton.prefill import describable, prefill_attention
+from nanovllm_attention_triton.prefill import CAUSAL, describable, prefill_attention
 from nanovllm_attention_triton.tuning import SMALL_PREFILL
 from nanovllm_core.api import UnsupportedError
 
@@ -94,10 +94,12 @@ def test_a_step_without_prompts_launches_nothing(paged_batch):
     assert out.numel() == 0
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, causal):
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("window", [CAUSAL, (-1, -1), (70, 0), (20, 30)])
+def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, window, head_size):
     """Both ways to load a tile give one result to the bit, output and log-sum-exp."""
-    batch = paged_batch([200, 64, 1, 90], [150, 64, 1, 3], page=64, dtype=torch.float16)
+    batch = paged_batch([200, 64, 1, 90], [150, 64, 1, 3], head_size=head_size, page=64,
+                        dtype=torch.float16)  # fmt: skip
     metadata, results = batch.prefill_metadata(), []
     for copy_engine in (True, False):
         out = torch.full_like(batch.packed_q, float("nan"))
@@ -106,7 +108,7 @@ def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, causal
         prefill_attention(
             batch.packed_q, batch.k_cache, batch.v_cache, metadata.block_table, metadata.seq_lens,
             metadata.query_start_loc, metadata.max_query_len, batch.scale, out, tuning,
-            causal=causal, lse_HT=lse,
+            window=window, lse_HT=lse,
         )  # fmt: skip
         results.append((out, lse))
     for described, loaded in zip(*results, strict=True):

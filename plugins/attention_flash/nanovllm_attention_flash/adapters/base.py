@@ -11,6 +11,29 @@ from typing import Protocol
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """What an adapter is made with: the scale of the scores, and `AttentionConfig`'s rules."""
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """flash-attn's (left, right): keys beside a query's own, of a causal mask."""
+        return (-1 if self.sliding_window is None else self.sliding_window - 1, 0)
+
+    def options(self) -> dict[str, tuple[int, int] | float]:
+        """flash-attn's `window_size` and `softcap`, where they are set."""
+        options: dict[str, tuple[int, int] | float] = {}
+        if self.sliding_window is not None:
+            options["window_size"] = self.window_size
+        if self.soft_cap is not None:
+            options["softcap"] = self.soft_cap
+        return options
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBatch:
     """Rows of one query each. All tensors int32 on the device, at addresses that do not change.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanovllm_attention_flash.adapters.base import DecodeBatch, PrefillBatch
+from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, PrefillBatch
 
 
 class FlashAttention2:
     """Calls of `flash_attn_varlen_func` and `flash_attn_with_kvcache`, pages of 256 tokens."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, rules: AttentionRules) -> None:
+        self.scale, self.options = rules.scale, rules.options()
 
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
@@ -28,6 +28,7 @@ class FlashAttention2:
             batch.max_key_len,
             softmax_scale=self.scale,
             causal=True,
+            **self.options,
             block_table=batch.block_table,
         )
         return out
@@ -42,5 +43,6 @@ class FlashAttention2:
             block_table=batch.block_table,
             softmax_scale=self.scale,
             causal=True,
+            **self.options,
         )
         return out.squeeze(1)

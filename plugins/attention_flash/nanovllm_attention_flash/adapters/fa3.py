@@ -5,14 +5,14 @@ from __future__ import annotations
 from flash_attn_interface import flash_attn_with_kvcache
 from torch import Tensor
 
-from nanovllm_attention_flash.adapters.base import DecodeBatch, PrefillBatch
+from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, PrefillBatch
 
 
 class FlashAttention3:
     """Calls of `flash_attn_with_kvcache`: FA3's varlen function takes no page table."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, rules: AttentionRules) -> None:
+        self.scale, self.options = rules.scale, rules.options()
 
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
@@ -28,6 +28,7 @@ class FlashAttention3:
             max_seqlen_q=batch.max_query_len,
             softmax_scale=self.scale,
             causal=True,
+            **self.options,
         )
         return out
 
@@ -41,5 +42,6 @@ class FlashAttention3:
             page_table=batch.block_table,
             softmax_scale=self.scale,
             causal=True,
+            **self.options,
         )
         return out.squeeze(1)

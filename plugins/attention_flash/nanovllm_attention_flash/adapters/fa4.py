@@ -10,14 +10,14 @@ from typing import cast
 from flash_attn.cute import flash_attn_varlen_func
 from torch import Tensor
 
-from nanovllm_attention_flash.adapters.base import DecodeBatch, PrefillBatch
+from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, PrefillBatch
 
 
 class FlashAttention4:
     """Calls of `flash_attn.cute.flash_attn_varlen_func`, which returns (out, lse or None)."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, rules: AttentionRules) -> None:
+        self.scale = rules.scale
 
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch

@@ -7,10 +7,7 @@ from typing import cast
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from nanovllm_attention_flash.adapters.base import DecodeBatch, PrefillBatch
-
-CAUSAL = (-1, 0)
-"""torch's window for a causal mask, aligned to the last key."""
+from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, PrefillBatch
 
 
 class TorchVarlen:
@@ -19,8 +16,8 @@ class TorchVarlen:
     `num_splits=1`: its split results over pages have been reported wrong.
     """
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, rules: AttentionRules) -> None:
+        self.scale, self.window_size = rules.scale, rules.window_size
 
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
@@ -35,7 +32,7 @@ class TorchVarlen:
             batch.max_query_len,
             batch.max_key_len,
             scale=self.scale,
-            window_size=CAUSAL,
+            window_size=self.window_size,
             enable_gqa=True,
             seqused_k=batch.key_lens,
             block_table=batch.block_table,
@@ -54,7 +51,7 @@ class TorchVarlen:
             1,
             batch.max_key_len,
             scale=self.scale,
-            window_size=CAUSAL,
+            window_size=self.window_size,
             enable_gqa=True,
             seqused_k=batch.key_lens,
             block_table=batch.block_table,
