@@ -122,7 +122,7 @@ class LogitsProcessorSpec(PluginSpec):
     """
 
     arguments: type[BaseModel] = NoOptions
-    check: Callable[[BaseModel, int], list[str]] = lambda _arguments, _vocab_size: []
+    check: Callable[[Any, int], list[str]] = lambda _arguments, _vocab_size: []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

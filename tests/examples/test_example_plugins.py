@@ -132,9 +132,6 @@ TESTED = [
     ("model", "MistralForCausalLM"),
     ("model", "Qwen2ForCausalLM"),
     ("scheduler", "priority", "--option", "patience=16"),
-    ("logits_processor", "banned_words"),
-    ("kind", "metrics_sink"),
-    ("observer", "metrics"),
     ("metrics_sink", "jsonl"),
 ]
 

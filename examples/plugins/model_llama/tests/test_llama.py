@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
 
 from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
 from nanovllm_example_model_llama.config import DecoderConfig
 from nanovllm_example_model_llama.model import LlamaForCausalLM
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from nanovllm_core.testing.reference_model import ReferenceCheckpoint
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ArchitectureError
+from nanovllm_core.testing.reference_model import ReferenceCheckpoint
 from nanovllm_example_model_qwen2.config import Qwen2Config
 from nanovllm_example_model_qwen2.model import Qwen2ForCausalLM
 

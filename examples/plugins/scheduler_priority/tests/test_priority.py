@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanovllm_core.testing.engine_harness import Harness, Setting
 from pydantic import ValidationError
 
 from nanovllm_core.api import SamplingParams
+from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_example_scheduler_priority.plugin import (
     PriorityOptions,
     max_overtaking_steps,
