@@ -1,4 +1,4 @@
-"""The kind can be declared, its plugin keeps its contract, and the observer feeds it."""
+"""The plugin of this kind keeps its contract, and the observer feeds it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ConfigError
-from nanovllm_core.testing import (
-    KindConformance,
-    PluginUnderTest,
-    kind_under_test,
-    plugin_under_test,
-)
+from nanovllm_core.testing import PluginUnderTest, plugin_under_test
 
 from nanovllm_kind_my_plugin.conformance import MyPluginConformance
-from nanovllm_kind_my_plugin.plugin import JSONL, KIND
+from nanovllm_kind_my_plugin.plugin import JSONL
 
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -25,12 +20,6 @@ SMALL: dict[str, Any] = {
     "max_model_len": 64,
     "num_kvcache_blocks": 8,
 }
-
-
-class TestMyPluginKind(KindConformance):
-    @pytest.fixture
-    def kind(self) -> object:
-        return kind_under_test(KIND)
 
 
 class TestJsonLines(MyPluginConformance):
