@@ -57,9 +57,10 @@ def make_environment(folder: Path) -> Path:
 def has_suite(package: Path) -> bool:
     """Whether the core has the conformance suite that the package's tests inherit."""
     kind = next(kind for kind in (*KINDS, *NO_SPEC) if package.name.startswith(f"{kind}_new"))
-    if kind in NO_SPEC:
-        return True
-    return importlib.util.find_spec(KINDS[kind].conformance.partition(":")[0]) is not None
+    module = f"nanovllm_core.testing.{kind}"
+    if kind in KINDS:
+        module = KINDS[kind].conformance.partition(":")[0]
+    return importlib.util.find_spec(module) is not None
 
 
 @pytest.mark.wheels

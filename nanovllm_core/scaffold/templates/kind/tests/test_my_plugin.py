@@ -1,4 +1,4 @@
-"""The plugin of this kind keeps its contract, and the observer feeds it."""
+"""The kind can be declared, its plugin keeps its contract, and the observer feeds it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ConfigError
 from nanovllm_core.testing import PluginUnderTest, plugin_under_test
+from nanovllm_core.testing.kind import KindConformance, KindUnderTest, kind_under_test
 
 from nanovllm_kind_my_plugin.conformance import MyPluginConformance
-from nanovllm_kind_my_plugin.plugin import JSONL
+from nanovllm_kind_my_plugin.plugin import JSONL, KIND
 
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -20,6 +21,12 @@ SMALL: dict[str, Any] = {
     "max_model_len": 64,
     "num_kvcache_blocks": 8,
 }
+
+
+class TestMyPluginKind(KindConformance):
+    @pytest.fixture
+    def kind(self) -> KindUnderTest:
+        return kind_under_test(KIND)
 
 
 class TestJsonLines(MyPluginConformance):
