@@ -25,6 +25,7 @@ from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
 from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
+from nanovllm_core.plugin_selection import kernel_set_name
 from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
 
 CORE = "nanovllm-core"
@@ -44,9 +45,10 @@ def examine() -> list[DoctorCheck]:
         manager = get_plugin_manager(disable=disable, entry_points=entries)
     except PluginError as error:
         checks.append(DoctorCheck("plugins.disable", False, str(error), "correct it"))
-    statuses = plugin_statuses(manager, typical_requirements(*_device()))
+    requirements = typical_requirements(*_device())
+    statuses = plugin_statuses(manager, requirements)
     checks += check_conflicts(manager) + [check_plugin(manager, status) for status in statuses]
-    return checks + check_defaults(statuses) + ask_plugins(manager)
+    return checks + check_defaults(statuses, requirements.device) + ask_plugins(manager)
 
 
 def next_steps(checks: Iterable[DoctorCheck]) -> list[str]:
@@ -263,7 +265,7 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
     return DoctorCheck(label, False, f"{status.state}: {'; '.join(status.reasons)}", remedy)
 
 
-def check_defaults(statuses: Sequence[PluginStatus]) -> list[DoctorCheck]:
+def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[DoctorCheck]:
     """Whether something can be generated: a model, attention, and what no configuration names."""
     ready = {(s.plugin.kind, s.plugin.name) for s in statuses if s.state == "ready"}
     kinds = {kind for kind, _ in ready}
@@ -275,8 +277,9 @@ def check_defaults(statuses: Sequence[PluginStatus]) -> list[DoctorCheck]:
         if kind not in kinds:
             checks.append(DoctorCheck(kind, False, what, remedy, fatal=True))
     config = load_config("none")
-    for kind in ("scheduler", "executor"):
-        name = getattr(config, kind).name
+    names = {kind: getattr(config, kind).name for kind in ("scheduler", "executor", "sampler")}
+    names["kernels"] = kernel_set_name(config.kernels, device)
+    for kind, name in names.items():
         if (kind, name) not in ready:
             detail = f"{kind} {name!r} is chosen where no file chooses, and cannot be used"
             remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"

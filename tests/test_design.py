@@ -110,7 +110,7 @@ def test_every_hook_is_used_by_the_core_and_named_in_a_test() -> None:
     # Each kind's hook is implemented by the parametrised test below.
     kinds = {KIND_HOOK, *(kind.hook for kind in KINDS.values())}
     for name in HOOKS:
-        assert f'"{name}"' in core or f"hook.{name}(" in core, f"nothing calls {name}"
+        assert f'"{name}"' in core or f".hook.{name}" in core, f"nothing calls {name}"
         assert name in kinds or f"def {name}(" in tests, f"no test implements {name}"
 
 

@@ -100,11 +100,18 @@ def test_without_attention_or_a_model_nothing_can_be_generated(
     assert "nanovllm generate" not in "".join(advice)
 
 
-def test_a_default_that_is_disabled_stops_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", "[scheduler:fcfs]")
-    check = examine()["scheduler"]
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("scheduler", "fcfs"), ("executor", "single"), ("sampler", "gumbel"), ("kernels", "torch")],
+)
+def test_a_default_that_is_disabled_stops_generation(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", f"['{kind}:{name}']")
+    check = examine()[kind]
     assert check.fatal
-    assert "take fcfs out of plugins.disable" in check.remedy
+    assert f"take {name} out of plugins.disable" in check.remedy
 
 
 def test_a_name_in_plugins_disable_that_fits_nothing_is_told(

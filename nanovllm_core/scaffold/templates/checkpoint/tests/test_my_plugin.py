@@ -27,6 +27,11 @@ class TestMyPlugin(CheckpointConformance):
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)
 
+    @pytest.fixture
+    def existing(self, tmp_path: Path) -> str:
+        """A reference to a checkpoint that is there."""
+        return str(pack(tmp_path / "model.zip", "", 8))
+
 
 @pytest.mark.parametrize("inner", ["", "small/"])
 def test_the_checkpoint_of_an_archive_is_found_at_the_top_or_one_down(

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 import typer
 from nanovllm_core.api import ConfigError, EngineConfig
+from nanovllm_core.testing import PluginUnderTest
+from nanovllm_core.testing.extension import ExtensionConformance, extension_under_test
 from typer.testing import CliRunner
 
 from nanovllm_extension_my_plugin import plugin
+
+
+class TestMyPlugin(ExtensionConformance):
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return extension_under_test(plugin.__name__)
 
 
 def config(**options: object) -> EngineConfig:

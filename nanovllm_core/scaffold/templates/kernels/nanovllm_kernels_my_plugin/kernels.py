@@ -66,8 +66,9 @@ class MyPluginKernels:
     ) -> Tensor:
         """Norm and rotate q and k, store k and v in their pages, return q."""
         heads_THD = qkv_TX.reshape(qkv_TX.shape[0], -1, prep.head_size)
-        sizes = (prep.num_heads, prep.num_kv_heads, prep.num_kv_heads)
-        q_THD, k_TKD, v_TKD = heads_THD.split(sizes, dim=1)
+        first_k, first_v = prep.num_heads, prep.num_heads + prep.num_kv_heads
+        q_THD, k_TKD = heads_THD[:, :first_k], heads_THD[:, first_k:first_v]
+        v_TKD = heads_THD[:, first_v:]
         cos_sin_TR = prep.cos_sin_cache[positions_T]
         q_THD = self._prepared(q_THD, prep.q_norm_weight, prep.eps, cos_sin_TR)
         k_TKD = self._prepared(k_TKD, prep.k_norm_weight, prep.eps, cos_sin_TR)

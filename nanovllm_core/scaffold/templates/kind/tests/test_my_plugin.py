@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ConfigError
-from nanovllm_core.testing import (
-    KindConformance,
-    PluginUnderTest,
-    kind_under_test,
-    plugin_under_test,
-)
+from nanovllm_core.testing import PluginUnderTest, plugin_under_test
+from nanovllm_core.testing.kind import KindConformance, KindUnderTest, kind_under_test
 
 from nanovllm_kind_my_plugin.conformance import MyPluginConformance
 from nanovllm_kind_my_plugin.plugin import JSONL, KIND
@@ -29,7 +25,7 @@ SMALL: dict[str, Any] = {
 
 class TestMyPluginKind(KindConformance):
     @pytest.fixture
-    def kind(self) -> object:
+    def kind(self) -> KindUnderTest:
         return kind_under_test(KIND)
 
 

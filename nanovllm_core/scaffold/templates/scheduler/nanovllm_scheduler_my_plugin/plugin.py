@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm_core.api import SchedulerSpec, hookimpl
+from nanovllm_core.api import RequestView, SchedulerSpec, hookimpl
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -22,6 +22,12 @@ class MyPluginOptions(BaseModel):
     )
 
 
+def max_overtaking_steps(options: MyPluginOptions, request: RequestView) -> float:
+    """How many steps after a request others may arrive and still be served before it."""
+    answer = request.max_length - request.num_prompt_tokens
+    return (answer - 1) / options.ageing
+
+
 SPEC = SchedulerSpec(
     name="my_plugin",
     impl="nanovllm_scheduler_my_plugin.policy:MyPluginPolicy",
@@ -29,6 +35,8 @@ SPEC = SchedulerSpec(
     contract=1,
     level="policy",
     options=MyPluginOptions,
+    # A promise: the tests hold it under endless traffic.
+    max_overtaking_steps=max_overtaking_steps,
 )
 
 
