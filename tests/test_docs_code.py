@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from nanovllm_core import testing
 from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -50,35 +51,113 @@ def test_every_kind_has_a_page() -> None:
     assert groups.count("nanovllm.schedulers") == 2
 
 
-def test_the_plugins_of_all_pages_install_and_pass_their_suites(tmp_path: Path) -> None:
-    """As an author would: pip, then pytest on the page's own test file."""
-    packages = [write(page, tmp_path / "source" / page.stem) for page in PAGES]
-    site, report = tmp_path / "site", tmp_path / "report.xml"
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of all pages, in `source`, and installed by pip, in `site`."""
+    folder = tmp_path_factory.mktemp("pages")
+    packages = [write(page, folder / "source" / page.stem) for page in PAGES]
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
-            *("--no-build-isolation", "--disable-pip-version-check", "--target", site, *packages),
+            *("--no-build-isolation", "--disable-pip-version-check"),
+            *("--target", folder / "site", *packages),
         ],
         check=True,
     )
-    tests = [file for package in packages for file in package.glob("test_*.py")]
-    assert len(tests) == len(PAGES)
+    return folder
+
+
+def run(installed: Path, *arguments: str | Path, **variables: str) -> str:
+    """Run Python where the pages' packages are installed; all that it prints."""
     result = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *("--import-mode=importlib", "--rootdir", tmp_path, "--junitxml", report, *tests),
-        ],
-        env=os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": str(installed / "site")} | variables,
+        cwd=installed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def test_the_plugins_of_all_pages_pass_their_suites(installed: Path) -> None:
+    """As an author would prove it: pytest on the page's own test file."""
+    tests = [
+        file
+        for page in PAGES
+        if not missing_suites(page)
+        for file in (installed / "source" / page.stem).glob("test_*.py")
+    ]
+    report = installed / "report.xml"
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib")
+    run(installed, "-m", "pytest", *options, "--rootdir", installed, "--junitxml", report, *tests)
     cases = ElementTree.parse(report).iter("testcase")
-    passed = {
-        name for case in cases if not len(case) for name in case.get("classname", "").split(".")
-    }
+    names = [case.get("classname", "") for case in cases if not len(case)]
+    passed = {part for name in names for part in name.split(".")}
     assert passed >= {test.stem for test in tests}, "nothing passed in the others"
+
+
+def missing_suites(page: Path) -> list[str]:
+    """The suites that a page's test file imports and that the kit does not have."""
+    [test] = [text for name, text in files(page).items() if name.startswith("test_")]
+    named = set(re.findall(r"\b[A-Z]\w+Conformance\b", test)) & set(dir(testing))
+    return sorted(name for name in named if not has_suite(name))
+
+
+def has_suite(name: str) -> bool:
+    try:
+        getattr(testing, name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@every_page
+def test_the_suite_of_a_page_is_in_the_kit(page: Path) -> None:
+    missing = missing_suites(page)
+    if missing:
+        pytest.skip(f"nanovllm_core.testing has no {', '.join(missing)} yet")
+
+
+ALL_AT_ONCE = """
+from nanovllm_core import LLM, SamplingParams
+
+with LLM(
+    "shelf:demo",
+    device="cpu",
+    attention="pages",
+    scheduler="one_by_one",
+    executor="threaded",
+    sampler="hashed",
+    kernels="plain",
+    logits_processors=["favour"],
+    observers=["slowest", "notify"],
+    plugins={"enable": ["tally"]},
+    limits={"max_model_len": 128, "max_num_seqs": 2},
+    cache={"num_blocks": 16},
+) as llm:
+    question = [{"role": "user", "content": "What is 27 + 15?"}]
+    answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=4))[0]
+    print(answer.text)
+    [nine] = llm.tokenizer.encode("9")
+    favour = {"favour": {"bias": {str(nine): 1000.0}}}
+    asked = SamplingParams(temperature=0.5, max_tokens=4, logits_processors=favour)
+    print(llm.chat(question, asked)[0].text)
+"""
+
+
+def test_the_plugins_of_the_pages_serve_together_in_one_engine(installed: Path) -> None:
+    """Nine parts are exchanged by name, and the model still knows its sums."""
+    demo = pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the embedded model")
+    (installed / "shelf").mkdir()
+    (installed / "shelf/demo").symlink_to(Path(demo.__file__).parent / "checkpoint")
+    printed = run(installed, "-c", ALL_AT_ONCE, MODEL_SHELF=str(installed / "shelf")).splitlines()
+    assert "42" in printed, "greedy"
+    assert "9999" in printed, "what was favoured"
+    for expected in (r"PagesBackend.*: room for 256 tokens", "slowest: step", "done after"):
+        assert any(re.search(expected, line) for line in printed), printed
 
 
 @every_page
