@@ -18,11 +18,12 @@ def cut_top_k_top_p(
     int64, the rows to cut; `top_k_N` int64, `top_p_N` and `temperature_N` float32, above 0.
     """
     logits = logits_SV[which_N]
-    ranked, ids = (logits / temperature_N[:, None]).sort(dim=1, descending=True, stable=True)
+    ranked, ids = logits.sort(dim=1, descending=True, stable=True)
     rank_V = torch.arange(logits.shape[1], device=logits.device)
     beyond_k = rank_V >= top_k_N[:, None]
     # In float64, so that the sum over a large vocabulary does not depend on how it was split.
-    probabilities = ranked.masked_fill_(beyond_k, -torch.inf).softmax(dim=1, dtype=torch.float64)
+    tempered = (ranked / temperature_N[:, None]).masked_fill_(beyond_k, -torch.inf)
+    probabilities = tempered.softmax(dim=1, dtype=torch.float64)
     before = probabilities.cumsum(dim=1) - probabilities
     cut_ranked = beyond_k | (before >= top_p_N[:, None])
     cut_ranked[:, 0] = False  # a top_p too small for float32 still keeps the most likely id

@@ -1,10 +1,10 @@
 """top_k and top_p in Triton without sorting; `truncation_reference` says what is computed.
 
 One program per row. Floats become unsigned keys of the same order, and the key at which the kept
-ids end is found four bits at a time: each pass over the row weighs the ids at or above sixteen
-thresholds (a radix selection, as in Alabi et al., "Fast k-Selection Algorithms for Graphics
-Processing Units", 2012; top_p weighs by probability what top_k counts). At most eighteen passes
-read the row, which stays in the cache; a sort moves it, with its ids, many more times.
+ids end is found two bits at a time: each of sixteen passes over the row weighs the ids at or above
+three thresholds (a radix selection, as in Alabi et al., "Fast k-Selection Algorithms for Graphics
+Processing Units", 2012; top_p weighs by probability what top_k counts). The passes read a row that
+stays in the cache, and write nothing; a sort moves the row, with its ids, again and again.
 """
 
 # Triton ships no types, and a kernel's arguments have none a checker knows.
@@ -23,7 +23,7 @@ NUM_WARPS = 8
 def cut_top_k_top_p(
     logits_SV: Tensor, which_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, temperature_N: Tensor
 ) -> None:
-    """As `truncation_reference.cut_top_k_top_p`, with tile sums in float32.
+    """As `truncation_reference.cut_top_k_top_p`, with sums in float32.
 
     An id may fall on the other side of a `top_p` that is within their rounding (1e-6) of its share.
     Allocates nothing and never waits for the device.
@@ -57,42 +57,49 @@ def to_float(key):
 
 
 @triton.jit
-def weigh(x, top):
-    """exp(x - top), the probability up to a factor; 1 at the top even where that is infinite."""
-    return tl.where(x == top, 1.0, tl.exp(x - top))
-
-
-@triton.jit
-def load_tile(row_ptr, ids, vocab_size, temperature):
-    """Tempered logits; nothing in the row weighs less than what is beyond its end."""
-    logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-    return tl.div_rn(logits, temperature)
+def weigh(x, top, scale):
+    """The probability up to a factor: 1 at the top, even where that is infinite."""
+    return tl.where(x == top, 1.0, tl.exp2((x - top) * scale))
 
 
 @triton.jit
 def find_threshold(
-    row_ptr, vocab_size, temperature, top, target, BY_MASS: tl.constexpr, TILE: tl.constexpr
+    row_ptr, vocab_size, top, scale, target, BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):
-    """The largest key that weighs `target` or more with all above it, and the weight of those."""
-    digits = tl.arange(0, 16)
+    """The largest key that weighs `target` or more with all above it, and the weight of those.
+
+    Each lane adds up its own ids, in float32, and what the lanes have is added once a pass: sums
+    of whole tiles would cost more than reading them.
+    """
     lanes = tl.arange(0, TILE)
     threshold = tl.full((), 0, tl.uint32)
     above = target * 0.0
-    for step in range(8):
-        shift = 28 - 4 * step
-        thresholds = threshold + (digits << shift).to(tl.uint32)
-        weights = tl.zeros((16,), tl.float64)
+    for step in range(16):
+        unit = tl.full((), 1, tl.uint32) << (30 - 2 * step)
+        lane_1 = tl.zeros((TILE,), tl.float32)
+        lane_2 = tl.zeros((TILE,), tl.float32)
+        lane_3 = tl.zeros((TILE,), tl.float32)
         for first in range(0, vocab_size, TILE):
             ids = first + lanes
-            x = load_tile(row_ptr, ids, vocab_size, temperature)
-            weight = weigh(x, top) if BY_MASS else tl.where(ids < vocab_size, 1.0, 0.0)
-            reached = to_key(x)[:, None] >= thresholds[None, :]
-            weights += tl.sum(tl.where(reached, weight[:, None], 0.0), axis=0).to(tl.float64)
-        # They fall from digit to digit; the first is what the step before has found.
-        digit = tl.maximum(tl.sum((weights >= target).to(tl.int32), axis=0) - 1, 0)
-        next_above = tl.sum(tl.where(digits == digit + 1, weights, 0.0), axis=0)
-        above = tl.where(digit < 15, next_above, above)
-        threshold += (digit << shift).to(tl.uint32)
+            x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+            key = to_key(x)
+            weight = weigh(x, top, scale) if BY_MASS else tl.where(ids < vocab_size, 1.0, 0.0)
+            lane_1 += tl.where(key >= threshold + unit, weight, 0.0)
+            lane_2 += tl.where(key >= threshold + 2 * unit, weight, 0.0)
+            lane_3 += tl.where(key >= threshold + 3 * unit, weight, 0.0)
+        weight_1 = tl.sum(lane_1.to(tl.float64), axis=0)
+        weight_2 = tl.sum(lane_2.to(tl.float64), axis=0)
+        weight_3 = tl.sum(lane_3.to(tl.float64), axis=0)
+        if weight_3 >= target:
+            threshold += 3 * unit
+        elif weight_2 >= target:
+            threshold += 2 * unit
+            above = weight_3
+        elif weight_1 >= target:
+            threshold += unit
+            above = weight_2
+        else:
+            above = weight_1
     return threshold, above
 
 
@@ -119,37 +126,43 @@ def cut_top_k_top_p_kernel(
     room = top_k
     if top_k < vocab_size:
         threshold, above = find_threshold(
-            row_ptr, vocab_size, temperature, 0.0, top_k.to(tl.float64), False, TILE
+            row_ptr, vocab_size, 0.0, 0.0, top_k.to(tl.float64), False, TILE
         )
         room = top_k - above.to(tl.int64)
 
     if top_p <= 1.0:
+        scale = 1.4426950408889634 / temperature
         best = tl.full((TILE,), float("-inf"), tl.float32)
         for first in range(0, vocab_size, TILE):
-            best = tl.maximum(best, load_tile(row_ptr, first + lanes, vocab_size, temperature))
+            ids = first + lanes
+            x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+            best = tl.maximum(best, x)
         top = tl.max(best, axis=0)
-        kept = tl.zeros((), tl.float64)
+        mass = tl.zeros((TILE,), tl.float32)
         for first in range(0, vocab_size, TILE):
-            x = load_tile(row_ptr, first + lanes, vocab_size, temperature)
-            kept += tl.sum(tl.where(to_key(x) > threshold, weigh(x, top), 0.0), axis=0)
+            ids = first + lanes
+            x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+            mass += tl.where(to_key(x) > threshold, weigh(x, top, scale), 0.0)
+        kept = tl.sum(mass.to(tl.float64), axis=0)
         if top_k < vocab_size:
-            kept += room * weigh(to_float(threshold), top)
+            kept += room * weigh(to_float(threshold), top, scale)
         # Above 0, so that the likeliest id stays however small top_p is.
         target = tl.maximum(top_p * kept, 1e-30)
-        end, above = find_threshold(row_ptr, vocab_size, temperature, top, target, True, TILE)
-        share = weigh(to_float(end), top)
+        end, above = find_threshold(row_ptr, vocab_size, top, scale, target, True, TILE)
+        share = weigh(to_float(end), top, scale)
         fits = tl.maximum(tl.ceil((target - above) / share), 1.0).to(tl.int64)
-        room = tl.where(end == threshold, tl.minimum(fits, room), room)
-        room = tl.where(end > threshold, fits, room)
-        threshold = tl.maximum(end, threshold)
+        if end > threshold:
+            threshold, room = end, fits
+        elif end == threshold:
+            room = tl.minimum(fits, room)
 
-    num_at = tl.zeros((), tl.int64)
+    num_at = tl.full((), 0, tl.int64)
     for first in range(0, vocab_size, TILE):
         ids = first + lanes
-        x = load_tile(row_ptr, ids, vocab_size, temperature)
+        x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
         key = to_key(x)
-        at = (key == threshold) & (ids < vocab_size)
-        before = num_at + tl.cumsum(at.to(tl.int32), axis=0) - 1
-        keep = (key > threshold) | (at & (before < room))
+        at = ((key == threshold) & (ids < vocab_size)).to(tl.int32)
+        before = num_at + tl.cumsum(at, axis=0) - 1
+        keep = (key > threshold) | ((at != 0) & (before < room))
         tl.store(row_ptr + ids, float("-inf"), mask=(ids < vocab_size) & (keep == 0))
-        num_at += tl.sum(at.to(tl.int32), axis=0)
+        num_at += tl.sum(at, axis=0)

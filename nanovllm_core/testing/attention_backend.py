@@ -7,6 +7,7 @@ where kernels are interpreted, long where there is a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -167,6 +168,9 @@ class BackendUnderTest:
     def decode(self, case: PagedCase, backend: AttentionBackend | None = None) -> Tensor:
         """Plan and run a decode step; the host's bound is the longest row that could be."""
         backend = backend or self.backend(case.config())
+        missing = backend.config.max_blocks_per_seq - case.block_table.shape[1]
+        table = torch.nn.functional.pad(case.block_table, (0, max(0, missing)))
+        case = replace(case, block_table=table)  # as wide as the backend was told
         metadata = case.decode_metadata(max_seq_len=backend.config.max_model_len)
         return run_decode(backend, case, metadata)
 
