@@ -79,7 +79,7 @@ def refused(*arguments: str) -> NanoVLLMError:
 
 
 def test_each_check_is_a_line_and_the_verdict_is_the_last() -> None:
-    result = run("sdpa")
+    result = run("sdpa", "-k", "reference or tail or behind or layouts")
     assert result.exit_code == 0, result.output
     first, *checks, verdict = result.output.strip().splitlines()
     assert first == "attention sdpa 0.1.0, nanovllm-attention-sdpa: AttentionConformance"
@@ -87,7 +87,7 @@ def test_each_check_is_a_line_and_the_verdict_is_the_last() -> None:
     assert "skipped  nothing is read behind the last key: declares that it needs finite tails" in (
         checks
     )
-    assert len(checks) > 30
+    assert len(checks) == 4
     assert all(re.match("(passed |skipped)  ", line) for line in checks)
     passed, skipped = (sum(line.startswith(kind) for line in checks) for kind in ("pas", "ski"))
     counts = f"{passed} passed, 0 failed, {skipped} skipped"
@@ -98,7 +98,7 @@ def test_a_plugin_that_breaks_its_contract_fails_with_the_details(install: Insta
     install(
         "broken", {"nanovllm.attention": {"broken": "broken_plugin"}}, {"broken_plugin": BROKEN}
     )
-    result = run("broken")
+    result = run("broken", "-k", "layouts or implementation")
     assert result.exit_code == 1
     assert re.search("FAILED   layouts name pages .*: AssertionError: no layout for", result.output)
     assert re.search(

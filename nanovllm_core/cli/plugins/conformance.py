@@ -37,8 +37,8 @@ from nanovllm_core.testing import installed_plugin
 
 class TestPlugin({suite}):
     @pytest.fixture
-    def {fixture}(self):
-        return {value}
+    def plugin(self):
+        return installed_plugin({kind!r}, {name!r}, **{options!r})
 """
 
 
@@ -88,10 +88,9 @@ def run_conformance_suite(
 def _test_file(plugin: InstalledPlugin, suite: str, options: Mapping[str, Any]) -> str:
     """What an author would write, for the installed plugin."""
     module, _, name = suite.partition(":")
-    fixture, value = "plugin", f"installed_plugin({plugin.kind!r}, {plugin.name!r}, **{options!r})"
-    if plugin.kind in NO_SPEC:
-        fixture, value = "module", repr(plugin.entry_point.partition(":")[0])
-    return TEST_FILE.format(module=module, suite=name, fixture=fixture, value=value)
+    return TEST_FILE.format(
+        module=module, suite=name, kind=plugin.kind, name=plugin.name, options=options
+    )
 
 
 def _run(source: str, more: Sequence[str], report: _Report) -> int:
