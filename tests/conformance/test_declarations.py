@@ -107,5 +107,5 @@ def test_a_kind_whose_hook_is_not_specified_is_caught(install: Install) -> None:
 def test_a_kind_that_no_hook_declares_is_refused(install: Install) -> None:
     """With the module that was asked."""
     install("bells", {}, KIND)
-    with pytest.raises(NanoVLLMError, match="bell_spec.nanovllm_kinds"):
+    with pytest.raises(NanoVLLMError, match=r"bell_spec\.nanovllm_kinds"):
         kind_under_test(import_module("bell_plugin").KIND, "bell_spec")
