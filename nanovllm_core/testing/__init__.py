@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm_core.testing.attention import AttentionConformance
+    from nanovllm_core.testing.checkpoint import CheckpointConformance
     from nanovllm_core.testing.conformance import (
         Conformance,
         PluginUnderTest,
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
         installed_plugin,
         plugin_under_test,
     )
+    from nanovllm_core.testing.executor import ExecutorConformance
+    from nanovllm_core.testing.extension import ExtensionConformance, extension_under_test
+    from nanovllm_core.testing.kernels import KernelSetConformance
+    from nanovllm_core.testing.kind import KindConformance, KindUnderTest, kind_under_test
+    from nanovllm_core.testing.logits_processor import LogitsProcessorConformance
     from nanovllm_core.testing.model import ModelConformance
+    from nanovllm_core.testing.observer import ObserverConformance
+    from nanovllm_core.testing.sampler import SamplerConformance
     from nanovllm_core.testing.scheduler import SchedulerConformance, SchedulingPolicyConformance
 
 _HOMES = {
@@ -33,6 +41,7 @@ _HOMES = {
     "ExtensionConformance": "extension",
     "KernelSetConformance": "kernels",
     "KindConformance": "kind",
+    "KindUnderTest": "kind",
     "LogitsProcessorConformance": "logits_processor",
     "ModelConformance": "model",
     "ObserverConformance": "observer",
@@ -41,19 +50,32 @@ _HOMES = {
     "SchedulerConformance": "scheduler",
     "SchedulingPolicyConformance": "scheduler",
     "SpecConformance": "conformance",
+    "extension_under_test": "extension",
     "installed_plugin": "conformance",
+    "kind_under_test": "kind",
     "plugin_under_test": "conformance",
 }
 
 __all__ = [
     "AttentionConformance",
+    "CheckpointConformance",
     "Conformance",
+    "ExecutorConformance",
+    "ExtensionConformance",
+    "KernelSetConformance",
+    "KindConformance",
+    "KindUnderTest",
+    "LogitsProcessorConformance",
     "ModelConformance",
+    "ObserverConformance",
     "PluginUnderTest",
+    "SamplerConformance",
     "SchedulerConformance",
     "SchedulingPolicyConformance",
     "SpecConformance",
+    "extension_under_test",
     "installed_plugin",
+    "kind_under_test",
     "plugin_under_test",
 ]
 

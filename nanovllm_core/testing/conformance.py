@@ -32,7 +32,8 @@ from pydantic import BaseModel, ValidationError
 from nanovllm_core.config_errors import did_you_mean, explain_options
 from nanovllm_core.errors import ConfigError, PluginLoadError
 from nanovllm_core.hookspecs import PROJECT
-from nanovllm_core.interfaces.specs import PluginSpec
+from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
+from nanovllm_core.kinds import NO_SPEC
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
 HEAVY = ("torch", "triton", "transformers")
@@ -70,9 +71,17 @@ def installed_plugin(kind: str, name: str, **options: object) -> PluginUnderTest
     Raises what the plugin manager raises: PluginNotFoundError, PluginLoadError, ConfigError.
     """
     manager = get_plugin_manager()
-    spec = manager.spec(kind, name)
     module = manager.find(kind, name).entry_point.partition(":")[0]
+    if kind in NO_SPEC:
+        return without_spec(name, module)
+    spec = manager.spec(kind, name)
     return PluginUnderTest(spec, _options(spec, options), module)
+
+
+def without_spec(name: str, module: str) -> PluginUnderTest:
+    """An extension or a declaration of a kind: it is the module that its entry point names."""
+    spec = PluginSpec(name=name, impl=f"{module}:__name__", contract=1)
+    return PluginUnderTest(spec, NoOptions(), module)
 
 
 def _options(spec: PluginSpec, options: Mapping[str, object]) -> BaseModel:
@@ -153,22 +162,24 @@ class SpecConformance(Conformance):
 
     def test_reading_the_spec_imports_nothing_heavy(self, plugin: PluginUnderTest) -> None:
         """A fresh interpreter that imports the spec's module has no torch, triton, transformers."""
-        code = (
-            f"import sys, {plugin.spec_module}; "
-            f"print(*[name for name in {HEAVY!r} if name in sys.modules])"
-        )
-        path = os.pathsep.join(filter(None, sys.path))
-        result = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if result.returncode:
-            raise AssertionError(f"importing {plugin.spec_module} failed:\n{result.stderr}")
-        if heavy := result.stdout.split():
+        if heavy := heavy_imports(plugin.spec_module):
             raise AssertionError(
                 f"importing {plugin.spec_module} imports {', '.join(heavy)}; name the code in "
                 "impl='package.module:Object' and import it there"
             )
+
+
+def heavy_imports(module: str) -> list[str]:
+    """The heavy packages that a fresh interpreter has once it has imported a module."""
+    code = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    path = os.pathsep.join(filter(None, sys.path))
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise AssertionError(f"importing {module} failed:\n{result.stderr}")
+    return result.stdout.split()

@@ -19,14 +19,12 @@ import pytest
 import typer
 
 from nanovllm_core import hookspecs
-from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
-from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance, without_spec
 
 
 def extension_under_test(module: str) -> PluginUnderTest:
     """The extension whose entry point names this module."""
-    spec = PluginSpec(name=module, impl=f"{module}:__name__", contract=1)
-    return PluginUnderTest(spec, NoOptions(), module)
+    return without_spec(module, module)
 
 
 class ExtensionConformance(SpecConformance):

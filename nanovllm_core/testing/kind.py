@@ -21,7 +21,7 @@ from nanovllm_core.hookspecs import PROJECT
 from nanovllm_core.interfaces.specs import KindSpec, PluginSpec
 from nanovllm_core.kinds import KIND_GROUP, KINDS, declared_hook
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
-from nanovllm_core.testing.conformance import Conformance, heavy_imports
+from nanovllm_core.testing.conformance import Conformance, PluginUnderTest, heavy_imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,10 @@ class KindConformance(Conformance):
     """What the core, the listing and `nanovllm plugins test` need of a declaration."""
 
     @pytest.fixture
-    def kind(self) -> KindUnderTest:
-        """The declaration to test; every suite's user overrides this."""
-        raise NotImplementedError(
-            f"{type(self).__name__} needs a fixture: @pytest.fixture def kind(self): "
-            "return kind_under_test(KIND)"
-        )
+    def kind(self, plugin: PluginUnderTest) -> KindUnderTest:
+        """The declaration to test; an author overrides this."""
+        [spec] = [kind for kind in _declared(plugin.spec_module) if kind.name == plugin.spec.name]
+        return KindUnderTest(spec, plugin.spec_module)
 
     def test_the_core_takes_the_declaration(self, kind: KindUnderTest) -> None:
         """Under the entry point's name; the new kind is then one like any other."""
