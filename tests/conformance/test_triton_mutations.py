@@ -42,6 +42,9 @@ NEEDLES = "test_no_key_is_lost_wherever_it_lies"
 LARGE_SCORES = "test_large_scores_neither_overflow_nor_vanish"
 SCALE = "test_the_scale_is_applied_once"
 DTYPES = "test_every_declared_dtype_computes"
+HEAD_SIZES = "test_every_declared_head_size_computes"
+WINDOWS = "test_sliding_windows_end_where_they_should"
+SOFT_CAPS = "test_soft_caps_bend_the_scores"
 HEADS = "test_query_heads_read_their_own_kv_head"
 PAGE_SIZES = "test_every_page_size_is_read"
 ANYWHERE = "test_pages_may_lie_anywhere"
@@ -265,6 +268,22 @@ MUTATIONS = [
     bug(
         "a dtype is accepted that is computed wrongly here", "plugin.py", DTYPES,
         ('if requirements.dtype == "bfloat16":', "if False:"),
+    ),
+    bug(
+        "the last column of a padded head is lost", DECODE_KERNEL, HEAD_SIZES,
+        ("(tl.arange(0, BLOCK_D) < HEAD_SIZE)", "(tl.arange(0, BLOCK_D) < HEAD_SIZE - 1)"),
+    ),
+    bug(
+        "a window is one key too long in decode", DECODE_KERNEL, WINDOWS,
+        ("tl.maximum(lens - WINDOW, 0)", "tl.maximum(lens - WINDOW - 1, 0)"),
+    ),
+    bug(
+        "a window is counted from the chunk, not from the position", PREFILL_KERNEL, WINDOWS,
+        ("            if start < seen_from:", "            if start < seen_from - context:"),
+    ),
+    bug(
+        "a soft cap is applied to scores before their scale", DECODE_KERNEL, SOFT_CAPS,
+        ("tanh(scores / (SOFT_CAP * LOG2_E))", "tanh(scores / log2_scale / (SOFT_CAP * LOG2_E))"),
     ),
     bug(
         "a dtype under a name that is none of torch's", "plugin.py",

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from nanovllm_attention_sdpa.kernels import SdpaKernel
+from nanovllm_attention_sdpa.kernels import SdpaKernel, causal_bias
 from nanovllm_attention_sdpa.plugin import SdpaOptions
 from nanovllm_attention_sdpa.workspace import (
     CPU_CACHE,
@@ -378,7 +378,7 @@ class SdpaAttention(AttentionBackend):
             skipped = 0
             if self._window is not None:
                 skipped = max(0, context + start - self._window + 1) // 16 * 16
-            bias_QL = _causal_bias(
+            bias_QL = causal_bias(
                 context + start - skipped,
                 context + stop - skipped,
                 keys - skipped,
@@ -399,11 +399,3 @@ class SdpaAttention(AttentionBackend):
         num_heads, group, _, _ = q_KGQD.shape
         scores = 3 * 4 * num_heads if self._writes_scores else 0
         return group * (2 * q_KGQD.element_size() + scores)
-
-
-def _causal_bias(first: int, stop: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    """The additive mask [stop - first, keys] of the queries at positions `first` to `stop`."""
-    bias = like.new_full((stop - first, keys), float("-inf"))
-    if window is None:
-        return bias.triu_(first + 1)
-    return bias.tril(first - window).add_(bias.triu_(first + 1))

@@ -79,6 +79,14 @@ class SdpaKernel:
         return cast(AbstractContextManager[None], sdpa_kernel(self._backends))
 
 
+def causal_bias(first: int, stop: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+    """The additive mask [stop - first, keys] of the queries at positions `first` to `stop`."""
+    bias = like.new_full((stop - first, keys), float("-inf"))
+    if window is None:
+        return bias.triu_(first + 1)
+    return bias.tril(first - window).add_(bias.triu_(first + 1))
+
+
 def _capped_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float
 ) -> Tensor:
