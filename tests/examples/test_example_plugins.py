@@ -132,6 +132,8 @@ TESTED = [
     ("model", "MistralForCausalLM"),
     ("model", "Qwen2ForCausalLM"),
     ("scheduler", "priority", "--option", "patience=16"),
+    ("logits_processor", "banned_words"),
+    ("observer", "metrics"),
     ("metrics_sink", "jsonl"),
 ]
 

@@ -1,14 +1,25 @@
-"""What every plugin with a spec keeps."""
+"""The suite that every logits processor passes."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 
-from nanovllm_core.testing import PluginUnderTest, SpecConformance, plugin_under_test
+from nanovllm_core.testing import LogitsProcessorConformance, PluginUnderTest, plugin_under_test
 from nanovllm_example_logits_banned_words.plugin import SPEC
 
 
-class TestBannedWords(SpecConformance):
+class TestBannedWords(LogitsProcessorConformance):
+    """Rows with nothing to forbid, ids, and sequences: 5 after 5 5, 1 after 30 and 4 after 3 11."""
+
+    arguments: ClassVar[list[dict[str, Any]]] = [
+        {},
+        {"ids": [4, 49]},
+        {"ids": [0], "sequences": [[30, 1], [3, 11, 4]]},
+        {"sequences": [[5, 5, 5], [12, 5]]},
+    ]
+
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.testing import PluginUnderTest, SpecConformance, plugin_under_test
+from nanovllm_core.testing import ObserverConformance, PluginUnderTest, plugin_under_test
 from nanovllm_example_metrics_sink.plugin import JSONL, OBSERVER
 from nanovllm_example_metrics_sink.testing import MetricsSinkConformance
 
 
-class TestMetricsObserver(SpecConformance):
+class TestMetricsObserver(ObserverConformance):
     @pytest.fixture
     def plugin(self, tmp_path: Path) -> PluginUnderTest:
         sink = {"name": "jsonl", "options": {"path": str(tmp_path / "metrics.jsonl")}}

@@ -118,6 +118,7 @@ class Qwen2ForCausalLM(nn.Module):
             vocab_size=settings.vocab_size,
             max_position=settings.rope.max_position,
             tied_embeddings=settings.tie_word_embeddings,
+            sliding_window=settings.sliding_window,
         )
 
     def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
