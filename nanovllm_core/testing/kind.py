@@ -1,9 +1,9 @@
 """The conformance suite of declarations of new kinds.
 
-class TestMyKind(KindConformance):
-    @pytest.fixture
-    def kind(self) -> KindUnderTest:
-        return kind_under_test(KIND)
+    class TestMyKind(KindConformance):
+        @pytest.fixture
+        def kind(self) -> KindUnderTest:
+            return kind_under_test(KIND)
 """
 
 from __future__ import annotations
