@@ -19,6 +19,7 @@ from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import ScaffoldError
 from nanovllm_core.kinds import EXTENSION, KIND
 from nanovllm_core.plugin_discovery import known_groups
+from nanovllm_core.plugin_manager import get_plugin_manager
 
 MAX_NAME = 20
 """Longer names would break the templates' lines."""
@@ -78,7 +79,8 @@ def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
     """Write the package of a new plugin into `into`; the folder that was written.
 
     `level` chooses among the two contracts of schedulers, and means nothing to other kinds. Raises
-    ScaffoldError for a kind without a template, a name that cannot be one, or a folder that exists.
+    ScaffoldError for a kind without a template, a name that cannot be one or is taken by what is
+    installed, or a folder that exists.
     """
     template = _template(kind, level)
     check_name(name)
@@ -86,6 +88,7 @@ def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
     if folder.exists():
         raise ScaffoldError(f"{folder} exists already; choose another name, or another --into")
     names = _names(kind, name, template)
+    _refuse_taken(kind, _rename(template.entry_point, names))
     # Everything is read before anything is written.
     files = {folder / _rename(str(path), names): text for path, text in _files(template)}
     for path, text in files.items():
@@ -107,6 +110,16 @@ def check_name(name: str) -> None:
         f"{name!r} cannot name a plugin: it takes lower-case letters, digits and single "
         f"underscores, begins with a letter, and has at most {MAX_NAME} characters{hint}"
     )
+
+
+def _refuse_taken(kind: str, name: str) -> None:
+    """ScaffoldError for a name that would be a conflict as soon as the package is installed."""
+    manager = get_plugin_manager()
+    if kind == KIND and name in manager.kinds():
+        raise ScaffoldError(f"{name!r} is a kind already; choose another name")
+    if name in manager.names(kind):
+        owner = manager.find(kind, name).distribution
+        raise ScaffoldError(f"{owner} has a {kind} {name!r} already; choose another name")
 
 
 def _template(kind: str, level: str) -> Template:

@@ -113,6 +113,21 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     assert (folder / "README.md").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "problem"),
+    [
+        ("scheduler", "fcfs", "nanovllm-core has a scheduler 'fcfs' already"),
+        ("kind", "sampler", "'sampler' is a kind already"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(
+    kind: str, name: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ScaffoldError, match=f"{problem}; choose another name"):
+        new_plugin(kind, name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_kind_or_level_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match=r"did you mean scheduler.*kinds: attention"):
         new_plugin("schedular", "fair", tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.kinds import KINDS, NO_SPEC
 from nanovllm_core.scaffold import TEMPLATES, new_plugin
 
 ROOT = Path(__file__).parents[2]
@@ -54,15 +52,6 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def has_suite(package: Path) -> bool:
-    """Whether the core has the conformance suite that the package's tests inherit."""
-    kind = next(kind for kind in (*KINDS, *NO_SPEC) if package.name.startswith(f"{kind}_new"))
-    module = f"nanovllm_core.testing.{kind}"
-    if kind in KINDS:
-        module = KINDS[kind].conformance.partition(":")[0]
-    return importlib.util.find_spec(module) is not None
-
-
 @pytest.mark.wheels
 def test_the_packages_of_all_kinds_install_and_pass_their_tests(tmp_path: Path) -> None:
     """In one environment, from wheels, type-checked as strictly as mypy can."""
@@ -83,7 +72,7 @@ def test_the_packages_of_all_kinds_install_and_pass_their_tests(tmp_path: Path) 
 
     passed = run(
         *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"),
-        *(package / "tests" for package in packages if has_suite(package)),
+        *(package / "tests" for package in packages),
         cwd=tmp_path,
     )
     assert "passed" in passed.splitlines()[-1]
