@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 ENGINE = "tests/engine/test_peer_bugs.py"
 E2E = "tests/e2e"
+KIT = "nanovllm_core/testing"
 
 PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
     1: (
@@ -156,9 +157,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
     15: (
         "the softmax scale applied twice, KV of another dtype than the model",
         {
-            "plugins/attention_triton/tests/test_decode.py": [
-                "test_the_softmax_scale_is_applied_once"
-            ],
+            f"{KIT}/attention_numbers.py": ["test_the_scale_is_applied_once"],
             f"{E2E}/test_transformers_parity.py": ["test_logprobs_are_those_of_a_forward_pass"],
             f"{E2E}/test_dtype.py": ["test_the_cache_has_the_dtype_of_the_model"],
         },
@@ -223,9 +222,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
         "a captured backend whose plan makes new tensors",
         {
             "tests/worker/test_graphs.py": ["test_a_tensor_made_anew_after_capture_is_named"],
-            "plugins/attention_triton/tests/test_decode.py": [
-                "test_the_workspace_keeps_its_addresses"
-            ],
+            f"{KIT}/attention_replay.py": ["test_captured_tensors_stay_where_they_are"],
             "plugins/attention_triton/tests/test_gpu.py": [
                 "test_replay_with_changed_inputs_equals_eager_bitwise"
             ],

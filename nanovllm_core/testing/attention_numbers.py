@@ -111,6 +111,7 @@ class AttentionNumbers(AttentionSubject):
         """A window of w holds w keys with the query's own; the key before them is not seen."""
         if not subject.capabilities.sliding_window:
             pytest.skip("declares no sliding window")
+        subject.skip_unless_served(sliding_window=True)
         for window in (1, 2, 16, 31, 33, 100, 4096):
             # One key outweighs all others: the last one inside, the first one outside, the next.
             first = max(0, 200 - window)
@@ -124,6 +125,7 @@ class AttentionNumbers(AttentionSubject):
         """Scaled scores s become c·tanh(s / c) before the mask and the softmax."""
         if not subject.capabilities.soft_cap:
             pytest.skip("declares no soft cap")
+        subject.skip_unless_served(soft_cap=True)
         for soft_cap in (0.5, 30.0):
             window = 20 if subject.capabilities.sliding_window else None
             for reach in (None, window):

@@ -118,9 +118,10 @@ class PagedCase:
         actual, expected = actual[live], expected[live]
         if expected.numel() == 0:
             return
+        usual = REL_NORM[self.q_THD.dtype]
+        rel_norm = rel_norm or usual
         # In float32 both errors are a few roundings, and which is larger is chance.
-        worst += 1e-6 * expected.abs().max().item()
-        rel_norm = rel_norm or REL_NORM[self.q_THD.dtype]
+        worst += 4e-6 * rel_norm / usual * expected.abs().max().item()
         error = (actual.double() - expected).abs()
         # Compared where they lie: the report copies to the host, which large cases are too big for.
         if error.max() <= worst and relative_norm_error(actual, expected) <= rel_norm:
