@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024
-NUM_WARPS = 8
+TILE = 8192
+NUM_WARPS = 32
 
 
 def cut_top_k_top_p(

@@ -10,8 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BYTES_PER_LOGIT = 48
-"""An upper bound of what these functions hold at once, per row and vocabulary id."""
+BYTES_PER_LOGIT = 16
+"""An upper bound of what a row holds at once, per vocabulary id: its copy, its probabilities."""
+BYTES_PER_CHANGED_LOGIT = 48
+"""The same while penalties, `min_p` or a processor work on the row."""
+BYTES_PER_SORTED_LOGIT = 96
+"""The same while the row is sorted."""
+MAX_SORTED_ROWS = 8
+"""On CUDA a sort of this many rows is as fast as the kernel, which gives each row a processor."""
 BYTES_PER_KNOWN_ID = 32
 """The same per row and entry of the token table."""
 
@@ -81,9 +87,10 @@ def cut_top_k_top_p(
 ) -> None:
     """Keep the `top_k` likeliest ids, and of these the fewest that hold `top_p` of the probability.
 
-    By a kernel on CUDA, by sorting elsewhere; `kernels.truncation_reference` has the facts.
+    By a kernel on CUDA where there are many, else by sorting; `kernels.truncation_reference` has
+    the facts.
     """
-    if logits_SV.is_cuda:
+    if logits_SV.is_cuda and len(which_N) > MAX_SORTED_ROWS:
         from nanovllm_core.kernels.truncation_triton import cut_top_k_top_p as cut
     else:
         from nanovllm_core.kernels.truncation_reference import cut_top_k_top_p as cut

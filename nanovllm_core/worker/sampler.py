@@ -188,7 +188,7 @@ class SamplerTail:
 
     def _plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""
-        row_bytes = self._vocab_size * logit_ops.BYTES_PER_LOGIT
+        row_bytes = self._vocab_size * _bytes_per_logit(params, self._device)
         row_bytes += max_model_len * logit_ops.BYTES_PER_KNOWN_ID
         group_size = max(1, TRANSIENT_BYTES // row_bytes)
         changed = [i for i, one in enumerate(params) if _changes_logits(one)]
@@ -297,6 +297,15 @@ def _changes_logits(one: RowSampling) -> bool:
         or _is_floored(one)
         or _is_stopping(one)
     )
+
+
+def _bytes_per_logit(params: Sequence[RowSampling], device: torch.device) -> int:
+    """What a row may hold at once for each vocabulary id; the hungriest row counts for all."""
+    if device.type == "cpu" and any(map(_is_cut, params)):
+        return logit_ops.BYTES_PER_SORTED_LOGIT
+    if any(_is_penalised(one) or _is_floored(one) or one.logits_processors for one in params):
+        return logit_ops.BYTES_PER_CHANGED_LOGIT
+    return logit_ops.BYTES_PER_LOGIT
 
 
 def _columns(

@@ -103,7 +103,7 @@ def test_groups_of_rows_that_fit_in_memory_give_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
     """With less memory a processor is called for some rows at a time, each row once."""
-    row_bytes = VOCAB * sampler_module.logit_ops.BYTES_PER_LOGIT
+    row_bytes = VOCAB * sampler_module.logit_ops.BYTES_PER_CHANGED_LOGIT
     row_bytes += 8 * sampler_module.logit_ops.BYTES_PER_KNOWN_ID
     monkeypatch.setattr(sampler_module, "TRANSIENT_BYTES", group * row_bytes)
     one = loaded()
