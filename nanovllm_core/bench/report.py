@@ -297,6 +297,20 @@ def compare_table(results: Results) -> str:
     return table((*head, "we are × as fast"), rows)
 
 
+def truncation_table(results: Results) -> str:
+    """top_k and top_p: a sort of the rows beside the kernel as it is tiled now."""
+    record = results.records.get("top_k_top_p")
+    if record is None:
+        return NOTHING
+    lines = record["milliseconds"]
+    kernel = list(lines[0])[-1]  # the largest tile, which is the one that was taken
+    rows = [
+        (f"{line['rows']}", line["cut"], f"{line['sort']:.2f} ms", f"{line[kernel]:.2f} ms")
+        for line in lines
+    ]
+    return table(("rows", "limits", "by sorting", "by the kernel"), rows)
+
+
 def steps_table(results: Results) -> str:
     """What each step of the work was predicted to buy, what it bought, and what limits then."""
     rows = [
@@ -350,6 +364,7 @@ PERFORMANCE: Mapping[str, Callable[[Results, Results], str]] = {
     "attention decode": lambda gpu, _cpu: attention_table(gpu, "decode"),
     "transformers": lambda gpu, _cpu: compare_table(gpu),
     "transformers on a cpu": lambda _gpu, cpu: compare_table(cpu),
+    "truncation": lambda gpu, _cpu: truncation_table(gpu),
     "steps": lambda gpu, _cpu: steps_table(gpu),
     "files": lambda gpu, _cpu: files_table(gpu),
 }
