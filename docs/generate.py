@@ -37,7 +37,7 @@ from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "benchmarks"
-PLOT = FOLDER / "images" / "by_batch.svg"
+PLOT = BENCHMARKS / "results" / "h200" / "by_batch.svg"
 
 TYPE_NAMES = {
     "string": "text",
@@ -161,7 +161,7 @@ def by_batch() -> dict[str, Any]:
 
 def plots() -> str:
     """The plot's place in the document, where there is something to draw."""
-    return f"![By batch]({PLOT.relative_to(FOLDER)})" if by_batch() else "Not measured yet."
+    return f"![By batch](../{PLOT.relative_to(FOLDER.parent)})" if by_batch() else "Not measured yet."
 
 
 # -- what the plugins declare ----------------------------------------------------------------------

@@ -25,7 +25,7 @@ DOCUMENTS = (
     "examples/plugins/*/*.md",
     "benchmarks/results/*/*.md",
 )
-IMAGES = "docs/images/*"
+IMAGES = "benchmarks/results/*/*.svg"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
