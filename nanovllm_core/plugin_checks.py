@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from pydantic import BaseModel
 
 from nanovllm_core.errors import PluginLoadError
-from nanovllm_core.interfaces.specs import KindSpec, LogitsProcessorSpec, PluginSpec, ResolvedPlugin
+from nanovllm_core.interfaces.attention import AttentionCapabilities
+from nanovllm_core.interfaces.specs import (
+    AttentionSpec,
+    CheckpointSpec,
+    KernelSetSpec,
+    KindSpec,
+    LogitsProcessorSpec,
+    ModelSpec,
+    PluginSpec,
+    ResolvedPlugin,
+    SamplerSpec,
+)
 from nanovllm_core.kinds import KIND, KIND_CONTRACT, KINDS, NO_SPEC, Kind, contract_problem
 from nanovllm_core.plugin_discovery import InstalledPlugin
 
@@ -18,7 +29,7 @@ _OBJECT = re.compile(r"[\w.]+:[\w.]+")
 
 
 def load_error(
-    plugin: InstalledPlugin, problem: str, error: Exception | None = None
+    plugin: InstalledPlugin, problem: str, error: BaseException | None = None
 ) -> PluginLoadError:
     """Name the distribution, the entry point and the original error."""
     original = f": {type(error).__name__}: {error}" if error else ""
@@ -52,11 +63,29 @@ def check_spec(plugin: InstalledPlugin, spec: PluginSpec, kind: Kind, owner: str
     problem = contract_problem(kind.name, kind.contract, spec.contract, owner)
     if problem:
         raise load_error(plugin, problem)
-    if not _OBJECT.fullmatch(spec.impl):
+    if not _names_object(spec.impl):
         raise load_error(plugin, f"impl {spec.impl!r} is not of the form 'package.module:Object'")
     _check_model(plugin, "options", spec.options)
     if isinstance(spec, LogitsProcessorSpec):
         _check_model(plugin, "arguments", spec.arguments)
+    problem = _unusable_field(spec, kind.name)
+    if problem:
+        raise load_error(plugin, problem)
+
+
+def _unusable_field(spec: PluginSpec, kind: str) -> str | None:
+    """What a listing or a selection would trip over; None where all can be acted upon."""
+    if isinstance(spec, AttentionSpec) and not isinstance(spec.capabilities, AttentionCapabilities):
+        return f"capabilities {spec.capabilities!r:.80} are not AttentionCapabilities"
+    if isinstance(spec, SamplerSpec | KernelSetSpec) and not isinstance(spec.devices, Set):
+        return f"devices {spec.devices!r} is not a set of torch's device types, such as {{'cuda'}}"
+    if isinstance(spec, ModelSpec | CheckpointSpec) and spec.options.model_fields:
+        return f"options {spec.options.__name__} are given by no configuration to a {kind}"
+    return None
+
+
+def _names_object(text: object) -> bool:
+    return isinstance(text, str) and _OBJECT.fullmatch(text) is not None
 
 
 def _check_model(plugin: InstalledPlugin, field: str, model: object) -> None:
@@ -77,9 +106,10 @@ def check_kind_spec(plugin: InstalledPlugin, spec: KindSpec) -> None:
         problem = f"{spec.name!r} must be of lower-case letters, digits and underscores"
     if problem is None and not (isinstance(spec.spec, type) and issubclass(spec.spec, PluginSpec)):
         problem = f"spec {spec.spec!r} must be a class derived from PluginSpec"
-    if problem is None and spec.current_contract < 1:
-        problem = f"current_contract {spec.current_contract} must be at least 1"
-    if problem is None and not _OBJECT.fullmatch(spec.conformance):
+    current = spec.current_contract
+    if problem is None and (type(current) is not int or current < 1):
+        problem = f"current_contract {current!r} must be an integer of at least 1"
+    if problem is None and not _names_object(spec.conformance):
         problem = f"conformance {spec.conformance!r} is not of the form 'package.module:Class'"
     if problem:
         raise load_error(plugin, problem)

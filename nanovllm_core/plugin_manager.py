@@ -78,7 +78,7 @@ def load_object(target: str | ResolvedPlugin) -> Any:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginLoadError(
             f"cannot load {impl!r}{owner}: {type(error).__name__}: {error}"
         ) from error
@@ -267,7 +267,7 @@ class PluginManager:
         """Import an entry point's module and register it, once."""
         try:
             module = self._entries[plugin].load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise load_error(plugin, "it cannot be imported", error) from error
         if self._pluggy.is_registered(module):
             return module

@@ -17,6 +17,7 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object, parse_options
+from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
 
 Install = Callable[..., None]
 SCHEDULERS = "nanovllm.schedulers"
@@ -194,6 +195,8 @@ def test_a_broken_plugin_that_nobody_selects_does_no_harm(install: Install) -> N
         (("contract=1", "contract=0"), "contract 0 is not a version"),
         (("contract=1, ", ""), "it cannot be imported: TypeError.*contract"),
         (("fair_plugin:Policy", "fair_plugin.Policy"), "not of the form 'package.module:Object'"),
+        (('impl="fair_plugin:Policy"', "impl=Options"), "Options'> is not of the form 'package"),
+        (("SPECS = ", "raise SystemExit(0)\nSPECS = "), "it cannot be imported: SystemExit: 0"),
         (("options=Options", "options=dict"), "is not a pydantic model class"),
         (("options=Options", "options=3"), "is not a pydantic model class"),
         (('extra="forbid", ', ""), 'Options must set extra="forbid"'),
@@ -209,6 +212,47 @@ def test_a_plugin_that_breaks_the_contract_is_refused_by_name(
         manager.spec("scheduler", "fair")
     assert "nanovllm-fair 1.2.3" in str(caught.value)
     assert manager.spec("scheduler", "fcfs").name == "fcfs", "the others go on"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "spec", "said"),
+    [
+        ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=1,"
+         " capabilities={'gqa': True}, kv_layouts=None)", "not AttentionCapabilities"),
+        ("sampler", "samplers", "SamplerSpec(name='x', impl='x:X', contract=1, devices='cuda')",
+         "devices 'cuda' is not a set of torch's device types"),
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=1, devices=None)",
+         "devices None is not a set of torch's device types"),
+        ("model", "models", "ModelSpec(name='x', impl='x:X', contract=1, options=O)",
+         "options O are given by no configuration to a model"),
+        ("checkpoint", "checkpoints", "CheckpointSpec(name='x', impl='x:X', contract=1, options=O)",
+         "options O are given by no configuration to a checkpoint"),
+    ],
+)  # fmt: skip
+def test_a_spec_with_a_field_that_cannot_be_acted_upon_is_refused_by_name(
+    install: Install, kind: str, hook: str, spec: str, said: str
+) -> None:
+    """And so a listing, which asks every spec, calls it broken and goes on."""
+    source = f"""
+from nanovllm_core import api
+from nanovllm_core.api import *
+class O(NoOptions):
+    size: int = 1
+@api.hookimpl
+def nanovllm_{hook}():
+    return [{spec}]
+"""
+    group = f"nanovllm.{hook}"
+    install("odd", {group: {"x": "odd_plugin"}}, {"odd_plugin": source})
+    manager = get_plugin_manager()
+    with pytest.raises(PluginLoadError, match=f"'x' of odd 1.2.3 .*{said}"):
+        manager.spec(kind, "x")
+    [status] = [
+        status
+        for status in plugin_statuses(manager, typical_requirements("cpu", None), kind)
+        if status.plugin.name == "x"
+    ]
+    assert status.state == "broken"
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,18 @@ class SchedulerSpec(PluginSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(PluginSpec):
-    """A model architecture. `name` is the checkpoint's architecture name; `impl` a `CausalLM`."""
+    """A model architecture. `name` is the checkpoint's architecture name; `impl` a `CausalLM`.
+
+    It takes no options: what it is follows from the checkpoint's config.json.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec(PluginSpec):
     """A source of checkpoints. `impl` is a function `(reference: str) -> pathlib.Path`.
 
-    `model: NAME` calls it with an empty reference, `model: NAME:REFERENCE` with the rest.
+    `model: NAME` calls it with an empty reference, `model: NAME:REFERENCE` with the rest. It takes
+    no options: what it needs to know is in the reference.
     """
 
 
