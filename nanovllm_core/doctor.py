@@ -44,7 +44,8 @@ def examine() -> list[DoctorCheck]:
     try:
         manager = get_plugin_manager(disable=disable, entry_points=entries)
     except PluginError as error:
-        checks.append(DoctorCheck("plugins.disable", False, str(error), "correct it"))
+        remedy = "correct NANOVLLM_PLUGINS__DISABLE: nanovllm plugins list has the names"
+        checks.append(DoctorCheck("plugins.disable", False, str(error), remedy))
     requirements = typical_requirements(*_device())
     statuses = plugin_statuses(manager, requirements)
     checks += check_conflicts(manager) + [check_plugin(manager, status) for status in statuses]
@@ -292,7 +293,10 @@ def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:
     checks: list[DoctorCheck] = []
     for implementation in manager.hook.nanovllm_doctor.get_hookimpls():
         try:
-            answer: Any = implementation.function()
+            answer: Any = [*implementation.function()]
+            for check in answer:
+                if not isinstance(check, DoctorCheck):
+                    raise TypeError(f"it returned {check!r:.80}, which is no DoctorCheck")
             checks += answer
         except Exception as error:
             name = implementation.plugin_name

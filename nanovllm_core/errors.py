@@ -6,7 +6,7 @@ NanoVLLMError
 │   ├── PluginNotFoundError      no installed plugin has that name
 │   ├── PluginConflictError      two distributions register the same name
 │   ├── PluginLoadError          a selected plugin cannot be imported, or breaks the contract
-│   ├── PluginFailedError        a plugin raised while the engine ran
+│   ├── PluginFailedError        a plugin raised when it was called
 │   ├── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
 │   └── ScaffoldError            a new plugin cannot be written: its name, kind or folder
 ├── CheckpointError
@@ -59,7 +59,7 @@ class PluginLoadError(PluginError):
 
 
 class PluginFailedError(PluginError):
-    """A plugin raised while the engine ran; its own error is the cause."""
+    """A plugin raised when it was called; its own error is the cause."""
 
 
 class UnsupportedError(PluginError):

@@ -17,6 +17,8 @@ from nanovllm_core.errors import (
     ConfigError,
     DeviceError,
     ExecutorError,
+    NanoVLLMError,
+    PluginLoadError,
     PluginNotFoundError,
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
@@ -25,6 +27,7 @@ from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.observer import StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import ExecutorSpec, LogitsProcessorSpec, ResolvedPlugin
+from nanovllm_core.plugin_checks import describe
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import (
     make_observers,
@@ -102,7 +105,16 @@ def find_checkpoint(plugins: PluginManager, model: str) -> Path:
             f"model: {model!r} is no folder and no checkpoint plugin; give a path, a hub id "
             f"(organisation/name) or an installed source. {error}"
         ) from error
-    return Path(load_object(resolved)(reference))
+    fetch = load_object(resolved)
+    try:
+        return Path(fetch(reference))
+    except NanoVLLMError:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"model: {model!r}: {describe(resolved)} gave no folder: {type(error).__name__}: "
+            f"{error}; correct the reference, or update {resolved.distribution}"
+        ) from error
 
 
 def checkpoint_source(model: str) -> tuple[str, str]:
@@ -172,7 +184,7 @@ def read_shape(
     implementation = load_object(model)
     try:
         return cast(ModelShape, implementation.shape(model_config))
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ArchitectureError(
             f"{checkpoint}/config.json cannot be read by {model.name} ({model.distribution} "
             f"{model.version}): {type(error).__name__}: {error}; correct that setting, or fetch "

@@ -15,6 +15,7 @@ from nanovllm_core.cli.main import main, make_app
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_schema import config_schema
 from nanovllm_core.config_sources import load_config
+from nanovllm_core.errors import PluginFailedError
 from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
 
@@ -221,3 +222,13 @@ def test_an_enabled_extension_adds_a_command(
     assert "greet" not in run("--help")
     monkeypatch.setenv("NANOVLLM_PLUGINS__ENABLE", "[greeter]")
     assert "hello from an extension" in run("greet")
+
+
+def test_an_extension_whose_commands_fail_is_named_with_what_to_do(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = EXTENSION.replace("    @app.command()", "    1/0\n    @app.command()")
+    install("greeter", {"nanovllm.extensions": {"greeter": "broken_cli"}}, {"broken_cli": broken})
+    monkeypatch.setenv("NANOVLLM_PLUGINS__ENABLE", "[greeter]")
+    with pytest.raises(PluginFailedError, match=r"greeter failed: ZeroDivisionError.*take it out"):
+        make_app()

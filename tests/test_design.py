@@ -131,12 +131,13 @@ def test_a_plugin_of_each_kind_is_found_by_its_hook(install: Install, kind: str)
     """The smallest plugin of every kind loads, and its spec is of the kind's type."""
     wanted = KINDS[kind]
     more = {
-        "attention": "capabilities=None, kv_layouts=lambda requirements, options: []",
+        "attention": "capabilities=AttentionCapabilities(devices=frozenset(), dtypes=frozenset()),"
+        " kv_layouts=lambda requirements, options: []",
         "sampler": "devices=frozenset({'cpu'})",
         "kernels": "devices=frozenset({'cpu'})",
     }.get(kind, "")
     source = f"""
-from nanovllm_core.api import {wanted.spec.__name__}, hookimpl
+from nanovllm_core.api import AttentionCapabilities, {wanted.spec.__name__}, hookimpl
 
 @hookimpl
 def {wanted.hook}():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,19 @@ import torch
 
 from nanovllm_core import startup
 from nanovllm_core.config_sources import load_config
-from nanovllm_core.errors import CheckpointNotFoundError, ConfigError, DeviceError
+from nanovllm_core.errors import (
+    ArchitectureError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DeviceError,
+    PluginLoadError,
+)
 from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.startup import find_checkpoint, read_model_config, resolve_device, start
 
 from .e2e.tiny import write_config
+
+Install = Callable[..., None]
 
 for plugin in ("model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
@@ -80,6 +89,51 @@ def test_a_config_that_is_none_is_named(content: str | None, message: str, tmp_p
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointNotFoundError, match=message):
         read_model_config(tmp_path)
+
+
+SOURCE = """
+from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, hookimpl
+
+@hookimpl
+def nanovllm_checkpoints():
+    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=1)]
+
+def fetch(reference):
+    if reference == "gone":
+        raise CheckpointNotFoundError("the shelf is empty")
+    return {"none": None}[reference]
+"""
+
+
+def test_a_source_that_gives_no_folder_is_named_and_its_own_errors_pass(install: Install) -> None:
+    install("nanovllm-shelf", {"nanovllm.checkpoints": {"shelf": "shelf"}}, {"shelf": SOURCE})
+    plugins = get_plugin_manager()
+    for reference, error in (("none", "TypeError"), ("other", "KeyError: 'other'")):
+        with pytest.raises(PluginLoadError, match=rf"\(nanovllm-shelf 1\.2\.3\).*{error}"):
+            find_checkpoint(plugins, f"shelf:{reference}")
+    with pytest.raises(CheckpointNotFoundError, match="the shelf is empty"):
+        find_checkpoint(plugins, "shelf:gone")
+
+
+MODEL = """
+from nanovllm_core.api import ModelSpec, hookimpl
+
+@hookimpl
+def nanovllm_models():
+    return [ModelSpec(name="Mine", impl="mine_model:Mine", contract=1)]
+
+class Mine:
+    @staticmethod
+    def shape(config):
+        return config["hidden_sise"]
+"""
+
+
+def test_a_setting_that_a_model_misses_is_named(install: Install, tmp_path: Path) -> None:
+    install("mine", {"nanovllm.models": {"Mine": "mine_model"}}, {"mine_model": MODEL})
+    model = startup.find_model(get_plugin_manager(), "Mine", tmp_path)
+    with pytest.raises(ArchitectureError, match=r"Mine \(mine 1\.2\.3\): KeyError: 'hidden_sise'"):
+        startup.read_shape(model, {}, tmp_path)
 
 
 # -- device and number format ---------------------------------------------------------------------

@@ -11,8 +11,8 @@ import typer
 
 from nanovllm_core.cli import bench, chat, config, explain, generate, plugins
 from nanovllm_core.cli import eval as evaluation
-from nanovllm_core.config_sources import load_config
-from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.config_sources import ENV_PREFIX, load_config
+from nanovllm_core.errors import NanoVLLMError, PluginFailedError
 from nanovllm_core.plugin_manager import get_plugin_manager
 
 
@@ -42,7 +42,15 @@ def _add_extensions(app: typer.Typer) -> None:
     if chosen.enable:
         manager = get_plugin_manager(disable=chosen.disable)
         manager.enable(chosen.enable)
-        manager.hook.nanovllm_cli(app=app)
+        try:
+            manager.hook.nanovllm_cli(app=app)
+        except NanoVLLMError:
+            raise
+        except Exception as error:
+            raise PluginFailedError(
+                f"nanovllm_cli of one of the extensions {', '.join(chosen.enable)} failed: "
+                f"{type(error).__name__}: {error}; take it out of {ENV_PREFIX}PLUGINS__ENABLE"
+            ) from error
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nanovllm_core.config_errors import did_you_mean, explain_options
-from nanovllm_core.errors import InvalidSamplingError
+from nanovllm_core.errors import InvalidSamplingError, PluginFailedError
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.sampling_params import SamplingParams
 
@@ -21,7 +21,8 @@ def check_processor_arguments(
     """(name, valid arguments as plain data) of each processor that the parameters ask for.
 
     `specs` are those of the engine, by name. Raises InvalidSamplingError for a processor that the
-    engine does not have, and for arguments that its plugin refuses.
+    engine does not have, and for arguments that its plugin refuses; PluginFailedError where the
+    plugin's own check raises. Either way the engine and the other requests go on.
     """
     asked = params.logits_processors or {}
     return tuple(
@@ -48,7 +49,12 @@ def _checked(
         raise InvalidSamplingError(
             explain_options(error, spec.arguments, path, f"logits processor {name}")
         ) from None
-    reasons = spec.check(valid, vocab_size)
+    try:
+        reasons = [*spec.check(valid, vocab_size)]
+    except Exception as error:
+        raise PluginFailedError(
+            f"{path}: the check of {name!r} failed: {type(error).__name__}: {error}"
+        ) from error
     if reasons:
         raise InvalidSamplingError(f"{path}: {'; '.join(reasons)}")
     return valid.model_dump(round_trip=True)

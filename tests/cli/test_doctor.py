@@ -162,6 +162,15 @@ def test_an_extension_adds_its_checks_and_one_that_fails_is_a_finding(install: I
     assert "make room" in doctor.next_steps(checks.values())
 
 
+@pytest.mark.parametrize("answer", ["['tired']", "'tired'", "5"])
+def test_an_extension_whose_answer_is_no_check_is_a_finding(answer: str, install: Install) -> None:
+    odd = EXTENSION.replace("return [", f"return {answer}\n    return [")
+    install("odd", {"nanovllm.extensions": {"odd": "odd_doctor"}}, {"odd_doctor": odd})
+    found = examine()["odd_doctor"]
+    assert not found.ok
+    assert "its nanovllm_doctor failed: TypeError" in found.detail
+
+
 def test_two_distributions_of_one_name_are_a_conflict(install: Install) -> None:
     for distribution in ("one", "two"):
         install(distribution, {"nanovllm.schedulers": {"same": "same_doctor"}}, {

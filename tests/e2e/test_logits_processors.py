@@ -80,6 +80,8 @@ class Broken(LogitsProcessor):
         raise RuntimeError("no such logits")
 
 def beyond(arguments, vocab_size):
+    if 666 in arguments.ids:
+        raise KeyError("beast")
     wrong = [one for one in arguments.ids if one >= vocab_size]
     return [f"id {one} is not below {vocab_size}" for one in wrong]
 
@@ -240,6 +242,15 @@ def test_a_bad_argument_harms_only_its_request(
     while llm.engine.has_unfinished():
         finished += llm.engine.step()
     assert [len(output.token_ids) for output in finished] == [LENGTH]
+
+
+def test_a_check_that_raises_harms_only_its_request(open_engine: Callable[..., LLM]) -> None:
+    llm = open_engine()
+    llm.engine.add_request("good", PROMPT, greedy())
+    with pytest.raises(PluginFailedError, match=r"the check of 'ban' failed: KeyError: 'beast'"):
+        llm.engine.add_request("bad", PROMPT, greedy({"ban": {"ids": [666]}}))
+    [finished] = [output for _ in range(LENGTH + 2) for output in llm.engine.step()]
+    assert len(finished.token_ids) == LENGTH
 
 
 @pytest.mark.parametrize("asked", [3, ["ban"], {"ban": None}, {1: {}}])
