@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_core import startup
-from nanovllm_core.attention_selection import Selection, able_backends
+from nanovllm_core.attention_selection import Selection, able_backends, evaluate
 from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.config_sources import LoadedConfig
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import Phase
@@ -24,6 +25,8 @@ from nanovllm_core.kinds import EXTENSION
 from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.plugin_selection import kernel_set_name, select_kernels, select_sampler
 from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+
+NOT_NAMED = "installed, and not named"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Decisions:
         return {
             status.plugin.name: f"{status.state}: {'; '.join(status.reasons)}"
             if status.reasons
-            else "installed, and not named"
+            else NOT_NAMED
             for status in plugin_statuses(self.plugins, requirements, kind)
             if status.plugin.name not in chosen
         }
@@ -152,7 +155,10 @@ def _model(decisions: Decisions, name: str) -> Seam:
         f"{_label(model)}: {shape.num_layers} layers, {shape.num_heads} query and "
         f"{shape.num_kv_heads} KV heads of size {shape.head_size}",
         "the architecture in the checkpoint's config.json",
-        {other: "the checkpoint has another architecture" for other in others},
+        {
+            other: "the checkpoint has another architecture" if why == NOT_NAMED else why
+            for other, why in others.items()
+        },
     )
 
 
@@ -180,8 +186,8 @@ def _dtype(decisions: Decisions, name: str) -> Seam:
 
 def _attention(phase: Phase) -> Callable[[Decisions, str], Seam]:
     def decide(decisions: Decisions, name: str) -> Seam:
-        chosen = getattr(decisions.attention, phase)
-        asked = getattr(decisions.config.attention, phase).backend
+        chosen = getattr(decisions.attention, phase).name
+        asked = getattr(decisions.config.attention, phase)
         requirements = startup.attention_requirements(
             phase,
             decisions.config,
@@ -190,19 +196,22 @@ def _attention(phase: Phase) -> Callable[[Decisions, str], Seam]:
             decisions.dtype,
             decisions.cuda_graphs,
         )
-        able, unable = able_backends(decisions.plugins, requirements)
-        ranks = {candidate.resolved.name: candidate.rank for candidate in able}
-        others = {
-            backend: f"it can serve, with rank {rank}; {chosen.name} has {ranks[chosen.name]}"
-            if asked == "auto"
+        # The others are asked with their defaults, the chosen one with the options it was given.
+        taken = evaluate(
+            decisions.plugins, AttentionChoice(backend=chosen, options=asked.options), requirements
+        )
+        able, others = able_backends(decisions.plugins, requirements)
+        others |= {
+            candidate.resolved.name: f"it can serve, with rank {candidate.rank}; {chosen} has "
+            f"{taken.rank}"
+            if asked.backend == "auto"
             else "it can serve, and is not named"
-            for backend, rank in ranks.items()
-            if backend != chosen.name
+            for candidate in able
         }
-        automatic = f"auto: rank {ranks[chosen.name]}" if asked == "auto" else ""
-        labels = {candidate.resolved.name: candidate.label for candidate in able}
+        others.pop(chosen, None)
+        automatic = f"auto: rank {taken.rank}" if asked.backend == "auto" else ""
         why = decisions.said(f"attention.{phase}.backend", automatic)
-        return Seam(name, labels[chosen.name], why, others | unable)
+        return Seam(name, taken.label, why, others)
 
     return decide
 

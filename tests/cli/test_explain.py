@@ -102,6 +102,36 @@ def test_a_named_backend_says_who_named_it(slow: None, tmp_path: Path) -> None:
     assert "slow and sdpa can read: multiples of 16" in found["KV pages"].why
 
 
+PICKY = """
+from pydantic import BaseModel, ConfigDict
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    library: str
+""" + SLOW.replace('impl="slow_code:Slow"', 'impl="x:X", options=Options').replace(
+    "slow", "picky"
+).replace("rank=lambda", "provider=lambda options: options.library, rank=lambda")
+
+
+def test_a_named_backend_is_asked_with_the_options_that_it_was_given(install: Install) -> None:
+    """What it would be with its defaults, or whether it has any, does not matter."""
+    install("picky", {"nanovllm.attention": {"picky": "picky_spec"}}, {"picky_spec": PICKY})
+    found = seams(attention={"backend": "picky", "options": {"library": "fa9"}})
+    for phase in ("prefill", "decode"):
+        seam = found[f"attention, {phase}"]
+        assert seam.chosen == "picky 1.2.3 (fa9)"
+        assert "picky" not in seam.others
+        assert seam.others["sdpa"] == "it can serve, and is not named"
+    missing = seams(attention={"backend": "picky"})["attention, prefill"]
+    assert "attention.options.library: missing" in missing.problem
+
+
+def test_a_broken_model_plugin_is_not_said_to_be_of_another_architecture(install: Install) -> None:
+    install("broken", {"nanovllm.models": {"Broken": "broken_model"}}, {"broken_model": "1/0"})
+    others = seams()["model"].others
+    assert "ZeroDivisionError" in others["Broken"]
+
+
 def test_plugins_that_were_not_named_and_those_that_could_not_be_are_told(
     install: Install,
 ) -> None:
