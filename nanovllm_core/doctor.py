@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from nanovllm_core import __version__
 from nanovllm_core.attention_selection import INSTALL_ONE
 from nanovllm_core.config_errors import did_you_mean
@@ -23,12 +21,12 @@ from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import PluginError
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
+from nanovllm_core.plugin_checks import CORE, core_requirement
 from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import kernel_set_name
 from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
 
-CORE = "nanovllm-core"
 GROUP_PREFIX = "nanovllm."
 
 
@@ -172,7 +170,7 @@ def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
     checks = []
     for distribution in installed:
         name = distribution.metadata["Name"] or ""
-        needs = _core_requirement(distribution)
+        needs = core_requirement(distribution.requires or ())
         if name != CORE and needs is None:
             continue
         versions[name].append(distribution.version)
@@ -191,19 +189,6 @@ def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
             remedy = f"pip uninstall {name}, until nothing is left, then install it once"
             checks.append(DoctorCheck(name, False, detail, remedy))
     return [DoctorCheck(CORE, True, __version__), *checks]
-
-
-def _core_requirement(distribution: Distribution) -> Requirement | None:
-    """What a distribution requires of the core, if it requires it outside its extras."""
-    for line in distribution.requires or ():
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        marker = requirement.marker
-        if requirement.name == CORE and (marker is None or marker.evaluate({"extra": ""})):
-            return requirement
-    return None
 
 
 def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
 from nanovllm_core.errors import PluginLoadError
@@ -22,7 +24,7 @@ from nanovllm_core.interfaces.specs import (
     SamplerSpec,
 )
 from nanovllm_core.kinds import KIND, KIND_CONTRACT, KINDS, NO_SPEC, Kind, contract_problem
-from nanovllm_core.plugin_discovery import InstalledPlugin
+from nanovllm_core.plugin_discovery import UNKNOWN, InstalledPlugin
 
 CORE = "nanovllm-core"
 _OBJECT = re.compile(r"[\w.]+:[\w.]+")
@@ -33,10 +35,26 @@ def load_error(
 ) -> PluginLoadError:
     """Name the distribution, the entry point and the original error."""
     original = f": {type(error).__name__}: {error}" if error else ""
+    owner = "" if plugin.distribution == UNKNOWN else f" of {plugin.distribution} {plugin.version}"
     return PluginLoadError(
-        f"{plugin.kind} {plugin.name!r} of {plugin.distribution} {plugin.version} (entry point "
-        f"{plugin.entry_point}): {problem}{original}"
+        f"{plugin.kind} {plugin.name!r}{owner} (entry point {plugin.entry_point}): "
+        f"{problem}{original}"
     )
+
+
+def core_requirement(lines: Iterable[str]) -> Requirement | None:
+    """What a distribution requires of the core, if it requires it outside its extras."""
+    for line in lines:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        marker = requirement.marker
+        if canonicalize_name(requirement.name) == CORE and (
+            marker is None or marker.evaluate({"extra": ""})
+        ):
+            return requirement
+    return None
 
 
 def describe(plugin: ResolvedPlugin) -> str:

@@ -28,6 +28,10 @@ KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
 """Which extra of nanovllm-core installs a plugin of this project."""
 
 
+UNKNOWN = "?"
+"""Distribution and version of an entry point that was given, not found installed."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class InstalledPlugin:
     """What the metadata of an installed distribution says of one plugin."""
@@ -68,7 +72,9 @@ def known_groups(declared: Iterable[str] = ()) -> dict[str, str]:
 
 
 def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
-    distribution, version = (entry.dist.name, entry.dist.version) if entry.dist else ("?", "?")
+    distribution, version = (
+        (entry.dist.name, entry.dist.version) if entry.dist else (UNKNOWN, UNKNOWN)
+    )
     return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
 
 

@@ -24,6 +24,7 @@ from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import NanoVLLMError, PluginNotFoundError
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
+from nanovllm_core.plugin_checks import CORE, core_requirement
 from nanovllm_core.plugin_discovery import InstalledPlugin, known_groups
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
@@ -81,11 +82,12 @@ def validate_entries(entries: Sequence[Entry], paths: Sequence[Path]) -> list[Do
             text=True,
             check=False,
         )
-        if result.returncode:  # what an import can do beyond raising: exit, crash
-            last = result.stderr.strip().splitlines()[-1:] or [f"exit {result.returncode}"]
+        answer = result.stdout.splitlines()[-1:]
+        if result.returncode or not answer:  # what an import can do beyond raising: exit, crash
+            last = result.stderr.strip().splitlines()[-1:] or [f"exit status {result.returncode}"]
             checks.append(_wrong(entry[1], f"importing {entry[2]} ended the process: {last[0]}"))
             continue
-        found = json.loads(result.stdout.splitlines()[-1])
+        found = json.loads(answer[0])
         checks += [DoctorCheck(**check) for check in found]
     return checks
 
@@ -111,15 +113,14 @@ def _check_file(folder: Path, name: str, remedy: str) -> DoctorCheck:
 
 
 def _check_requires_core(project: Mapping[str, Any]) -> DoctorCheck:
-    names = [str(line) for line in project.get("dependencies", ())]
-    found = [line for line in names if line.startswith("nanovllm-core")]
-    if found or project["name"] == "nanovllm-core":
-        return DoctorCheck("dependencies", True, ", ".join(found) or "it is nanovllm-core")
+    found = core_requirement(map(str, project.get("dependencies", ())))
+    if found or project.get("name") == CORE:
+        return DoctorCheck("dependencies", True, str(found or f"it is {CORE}"))
     return DoctorCheck(
         "dependencies",
         False,
-        "nanovllm-core is not among them, so any version, or none, would be installed with it",
-        'add "nanovllm-core>=VERSION" with the version that it was written for',
+        f"{CORE} is not among them, so any version, or none, would be installed with it",
+        f'add "{CORE}>=VERSION" with the version that it was written for',
     )
 
 
@@ -183,7 +184,7 @@ def _check_options(label: str, options: Any) -> Iterable[DoctorCheck]:
 
 
 def _wrong(label: str, detail: str) -> DoctorCheck:
-    return DoctorCheck(label, False, detail, "correct it", fatal=True)
+    return DoctorCheck(label, False, detail, "correct it, then validate again", fatal=True)
 
 
 def _main(request: str) -> None:

@@ -9,7 +9,7 @@ the author's name in the place of that one. So the templates are code, linted an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from nanovllm_core import __version__
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import ScaffoldError
-from nanovllm_core.kinds import EXTENSION, KIND
+from nanovllm_core.kinds import EXTENSION, KIND, declared_group
 from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_manager import get_plugin_manager
 
@@ -88,12 +88,17 @@ def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
     if folder.exists():
         raise ScaffoldError(f"{folder} exists already; choose another name, or another --into")
     names = _names(kind, name, template)
-    _refuse_taken(kind, _rename(template.entry_point, names))
+    _refuse_taken(kind, name, [(group, _rename(e, names)) for group, e in _entries(kind, template)])
     # Everything is read before anything is written.
     files = {folder / _rename(str(path), names): text for path, text in _files(template)}
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_rename(text, names), encoding="utf-8")
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_rename(text, names), encoding="utf-8")
+    except OSError as error:
+        raise ScaffoldError(
+            f"{folder} cannot be written: {error.strerror}; choose another --into"
+        ) from error
     return folder
 
 
@@ -112,14 +117,24 @@ def check_name(name: str) -> None:
     )
 
 
-def _refuse_taken(kind: str, name: str) -> None:
+def _refuse_taken(kind: str, name: str, entries: Iterable[tuple[str, str]]) -> None:
     """ScaffoldError for a name that would be a conflict as soon as the package is installed."""
-    manager = get_plugin_manager()
-    if kind == KIND and name in manager.kinds():
+    manager, groups = get_plugin_manager(), known_groups()
+    if kind == KIND and (name in manager.kinds() or declared_group(name) in groups):
         raise ScaffoldError(f"{name!r} is a kind already; choose another name")
-    if name in manager.names(kind):
-        owner = manager.find(kind, name).distribution
-        raise ScaffoldError(f"{owner} has a {kind} {name!r} already; choose another name")
+    wanted = {(groups.get(group), entry) for group, entry in entries}
+    for plugin in manager.installed():
+        if (plugin.kind, plugin.name) in wanted:
+            raise ScaffoldError(
+                f"{plugin.distribution} has the {plugin.kind} {plugin.name!r} already; choose "
+                "another name"
+            )
+
+
+def _entries(kind: str, template: Template) -> list[tuple[str, str]]:
+    """The entry points of a package (group, name), with the place-holders of the templates."""
+    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
+    return [(group, template.entry_point), *template.more]
 
 
 def _template(kind: str, level: str) -> Template:
@@ -136,7 +151,6 @@ def _template(kind: str, level: str) -> Template:
 def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
     """What stands in the templates -> what is written."""
     camel = "".join(word.capitalize() for word in name.split("_"))
-    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
     names = {
         "my_plugin": name,
         "my-plugin": name.replace("_", "-"),
@@ -149,7 +163,7 @@ def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
     }
     lines = [
         f'[project.entry-points."{group}"]\n{entry} = "nanovllm_my_kind_my_plugin.plugin"\n'
-        for group, entry in ((group, template.entry_point), *template.more)
+        for group, entry in _entries(kind, template)
     ]
     return names | {"[project.entry-points.MY_ENTRY_POINTS]\n": _rename("\n".join(lines), names)}
 

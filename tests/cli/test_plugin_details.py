@@ -173,6 +173,15 @@ def test_a_name_that_nobody_has_is_told_with_the_nearest(fair: None) -> None:
     assert isinstance(error("show", "fair", "--kind", "model"), PluginNotFoundError)
 
 
+def test_a_disabled_plugin_is_told_to_be_disabled(
+    fair: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", "['scheduler:fair']")
+    raised = error("show", "fair")
+    assert isinstance(raised, PluginNotFoundError)
+    assert "is disabled; take it out of plugins.disable" in str(raised)
+
+
 def test_a_broken_plugin_is_an_error_that_names_it(install: Install) -> None:
     install("broken", {"nanovllm.schedulers": {"broken": "broken_show"}}, {"broken_show": "1/0"})
     raised = error("show", "broken")

@@ -74,6 +74,31 @@ def test_each_mistake_is_named_and_has_a_remedy(
     assert validate(str(package)).exit_code == 1
 
 
+def test_a_package_is_not_told_to_be_of_a_distribution_that_nobody_knows(package: Path) -> None:
+    change(package / "nanovllm_scheduler_fair/plugin.py", "contract=1", "contract=99")
+    [found] = wrong(package)
+    assert "scheduler 'fair' (entry point nanovllm_scheduler_fair.plugin): it is too new" in found
+
+
+@pytest.mark.parametrize("line", ["nanovllm_core >= 0.1", "nanovllm-core[triton]>=0.1"])
+def test_the_core_is_known_by_any_spelling_of_its_name(package: Path, line: str) -> None:
+    change(package / "pyproject.toml", '"nanovllm-core>=', f'"{line}", "other>=')
+    assert wrong(package) == []
+
+
+@pytest.mark.parametrize("line", ["nanovllm-core-tools>=1", "not a requirement"])
+def test_another_distribution_is_not_taken_for_the_core(package: Path, line: str) -> None:
+    change(package / "pyproject.toml", '"nanovllm-core>=', f'"{line}", "other>=')
+    assert "nanovllm-core is not among them" in wrong(package)[0]
+
+
+def test_a_module_that_ends_the_process_quietly_is_told(package: Path) -> None:
+    module = package / "nanovllm_scheduler_fair/plugin.py"
+    change(module, "from pydantic", "import os; os._exit(0)\nfrom pydantic")
+    [found] = wrong(package)
+    assert "importing nanovllm_scheduler_fair.plugin ended the process: exit status 0" in found
+
+
 def test_a_missing_readme_is_named(package: Path) -> None:
     (package / "README.md").unlink()
     assert wrong(package) == [

@@ -148,6 +148,11 @@ def test_what_cannot_be_run_is_refused_by_name(install: Install) -> None:
     assert "say which with --kind attention or scheduler" in str(refused("sdpa"))
 
 
+def test_an_option_that_cannot_be_read_is_refused() -> None:
+    assert "--option ageing, line 1, column 2: not valid YAML" in str(refused("fcfs", "--option", "ageing=["))
+    assert "must be KEY=VALUE" in str(refused("fcfs", "--option", "ageing"))
+
+
 def test_without_pytest_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytest", None)
     error = refused("sdpa")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from nanovllm_core.kinds import EXTENSION, KIND, KINDS
 from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_validation import validate_package
 from nanovllm_core.scaffold import MAX_NAME, TEMPLATES, check_name, new_plugin
+
+Install = Callable[..., None]
 
 PACKAGES = [*((kind, "policy") for kind in TEMPLATES), ("scheduler", "scheduler")]
 PLACEHOLDERS = ("my_plugin", "my-plugin", "MyPlugin", "my_kind", "my-kind", "MY_")
@@ -116,8 +119,10 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "problem"),
     [
-        ("scheduler", "fcfs", "nanovllm-core has a scheduler 'fcfs' already"),
+        ("scheduler", "fcfs", "nanovllm-core has the scheduler 'fcfs' already"),
         ("kind", "sampler", "'sampler' is a kind already"),
+        # nanovllm.kernels is the core's own group, by another rule than that of declared kinds.
+        ("kind", "kernel", "'kernel' is a kind already"),
     ],
 )
 def test_a_name_that_is_taken_is_refused(
@@ -126,6 +131,20 @@ def test_a_name_that_is_taken_is_refused(
     with pytest.raises(ScaffoldError, match=f"{problem}; choose another name"):
         new_plugin(kind, name, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_entry_point_of_a_package_must_be_free(install: Install, tmp_path: Path) -> None:
+    """A kind's package has an observer of the same name."""
+    install("taker", {"nanovllm.observers": {"taken": "x"}}, {})
+    with pytest.raises(ScaffoldError, match="taker has the observer 'taken' already; choose"):
+        new_plugin("kind", "taken", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ScaffoldError, match=r"cannot be written.*Not a directory; choose another"):
+        new_plugin("scheduler", "fair", tmp_path / "file")
 
 
 def test_a_kind_or_level_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def one_plugin(manager: PluginManager, name: str, kind: str | None) -> Installed
         return manager.find(kind, name)
     installed = manager.installed()
     kinds = sorted({plugin.kind for plugin in installed if plugin.name == name})
+    # Asking for a disabled one says how it got so.
+    kinds = kinds or sorted({plugin.kind for plugin in manager.disabled() if plugin.name == name})
     if not kinds:
         names = sorted({plugin.name for plugin in installed})
         raise PluginNotFoundError(

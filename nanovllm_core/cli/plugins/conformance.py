@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from unittest import mock
 
 import typer
-import yaml
 
 from nanovllm_core.cli.plugins.choice import KindOption, Name, installed_plugins, one_plugin
+from nanovllm_core.config_sources import parse_yaml
 from nanovllm_core.errors import ConfigError, PluginError
 from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.kinds import EXTENSION, KIND, NO_SPEC
@@ -77,7 +77,8 @@ def run_conformance_suite(
     more += [f"--junit-xml={junit.absolute()}"] if junit else []
     status = _run(_test_file(plugin, suite, options), more, report)
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
-        raise ConfigError(f"no check of {suite} has a name with {only!r}")
+        what = f"no check of {suite} has a name with {only!r}" if only else f"{suite} has no checks"
+        raise ConfigError(what)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         problems = "\n".join(report.problems)
         raise PluginError(f"{suite} could not run (pytest's exit status {status}):\n{problems}")
@@ -115,7 +116,7 @@ def _parse(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--option {text!r} must be KEY=VALUE")
-    return key, yaml.safe_load(value)
+    return key, parse_yaml(value, f"--option {key}")
 
 
 def _suite(manager: PluginManager, plugin: InstalledPlugin) -> str:
