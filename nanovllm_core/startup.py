@@ -26,7 +26,12 @@ from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.observer import StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
-from nanovllm_core.interfaces.specs import ExecutorSpec, LogitsProcessorSpec, ResolvedPlugin
+from nanovllm_core.interfaces.specs import (
+    ExecutorSpec,
+    LogitsProcessorSpec,
+    ResolvedPlugin,
+    SchedulerSpec,
+)
 from nanovllm_core.plugin_checks import describe
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import (
@@ -295,15 +300,25 @@ def choose_attention(
 
 
 def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
-    """The configured scheduler; a policy is wrapped in the core's own scheduler."""
+    """The configured scheduler; a policy is wrapped in the core's own scheduler.
+
+    Raises PluginLoadError where it is not of the level that its spec states.
+    """
     from nanovllm_core.engine.scheduler import TokenBudgetScheduler
 
     choice = config.scheduler
     resolved = plugins.resolve("scheduler", choice.name, choice.options, path="scheduler.options")
     made = plugins.make(resolved, (SchedulingPolicy, Scheduler))
-    if isinstance(made, SchedulingPolicy):
-        return TokenBudgetScheduler(made)
-    return cast(Scheduler, made)
+    spec = cast(SchedulerSpec, plugins.spec("scheduler", choice.name))
+    found, level = ("SchedulingPolicy", "policy")
+    if not isinstance(made, SchedulingPolicy):
+        found, level = ("Scheduler", "scheduler")
+    if spec.level != level:
+        raise PluginLoadError(
+            f"{describe(resolved)}: its level is {spec.level!r}, and {resolved.impl} makes a "
+            f"{found}; state level={level!r} in its spec"
+        )
+    return TokenBudgetScheduler(made) if level == "policy" else cast(Scheduler, made)
 
 
 def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:

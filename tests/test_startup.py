@@ -136,6 +136,40 @@ def test_a_setting_that_a_model_misses_is_named(install: Install, tmp_path: Path
         startup.read_shape(model, {}, tmp_path)
 
 
+SCHEDULERS = """
+from nanovllm_core.api import SchedulerSpec, hookimpl
+
+@hookimpl
+def nanovllm_schedulers():
+    return [SchedulerSpec(name="mine", contract=1, impl="IMPL", level="LEVEL")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("impl", "level", "said"),
+    [
+        ("nanovllm_core.engine.policies:FcfsPolicy", "scheduler", "makes a SchedulingPolicy"),
+        ("mine_scheduler:make", "policy", "makes a Scheduler"),
+    ],
+)
+def test_a_scheduler_is_of_the_level_that_it_states(
+    impl: str, level: str, said: str, install: Install, folder: Path
+) -> None:
+    """By its level its suite is chosen, and listings say what it is."""
+    source = (
+        SCHEDULERS.replace("IMPL", impl).replace("LEVEL", level)
+        + """
+def make(options):
+    from nanovllm_core.engine.policies import FcfsPolicy
+    from nanovllm_core.engine.scheduler import TokenBudgetScheduler
+    return TokenBudgetScheduler(FcfsPolicy(options))
+"""
+    )
+    install("mine", {"nanovllm.schedulers": {"mine": "mine_scheduler"}}, {"mine_scheduler": source})
+    with pytest.raises(PluginLoadError, match=rf"'mine' \(mine 1\.2\.3\): .*{said}.*state level="):
+        started(folder, scheduler="mine")
+
+
 # -- device and number format ---------------------------------------------------------------------
 
 

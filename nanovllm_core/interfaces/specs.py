@@ -65,9 +65,10 @@ class AttentionSpec(PluginSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSpec(PluginSpec):
-    """A scheduler. `impl` is a `SchedulingPolicy` class or a whole `Scheduler` class.
+    """A scheduler. `impl` is called with the validated options as its only argument.
 
-    `impl` is called with the validated options as its only argument.
+    `level` says what it is: "policy" a `SchedulingPolicy` class, an order for the core's scheduler;
+    "scheduler" a whole `Scheduler` class, which decides every step.
 
     `max_overtaking_steps(options, request)` bounds how long a request can be passed over: whatever
     arrives more than this many steps after it is never admitted before it, so that what is admitted

@@ -149,7 +149,9 @@ def test_what_cannot_be_run_is_refused_by_name(install: Install) -> None:
 
 
 def test_an_option_that_cannot_be_read_is_refused() -> None:
-    assert "--option ageing, line 1, column 2: not valid YAML" in str(refused("fcfs", "--option", "ageing=["))
+    assert "--option ageing, line 1, column 2: not valid YAML" in str(
+        refused("fcfs", "--option", "ageing=[")
+    )
     assert "must be KEY=VALUE" in str(refused("fcfs", "--option", "ageing"))
 
 
