@@ -46,7 +46,10 @@ def examine() -> list[DoctorCheck]:
         checks.append(DoctorCheck("plugins.disable", False, str(error), remedy))
     requirements = typical_requirements(*_device())
     statuses = plugin_statuses(manager, requirements)
-    checks += check_conflicts(manager) + [check_plugin(manager, status) for status in statuses]
+    conflicts = check_conflicts(manager)
+    told = {check.name for check in conflicts}
+    checks += conflicts
+    checks += [check_plugin(manager, one) for one in statuses if _label(one) not in told]
     return checks + check_defaults(statuses, requirements.device) + ask_plugins(manager)
 
 
@@ -232,7 +235,9 @@ def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
 def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
     """One plugin: does its light module load, can it run here, is its code importable."""
     plugin = status.plugin
-    label = f"{plugin.kind} {plugin.name}"
+    label = _label(status)
+    remedy = f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or "
+    remedy += "uninstall it"
     who = f"{plugin.distribution} {plugin.version}"
     try:
         if plugin.kind == EXTENSION:
@@ -246,9 +251,13 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
             load_object(spec.impl)
             return DoctorCheck(label, True, f"{who}; contract {spec.contract}; {status.note}")
     except PluginError as error:
-        return DoctorCheck(label, False, str(error), f"update or uninstall {plugin.distribution}")
-    remedy = f"update or uninstall {plugin.distribution}" if status.state == "broken" else ""
-    return DoctorCheck(label, False, f"{status.state}: {'; '.join(status.reasons)}", remedy)
+        return DoctorCheck(label, False, str(error), remedy)
+    detail = f"{status.state}: {'; '.join(status.reasons)}"
+    return DoctorCheck(label, False, detail, remedy if status.state == "broken" else "")
+
+
+def _label(status: PluginStatus) -> str:
+    return f"{status.plugin.kind} {status.plugin.name}"
 
 
 def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[DoctorCheck]:
@@ -278,11 +287,12 @@ def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:
     checks: list[DoctorCheck] = []
     for implementation in manager.hook.nanovllm_doctor.get_hookimpls():
         try:
-            answer: Any = [*implementation.function()]
-            for check in answer:
+            answer: Any = implementation.function()
+            found = [*answer]
+            for check in found:
                 if not isinstance(check, DoctorCheck):
                     raise TypeError(f"it returned {check!r:.80}, which is no DoctorCheck")
-            checks += answer
+            checks += found
         except Exception as error:
             name = implementation.plugin_name
             detail = f"its nanovllm_doctor failed: {type(error).__name__}: {error}"

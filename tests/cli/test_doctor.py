@@ -147,7 +147,9 @@ def test_a_plugin_of_another_contract_is_told_with_both_numbers(install: Install
     install("fake-attention", {"nanovllm.attention": {"fake": "fake_seven"}}, {
         "fake_seven": source
     })  # fmt: skip
-    assert "contract 7" in examine()["attention fake"].detail
+    check = examine()["attention fake"]
+    assert "contract 7" in check.detail
+    assert f"a version of fake-attention that fits nanovllm-core {__version__}" in check.remedy
 
 
 def test_an_extension_adds_its_checks_and_one_that_fails_is_a_finding(install: Install) -> None:
@@ -179,6 +181,8 @@ def test_two_distributions_of_one_name_are_a_conflict(install: Install) -> None:
     check = only(doctor.check_conflicts(get_plugin_manager()))
     assert (check.name, check.detail) == ("scheduler same", "registered by one and two")
     assert "plugins: {disable: [two]}" in check.remedy
+    found = [check for check in doctor.examine() if check.name == "scheduler same"]
+    assert found == [check], "told once, and neither of the two is called broken"
 
 
 # -- what is installed ----------------------------------------------------------------------------
