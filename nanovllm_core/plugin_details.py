@@ -115,9 +115,11 @@ def _plain(value: Any) -> object:
         return {f.name.replace("_", " "): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Set):
         return sorted(value)
-    if isinstance(value, tuple):
-        return list(value)
-    return value
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _type_name(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:

@@ -46,11 +46,13 @@ def nanovllm_schedulers():
 
 KIND = """
 from dataclasses import dataclass
+from pathlib import Path
 from nanovllm_core.api import KindSpec, PluginSpec, hookimpl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkSpec(PluginSpec):
     unit: str = "s"
+    folder: Path = Path("here")
 
 @hookimpl
 def nanovllm_kinds():
@@ -149,6 +151,23 @@ def test_show_tells_what_a_declared_kind_is(install: Install) -> None:
     assert details["current contract"] == 3
     assert details["conformance"] == "sink_tests:Suite"
     assert details["plugins"] == []
+
+
+def test_a_field_of_a_declared_kinds_spec_is_shown_whatever_its_type(install: Install) -> None:
+    plugin = """
+from sink_kind import SinkSpec
+from nanovllm_core.api import hookimpl
+
+@hookimpl
+def nanovllm_sinks():
+    return [SinkSpec(name="lines", impl="x:X", contract=3)]
+"""
+    groups = {"nanovllm.kinds": {"sink": "sink_kind"}, "nanovllm.sinks": {"lines": "sink_lines"}}
+    install("nanovllm-sinks", groups, {
+        "sink_kind": KIND, "sink_hooks": HOOKS, "sink_lines": plugin,
+    })  # fmt: skip
+    details = json.loads(run("show", "lines", "--json"))
+    assert (details["unit"], details["folder"]) == ("s", "here")
 
 
 def test_show_names_the_hooks_of_an_extension(install: Install) -> None:
