@@ -32,7 +32,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_document_is_a_page_under_its_own_path(site: Path) -> None:
     """So that a relative link is right on GitHub and on the site."""
-    for document in (*ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")):
+    globs = "docs/**/*.md", "plugins/*/README.md", "examples/plugins/**/README.md"
+    for document in (document for glob in globs for document in ROOT.glob(glob)):
         folder = document.parent if document.stem == "README" else document.with_suffix("")
         assert (site / folder.relative_to(ROOT) / "index.html").is_file(), document
     assert (site / "CHANGELOG/index.html").is_file()
