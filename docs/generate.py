@@ -328,7 +328,12 @@ def limit_table() -> str:
             str(MAX_DEVICE_STOP_IDS),
             "with more, the host looks at each token of that request",
         ),
-        ("seeds", "0 to 2^63 - 1", "refused"),
+        (
+            "temperature",
+            f"0, or {sampling_params.MIN_TEMPERATURE:g} to {sampling_params.MAX_TEMPERATURE:g}",
+            "refused",
+        ),
+        ("seeds", f"0 to 2^{sampling_params.MAX_SEED.bit_length()} - 1", "refused"),
         ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
     ]
     return table(["what", "limit", "beyond it"], rows)
