@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_core import sampling_params
 from nanovllm_core.bench.plots import draw, series_of
@@ -32,7 +33,13 @@ from nanovllm_core.config_errors import FLAT_KEYWORDS
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 from nanovllm_core.interfaces.scheduler import SchedulingPolicy
-from nanovllm_core.interfaces.specs import AttentionSpec, PluginSpec
+from nanovllm_core.interfaces.specs import (
+    AttentionSpec,
+    KernelSetSpec,
+    PluginSpec,
+    SamplerSpec,
+    SchedulerSpec,
+)
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
 FOLDER = Path(__file__).parent
@@ -169,6 +176,8 @@ def plots() -> str:
 SHIPPED = {
     "attention": ("sdpa", "triton", "flash"),
     "scheduler": ("fcfs", "sjf"),
+    "sampler": ("gumbel",),
+    "kernels": ("torch", "triton"),
 }
 
 
@@ -219,6 +228,47 @@ def in_words(value: object) -> str:
     if isinstance(value, tuple):
         return ".".join(str(one) for one in value)
     return str(value)
+
+
+def provider_table() -> str:
+    """What each provider of `flash` has, from the plugin's own list."""
+    rows = [
+        [
+            f"`{one.name}`",
+            one.distribution,
+            f"{one.capabilities[0]}.x to {one.capabilities[1]}.x",
+            f"{one.page_multiple} tokens",
+            in_words(one.sliding_window),
+            in_words(one.soft_cap),
+            in_words(one.verified),
+        ]
+        for one in PROVIDERS.values()
+    ]
+    head = "provider", "package", "compute capability", "page multiple", "sliding window"
+    return table([*head, "soft cap", "run on a GPU here"], rows)
+
+
+def other_table() -> str:
+    """What the shipped plugins of other kinds declare."""
+    rows = []
+    for kind in SHIPPED:
+        for spec in shipped(kind):
+            if not isinstance(spec, AttentionSpec):
+                rows.append([kind, f"`{spec.name}`", declarations(spec)])
+    return table(["kind", "plugin", "declares"], rows)
+
+
+def declarations(spec: PluginSpec) -> str:
+    """A spec's own fields, in words; those of attention have a table to themselves."""
+    if isinstance(spec, SamplerSpec):
+        captured = "captured in CUDA graphs" if spec.cuda_graphs else "not captured"
+        return f"{in_words(spec.devices)}; {captured}"
+    if isinstance(spec, KernelSetSpec):
+        return in_words(spec.devices)
+    if isinstance(spec, SchedulerSpec) and spec.max_overtaking_steps:
+        steps = spec.max_overtaking_steps(spec.options(), job(600, 0))
+        return f"{spec.level}; {steps:.0f} steps"
+    return ""
 
 
 def option_table() -> str:
@@ -278,7 +328,12 @@ def limit_table() -> str:
             str(MAX_DEVICE_STOP_IDS),
             "with more, the host looks at each token of that request",
         ),
-        ("seeds", "0 to 2^63 - 1", "refused"),
+        (
+            "temperature",
+            f"0, or {sampling_params.MIN_TEMPERATURE:g} to {sampling_params.MAX_TEMPERATURE:g}",
+            "refused",
+        ),
+        ("seeds", f"0 to 2^{sampling_params.MAX_SEED.bit_length()} - 1", "refused"),
         ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
     ]
     return table(["what", "limit", "beyond it"], rows)
@@ -330,7 +385,12 @@ def job(tokens: int, arrival_step: int) -> Any:
 
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "configuration.md": TABLES,
-    "capabilities.md": {"capabilities": capability_table, "options": option_table},
+    "capabilities.md": {
+        "capabilities": capability_table,
+        "providers": provider_table,
+        "other kinds": other_table,
+        "options": option_table,
+    },
     "limits.md": {"limits": limit_table},
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},

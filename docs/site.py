@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/**/*.md",
     "plugins/*/*.md",
     "plugins/*/training/*.md",
+    "examples/plugins/*.md",
     "examples/plugins/*/*.md",
     "benchmarks/results/*/*.md",
 )

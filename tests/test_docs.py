@@ -38,7 +38,8 @@ README = ROOT / "README.md"
 CONFIGURATION = ROOT / "docs/configuration.md"
 COMING_FROM = ROOT / "docs/coming_from_nano_vllm.md"
 PLUGINS = ROOT / "docs/plugins.md"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/*.md")])
+GLOBS = "*.md", "docs/**/*.md", "plugins/*/*.md", "examples/plugins/**/README.md"
+DOCUMENTS = sorted(document for glob in GLOBS for document in ROOT.glob(glob))
 OUR_DOCUMENTS = [path for path in DOCUMENTS if "plugins" not in path.parent.parts]
 
 
@@ -123,6 +124,23 @@ WRONG = [
     if wrong.info.strip() == "error"
     for right in [next(b for b in blocks(document, "text") if b.line > wrong.line)]
 ]
+
+
+def test_the_quick_start_chooses_only_what_make_demo_installs(tmp_path: Path) -> None:
+    """Its reader has typed one command and has no other plugin yet."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.split(".run-installed:")[1].split("\n\n")[0]
+    there = {
+        f"nanovllm-{name.replace('_', '-')}" for name in re.findall(r"-e plugins/(\w+)", recipe)
+    }
+    there.add("nanovllm-core")
+    installed = {plugin.distribution for plugin in get_plugin_manager().installed()}
+    assert there <= installed
+    manager = get_plugin_manager(disable=sorted(installed - there))
+    for block in blocks(ROOT / "docs/quick_start.md", "yaml"):
+        file = tmp_path / "engine.yaml"
+        file.write_text(block.text, encoding="utf-8")
+        check_plugins(manager, load_config(file=file, env={}))
 
 
 @pytest.mark.parametrize(("block", "message"), WRONG, ids=by_place)

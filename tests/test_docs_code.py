@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nanovllm_core import testing
 from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -85,10 +84,7 @@ def run(installed: Path, *arguments: str | Path, **variables: str) -> str:
 def test_the_plugins_of_all_pages_pass_their_suites(installed: Path) -> None:
     """As an author would prove it: pytest on the page's own test file."""
     tests = [
-        file
-        for page in PAGES
-        if not missing_suites(page)
-        for file in (installed / "source" / page.stem).glob("test_*.py")
+        file for page in PAGES for file in (installed / "source" / page.stem).glob("test_*.py")
     ]
     report = installed / "report.xml"
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib")
@@ -97,28 +93,6 @@ def test_the_plugins_of_all_pages_pass_their_suites(installed: Path) -> None:
     names = [case.get("classname", "") for case in cases if not len(case)]
     passed = {part for name in names for part in name.split(".")}
     assert passed >= {test.stem for test in tests}, "nothing passed in the others"
-
-
-def missing_suites(page: Path) -> list[str]:
-    """The suites that a page's test file imports and that the kit does not have."""
-    [test] = [text for name, text in files(page).items() if name.startswith("test_")]
-    named = set(re.findall(r"\b[A-Z]\w+Conformance\b", test)) & set(dir(testing))
-    return sorted(name for name in named if not has_suite(name))
-
-
-def has_suite(name: str) -> bool:
-    try:
-        getattr(testing, name)
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
-@every_page
-def test_the_suite_of_a_page_is_in_the_kit(page: Path) -> None:
-    missing = missing_suites(page)
-    if missing:
-        pytest.skip(f"nanovllm_core.testing has no {', '.join(missing)} yet")
 
 
 ALL_AT_ONCE = """

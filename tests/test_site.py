@@ -32,19 +32,29 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_document_is_a_page_under_its_own_path(site: Path) -> None:
     """So that a relative link is right on GitHub and on the site."""
-    for document in (*ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")):
-        folder = document.parent if document.stem == "README" else document.with_suffix("")
-        assert (site / folder.relative_to(ROOT) / "index.html").is_file(), document
-    assert (site / "CHANGELOG/index.html").is_file()
+    globs = "docs/**/*.md", "plugins/*/README.md", "examples/plugins/**/README.md"
+    for document in (document for glob in globs for document in ROOT.glob(glob)):
+        name = "index.html" if document.stem == "README" else f"{document.stem}.html"
+        assert (site / document.parent.relative_to(ROOT) / name).is_file(), document
+    assert (site / "CHANGELOG.html").is_file()
     assert (site / "index.html").is_file(), "the README"
 
 
 def test_a_program_that_a_document_links_to_is_a_page_that_shows_it(site: Path) -> None:
-    page = (site / "examples/flash_attention.py/index.html").read_text(encoding="utf-8")
+    page = (site / "examples/flash_attention.py.html").read_text(encoding="utf-8")
     assert "all that is kept of the softmax" in re.sub(r"<[^>]+>", "", page).lower()
-    assert 'href="../../examples/flash_attention.py/"' in (
-        site / "docs/attention/index.html"
-    ).read_text(encoding="utf-8")
+    attention = (site / "docs/attention.html").read_text(encoding="utf-8")
+    assert 'href="../examples/flash_attention.py.html"' in attention
+
+
+def test_every_link_leads_to_a_file_of_the_site_also_from_the_disk(site: Path) -> None:
+    """No link counts on a server that shows a folder's index.html; the 404 page is a server's."""
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":
+            continue
+        for link in re.findall(r'<a[^>]*\bhref="([^"#]+)', page.read_text(encoding="utf-8")):
+            if not re.match(r"\w+:", link):
+                assert (page.parent / link).is_file(), f"{page.relative_to(site)}: {link}"
 
 
 def test_a_reader_s_browser_asks_no_other_host(site: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_tutorial_holds_word_for_word(
                 assert is_as_shown(step.output, printed), f"{told}\nnot as shown:\n{step.output}"
                 asked = isinstance(following, Run) and following.command == "echo $?"
                 assert asked or status == 0, f"{told}\nexit status {status}"
-            for site in tmp_path.glob(".venv/lib/*/site-packages"):
+            for site in tmp_path.glob("fresh/lib/*/site-packages"):
                 (site / "libraries.pth").write_text(f"{libraries}\n")
     finally:
         shell.close()
