@@ -168,7 +168,9 @@ def by_batch() -> dict[str, Any]:
 
 def plots() -> str:
     """The plot's place in the document, where there is something to draw."""
-    return f"![By batch](../{PLOT.relative_to(FOLDER.parent)})" if by_batch() else "Not measured yet."
+    return (
+        f"![By batch](../{PLOT.relative_to(FOLDER.parent)})" if by_batch() else "Not measured yet."
+    )
 
 
 # -- what the plugins declare ----------------------------------------------------------------------
