@@ -115,11 +115,12 @@ def _admissions(watch: Watch) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """A request that only its lengths and its arrival are known of."""
+    """A request that only its lengths, its arrival and its priority are known of."""
 
     request_id: str
     arrival_step: int
     arrival_index: int
+    priority: int
     num_prompt_tokens: int
     num_tokens: int
     num_scheduled: int
@@ -135,6 +136,7 @@ def _views(draw: st.DrawFn) -> _View:
         request_id=f"r{index}",
         arrival_step=draw(st.integers(0, 10_000)),
         arrival_index=index,
+        priority=draw(st.integers(-3, 3)),
         num_prompt_tokens=prompt,
         num_tokens=known,
         num_scheduled=draw(st.just(0) | st.integers(0, known)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm_core.engine import FcfsPolicy
-from nanovllm_core.interfaces.scheduler import Scheduler
+from nanovllm_core.interfaces.scheduler import RequestView, Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
 from nanovllm_core.testing import (
     PluginUnderTest,
@@ -30,6 +30,25 @@ class TestFcfs(SchedulingPolicyConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return installed_plugin("scheduler", "fcfs")
+
+
+class Urgent(SchedulingPolicy):
+    """The lowest priority first, as requests ask; among equals whoever came first."""
+
+    def __init__(self, options: NoOptions) -> None:
+        self.options = options
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.priority, request.arrival_index)
+
+
+class TestPolicyByPriority(SchedulingPolicyConformance):
+    """A policy may read all that the contract names, so its keys follow the priority."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        spec = SchedulerSpec(name="urgent", impl=f"{__name__}:Urgent", contract=1, level="policy")
+        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
 
 
 class TestTokenBudgetScheduler(SchedulerConformance):
