@@ -26,7 +26,8 @@ class _OwnToken:
         v_TKD = qkv_TX[:, -prep.num_kv_heads * prep.head_size :].unflatten(
             1, (prep.num_kv_heads, -1)
         )
-        return v_TKD.repeat_interleave(group, dim=1).flatten(1) + (positions_T[:, None] % 7) / 8
+        v_TX: Tensor = v_TKD.repeat_interleave(group, dim=1).flatten(1)
+        return v_TX + (positions_T[:, None] % 7) / 8
 
 
 class CaptureChecks:
