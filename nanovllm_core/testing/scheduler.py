@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -145,13 +146,12 @@ def _views(draw: st.DrawFn) -> _View:
 
 
 @contextmanager
-def _later() -> Iterator[None]:
-    """An hour passes on every clock."""
-    clocks = ("time", "monotonic", "perf_counter")
+def _hours_pass() -> Iterator[None]:
+    """Whoever reads a clock finds it an hour on from the last reading."""
     with ExitStack() as stack:
-        for clock in clocks:
-            later = getattr(time, clock)() + 3600
-            stack.enter_context(patch.object(time, clock, lambda later=later: later))
+        for clock in ("time", "monotonic", "perf_counter"):
+            readings = itertools.count(getattr(time, clock)() + 3600, 3600)
+            stack.enter_context(patch.object(time, clock, partial(next, readings)))
         yield
 
 
@@ -231,7 +231,9 @@ class _SchedulingConformance(SpecConformance):
         self, plugin: PluginUnderTest, case: Traffic
     ) -> None:
         """Two runs agree in every share and every victim: no clock, no dice, no shared state."""
-        first, second = (self.run(plugin, case, anything_goes) for _ in range(2))
+        first = self.run(plugin, case, anything_goes)
+        with _hours_pass():
+            second = self.run(plugin, case, anything_goes)
         assert first.decisions == second.decisions
         assert first.victims == second.victims
 
@@ -250,6 +252,18 @@ class _SchedulingConformance(SpecConformance):
         assert len(waiting) == 3, "one row, and not one of four requests has it"
         harness.engine.abort(waiting[1])
         _assert_all_end(harness)
+
+    def test_an_id_may_come_again(self, plugin: PluginUnderTest) -> None:
+        """Once its request has ended or was aborted, another may have it: it is a new request."""
+        harness = self.harness(plugin, Setting(max_num_seqs=2))
+        for length in (9, 30, 2):
+            harness.add("again", [length] * length)
+            harness.add("gone", [1] * length)
+            harness.step()
+            harness.engine.abort("gone")
+            _assert_all_end(harness)
+            harness.requests.clear()
+            harness.finished.clear()
 
     @pytest.mark.parametrize("steps", [1, 2, 5])
     @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
@@ -385,7 +399,7 @@ class SchedulingPolicyConformance(_SchedulingConformance):
         """It is read once, when a request joins: no clock, no count of calls, no other request."""
         for key in self._keys(plugin):
             first = [tuple(key(request)) for request in requests]
-            with _later():
+            with _hours_pass():
                 again = [tuple(key(request)) for request in reversed(requests)]
             assert again[::-1] == first
 
