@@ -25,6 +25,7 @@ from nanovllm_core.testing import (
     SchedulingPolicyConformance,
     installed_plugin,
 )
+from nanovllm_core.testing.scheduler import FEW_ROWS
 
 TOKEN_BUDGET = SchedulerSpec(
     name="token_budget",
@@ -128,3 +129,13 @@ def test_a_wrong_scheduler_fails_the_check_that_is_about_it(
     plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
     with pytest.raises((AssertionError, SchedulerError)):
         getattr(SchedulerConformance(), check)(plugin)
+
+
+def test_a_bound_is_broken_by_more_urgent_requests() -> None:
+    """Strict classes without ageing keep no bound, though equals are served as they came."""
+    spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Urgent", level="policy")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    check = SchedulingPolicyConformance().test_nobody_is_passed_over_for_longer_than_declared
+    check(plugin, FEW_ROWS, 30, 2, length=33, before=3, priority=0)
+    with pytest.raises(AssertionError, match="starved"):
+        check(plugin, FEW_ROWS, 30, 2, length=33, before=3, priority=-1)
