@@ -29,7 +29,9 @@ from nanovllm_core.testing.paged_attention import PagedCase, make_case
 Run = Callable[..., Tensor]
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
 DTYPES = ("float32", "float16", "bfloat16")
-HEAD_SIZES = (64, 80, 256)
+HEADS = ((4, 2), (8, 1), (8, 2), (4, 1), (2, 2))
+"""Query and KV heads of checks about something else: the first that the backend accepts."""
+HEAD_SIZES = (64, 80, 128, 256)
 """Head sizes that stand for all others, where a backend declares any."""
 
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -68,8 +70,12 @@ class BackendUnderTest:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query and KV heads: grouped where the backend can."""
-        return (4, 2) if self.capabilities.gqa else (2, 2)
+        """Query and KV heads: grouped where the backend can, in groups that it accepts."""
+        for num_heads, num_kv_heads in HEADS if self.capabilities.gqa else HEADS[-1:]:
+            asked = self._asked(num_heads=num_heads, num_kv_heads=num_kv_heads)
+            if any(not self.reasons(replace(asked, dtype=dtype)) for dtype in DTYPES):
+                return num_heads, num_kv_heads
+        return HEADS[0] if self.capabilities.gqa else HEADS[-1]
 
     @property
     def head_sizes(self) -> list[int]:
@@ -121,12 +127,13 @@ class BackendUnderTest:
     def requirements(self, **changes: Any) -> AttentionRequirements:
         """What an ordinary model would ask on this device."""
         num_heads, num_kv_heads = self.heads
+        return self._asked(**{"num_heads": num_heads, "num_kv_heads": num_kv_heads} | changes)
+
+    def _asked(self, **changes: Any) -> AttentionRequirements:
         values: dict[str, Any] = {
             "phase": next(iter(self.phases), "decode"),
             "device": self.device,
             "dtype": next((d for d in DTYPES if d in self.capabilities.dtypes), DTYPES[0]),
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
             "head_size": self.head_size,
             "compute_capability": self._compute_capability(),
         }

@@ -29,11 +29,17 @@ class AttentionPages(AttentionSubject):
         sizes |= {256} if 256 % subject.block_size == 0 else set()
         for size, dtype in product(sorted(sizes), dict.fromkeys((subject.dtype, subject.half))):
             shape: dict[str, Any] = {"block_size": size, "dtype": dtype}
-            lengths = [1, size - 1, size, size + 1, 2 * size + 3]
+            lengths = [1, max(1, size - 1), size, size + 1, 2 * size + 3]
             subject.check(subject.case(lengths, **shape), "decode rows")
             subject.check(subject.case([subject.longest], **shape), "one long row")
             queries = [min(n, 20) for n in lengths]
             subject.check(subject.case(lengths, queries, **shape), "chunks")
+
+    def test_a_batch_may_have_many_rows(self, subject: BackendUnderTest) -> None:
+        """More than any tile or launch that a kernel may count on, each as if it were alone."""
+        lengths = [1 + i * 7 % 40 for i in range(67)]
+        subject.check(subject.case(lengths), "many rows")
+        subject.check(subject.case(lengths, [min(n, 3) for n in lengths]), "many chunks")
 
     def test_pages_may_lie_anywhere(self, subject: BackendUnderTest) -> None:
         """A block table's order is the order of the tokens: moving pages changes no bit."""
@@ -95,6 +101,14 @@ class AttentionPages(AttentionSubject):
             slices = case.block_table.new_zeros(6, width + 20)[2:4, 8 : 8 + width]
             slices.copy_(case.block_table)
             subject.check(replace(case, block_table=slices), "a slice as block table")
+
+    def test_caches_may_be_slices(self, subject: BackendUnderTest) -> None:
+        """Keys beside values in one tensor: of a cache only the head dimension is contiguous."""
+        for query_lens in ([1, 1], [20, 33]):
+            case = subject.case([50, 33], query_lens)
+            both = torch.stack((case.k_cache, case.v_cache), dim=1)
+            sliced = replace(case, k_cache=both[:, 0], v_cache=both[:, 1])
+            subject.check(sliced, "caches that are slices of one tensor")
 
     def test_pages_beyond_2_to_the_31_elements_are_read(self, subject: BackendUnderTest) -> None:
         """Offsets into a large cache need 64 bits. On a CPU its untouched pages cost no memory."""
@@ -162,7 +176,8 @@ class AttentionPages(AttentionSubject):
         with torch.inference_mode():
             backend.plan_decode(decode)
             backend.plan_prefill(prefill)
-            for number, layer in enumerate((first, second, first)):
+            third = replace(first, q_THD=first.q_THD.flip(0))
+            for number, layer in enumerate((first, second, third)):
                 beside = torch.full_like(layer.q_THD[:1], 5.0).repeat(len(layer.q_THD) + 2, 1, 1)
                 out, caches = beside[1:-1].fill_(float("nan")), (layer.k_cache, layer.v_cache)
                 backend.run_decode(layer.q_THD[:2], *caches, decode, out[:2])

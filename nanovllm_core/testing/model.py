@@ -34,6 +34,7 @@ from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers import Attention, TensorParallel
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+from nanovllm_core.testing.model_runtime import CaptureChecks
 from nanovllm_core.testing.model_settings import (
     LLAMA_LIKE,
     REFUSED,
@@ -56,7 +57,7 @@ CLEAR = 1e-3
 """A likeliest token that leads by more than this must be the likeliest here too."""
 
 
-class ModelConformance(WeightChecks, SpecConformance):
+class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
     """What every model must hold; see the module for a whole test file."""
 
     tiny_config: ClassVar[Settings] = LLAMA_LIKE
@@ -269,7 +270,7 @@ class ModelConformance(WeightChecks, SpecConformance):
     def test_the_built_model_has_the_shape(
         self, model_class: Any, reference: ReferenceCheckpoint
     ) -> None:
-        """As many attention layers, of the heads that `shape()` says."""
+        """As many attention layers, of the heads, window and soft cap that `shape()` says."""
         shape: ModelShape = model_class.shape(reference.config)
         model = build_model(model_class, reference.config)
         layers = [module for module in model.modules() if isinstance(module, Attention)]
@@ -277,15 +278,17 @@ class ModelConformance(WeightChecks, SpecConformance):
         for layer in layers:
             heads = (layer.prep.num_heads, layer.prep.num_kv_heads, layer.prep.head_size)
             assert heads == (shape.num_heads, shape.num_kv_heads, shape.head_size)
+            assert layer.sliding_window == shape.sliding_window
+            assert layer.soft_cap == shape.soft_cap
 
     def test_the_last_position_of_the_shape_can_be_computed(
         self, model_class: Any, reference: ReferenceCheckpoint
     ) -> None:
-        """A prompt of exactly the longest context ends in finite logits."""
+        """A prompt of exactly the longest context: right at every position, the last one too."""
         model = load_model(model_class, reference.folder, reference.config)
         shape: ModelShape = model_class.shape(reference.config)
-        ids = torch.zeros(shape.max_position, dtype=torch.int32)
-        assert run_model(model, ids).isfinite().all()
+        ids = torch.arange(shape.max_position) * 7 % shape.vocab_size
+        assert_same_logits(run_model(model, ids), reference.logits(ids))
 
     def test_the_configuration_is_only_read(
         self, model_class: Any, reference: ReferenceCheckpoint

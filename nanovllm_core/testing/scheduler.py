@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import ClassVar
-from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -39,6 +37,7 @@ from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.testing.scheduler_views import hours_pass, views
 from nanovllm_core.testing.scheduler_watch import (
     ReadOnlyRequest,
     Rule,
@@ -92,13 +91,14 @@ def _assert_all_end(harness: Harness) -> None:
     harness.check_all()
 
 
-def _arrivals(harness: Harness, length: int, per_step: int) -> Callable[[], None]:
+def _arrivals(harness: Harness, length: int, per_step: int, priority: int) -> Callable[[], None]:
     """Each call adds `per_step` requests."""
     numbers = itertools.count()
+    params = replace(ONE_TOKEN, priority=priority)
 
     def arrive() -> None:
         for _ in range(per_step):
-            harness.add(f"other {next(numbers)}", [2] * length, ONE_TOKEN)
+            harness.add(f"other {next(numbers)}", [2] * length, params)
 
     return arrive
 
@@ -111,46 +111,6 @@ def _admissions(watch: Watch) -> list[str]:
         for share in decision.shares
         if share.request_id in decision.waiting
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _View:
-    """A request that only its lengths and its arrival are known of."""
-
-    request_id: str
-    arrival_step: int
-    arrival_index: int
-    num_prompt_tokens: int
-    num_tokens: int
-    num_scheduled: int
-    max_length: int
-
-
-@st.composite
-def _views(draw: st.DrawFn) -> _View:
-    prompt = draw(st.integers(1, 4096))
-    known = prompt + draw(st.integers(0, 100))
-    index = draw(st.integers(0, 10_000))
-    return _View(
-        request_id=f"r{index}",
-        arrival_step=draw(st.integers(0, 10_000)),
-        arrival_index=index,
-        num_prompt_tokens=prompt,
-        num_tokens=known,
-        num_scheduled=draw(st.just(0) | st.integers(0, known)),
-        max_length=known + draw(st.integers(0, 100)),
-    )
-
-
-@contextmanager
-def _later() -> Iterator[None]:
-    """An hour passes on every clock."""
-    clocks = ("time", "monotonic", "perf_counter")
-    with ExitStack() as stack:
-        for clock in clocks:
-            later = getattr(time, clock)() + 3600
-            stack.enter_context(patch.object(time, clock, lambda later=later: later))
-        yield
 
 
 class _SchedulingConformance(SpecConformance):
@@ -229,7 +189,9 @@ class _SchedulingConformance(SpecConformance):
         self, plugin: PluginUnderTest, case: Traffic
     ) -> None:
         """Two runs agree in every share and every victim: no clock, no dice, no shared state."""
-        first, second = (self.run(plugin, case, anything_goes) for _ in range(2))
+        first = self.run(plugin, case, anything_goes)
+        with hours_pass():
+            second = self.run(plugin, case, anything_goes)
         assert first.decisions == second.decisions
         assert first.victims == second.victims
 
@@ -248,6 +210,18 @@ class _SchedulingConformance(SpecConformance):
         assert len(waiting) == 3, "one row, and not one of four requests has it"
         harness.engine.abort(waiting[1])
         _assert_all_end(harness)
+
+    def test_an_id_may_come_again(self, plugin: PluginUnderTest) -> None:
+        """Once its request has ended or was aborted, another may have it: it is a new request."""
+        harness = self.harness(plugin, Setting(max_num_seqs=2))
+        for length in (9, 30, 2):
+            harness.add("again", [length] * length)
+            harness.add("gone", [1] * length)
+            harness.step()
+            harness.engine.abort("gone")
+            _assert_all_end(harness)
+            harness.requests.clear()
+            harness.finished.clear()
 
     @pytest.mark.parametrize("steps", [1, 2, 5])
     @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
@@ -300,6 +274,7 @@ class _SchedulingConformance(SpecConformance):
 
     # -- nobody starves
 
+    @pytest.mark.parametrize("priority", [0, -1])
     @pytest.mark.parametrize("before", [0, 3])
     @pytest.mark.parametrize("length", [2, 33, 400])
     @pytest.mark.parametrize(("setting", "others", "per_step"), ENDLESS)
@@ -311,14 +286,19 @@ class _SchedulingConformance(SpecConformance):
         per_step: int,
         length: int,
         before: int,
+        priority: int,
     ) -> None:
-        """Under endless arrivals, what is admitted before a request came within its bound."""
+        """Under endless arrivals, as urgent or more, who is admitted first came within the bound.
+
+        An admission before the watched request is of one that came earlier, or at most so many
+        steps later as the plugin declares.
+        """
         spec = plugin.spec
         assert isinstance(spec, SchedulerSpec)
         if spec.max_overtaking_steps is None:
             pytest.skip(f"{spec.name} declares no max_overtaking_steps")
         harness = self.harness(plugin, setting)
-        arrive = _arrivals(harness, others, per_step)
+        arrive = _arrivals(harness, others, per_step, priority)
         for _ in range(before):
             arrive()
             harness.step()
@@ -361,7 +341,7 @@ class SchedulingPolicyConformance(_SchedulingConformance):
         assert plugin.spec.level == "policy"
         assert issubclass(plugin.load(), SchedulingPolicy)
 
-    @given(requests=st.lists(st.builds(ReadOnlyRequest, _views()), min_size=2, max_size=6))
+    @given(requests=st.lists(st.builds(ReadOnlyRequest, views()), min_size=2, max_size=6))
     @SETTINGS
     def test_keys_are_tuples_of_numbers_that_compare(
         self, plugin: PluginUnderTest, requests: list[RequestView]
@@ -375,7 +355,7 @@ class SchedulingPolicyConformance(_SchedulingConformance):
                 assert not any(math.isnan(number) for number in value), value
             sorted(values)
 
-    @given(requests=st.lists(st.builds(ReadOnlyRequest, _views()), min_size=2, max_size=6))
+    @given(requests=st.lists(st.builds(ReadOnlyRequest, views()), min_size=2, max_size=6))
     @SETTINGS
     def test_a_key_is_the_same_whenever_it_is_read(
         self, plugin: PluginUnderTest, requests: list[RequestView]
@@ -383,7 +363,7 @@ class SchedulingPolicyConformance(_SchedulingConformance):
         """It is read once, when a request joins: no clock, no count of calls, no other request."""
         for key in self._keys(plugin):
             first = [tuple(key(request)) for request in requests]
-            with _later():
+            with hours_pass():
                 again = [tuple(key(request)) for request in reversed(requests)]
             assert again[::-1] == first
 

@@ -132,7 +132,9 @@ class Watch(Scheduler):
             waiting=tuple(self._views[r.request_id] for r in state.waiting),
             prefilling=tuple(self._views[r.request_id] for r in state.prefilling),
         )
-        shares = tuple(self.scheduler.schedule(shown))
+        shares = self.scheduler.schedule(shown)
+        assert isinstance(shares, Sequence), f"shares are a {type(shares).__name__}, no sequence"
+        shares = tuple(shares)
         decision = _decision(state, shares)
         self.decisions.append(decision)
         self.rule(decision)

@@ -23,6 +23,7 @@ class Arrival:
     own: tuple[int, ...]
     max_tokens: int
     temperature: float
+    priority: int
     n: int
     stream: bool
     salt: bytes
@@ -51,6 +52,7 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
         own=st.lists(st.integers(0, 49), min_size=1, max_size=3).map(tuple),
         max_tokens=st.integers(1, max_output),
         temperature=st.sampled_from([0.0, 0.7]),
+        priority=st.sampled_from([0, 0, -1, 2]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stream=st.booleans(),
         salt=st.sampled_from([b"", b"", b"tenant"]),
@@ -97,7 +99,10 @@ def drive(harness: Harness, requests: Sequence[Arrival]) -> None:
         for _ in range(arrival.steps_before):
             step = _step(harness, aborts, step)
         params = SamplingParams(
-            temperature=arrival.temperature, max_tokens=arrival.max_tokens, n=arrival.n
+            temperature=arrival.temperature,
+            max_tokens=arrival.max_tokens,
+            priority=arrival.priority,
+            n=arrival.n,
         )
         harness.add(
             f"r{i}", arrival.prompt(), params, stream=arrival.stream, cache_salt=arrival.salt

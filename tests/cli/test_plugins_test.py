@@ -124,6 +124,14 @@ def test_a_plugin_of_a_declared_kind_is_tested_by_the_suite_that_the_kind_names(
     assert verdict.startswith("mug keeps the contract of cup plugins here: ")
 
 
+def test_a_plugin_that_cannot_run_here_is_not_said_to_keep_its_contract() -> None:
+    result = run("flash", "-k", "devices or device_runs or in_chunks or reference")
+    if "runs on cuda, which is not here" not in result.output:
+        pytest.skip("flash runs on this machine")
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1].startswith("flash was hardly tested here")
+
+
 def test_checks_are_chosen_and_a_report_is_written(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     result = run("sdpa", "-k", "layouts", "--junit", str(report), "--option", "kernel=math")

@@ -34,6 +34,8 @@ HONOURED = "test_a_setting_is_honoured_or_refused"
 ROPE = "test_a_kind_of_rope_is_honoured_or_refused"
 REFUSED = "test_a_setting_that_cannot_be_served_is_refused"
 WEIGHTS = "test_every_weight_is_needed"
+CAPTURED = "test_a_pass_can_be_captured_and_replayed"
+HALF = "test_half_precision_is_computed_in_its_own_dtype"
 CHUNKS = "test_chunks_and_single_tokens_equal_one_prefill"
 
 
@@ -287,6 +289,58 @@ MUTATIONS = [
             "        settings = Qwen3Config.from_dict(config)\n        return ModelShape(",
             "        settings = Qwen3Config.from_dict(config)\n"
             "        config.pop('rope_parameters', None)\n        return ModelShape(",
+        ),
+    ),
+    model(
+        "a length is read on the host",
+        CAPTURED,
+        (
+            "residual_TE = self.embed_tokens(input_ids_T)",
+            "residual_TE = self.embed_tokens(input_ids_T[: int(positions_T.max()) + 10**6])",
+        ),
+    ),
+    model(
+        "a count on the host is frozen into the graph",
+        CAPTURED,
+        (
+            "residual_TE = self.embed_tokens(input_ids_T)",
+            "residual_TE = self.embed_tokens(input_ids_T)\n"
+            "        self.calls = getattr(self, 'calls', 0) + 1\n"
+            "        positions_T = positions_T + self.calls",
+        ),
+    ),
+    model(
+        "the residual is float32 whatever was asked",
+        HALF,
+        (
+            "residual_TE = self.embed_tokens(input_ids_T)",
+            "residual_TE = self.embed_tokens(input_ids_T).float()",
+        ),
+    ),
+    model(
+        "the last norm is rounded twice as coarsely",
+        HALF,
+        (
+            "return self.norm(residual_TE)",
+            "hidden_TE = self.norm(residual_TE)\n"
+            "        coarse_TE = (hidden_TE * 8).round() / 8\n"
+            "        return hidden_TE if hidden_TE.dtype.itemsize > 2 else coarse_TE",
+        ),
+    ),
+    model(
+        "positions end at a length of the model's own",
+        "test_the_last_position_of_the_shape_can_be_computed",
+        (
+            "attention.attn(qkv_TX, positions_T)",
+            "attention.attn(qkv_TX, positions_T.clamp(max=40))",
+        ),
+    ),
+    model(
+        "a window in the shape that no layer has",
+        "test_the_built_model_has_the_shape",
+        (
+            "tied_embeddings=settings.tie_word_embeddings,",
+            "tied_embeddings=settings.tie_word_embeddings, sliding_window=32,",
         ),
     ),
 ]  # fmt: skip

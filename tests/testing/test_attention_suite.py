@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from nanovllm_core.errors import UnsupportedError
@@ -14,6 +16,7 @@ from nanovllm_core.hookspecs import hookimpl
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionCapabilities,
+    AttentionRequirements,
     DecodeMetadata,
     KVLayout,
     PrefillMetadata,
@@ -113,6 +116,113 @@ class TestPlain(AttentionConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)
+
+
+class FirstRows(Plain):
+    """A launch of sixteen rows at most."""
+
+    def run_decode(self, q_BHD: Tensor, *args: Any) -> None:
+        super().run_decode(q_BHD, *args)
+        args[-1][16:] = 0
+
+
+class FirstSequences(Plain):
+    """Chunks of the first sixteen sequences."""
+
+    def run_prefill(self, q_THD: Tensor, *args: Any) -> None:
+        super().run_prefill(q_THD, *args)
+        *_, metadata, out_THD = args
+        out_THD[int(metadata.query_start_loc[:17][-1]) :] = 0
+
+
+class WrongAt128(Plain):
+    """A wrong number for the head size that most models have."""
+
+    def run_prefill(self, q_THD: Tensor, *args: Any) -> None:
+        super().run_prefill(q_THD, *args)
+        if q_THD.shape[-1] == 128:
+            args[-1].mul_(2)
+
+
+class WrongPagesOfOne(Plain):
+    """Prompts over pages of one token, which page multiple 1 allows."""
+
+    def run_prefill(self, q_THD: Tensor, *args: Any) -> None:
+        super().run_prefill(q_THD, *args)
+        if self.config.block_size == 1 and args[2].max_query_len > 1:
+            args[-1].mul_(2)
+
+
+class TakesCachesForContiguous(Plain):
+    """Pages by their number times their size, whatever the tensor says."""
+
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any) -> None:
+        _, page, heads, size = k_cache.shape
+        strides = (page * heads * size, heads * size, size, 1)
+        caches = [cache.as_strided(cache.shape, strides) for cache in (k_cache, v_cache)]
+        super()._attend(q, caches[0], caches[1], *args)
+
+
+class OnePlanForAll(Plain):
+    """A plan that all backends of the process share."""
+
+    lens: Tensor
+
+    def plan_decode(self, metadata: DecodeMetadata) -> None:
+        super().plan_decode(metadata)
+        OnePlanForAll.lens = metadata.seq_lens
+
+    def run_decode(self, q: Tensor, k: Tensor, v: Tensor, metadata: Any, out: Tensor) -> None:
+        super().run_decode(q, k, v, replace(metadata, seq_lens=OnePlanForAll.lens), out)
+
+
+class FirstLayersQueries(Plain):
+    """The queries of a prefill step are taken once, at its first layer."""
+
+    queries: Tensor | None = None
+
+    def plan_prefill(self, metadata: PrefillMetadata) -> None:
+        self.queries = None
+
+    def run_prefill(self, q_THD: Tensor, *args: Any) -> None:
+        self.queries = q_THD if self.queries is None else self.queries
+        super().run_prefill(self.queries, *args)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        (FirstRows, "test_a_batch_may_have_many_rows"),
+        (FirstSequences, "test_a_batch_may_have_many_rows"),
+        (WrongAt128, "test_every_declared_head_size_computes"),
+        (WrongPagesOfOne, "test_every_page_size_is_read"),
+        (TakesCachesForContiguous, "test_caches_may_be_slices"),
+        (OnePlanForAll, "test_backends_share_nothing"),
+        (FirstLayersQueries, "test_both_parts_of_a_step_and_all_its_layers"),
+    ],
+)
+def test_a_wrong_backend_fails_the_check_that_is_about_it(
+    wrong: type[AttentionBackend], check: str
+) -> None:
+    """Bugs that other checks let through."""
+    spec = replace(SPEC, impl=f"{__name__}:{wrong.__name__}")
+    with pytest.raises(AssertionError):
+        getattr(AttentionConformance(), check)(
+            BackendUnderTest(replace(plugin_under_test(SPEC), spec=spec))
+        )
+
+
+def test_heads_are_what_the_backend_accepts() -> None:
+    """A backend that refuses groups of two is not skipped as one that cannot run at all."""
+
+    def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
+        group = requirements.num_heads // requirements.num_kv_heads
+        return [] if group in (1, 8) else [f"groups of {group}: only 1 and 8"]
+
+    choosy = replace(SPEC, check=check)
+    it = BackendUnderTest(replace(plugin_under_test(SPEC), spec=choosy))
+    assert it.heads == (8, 1)
+    assert it.dtypes == ["float32", "float16", "bfloat16"]
 
 
 def subject(**capabilities: object) -> BackendUnderTest:

@@ -136,6 +136,9 @@ class _Report:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    tested: set[str] = field(default_factory=set)
+    untested: set[str] = field(default_factory=set)
+    """Checks that passed, or were skipped, with any of their parameters."""
     details: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -152,9 +155,11 @@ class _Report:
         match report.outcome:
             case "passed":
                 self.passed += 1
+                self.tested.add(check.partition("[")[0])
                 typer.echo(f"passed   {check}")
             case "skipped":
                 self.skipped += 1
+                self.untested.add(check.partition("[")[0])
                 typer.echo(f"skipped  {check}: {_reason(report)}")
             case "failed":
                 self.failed += 1
@@ -164,6 +169,8 @@ class _Report:
     def verdict(self, plugin: InstalledPlugin) -> str:
         """What failed in full, then one line."""
         counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+        if not self.failed and len(self.untested - self.tested) > len(self.tested):
+            return f"{plugin.name} was hardly tested here, and broke nothing: {counts}"
         if not self.failed:
             return f"{plugin.name} keeps the contract of {plugin.kind} plugins here: {counts}"
         details = "\n\n".join(["", *self.details, ""])
