@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import sys
 import tomllib
@@ -29,6 +30,7 @@ def test_the_examples_are_these() -> None:
         "metrics_sink",
         "model_llama",
         "model_qwen2",
+        "more_kinds",
         "scheduler_priority",
     ]
 
@@ -135,6 +137,10 @@ TESTED = [
     ("logits_processor", "banned_words"),
     ("observer", "metrics"),
     ("metrics_sink", "jsonl"),
+    ("executor", "timed", "--option", f"path={os.devnull}"),
+    ("sampler", "inverse_cdf"),
+    ("kernels", "float64"),
+    ("extension", "steps"),
 ]
 
 

@@ -1,0 +1,1 @@
+"""An executor, a sampler, a kernel set and a command."""

@@ -1,0 +1,93 @@
+"""Every operation in float64, rounded only where the contract says so.
+
+Slow, and each product copies its weight to float64: it is for comparing. Where an answer with this
+set differs from one with the set in use, rounding alone made the difference.
+Shape suffixes as in `nanovllm_core.api.KernelSet`.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+from torch.nn.functional import silu
+
+from nanovllm_core.api import QKPrep
+
+
+class Float64Kernels:
+    """See `nanovllm_core.api.KernelSet` for what each operation promises."""
+
+    name = "float64"
+
+    def __init__(self, options: BaseModel, device: torch.device) -> None:
+        """Nothing is kept: the operations have no state."""
+
+    def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
+        return weight_VE[ids_T]
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return normalised(x_TE.double(), eps).to(x_TE.dtype) * weight_E
+
+    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        gate_TF, up_TF = gate_up_T2F.double().chunk(2, dim=-1)
+        return (silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
+
+    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
+        y_TX = (x_TE.double() @ weight_XE.double().t()).to(x_TE.dtype)
+        return y_TX if out_TX is None else out_TX.copy_(y_TX)
+
+    def norm_linear(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+    ) -> Tensor:
+        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
+
+    def norm_gate_up(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+    ) -> Tensor:
+        return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE))
+
+    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
+        y_TE = x_TF.double() @ weight_EF.double().t()
+        return residual_TE.copy_(y_TE + residual_TE)
+
+    def prepare_qkv(
+        self,
+        qkv_TX: Tensor,
+        prep: QKPrep,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        k_cache_NPKD: Tensor,
+        v_cache_NPKD: Tensor,
+    ) -> Tensor:
+        sizes = (prep.num_heads, prep.num_kv_heads, prep.num_kv_heads)
+        q_THD, k_TKD, v_TKD = qkv_TX.unflatten(-1, (-1, prep.head_size)).split(sizes, dim=1)
+        cos_sin_T1R = prep.cos_sin_cache[positions_T].unsqueeze(1).double()
+        q_THD = rotated(normed_heads(q_THD, prep.q_norm_weight, prep.eps), cos_sin_T1R)
+        k_TKD = rotated(normed_heads(k_TKD, prep.k_norm_weight, prep.eps), cos_sin_T1R)
+        stored_T = slot_mapping_T >= 0  # -1 is padding
+        slots = slot_mapping_T[stored_T]
+        page_size = k_cache_NPKD.shape[1]
+        places = slots // page_size, slots % page_size
+        k_cache_NPKD[places] = k_TKD[stored_T].to(k_cache_NPKD.dtype)
+        v_cache_NPKD[places] = v_TKD[stored_T].to(v_cache_NPKD.dtype)
+        return q_THD.to(qkv_TX.dtype).contiguous()
+
+
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension."""
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def normed_heads(x_THD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """Heads in float64, normed where there is a weight."""
+    x_THD = x_THD.double()
+    return x_THD if weight_D is None else normalised(x_THD, eps) * weight_D
+
+
+def rotated(x_THD: Tensor, cos_sin_T1R: Tensor) -> Tensor:
+    """The first R dimensions of each head, one half against the other; the rest as it is."""
+    cos, sin = cos_sin_T1R.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    low, high, rest = x_THD.tensor_split((half, 2 * half), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
