@@ -137,6 +137,7 @@ TESTED = [
     ("logits_processor", "banned_words"),
     ("observer", "metrics"),
     ("metrics_sink", "jsonl"),
+    ("kind", "metrics_sink"),
     ("executor", "timed", "--option", f"path={os.devnull}"),
     ("sampler", "inverse_cdf"),
     ("kernels", "float64"),
