@@ -31,7 +31,7 @@ from rich.table import Table
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.engine import Engine
 from nanovllm_core.worker.executor import SingleProcessExecutor
-from nanovllm_core.worker.graphs import DecodeGraphs
+from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.results import ResultRing
 
 MAX_ROWS = 256
@@ -59,10 +59,10 @@ class InstantGraphs:
         self._num_finished = results.num_finished.numpy()
         self.replays = 0
 
-    def replay(self, bucket: int) -> None:
+    def replay(self, key: StepKey) -> None:
         self.replays += 1
         step = int(self._num_finished[0])
-        self._words[step % len(self._words), :bucket] = (step + 1) << 32 | (7 + 1) << 1
+        self._words[step % len(self._words), : key.num_rows] = (step + 1) << 32 | (7 + 1) << 1
         self._num_finished[0] = step + 1
 
     def clear(self) -> None: ...
@@ -83,7 +83,7 @@ def decoding_engine(
         ) as llm:
             engine = llm._engine
             runner = cast(SingleProcessExecutor, llm._executor)._running()
-            runner._graphs = cast(DecodeGraphs, InstantGraphs(runner._results))
+            runner._graphs = cast(StepGraphs, InstantGraphs(runner._results))
             for row in range(batch):
                 add_request(engine, str(row), 8 + (row % block_size if stagger else 0))
             for _ in range(8):

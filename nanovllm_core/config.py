@@ -28,6 +28,10 @@ IntTuple = Annotated[tuple[int, ...], Field(strict=False)]
 StrTuple = Annotated[tuple[str, ...], Field(strict=False)]
 
 
+PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Prompt tokens to capture steps for. Beyond the last the host's launches hide behind the GPU."""
+
+
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The batch sizes to capture graphs for: 1, 2, 4, then steps of 8; the last is the maximum.
 
@@ -129,12 +133,22 @@ class GraphSettings(Section):
         "8 up to max_num_seqs.",
     )
 
+    prompt_sizes: IntTuple | None = Field(
+        default=None,
+        description="The numbers of prompt tokens to record a graph for, increasing; a step that "
+        "computes prompts is padded to the next larger size, and runs without a graph beyond the "
+        "last. Empty: no such graphs. Left out: 128 to 4096, where the attention backend can be "
+        "recorded with prompts.",
+    )
+
     @model_validator(mode="after")
     def _sizes_increase(self) -> GraphSettings:
-        if self.sizes is not None:
-            pairs = zip((0, *self.sizes), self.sizes, strict=False)
-            if not self.sizes or any(low >= high for low, high in pairs):
-                raise ValueError(f"sizes {list(self.sizes)} must be positive and increasing")
+        if self.sizes == ():
+            raise ValueError("sizes [] must be positive and increasing, and end with max_num_seqs")
+        for name, sizes in (("sizes", self.sizes), ("prompt_sizes", self.prompt_sizes)):
+            given = sizes or ()
+            if any(low >= high for low, high in zip((0, *given), given, strict=False)):
+                raise ValueError(f"{name} {list(given)} must be positive and increasing")
         return self
 
 
@@ -281,3 +295,11 @@ class EngineConfig(Section):
     def graph_sizes(self) -> tuple[int, ...]:
         """The batch sizes that steps are padded to; the last is `limits.max_num_seqs`."""
         return self.cuda_graphs.sizes or bucket_sizes(self.limits.max_num_seqs)
+
+    @property
+    def prompt_graph_sizes(self) -> tuple[int, ...]:
+        """The numbers of prompt tokens that captured steps are padded to, where they can be."""
+        sizes, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
+        if sizes is None:
+            return tuple(size for size in PROMPT_SIZES if size <= most)
+        return sizes

@@ -104,6 +104,12 @@ class Decisions:
         )
 
     @cached_property
+    def prompt_graph_sizes(self) -> tuple[int, ...]:
+        return startup.prompt_graph_sizes(
+            self.plugins, self.config, self.attention, self.cuda_graphs
+        )
+
+    @cached_property
     def _device_type(self) -> str:
         """What alternatives are asked about; a device that is not there has no alternatives."""
         try:
@@ -284,7 +290,9 @@ def _graphs(decisions: Decisions, name: str) -> Seam:
         sizes = decisions.config.graph_sizes
         shown = ", ".join(map(str, sizes if len(sizes) < 8 else (*sizes[:4], "...", sizes[-1])))
         why = decisions.said("cuda_graphs", "a GPU, and no enforce_eager")
-        return Seam(name, f"captured for {shown} rows", why)
+        prompts = decisions.prompt_graph_sizes
+        beside = f", and with up to {prompts[-1]} prompt tokens" if prompts else ""
+        return Seam(name, f"captured for {shown} rows{beside}", why)
     if decisions.device == "cpu":
         return Seam(name, "none", "a CPU has none")
     return Seam(name, "none", decisions.said("cuda_graphs.enforce_eager"))

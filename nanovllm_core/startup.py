@@ -27,6 +27,7 @@ from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.observer import StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import (
+    AttentionSpec,
     ExecutorSpec,
     LogitsProcessorSpec,
     ResolvedPlugin,
@@ -91,6 +92,7 @@ def start(config: EngineConfig) -> Startup:
         device=device,
         dtype=dtype,
         cuda_graphs=cuda_graphs,
+        prompt_graph_sizes=prompt_graph_sizes(plugins, config, attention, cuda_graphs),
     )
     scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
     observers = resolve_observers(plugins, config.observers)
@@ -297,6 +299,27 @@ def choose_attention(
     for line in selection.report:
         logger.info(line)
     return selection
+
+
+def prompt_graph_sizes(
+    plugins: PluginManager, config: EngineConfig, attention: Selection, cuda_graphs: bool
+) -> tuple[int, ...]:
+    """The prompt tokens to capture steps for: none where the prefill backend cannot be captured.
+
+    ConfigError where the configuration names sizes for such a backend.
+    """
+    if not cuda_graphs:
+        return ()
+    spec = cast(AttentionSpec, plugins.spec("attention", attention.prefill.name))
+    if spec.capabilities.cuda_graphs == "full":
+        return config.prompt_graph_sizes
+    if config.cuda_graphs.prompt_sizes:
+        raise ConfigError(
+            f"cuda_graphs.prompt_sizes: {list(config.cuda_graphs.prompt_sizes)}, but the prefill "
+            f"of attention {attention.prefill.name!r} cannot be captured; leave prompt_sizes out, "
+            "or choose another prefill backend"
+        )
+    return ()
 
 
 def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from nanovllm_core.config import EngineConfig, bucket_sizes
+from nanovllm_core.config import PROMPT_SIZES, EngineConfig, bucket_sizes
 from nanovllm_core.config_choices import AttentionChoice, AttentionSettings
 
 
@@ -34,6 +35,20 @@ def test_graph_sizes_are_the_given_ones_or_the_buckets() -> None:
         model="m", limits={"max_num_seqs": 6}, cuda_graphs={"sizes": [2, 6]}
     ).graph_sizes
     assert given_sizes == (2, 6)
+
+
+def test_prompt_graph_sizes_are_the_given_ones_or_those_that_a_step_can_have() -> None:
+    """Left out, none is beyond the token budget; an empty list means none."""
+
+    def sizes(budget: int, given: list[int] | None = None) -> tuple[int, ...]:
+        graphs: dict[str, Any] = {"prompt_sizes": given}
+        limits: dict[str, Any] = {"max_num_batched_tokens": budget}
+        return EngineConfig(model="m", limits=limits, cuda_graphs=graphs).prompt_graph_sizes
+
+    assert sizes(16384) == PROMPT_SIZES
+    assert sizes(1000) == (128, 256, 512, 768)
+    assert sizes(1000, [64, 900]) == (64, 900)
+    assert sizes(1000, []) == ()
 
 
 def pair(prefill: AttentionChoice, decode: AttentionChoice) -> AttentionSettings:
@@ -90,6 +105,7 @@ def test_a_section_that_is_there_but_empty_means_the_defaults() -> None:
         ({"limits": {"max_num_seqs": "8"}}, "integer"),
         ({"limits": {"max_model_len": 1}}, "greater than or equal to 2"),
         ({"cuda_graphs": {"sizes": [2, 1]}}, r"\[2, 1\] must be positive and increasing"),
+        ({"cuda_graphs": {"prompt_sizes": [0, 1]}}, r"prompt_sizes \[0, 1\] must be positive"),
         ({"cuda_graphs": {"sizes": []}}, "must be positive and increasing"),
         ({"cuda_graphs": {"sizes": [1, 2]}}, r"must end with limits.max_num_seqs \(256\)"),
         ({"device": "gpu"}, "must be auto, cpu, cuda or cuda:N"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanovllm_core import startup
+from nanovllm_core.attention_selection import Selection
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import (
     ArchitectureError,
@@ -18,6 +19,7 @@ from nanovllm_core.errors import (
     DeviceError,
     PluginLoadError,
 )
+from nanovllm_core.interfaces.attention import KVLayout
 from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.startup import find_checkpoint, read_model_config, resolve_device, start
 
@@ -36,6 +38,28 @@ def folder(tmp_path: Path) -> Path:
 
 def started(folder: Path, **changes: Any) -> startup.Startup:
     return start(load_config(str(folder), overrides={"device": "cpu", **changes}))
+
+
+# -- what is captured ------------------------------------------------------------------------------
+
+
+def test_steps_with_prompts_are_captured_where_the_backend_says_so(folder: Path) -> None:
+    """None without graphs; sizes that the configuration names for another backend are refused."""
+    pytest.importorskip("nanovllm_attention_triton", reason="needs a backend that can")
+    named = {"cuda_graphs.prompt_sizes": [64]}
+    plugins = get_plugin_manager()
+
+    def sizes(backend: str, captured: bool = True, **changes: Any) -> tuple[int, ...]:
+        config = load_config(str(folder), overrides={"attention": backend, **changes})
+        chosen = plugins.resolve("attention", backend, {}, path="attention")
+        selection = Selection(chosen, chosen, KVLayout("NPKD", 16), 16, ())
+        return startup.prompt_graph_sizes(plugins, config, selection, captured)
+
+    assert sizes("triton", **named) == (64,)
+    assert sizes("triton", captured=False, **named) == ()
+    assert sizes("sdpa") == ()
+    with pytest.raises(ConfigError, match=r"prompt_sizes: \[64\].*'sdpa' cannot be captured"):
+        sizes("sdpa", **named)
 
 
 # -- where the checkpoint is ----------------------------------------------------------------------

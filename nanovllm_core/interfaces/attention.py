@@ -9,7 +9,8 @@ Who calls what, and when:
     run_decode / run_prefill        once per layer and step
 
 In a captured decode step plan_decode and run_decode are captured; a test may also plan outside the
-graph and replay the runs alone. Prefill is never captured.
+graph and replay the runs alone. Where `cuda_graphs` is "full", small steps with prompt chunks are
+captured too, plan_prefill and run_prefill with them; all others run eagerly.
 
 Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads,
 D head size, N KV pages, P tokens per page, M pages per sequence at most.
@@ -37,6 +38,7 @@ class AttentionCapabilities:
 
     `head_sizes` and `page_multiples`: None means any. `needs_finite_tail`: the backend reads the
     unused tail of a sequence's last page (and discards it), so pages must hold finite numbers.
+    `cuda_graphs`: whether nothing, the calls of the decode phase, or those of both can be captured.
     """
 
     devices: frozenset[str]
@@ -136,9 +138,11 @@ class PrefillMetadata:
 
     `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
     [S + 1] int32, where each chunk's queries start in q_THD. The queries of a sequence are its last
-    `query_len` positions; the mask is causal. `max_query_len` and `max_seq_len` are exact host
-    integers. The chunk's own keys and values are already in their pages. A chunk may bring no
-    query, and S may be 0.
+    `query_len` positions; the mask is causal. The chunk's own keys and values are already in their
+    pages. A chunk may bring no query and see no key, and S may be 0.
+
+    `max_query_len` and `max_seq_len` are exact host integers. In a captured step they are bounds,
+    and q_THD may go on beyond `query_start_loc[-1]`: that is padding, whose output is ignored.
     """
 
     block_table: Tensor
@@ -166,7 +170,7 @@ class AttentionBackend(ABC):
         """
 
     def plan_prefill(self, metadata: PrefillMetadata) -> None:  # noqa: B027 - optional
-        """Prepare one prefill step; called once per step, never captured."""
+        """Prepare one prefill step; called once per step, captured where the spec says "full"."""
 
     @abstractmethod
     def run_decode(
@@ -195,7 +199,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Attend each chunk's queries causally to its sequence's pages into `out_THD`.
 
-        Types and strides as in `run_decode`. Called once per layer and step, never captured.
+        Types and strides as in `run_decode`. Called once per layer and step; captured where the
+        spec says "full", and must then read lengths on the device alone.
         """
 
     def captured_tensors(self) -> Mapping[str, Tensor]:

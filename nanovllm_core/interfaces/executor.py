@@ -32,7 +32,8 @@ class WorkerSetup:
 
     `checkpoint` is the folder of the checkpoint, `model_config` its config.json as a dict.
     `tokenizer` is the folder of the tokenizer's files. `device` ("cuda:0", "cpu") and `dtype`
-    ("bfloat16") are resolved, never "auto".
+    ("bfloat16") are resolved, never "auto". `prompt_graph_sizes`: the numbers of prompt tokens to
+    capture steps for, increasing; empty where a backend cannot be captured so.
     """
 
     config: EngineConfig
@@ -51,6 +52,7 @@ class WorkerSetup:
     device: str
     dtype: str
     cuda_graphs: bool
+    prompt_graph_sizes: tuple[int, ...] = ()
 
 
 class Executor(ABC):

@@ -7,7 +7,7 @@
 
 It runs on the GPU where the backend declares CUDA and the machine has one, else on the CPU with
 smaller shapes; checks that need what the backend does not declare, or what the machine does not
-have, are skipped with the reason. The checks are in four files, by what they are about.
+have, are skipped with the reason. The checks are in five files, by what they are about.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from nanovllm_core.testing.attention_declarations import AttentionDeclarations
 from nanovllm_core.testing.attention_numbers import AttentionNumbers
 from nanovllm_core.testing.attention_pages import AttentionPages
 from nanovllm_core.testing.attention_replay import AttentionReplay
+from nanovllm_core.testing.attention_replay_prefill import AttentionPrefillReplay
 
 
 class AttentionConformance(
-    AttentionDeclarations, AttentionNumbers, AttentionPages, AttentionReplay
+    AttentionDeclarations, AttentionNumbers, AttentionPages, AttentionReplay, AttentionPrefillReplay
 ):
     """What every attention backend must hold."""

@@ -32,6 +32,10 @@ class Captured(Protocol):
         """Run it again."""
 
 
+Capture = Callable[[Callable[[], None]], Captured]
+"""Captures a step, a function of no arguments."""
+
+
 class AttentionReplay(AttentionSubject):
     """A step that is captured once follows its inputs forever."""
 
@@ -83,7 +87,7 @@ class AttentionReplay(AttentionSubject):
         _skip_without_graphs(decoder, "cpu")
         try:
             for plan_is_captured in (True, False):
-                _check_replays(decoder, _recorded, plan_is_captured=plan_is_captured)
+                _check_replays(decoder, recorded, plan_is_captured=plan_is_captured)
         except HostReadError as error:
             pytest.skip(f"on a CPU, where it may, {error}")
 
@@ -95,7 +99,7 @@ class AttentionReplay(AttentionSubject):
         """
         _skip_without_graphs(decoder, "cuda")
         for plan_is_captured in (True, False):
-            _check_replays(decoder, _captured, plan_is_captured=plan_is_captured)
+            _check_replays(decoder, captured, plan_is_captured=plan_is_captured)
 
     def test_decode_never_waits_for_the_device(self, decoder: BackendUnderTest) -> None:
         """Neither planning nor running makes a call that synchronises."""
@@ -151,7 +155,7 @@ class _Step:
 
 def _check_replays(
     subject: BackendUnderTest,
-    capture: Callable[[Callable[[], None]], Captured],
+    capture: Capture,
     *,
     plan_is_captured: bool,
 ) -> None:
@@ -176,7 +180,7 @@ def _check_replays(
     for (bucket, number), case in sorted(cases.items(), key=lambda item: item[0][1]):
         step = steps[bucket]
         _load(step, case)
-        _perturb(case.q_THD.device)
+        perturb(case.q_THD.device)
         if not plan_is_captured:
             backend.plan_decode(step.metadata)
         step.out.fill_(float("nan"))
@@ -199,7 +203,7 @@ def _capture_step(
     backend: AttentionBackend,
     bucket: int,
     pages: int,
-    capture: Callable[[Callable[[], None]], Captured],
+    capture: Capture,
     plan_is_captured: bool,
 ) -> _Step:
     """As the engine captures: rows of padding, once to warm up and once for the graph."""
@@ -257,19 +261,21 @@ def _load(step: _Step, case: PagedCase) -> None:
     step.metadata.seq_lens.copy_(case.decode_metadata().seq_lens)
 
 
-def _perturb(device: torch.device) -> None:
+def perturb(device: torch.device) -> None:
     """Take memory, fill it with NaN and free it: what reads freed memory shows it."""
     for size in (2**8, 2**14, 2**20):
         torch.full((size,), float("nan"), device=device)
 
 
-def _recorded(step: Callable[[], None]) -> Captured:
+def recorded(step: Callable[[], None]) -> Captured:
+    """Capture a step on a CPU."""
     with record() as recording:
         step()
     return recording
 
 
-def _captured(step: Callable[[], None]) -> Captured:
+def captured(step: Callable[[], None]) -> Captured:
+    """Capture a step as a CUDA graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,16 +39,6 @@ class StepInputs:
             seq_lens=ints(num_rows),
             output_index=ints(num_rows),
             block_table=ints(num_rows, max_blocks),
-        )
-
-    @classmethod
-    def concatenate(cls, first: StepInputs, second: StepInputs) -> StepInputs:
-        """New tensors with the tokens and entries of both, in order."""
-        return cls(
-            **{
-                field.name: torch.cat([getattr(first, field.name), getattr(second, field.name)])
-                for field in fields(cls)
-            }
         )
 
     @property

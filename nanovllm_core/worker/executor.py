@@ -20,7 +20,7 @@ from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.layers import Attention
 from nanovllm_core.plugin_manager import load_object, parse_options
 from nanovllm_core.worker.attention import PagedAttention
-from nanovllm_core.worker.graphs import DecodeGraphs
+from nanovllm_core.worker.graphs import StepGraphs
 from nanovllm_core.worker.kv_cache import (
     DeviceMemory,
     KVCache,
@@ -43,7 +43,7 @@ class SingleProcessExecutor(Executor):
         self._runner: ModelRunner | None = None
         self._on_device: AbstractContextManager[object] = nullcontext()
         """Makes the GPU the current one: kernels are launched there, whatever else is going on."""
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
         """Load the model, size the KV cache by a trial step, capture the graphs."""
@@ -199,6 +199,7 @@ def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttenti
         max_model_len=setup.max_model_len,
         block_size=setup.block_size,
         bucket_sizes=_decode_sizes(config, model.device),
+        prompt_sizes=setup.prompt_graph_sizes,
         max_steps_in_flight=config.steps_ahead + 2,
     )
 
@@ -238,7 +239,7 @@ def _trial_step(setup: WorkerSetup, runner: ModelRunner, cache: KVCache) -> None
     torch.cuda.empty_cache()
 
 
-def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps) -> DecodeGraphs:
+def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps) -> StepGraphs:
     attention = runner.attention
     backends = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}
 
@@ -251,11 +252,11 @@ def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps
                 tensors[f"attention.{phase}.{name}"] = tensor
         return tensors
 
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         runner.device,
         watched,
         debug=setup.config.debug,
-        progress=lambda buckets: track(buckets, "Capturing CUDA graphs"),
+        progress=lambda keys: track(keys, "Capturing CUDA graphs"),
         laps=laps,
     )
     runner.capture(graphs)

@@ -1,10 +1,11 @@
-"""CUDA graphs of decode steps: one per bucket, from the row tables to the sampled ids."""
+"""CUDA graphs of whole steps, from the row tables to the sampled ids: one per padded size."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,29 @@ from nanovllm_core.errors import GraphSafetyError
 from nanovllm_core.worker.progress import Laps
 
 
-class DecodeGraphs:
-    """Captures a step at every bucket into one memory pool, and replays it.
+class StepKey(NamedTuple):
+    """What a captured step is found by: its kind and its padded sizes.
+
+    A decode step has as many tokens as rows. A mixed one has `num_tokens` of prompts, beside
+    `num_rows` decoding rows of one token each.
+    """
+
+    kind: Literal["decode", "mixed"]
+    num_tokens: int
+    num_rows: int
+
+    @classmethod
+    def decode(cls, bucket: int) -> StepKey:
+        """The key of a decode step of `bucket` rows."""
+        return cls("decode", bucket, bucket)
+
+    def __str__(self) -> str:
+        prompts = f" beside {self.num_tokens} prompt tokens" if self.kind == "mixed" else ""
+        return f"{self.num_rows} rows{prompts}"
+
+
+class StepGraphs:
+    """Captures steps into one memory pool, and replays them.
 
     `watched` returns the tensors that captured kernels read and that the graphs do not own, by
     name. In debug mode every replay compares their addresses with those at capture.
@@ -26,7 +48,7 @@ class DecodeGraphs:
         watched: Callable[[], Mapping[str, Tensor]],
         *,
         debug: bool = False,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+        progress: Callable[[Iterable[StepKey]], Iterable[StepKey]] = iter,
         laps: Laps | None = None,
     ) -> None:
         self._device = device
@@ -34,11 +56,11 @@ class DecodeGraphs:
         self._debug = debug
         self._progress = progress
         self._laps = laps or Laps()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._addresses: dict[int, dict[str, int]] = {}
+        self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
+        self._addresses: dict[StepKey, dict[str, int]] = {}
 
-    def capture(self, buckets: Iterable[int], step: Callable[[int], None]) -> None:
-        """Capture `step(bucket)` at every bucket, the largest first: it lays out the pool.
+    def capture(self, keys: Iterable[StepKey], step: Callable[[StepKey], None]) -> None:
+        """Capture `step(key)` for every key, those of the most tokens first: they lay out the pool.
 
         A run before each capture compiles kernels and creates handles, which none can capture.
         """
@@ -47,29 +69,29 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(stream), _no_collection():
             torch.cuda.empty_cache()
-            for bucket in self._progress(sorted(buckets, reverse=True)):
-                step(bucket)
+            for key in self._progress(sorted(keys, key=_num_tokens, reverse=True)):
+                step(key)
                 stream.synchronize()
                 self._laps.end("warm_up")
                 graph = torch.cuda.CUDAGraph()
                 # `torch.cuda.graph` would empty the allocator's cache for each of them.
                 graph.capture_begin(pool=pool)
                 try:
-                    step(bucket)
+                    step(key)
                 finally:
                     graph.capture_end()
-                self._graphs[bucket] = graph
-                self._addresses[bucket] = _addresses(self._watched())
+                self._graphs[key] = graph
+                self._addresses[key] = _addresses(self._watched())
                 self._laps.end("capture")
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         self._laps.end("capture")
 
-    def replay(self, bucket: int) -> None:
-        """Launch the captured step of `bucket` on the current stream."""
+    def replay(self, key: StepKey) -> None:
+        """Launch the captured step of `key` on the current stream."""
         if self._debug:
-            self._check(bucket)
-        self._graphs[bucket].replay()
+            self._check(key)
+        self._graphs[key].replay()
 
     def clear(self) -> None:
         """Free the graphs; must come before the pages, weights and process group go."""
@@ -77,12 +99,12 @@ class DecodeGraphs:
             graph.reset()
         self._graphs.clear()
 
-    def _check(self, bucket: int) -> None:
+    def _check(self, key: StepKey) -> None:
         now = _addresses(self._watched())
-        for name, captured in self._addresses[bucket].items():
+        for name, captured in self._addresses[key].items():
             if now.get(name) != captured:
                 raise GraphSafetyError(
-                    f"the graph of bucket {bucket} was captured with {name} at {captured:#x}, "
+                    f"the graph of {key} was captured with {name} at {captured:#x}, "
                     f"which is now at {now.get(name, 0):#x}: it was made anew after capture; "
                     "allocate it once, in allocate(), and write into it"
                 )
@@ -98,6 +120,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _num_tokens(key: StepKey) -> int:
+    return key.num_tokens
 
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:

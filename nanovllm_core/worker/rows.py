@@ -172,10 +172,14 @@ class StagingRing:
     def _cuda(self) -> bool:
         return self._device.type == "cuda"
 
-    def copy(self, array: NDArray[np.int32]) -> Tensor:
-        """Return `array` as a device tensor, valid for work enqueued on the current stream."""
+    def copy(self, array: NDArray[np.int32], out: Tensor | None = None) -> Tensor:
+        """Return `array` as a device tensor, valid for work enqueued on the current stream.
+
+        It is a new one, or `out`, which work enqueued before may still read.
+        """
         if not self._cuda:
-            return torch.from_numpy(array)
+            staged = torch.from_numpy(array)
+            return staged if out is None else out.copy_(staged)
         slot = self._next
         self._next = (slot + 1) % len(self._buffers)
         self._events[slot].synchronize()
@@ -184,6 +188,9 @@ class StagingRing:
             self._buffers[slot] = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
         pinned = self._buffers[slot][: array.size].view(array.shape)
         pinned.numpy()[...] = array
-        staged = pinned.to(self._device, non_blocking=True)
+        if out is None:
+            staged = pinned.to(self._device, non_blocking=True)
+        else:
+            staged = out.copy_(pinned, non_blocking=True)
         self._events[slot].record()
         return staged

@@ -42,7 +42,8 @@ def prepare_prefill(
     """Fill the tokens of prompt chunks.
 
     `chunks_5S` int32: row, first position, length, where the chunk's tokens start in `inputs`, and
-    whether its last token samples. Entries that do not sample get row -1.
+    whether its last token samples. Entries that do not sample get row -1. Tokens of `inputs` beyond
+    the chunks' are left as they are.
     """
     del max_query_len  # the kernel's grid; here shapes say it
     row, start, length, offset, samples = chunks_5S.long()
@@ -51,9 +52,10 @@ def prepare_prefill(
     position = start[chunk] + index - offset[chunk]
     token_row = row[chunk]
     block = tables.block_table[token_row, position // tables.block_size].long()
-    inputs.input_ids.copy_(tables.token_ids[token_row, position])
-    inputs.positions.copy_(position)
-    inputs.slot_mapping.copy_(block * tables.block_size + position % tables.block_size)
+    num_tokens = chunk.numel()
+    inputs.input_ids[:num_tokens] = tables.token_ids[token_row, position]
+    inputs.positions[:num_tokens] = position
+    inputs.slot_mapping[:num_tokens] = block * tables.block_size + position % tables.block_size
     inputs.rows.copy_(torch.where(samples == 1, row, -1))
     inputs.seq_lens.copy_(start + length)
     inputs.output_index.copy_(start + length - tables.num_prompt[row])

@@ -3,7 +3,8 @@
 A step has two shapes. A decode step has one token per row, padded to a bucket, and is the same
 sequence of kernels every time, from the row tables to the sampled ids: captured once per bucket
 and replayed (see `graphs`), or run eagerly with the same padding (on a CPU every batch size is a
-bucket, so there is none). A step with prompt chunks is built and launched eagerly.
+bucket, so there is none). A mixed step has prompt chunks too (see `mixed`): captured at a few sizes
+where the attention backends can be, launched eagerly beyond the largest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from nanovllm_core.interfaces.plan import PrefillChunk, RowSampling, StepPlan, S
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
 from nanovllm_core.worker.batch import StepInputs
-from nanovllm_core.worker.graphs import DecodeGraphs
+from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.mixed import (
+    CAPTURED_CHUNKS,
+    ChunkTable,
+    MixedStep,
+    mixed_keys,
+    pack_chunks,
+    round_up,
+)
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.results import ResultRing
@@ -34,6 +43,7 @@ class ModelRunner:
     """Runs the steps of one model on one device.
 
     `bucket_sizes` are the batch sizes of decode steps, increasing; the last is the number of rows.
+    `prompt_sizes` are the numbers of prompt tokens that mixed steps are captured with, increasing.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class ModelRunner:
         max_model_len: int,
         block_size: int,
         bucket_sizes: tuple[int, ...],
+        prompt_sizes: tuple[int, ...],
         max_steps_in_flight: int,
     ) -> None:
         self.device = model.device
@@ -54,16 +65,24 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.bucket_sizes = bucket_sizes
         max_rows = bucket_sizes[-1]
+        max_entries = max_rows + CAPTURED_CHUNKS
         self.tables = RowTables.allocate(max_rows, max_model_len, block_size, self.device)
         self.max_blocks = self.tables.block_table.shape[1]
         self.ops = get_row_ops(self.device)
         self._updates = RowUpdates(self.tables)
         self._staging = StagingRing(self.device, num_slots=2 * max_steps_in_flight)
-        self._results = ResultRing(self.device, max_rows, max_steps_in_flight)
-        self._inputs = StepInputs.allocate(max_rows, max_rows, self.max_blocks, self.device)
+        self._results = ResultRing(self.device, max_entries, max_steps_in_flight)
+        self._inputs = StepInputs.allocate(
+            max_rows + max(prompt_sizes, default=0), max_entries, self.max_blocks, self.device
+        )
         vocab_size = model.shape.vocab_size
-        self.logits = torch.zeros((max_rows, vocab_size), dtype=model.dtype, device=self.device)
-        self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self.logits = torch.zeros((max_entries, vocab_size), dtype=model.dtype, device=self.device)
+        self._sampled = torch.zeros(max_entries, dtype=torch.int32, device=self.device)
+        self._chunks = ChunkTable(
+            torch.from_numpy(pack_chunks((), CAPTURED_CHUNKS, False)).to(self.device),
+            CAPTURED_CHUNKS,
+        )
+        self._entries = torch.arange(max_entries, device=self.device)
         self._never = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.sampler = sampler
         self._processors = processors
@@ -73,7 +92,8 @@ class ModelRunner:
         self._active: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
         self._tail_is_on = False
-        self._graphs: DecodeGraphs | None = None
+        self._mixed_keys = tuple(mixed_keys(prompt_sizes, max_rows)) if prompt_sizes else ()
+        self._graphs: StepGraphs | None = None
 
     # -- the executor's calls ---------------------------------------------------------------------
 
@@ -95,10 +115,7 @@ class ModelRunner:
         length = min(num_tokens, self.max_model_len)
         num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
-        inputs, metadata = self._prepare_prefill(chunks)
-        self.attention.begin_step(AttentionBatch(inputs.slot_mapping, prefill=metadata))
-        hidden = self.model.forward(inputs.input_ids, inputs.positions)
-        self.model.compute_logits(hidden[: self.bucket_sizes[-1]])
+        self._mixed(self._eager_step(chunks, num_decode=0, skip_sampler=True))
 
     # -- deltas -----------------------------------------------------------------------------------
 
@@ -135,12 +152,22 @@ class ModelRunner:
         """The smallest of the bucket sizes that holds `num_rows`."""
         return self.bucket_sizes[bisect_left(self.bucket_sizes, num_rows)]
 
-    def capture(self, graphs: DecodeGraphs) -> None:
-        """Capture a decode step at every bucket; decode steps are replays from now on."""
+    def capture(self, graphs: StepGraphs) -> None:
+        """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
+        keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         with torch.inference_mode():
-            graphs.capture(self.bucket_sizes, self.decode)
+            graphs.capture(keys, self.run_captured)
         self._results.reset()
         self._graphs = graphs
+
+    def run_captured(self, key: StepKey) -> None:
+        """The step that is captured as `key`, launched eagerly."""
+        if key.kind == "decode":
+            self.decode(key.num_rows)
+        else:
+            step = self._captured_step(key)
+            step.prefill.slot_mapping.fill_(-1)  # of the padding; the chunks set theirs
+            self._mixed(step)
 
     def _launch_decode(self, plan: StepPlan) -> None:
         num_rows = len(plan.decode_rows)
@@ -149,7 +176,7 @@ class ModelRunner:
             with torch.inference_mode():
                 self.decode(bucket)
         else:
-            self._graphs.replay(bucket)
+            self._graphs.replay(StepKey.decode(bucket))
         logprobs = None
         if self._tail_is_on:
             inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
@@ -172,71 +199,103 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden, out=self.logits[:bucket])
         self._sample(logits, inputs, skip=self.tables.skip_sampler)
 
-    # -- steps with prompt chunks -----------------------------------------------------------------
+    # -- mixed steps ------------------------------------------------------------------------------
+
+    def _launch_mixed(self, plan: StepPlan) -> None:
+        skip_sampler = bool(self._row_needs_tail[list(plan.sampled_rows)].any())
+        key = self._mixed_key(plan)
+        if self._graphs is None or key is None:
+            step = self._eager_step(plan.prefill, len(plan.decode_rows), skip_sampler)
+            self._mixed(step)
+        else:
+            step = self._captured_step(key)
+            packed = pack_chunks(plan.prefill, CAPTURED_CHUNKS, skip_sampler)
+            self._staging.copy(packed, out=self._chunks.packed)
+            self._graphs.replay(key)
+        self._finish_mixed(plan, step, skip_sampler)
+
+    def _mixed_key(self, plan: StepPlan) -> StepKey | None:
+        """The smallest captured step that holds the plan's, None where there is none."""
+        if len(plan.prefill) > CAPTURED_CHUNKS:
+            return None
+        num_tokens, num_rows = sum(chunk.length for chunk in plan.prefill), len(plan.decode_rows)
+        fitting = (
+            key
+            for key in self._mixed_keys
+            if key.num_tokens >= num_tokens and key.num_rows >= num_rows
+        )
+        return min(fitting, key=lambda key: key.num_tokens + key.num_rows, default=None)
+
+    def _captured_step(self, key: StepKey) -> MixedStep:
+        """The padded step of `key`, in the memory that its graph reads."""
+        tokens, entries = key.num_rows + key.num_tokens, key.num_rows + CAPTURED_CHUNKS
+        inputs = self._inputs.slice(slice(tokens), slice(entries))
+        return MixedStep(inputs, key.num_rows, self._chunks, key.num_tokens, self.max_model_len)
 
     @torch.inference_mode()
-    def _launch_mixed(self, plan: StepPlan) -> None:
-        """Decode rows first, then the packed chunks; one forward pass over all their tokens."""
-        decode, num_decode = None, len(plan.decode_rows)
-        if num_decode:
-            decode = self._inputs.slice(slice(num_decode), slice(num_decode))
-            self.ops.prepare_decode(self.tables, decode)
-        prefill, metadata = self._prepare_prefill(plan.prefill)
-        inputs = prefill if decode is None else StepInputs.concatenate(decode, prefill)
-        self.attention.begin_step(
-            AttentionBatch(inputs.slot_mapping, self._decode_metadata(decode), metadata)
-        )
-        hidden = self.model.forward(inputs.input_ids, inputs.positions)
-        ends = metadata.query_start_loc[1:] - 1
-        if num_decode:
-            ends = torch.cat([torch.arange(num_decode, device=self.device), ends + num_decode])
-        logits = self.model.compute_logits(hidden.index_select(0, ends))
-        self._finish_mixed(plan, logits, inputs)
-
-    def _prepare_prefill(
-        self, chunks: tuple[PrefillChunk, ...]
-    ) -> tuple[StepInputs, PrefillMetadata]:
-        num_chunks = len(chunks)
-        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        # Each part starts at a multiple of 16 bytes: kernels are compiled for an alignment.
-        width = -(-(num_chunks + 1) // 4) * 4
-        host = np.zeros((6, width), dtype=np.int32)
-        host[0, : num_chunks + 1] = starts
-        host[1, :num_chunks] = [chunk.row for chunk in chunks]
-        host[2, :num_chunks] = [chunk.start for chunk in chunks]
-        host[3, :num_chunks] = lengths
-        host[4, :num_chunks] = starts[:-1]
-        host[5, :num_chunks] = [chunk.samples for chunk in chunks]
-        staged = self._staging.copy(host)
-        num_tokens = int(starts[-1])
-        inputs = StepInputs.allocate(num_tokens, num_chunks, self.max_blocks, self.device)
-        max_query_len = int(lengths.max())
-        self.ops.prepare_prefill(self.tables, staged[1:, :num_chunks], inputs, max_query_len)
-        return inputs, PrefillMetadata(
-            block_table=inputs.block_table,
-            seq_lens=inputs.seq_lens,
-            query_start_loc=staged[0, : num_chunks + 1],
-            max_query_len=max_query_len,
+    def _eager_step(
+        self, chunks: tuple[PrefillChunk, ...], num_decode: int, skip_sampler: bool
+    ) -> MixedStep:
+        """A step of just these chunks, in new memory."""
+        if self.device.type == "cuda":  # the chunks' inputs begin at an aligned address
+            num_decode = min(round_up(num_decode), self.bucket_sizes[-1])
+        packed = pack_chunks(chunks, len(chunks), skip_sampler)
+        lengths = [chunk.length for chunk in chunks]
+        tokens, entries = num_decode + sum(lengths), num_decode + len(chunks)
+        return MixedStep(
+            StepInputs.allocate(tokens, entries, self.max_blocks, self.device),
+            num_decode,
+            ChunkTable(self._staging.copy(packed), len(chunks)),
+            max_query_len=max(lengths),
             max_seq_len=max(chunk.start + chunk.length for chunk in chunks),
         )
 
-    def _finish_mixed(self, plan: StepPlan, logits: Tensor, inputs: StepInputs) -> None:
-        rows = plan.decode_rows + tuple(chunk.row for chunk in plan.prefill)
+    @torch.inference_mode()
+    def _mixed(self, step: MixedStep) -> None:
+        """Decode entries first, then the packed chunks; one forward pass over all their tokens."""
+        inputs, prefill, num_decode = step.inputs, step.prefill, step.num_decode
+        decode = None
+        if num_decode:
+            self.ops.prepare_decode(self.tables, step.decode)
+            decode = self._decode_metadata(step.decode)
+        self.ops.prepare_prefill(self.tables, step.chunks.chunks, prefill, step.max_query_len)
+        query_start_loc = step.chunks.query_start_loc
+        metadata = PrefillMetadata(
+            block_table=prefill.block_table,
+            seq_lens=prefill.seq_lens,
+            query_start_loc=query_start_loc,
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+        )
+        self.attention.begin_step(AttentionBatch(inputs.slot_mapping, decode, metadata))
+        hidden = self.model.forward(inputs.input_ids, inputs.positions)
+        ends = query_start_loc[1:] + (num_decode - 1)
+        last = torch.cat([self._entries[:num_decode], ends])
+        logits = self.model.compute_logits(
+            hidden.index_select(0, last), out=self.logits[: inputs.num_rows]
+        )
+        self._sample(logits, inputs, skip=step.chunks.skip_sampler)
+
+    def _finish_mixed(self, plan: StepPlan, step: MixedStep, needs_tail: bool) -> None:
+        """Run the tail where a row needs one; report the entries that are no padding."""
+        inputs = step.inputs
+        decode_padding = step.num_decode - len(plan.decode_rows)
+        padding = inputs.num_rows - step.num_decode - len(plan.prefill)
         logprobs = None
-        if self._row_needs_tail[list(plan.sampled_rows)].any():
-            sampling = self._sampling_of(plan.decode_rows) + tuple(
-                self._row_sampling[chunk.row] if chunk.samples else _NOTHING_ASKED
-                for chunk in plan.prefill
-            )
-            logprobs = self._run_tail(logits, inputs, rows, sampling)
-        else:
-            self._sample(logits, inputs, skip=self._never)
-        entries = None
-        if not all(chunk.samples for chunk in plan.prefill):
-            samples = [True] * len(plan.decode_rows) + [chunk.samples for chunk in plan.prefill]
-            entries = np.flatnonzero(samples)
+        if needs_tail:
+            rows = plan.decode_rows + (0,) * decode_padding
+            rows += tuple(chunk.row for chunk in plan.prefill) + (0,) * padding
+            sampling = self._sampling_of(plan.decode_rows) + (_NOTHING_ASKED,) * decode_padding
+            sampling += tuple(map(self._sampling_of_chunk, plan.prefill))
+            sampling += (_NOTHING_ASKED,) * padding
+            logprobs = self._run_tail(self.logits[: inputs.num_rows], inputs, rows, sampling)
+        samples = [True] * len(plan.decode_rows) + [False] * decode_padding
+        samples += [chunk.samples for chunk in plan.prefill] + [False] * padding
+        entries = None if all(samples) else np.flatnonzero(samples)
         self._results.push(inputs.num_rows, entries, logprobs)
+
+    def _sampling_of_chunk(self, chunk: PrefillChunk) -> RowSampling:
+        return self._row_sampling[chunk.row] if chunk.samples else _NOTHING_ASKED
 
     # -- sampling ---------------------------------------------------------------------------------
 

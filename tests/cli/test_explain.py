@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,15 @@ def test_on_a_gpu_graphs_and_dtype_follow_it(monkeypatch: pytest.MonkeyPatch, sl
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    found = seams()
+    found = seams(attention="slow")
     assert found["device"].chosen == "cuda:0"
     assert found["device"].others == {"cpu": "a GPU is there"}
     assert found["dtype"].why == "auto: as the checkpoint says (bfloat16)"
     assert found["CUDA graphs"].chosen == "captured for 1, 2, 4, 8, ..., 256 rows"
+    if find_spec("nanovllm_attention_triton"):  # whose prefill can be captured
+        assert seams(attention="triton")["CUDA graphs"].chosen == (
+            "captured for 1, 2, 4, 8, ..., 256 rows, and with up to 4096 prompt tokens"
+        )
     eager = seams(cuda_graphs={"enforce_eager": True})["CUDA graphs"]
     assert (eager.chosen, eager.why) == (
         "none", "cuda_graphs.enforce_eager, from the command line",

@@ -59,6 +59,7 @@ WRITES = "test_only_the_output_is_written"
 PLANS = "test_plans_follow_their_inputs"
 LAYERS = "test_a_plan_serves_every_layer"
 REPLAYS = "test_recorded_steps_follow_changed_inputs"
+PROMPT_REPLAYS = "test_recorded_prefill_follows_changed_chunks"
 ADDRESSES = "test_captured_tensors_stay_where_they_are"
 BOTH_PARTS = "test_both_parts_of_a_step_and_all_its_layers"
 
@@ -137,6 +138,13 @@ MUTATIONS = [
         "a plan makes the tensors anew that it names", "decode.py", ADDRESSES,
         ("        fixed = tuning.fixed_chunk\n",
          "        fixed = tuning.fixed_chunk\n        self.lse = torch.zeros_like(self.lse)\n"),
+        peers=22,
+    ),
+    bug(
+        "a captured prompt step keeps the lengths of its warm-up", "backend.py", PROMPT_REPLAYS,
+        ("            metadata.seq_lens,\n            metadata.query_start_loc,\n",
+         "            self.__dict__.setdefault('lens', metadata.seq_lens.clone()),\n"
+         "            metadata.query_start_loc,\n"),
         peers=22,
     ),
     bug(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.worker.graphs import DecodeGraphs
+from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from tests.gpu.test_graphs import BACKENDS
 
 SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 512, "device": "cuda"}
@@ -73,15 +73,44 @@ def test_answers_do_not_depend_on_how_they_are_computed(
         assert (llm.stats.preemptions > 0) is (variant == "forced preemption")
 
 
-def test_a_steady_step_is_one_replay_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepKey]:
+    """What was replayed, in order."""
+    keys: list[StepKey] = []
+    replay = StepGraphs.replay
+
+    def note(graphs: StepGraphs, key: StepKey) -> None:
+        keys.append(key)
+        replay(graphs, key)
+
+    monkeypatch.setattr(StepGraphs, "replay", note)
+    return keys
+
+
+def test_a_prompt_beside_decoding_rows_is_one_replay_and_never_waits(
+    replays: list[StepKey],
+) -> None:
+    """With a backend whose prefill can be captured; with and without a tail of the sampler."""
+    with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:
+        engine = llm._engine
+        for index in range(4):
+            engine.add_request(str(index), [1 + index, 2, 3], SamplingParams(max_tokens=300))
+        for _ in range(5):
+            engine.step()
+        replays.clear()
+        for index, changes in enumerate(({}, {"top_p": 0.8}), start=4):
+            params = SamplingParams(max_tokens=300, ignore_eos=True, **changes)
+            engine.add_request(str(index), [7] * 200, params)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                engine.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert replays == [StepKey("mixed", 256, 8)] * 2
+
+
+def test_a_steady_step_is_one_replay_and_never_waits(replays: list[StepKey]) -> None:
     """50 steps under the sync debug mode "error", each with exactly one replay."""
-    replays = []
-    replay = DecodeGraphs.replay
-
-    def count(graphs: DecodeGraphs, bucket: int) -> None:
-        replays.append(bucket)
-        replay(graphs, bucket)
-
     with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:
         engine = llm._engine
         params = SamplingParams(temperature=0.8, max_tokens=400, ignore_eos=True)
@@ -89,14 +118,14 @@ def test_a_steady_step_is_one_replay_and_never_waits(monkeypatch: pytest.MonkeyP
             engine.add_request(str(index), [1 + index, 2, 3], params)
         for _ in range(5):
             engine.step()
-        monkeypatch.setattr(DecodeGraphs, "replay", count)
+        replays.clear()
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(50):
                 engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert replays == [32] * 50
+        assert replays == [StepKey.decode(32)] * 50
 
 
 def test_three_generate_calls_in_a_row_leave_peak_memory_unchanged() -> None:

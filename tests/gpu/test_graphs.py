@@ -9,6 +9,9 @@ from importlib import metadata
 import pytest
 import torch
 
+from nanovllm_core.interfaces.plan import PrefillChunk
+from nanovllm_core.worker.graphs import StepKey
+from nanovllm_core.worker.mixed import CAPTURED_CHUNKS, pack_chunks
 from tests.gpu.conftest import Machine
 
 BACKENDS = ["triton", "sdpa"]
@@ -47,7 +50,7 @@ def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
         perturb_allocator()
         before = runner.tables.arena.clone()
         runner.logits.fill_(float("nan"))
-        graphs.replay(bucket)
+        graphs.replay(StepKey.decode(bucket))
         logits, after = runner.logits[:bucket].clone(), runner.tables.arena.clone()
         runner.tables.arena.copy_(before)
         runner.logits.fill_(float("nan"))
@@ -57,6 +60,52 @@ def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
         assert torch.equal(runner.logits[:live], logits[:live]), f"bucket {bucket}"
         assert torch.equal(runner.tables.arena, after), f"bucket {bucket}"
         assert not torch.equal(after, before)
+
+
+def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
+    machine: Callable[..., Machine],
+) -> None:
+    """Every captured mixed step, padded as it is, with rows and chunks that fill it or nearly none.
+
+    Chunks differ in number, length and context; some sample and some do not; the rows that decode
+    are fewer than the step has room for. Logits and tables agree to the last bit with the same step
+    launched eagerly.
+    """
+    made = machine(
+        attention="triton",
+        max_num_seqs=32,
+        max_model_len=1024,
+        **{"cuda_graphs.prompt_sizes": (128, 512), "cache.num_blocks": 256},
+    )
+    runner, graphs = made.runner, made.runner._graphs
+    assert graphs is not None
+    made.prefill(random_prompts(32, 600), computed=100, temperature=0.7)
+    assert {key.num_rows for key in runner._mixed_keys} == {8, 32}
+    for key in runner._mixed_keys:
+        for share in (0.1, 1.0):
+            budget = max(3, int(key.num_tokens * share))
+            lengths = (budget - 2, 1, 1)
+            made.activate(max(1, int((key.num_rows - 3) * share)))
+            chunks = tuple(
+                PrefillChunk(31 - i, 100 * (i != 1), length, samples=i != 1)
+                for i, length in enumerate(lengths)
+            )
+            packed = torch.from_numpy(pack_chunks(chunks, CAPTURED_CHUNKS, False)).cuda()
+            before = runner.tables.arena.clone()
+            outcomes = []
+            for launch in (graphs.replay, torch.inference_mode()(runner.run_captured)):
+                perturb_allocator()
+                runner.tables.arena.copy_(before)
+                runner._chunks.packed.copy_(packed)
+                runner.logits.fill_(float("nan"))
+                launch(key)
+                outcomes.append((runner.logits.clone(), runner.tables.arena.clone()))
+            (replayed, tables), (eager, eager_tables) = outcomes
+            live = [*range(max(1, int((key.num_rows - 3) * share))), key.num_rows, key.num_rows + 2]
+            assert not eager[live].isnan().any(), f"{key}, {lengths}"
+            assert torch.equal(replayed[live], eager[live]), f"{key}, {lengths}"
+            assert torch.equal(tables, eager_tables), f"{key}, {lengths}"
+            assert not torch.equal(tables, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -80,7 +129,7 @@ def test_pages_beyond_2_to_the_31_elements_are_read_and_written(
         made.activate(4)
         graphs = made.runner._graphs
         assert graphs is not None
-        graphs.replay(4)
+        graphs.replay(StepKey.decode(4))
         logits.append(made.runner.logits[:4].clone())
         made.executor.close()
     assert torch.equal(logits[0], logits[1])
@@ -104,7 +153,7 @@ def test_sampled_tokens_follow_the_distribution_across_replays(
     for replay in range(32):
         runner.tables.arena.copy_(before)
         runner.tables.seed.copy_(torch.arange(256, device="cuda") + 1000 * replay)
-        graphs.replay(256)
+        graphs.replay(StepKey.decode(256))
         draws.append(runner.tables.token_ids[:, 41].long().clone())
     samples = torch.stack(draws)
     expected = torch.softmax(runner.logits[0].double(), 0) * samples.numel()
@@ -130,7 +179,7 @@ def test_a_sampled_token_does_not_depend_on_its_batch(machine: Callable[..., Mac
         made.runner.tables.arena.copy_(before)
         made.activate(bucket)
         made.runner.tables.seed.fill_(7)
-        graphs.replay(bucket)
+        graphs.replay(StepKey.decode(bucket))
         drawn = made.runner.tables.token_ids[:bucket, 41]
         assert (drawn == drawn[0]).all()
         tokens.append(int(drawn[0]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_core.worker.graphs import StepKey
 from tests.gpu.conftest import WIDTHS, Machine
 
 LENGTH, COMPUTED, NUM_PROMPTS = 64, 24, 256
@@ -71,7 +72,7 @@ def runner_errors(made: Machine, ids_SL: Tensor, exact_SLV: Tensor, bucket: int)
         forced = ids_SL[torch.tensor(chosen)].int()
         for step in range(DECODED):
             runner.tables.token_ids[:bucket, :LENGTH] = forced
-            graphs.replay(bucket)
+            graphs.replay(StepKey.decode(bucket))
             error = runner.logits[:bucket].float() - exact_SLV[torch.tensor(chosen), step]
             squares += float(error.square().sum())
             count += bucket

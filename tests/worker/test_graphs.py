@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import GraphSafetyError
 from nanovllm_core.startup import start
-from nanovllm_core.worker.graphs import DecodeGraphs, _addresses
+from nanovllm_core.worker.graphs import StepGraphs, StepKey, _addresses
 
 from ..e2e.tiny import write_config
 
@@ -33,12 +33,12 @@ class FakeGraph:
         self.resets += 1
 
 
-def captured(tensors: dict[str, Tensor], debug: bool) -> tuple[DecodeGraphs, FakeGraph]:
+def captured(tensors: dict[str, Tensor], debug: bool) -> tuple[StepGraphs, FakeGraph]:
     """Graphs as they are after a capture at bucket 4 with these tensors in use."""
-    graphs = DecodeGraphs(torch.device("cpu"), lambda: tensors, debug=debug)
+    graphs = StepGraphs(torch.device("cpu"), lambda: tensors, debug=debug)
     fake: Any = FakeGraph()
-    graphs._graphs[4] = fake
-    graphs._addresses[4] = _addresses(tensors)
+    graphs._graphs[StepKey.decode(4)] = fake
+    graphs._addresses[StepKey.decode(4)] = _addresses(tensors)
     return graphs, fake
 
 
@@ -46,19 +46,19 @@ def test_a_tensor_made_anew_after_capture_is_named() -> None:
     """Bug 22 of peers: right in eager mode, silently wrong in replay. The error says which."""
     tensors = {"kv_cache": torch.zeros(8), "attention.decode.splits": torch.zeros(4)}
     graphs, fake = captured(tensors, debug=True)
-    graphs.replay(4)
+    graphs.replay(StepKey.decode(4))
     assert fake.replays == 1
     kept = tensors["attention.decode.splits"]
     tensors["attention.decode.splits"] = torch.zeros(4)
     with pytest.raises(
         GraphSafetyError,
-        match=r"bucket 4 was captured with attention\.decode\.splits at 0x\w+, which is now "
+        match=r"graph of 4 rows was captured with attention\.decode\.splits at 0x\w+, which is now "
         r"at 0x\w+.*allocate it once, in allocate\(\), and write into it",
     ):
-        graphs.replay(4)
+        graphs.replay(StepKey.decode(4))
     assert fake.replays == 1, "nothing was launched"
     tensors["attention.decode.splits"] = kept
-    graphs.replay(4)
+    graphs.replay(StepKey.decode(4))
     assert fake.replays == 2
 
 
@@ -67,7 +67,7 @@ def test_a_tensor_that_is_gone_is_named_too() -> None:
     graphs, _ = captured(tensors, debug=True)
     tensors.clear()
     with pytest.raises(GraphSafetyError, match=r"row_tables at 0x\w+, which is now at 0x0"):
-        graphs.replay(4)
+        graphs.replay(StepKey.decode(4))
 
 
 def test_contents_may_change_between_replays() -> None:
@@ -75,7 +75,7 @@ def test_contents_may_change_between_replays() -> None:
     tensors = {"row_tables": torch.zeros(8)}
     graphs, fake = captured(tensors, debug=True)
     tensors["row_tables"].fill_(7)
-    graphs.replay(4)
+    graphs.replay(StepKey.decode(4))
     assert fake.replays == 1
 
 
@@ -87,10 +87,10 @@ def test_without_debug_nothing_is_looked_at() -> None:
         looks.append(1)
         return {}
 
-    graphs = DecodeGraphs(torch.device("cpu"), watched)
+    graphs = StepGraphs(torch.device("cpu"), watched)
     fake: Any = FakeGraph()
-    graphs._graphs[1] = fake
-    graphs.replay(1)
+    graphs._graphs[StepKey.decode(1)] = fake
+    graphs.replay(StepKey.decode(1))
     assert (fake.replays, looks) == (1, [])
 
 
@@ -101,7 +101,7 @@ def test_graphs_are_freed_once_however_often_it_is_asked() -> None:
     graphs.clear()
     assert fake.resets == 1
     with pytest.raises(KeyError):
-        graphs.replay(4)
+        graphs.replay(StepKey.decode(4))
 
 
 def test_closing_frees_the_graphs_before_pages_and_weights(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_closing_frees_the_graphs_before_pages_and_weights(tmp_path: Path) -> No
             super().reset()
 
     graphs, _ = captured({}, debug=False)
-    graphs._graphs[4] = Watching()  # type: ignore[assignment]
+    graphs._graphs[StepKey.decode(4)] = Watching()  # type: ignore[assignment]
     executor._graphs = graphs
     del graphs
     executor.close()

@@ -1,10 +1,14 @@
-"""The model runner on a CPU: padding changes nothing, page 0 is a page as any, trials are idle."""
+"""The model runner on a CPU: padding changes nothing, page 0 is a page as any, trials are idle.
+
+What a GPU would capture runs eagerly here, at the same padded sizes and in the same memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +28,7 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.startup import start
 from nanovllm_core.worker.executor import SingleProcessExecutor
+from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.runner import ModelRunner
 
 from ..e2e.tiny import Reference, write_checkpoint
@@ -46,19 +51,40 @@ def expected(folder: Path) -> list[list[int]]:
     return [reference.tokens(prompt, 6) for prompt in PROMPTS]
 
 
-class Started:
-    """An executor that has started, and the runner inside it."""
+class EagerGraphs:
+    """Stands for captured steps: what would be replayed is launched."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.replayed: list[StepKey] = []
+
+    def replay(self, key: StepKey) -> None:
+        self.replayed.append(key)
+        with torch.inference_mode():
+            self._runner.run_captured(key)
+
+    def clear(self) -> None: ...
+
+
+class Started:
+    """An executor that has started, and the runner inside it.
+
+    With `prompt_sizes` its steps are those that would be captured.
+    """
+
+    def __init__(self, folder: Path, prompt_sizes: tuple[int, ...] = (), **changes: Any) -> None:
         settings = {"device": "cpu", "attention": "sdpa", "max_model_len": MAX_LEN}
         limits = {"max_num_seqs": 8, "cache": {"num_blocks": 32}}
         startup = start(load_config(str(folder), overrides={**settings, **limits, **changes}))
         assert isinstance(startup.executor, SingleProcessExecutor)
         self.executor = startup.executor
-        self.executor.start(startup.setup)
+        self.executor.start(replace(startup.setup, prompt_graph_sizes=prompt_sizes))
         runner = self.executor._runner
         assert runner is not None
         self.runner: ModelRunner = runner
+        self.graphs = EagerGraphs(runner)
+        if prompt_sizes:
+            runner._graphs = cast(StepGraphs, self.graphs)
 
     @property
     def pages(self) -> Tensor:
@@ -71,9 +97,10 @@ class Started:
         return self.runner.collect()
 
 
-@pytest.fixture
-def started(folder: Path) -> Iterator[Started]:
-    started = Started(folder)
+@pytest.fixture(params=[(), (8, 32, 64)], ids=["exact", "padded"])
+def started(folder: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
+    """Mixed steps of just their tokens and chunks, or padded as those that are captured."""
+    started = Started(folder, prompt_sizes=request.param)
     yield started
     started.executor.close()
 
@@ -213,6 +240,27 @@ def test_chunks_beside_decoding_rows_change_neither(
     assert both.token_ids.tolist() == [expected[1][1], expected[0][4]]
 
 
+def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Path) -> None:
+    """By prompt tokens and by decoding rows; one that none holds is launched as it is."""
+    started = Started(folder, prompt_sizes=(8, 32), max_num_seqs=16)
+    runner = started.runner
+
+    def key(lengths: list[int], num_decode: int) -> StepKey | None:
+        chunks = tuple(PrefillChunk(i, 0, n, samples=True) for i, n in enumerate(lengths))
+        return runner._mixed_key(StepPlan(prefill=chunks, decode_rows=tuple(range(num_decode))))
+
+    assert key([3, 5], 0) == StepKey("mixed", 8, 8)
+    assert key([3, 6], 8) == StepKey("mixed", 32, 8)
+    assert key([1], 9) == StepKey("mixed", 8, 16)
+    assert key([33], 0) is None, "too many tokens"
+    assert key([1] * 8, 8) == StepKey("mixed", 8, 8)
+    assert key([1] * 9, 0) is None, "too many chunks"
+    started.run(prefill((0, 1, 2)))
+    started.run(StepPlan(decode_rows=(0, 1, 2)))
+    assert started.graphs.replayed == [StepKey("mixed", 32, 8), StepKey.decode(3)]
+    started.executor.close()
+
+
 def test_pages_that_hold_a_prefix_already_are_not_computed_again(
     started: Started, expected: list[list[int]]
 ) -> None:
@@ -256,15 +304,16 @@ def test_a_trial_step_leaves_no_trace_in_tables_or_results(
     assert generate(started, (0, 1, 2)) == expected
 
 
+@pytest.mark.parametrize("prompt_sizes", [(), (64,)], ids=["exact", "padded"])
 def test_a_tail_for_one_row_leaves_the_others_to_the_same_noise(
-    folder: Path,
+    folder: Path, prompt_sizes: tuple[int, ...]
 ) -> None:
     """Rows with and without extras, in one step: each gets the token that it gets alone."""
     sampled = RowSampling(temperature=0.9, seed=5)
     extras = RowSampling(temperature=0.9, seed=5, top_k=3, logprobs=2)
 
     def tokens(samplings: list[RowSampling]) -> list[list[int]]:
-        started = Started(folder)
+        started = Started(folder, prompt_sizes=prompt_sizes)
         rows = tuple(range(len(samplings)))
         plan = StepPlan(
             admissions=tuple(

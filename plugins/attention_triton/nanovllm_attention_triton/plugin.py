@@ -77,7 +77,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
                 gqa=True,
                 sliding_window=True,
                 soft_cap=True,
-                cuda_graphs="decode",
+                cuda_graphs="full",
             ),
             kv_layouts=_kv_layouts,
             check=_check,

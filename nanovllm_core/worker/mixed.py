@@ -1,0 +1,115 @@
+"""Steps with prompt chunks: their sizes, and their chunks as one table on the device.
+
+Decode entries come first, one token each, then the chunks, packed. A step that is captured is
+padded at three places: decode entries to one of a few sizes, chunks to `CAPTURED_CHUNKS`, and
+prompt tokens to one of the configured sizes. Padding reads nothing, writes nothing and reports
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm_core.interfaces.plan import PrefillChunk
+from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.graphs import StepKey
+
+CAPTURED_CHUNKS = 8
+"""Chunks that a captured step has room for; a step with more runs eagerly."""
+
+_FEWEST_ROWS = 8
+_ALIGNED = 4
+"""int32 elements in 16 bytes: kernels are compiled for addresses of that alignment."""
+
+
+def round_up(count: int) -> int:
+    """The next count of int32 elements after which an aligned address follows."""
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def mixed_keys(prompt_sizes: Sequence[int], max_rows: int) -> Iterator[StepKey]:
+    """Every captured step with prompts: all token sizes at a few numbers of decode entries.
+
+    A padded entry costs its share of the products, little beside the prompt's tokens, and a graph
+    costs time at start: so each number is eight times the one before.
+    """
+    num_rows = min(_FEWEST_ROWS, max_rows)
+    while True:
+        yield from (StepKey("mixed", size, num_rows) for size in prompt_sizes)
+        if num_rows == max_rows:
+            return
+        num_rows = min(8 * num_rows, max_rows)
+
+
+def pack_chunks(
+    chunks: Sequence[PrefillChunk], num_entries: int, skip_sampler: bool
+) -> NDArray[np.int32]:
+    """What `ChunkTable` reads, [7, W]. Entries beyond the chunks are chunks of no token."""
+    num_chunks = len(chunks)
+    lengths = [chunk.length for chunk in chunks]
+    starts = np.cumsum([0, *lengths])
+    packed = np.zeros((7, round_up(num_entries + 1)), dtype=np.int32)
+    packed[0, : num_chunks + 1] = starts
+    packed[0, num_chunks + 1 :] = starts[-1]
+    packed[1, :num_chunks] = [chunk.row for chunk in chunks]
+    packed[2, :num_chunks] = [chunk.start for chunk in chunks]
+    packed[3, :num_chunks] = lengths
+    packed[4, :num_chunks] = starts[:-1]
+    packed[5, :num_chunks] = [chunk.samples for chunk in chunks]
+    packed[6, 0] = skip_sampler
+    return packed
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """S prompt chunks on the device, as `pack_chunks` laid them out."""
+
+    packed: Tensor  # [7, W]
+    num_chunks: int
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """Where each chunk's tokens start among the prompt tokens, and where the last ends."""
+        return self.packed[0, : self.num_chunks + 1]
+
+    @property
+    def chunks(self) -> Tensor:
+        """[5, S]: row, first position, length, start among the prompt tokens, whether the end
+        samples.
+        """
+        return self.packed[1:6, : self.num_chunks]
+
+    @property
+    def skip_sampler(self) -> Tensor:
+        """One flag, as `RowTables.skip_sampler`, of this step."""
+        return self.packed[6, :1]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """A step with prompt chunks: `num_decode` entries of one token, then those of `chunks`.
+
+    `max_query_len` and `max_seq_len` are the longest chunk and sequence, bounds of them where the
+    step is captured.
+    """
+
+    inputs: StepInputs
+    num_decode: int
+    chunks: ChunkTable
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def decode(self) -> StepInputs:
+        """The entries of one token."""
+        return self.inputs.slice(slice(self.num_decode), slice(self.num_decode))
+
+    @property
+    def prefill(self) -> StepInputs:
+        """The entries of the chunks."""
+        return self.inputs.slice(slice(self.num_decode, None), slice(self.num_decode, None))
