@@ -291,6 +291,16 @@ class EngineConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _prompt_sizes_are_within_the_budget(self) -> EngineConfig:
+        sizes, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
+        if sizes and sizes[-1] > most:
+            raise ValueError(
+                f"cuda_graphs.prompt_sizes {list(sizes)} must not go beyond "
+                f"limits.max_num_batched_tokens ({most}): no step has more prompt tokens"
+            )
+        return self
+
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """The batch sizes that steps are padded to; the last is `limits.max_num_seqs`."""

@@ -106,6 +106,10 @@ def test_a_section_that_is_there_but_empty_means_the_defaults() -> None:
         ({"limits": {"max_model_len": 1}}, "greater than or equal to 2"),
         ({"cuda_graphs": {"sizes": [2, 1]}}, r"\[2, 1\] must be positive and increasing"),
         ({"cuda_graphs": {"prompt_sizes": [0, 1]}}, r"prompt_sizes \[0, 1\] must be positive"),
+        (
+            {"cuda_graphs": {"prompt_sizes": [64, 16385]}},
+            r"prompt_sizes \[64, 16385\] must not go beyond .*max_num_batched_tokens \(16384\)",
+        ),
         ({"cuda_graphs": {"sizes": []}}, "must be positive and increasing"),
         ({"cuda_graphs": {"sizes": [1, 2]}}, r"must end with limits.max_num_seqs \(256\)"),
         ({"device": "gpu"}, "must be auto, cpu, cuda or cuda:N"),

@@ -87,6 +87,9 @@ class KVLayout:
 class AttentionConfig:
     """Everything a backend needs to allocate its buffers; constant for the engine's life.
 
+    No step has more than `max_num_seqs` decode rows, as many chunks, or `max_num_batched_tokens`
+    prompt tokens, padding included.
+
     `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
     `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Pages
     wholly before the window need not be read, but they stay the sequence's own.

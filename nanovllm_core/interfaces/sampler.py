@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerContext:
-    """What a sampler may know of the engine when it is made."""
+    """What a sampler may know of the engine when it is made.
+
+    `max_num_seqs`: the most entries of a call, padding included.
+    """
 
     device: torch.device
     vocab_size: int

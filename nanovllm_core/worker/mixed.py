@@ -1,9 +1,8 @@
 """Steps with prompt chunks: their sizes, and their chunks as one table on the device.
 
 Decode entries come first, one token each, then the chunks, packed. A step that is captured is
-padded at three places: decode entries to one of a few sizes, chunks to `CAPTURED_CHUNKS`, and
-prompt tokens to one of the configured sizes. Padding reads nothing, writes nothing and reports
-nothing.
+padded at three places: decode entries to one of a few sizes, chunks to a fixed number, and prompt
+tokens to one of the configured sizes. Padding reads nothing, writes nothing and reports nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepKey
 
-CAPTURED_CHUNKS = 8
-"""Chunks that a captured step has room for; a step with more runs eagerly."""
+_MOST_CHUNKS = 8
 
 _FEWEST_ROWS = 8
 _ALIGNED = 4
@@ -30,6 +28,16 @@ _ALIGNED = 4
 def round_up(count: int) -> int:
     """The next count of int32 elements after which an aligned address follows."""
     return -(-count // _ALIGNED) * _ALIGNED
+
+
+def captured_chunks(max_rows: int) -> int:
+    """The chunks that a captured step has room for; a step with more runs eagerly."""
+    return min(_MOST_CHUNKS, max_rows)
+
+
+def max_entries(max_rows: int) -> int:
+    """The most entries that a step has, padding included: a full batch and room for chunks."""
+    return max_rows + captured_chunks(max_rows)
 
 
 def mixed_keys(prompt_sizes: Sequence[int], max_rows: int) -> Iterator[StepKey]:

@@ -13,6 +13,7 @@ from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.plugin_checks import describe
 from nanovllm_core.plugin_manager import get_plugin_manager, make_plugin, parse_options
+from nanovllm_core.worker.mixed import max_entries
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors
 
 
@@ -25,7 +26,9 @@ def make_kernels(setup: WorkerSetup, device: torch.device) -> KernelSet:
 def make_sampler(setup: WorkerSetup, device: torch.device, vocab_size: int) -> Sampler:
     """The sampler of this worker, for captured steps, eager ones and tails."""
     context = SamplerContext(
-        device=device, vocab_size=vocab_size, max_num_seqs=setup.config.limits.max_num_seqs
+        device=device,
+        vocab_size=vocab_size,
+        max_num_seqs=max_entries(setup.config.limits.max_num_seqs),
     )
     options = parse_options(setup.sampler)
     return cast(Sampler, make_plugin(setup.sampler, options, Sampler, context))

@@ -22,9 +22,10 @@ from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.mixed import (
-    CAPTURED_CHUNKS,
     ChunkTable,
     MixedStep,
+    captured_chunks,
+    max_entries,
     mixed_keys,
     pack_chunks,
     round_up,
@@ -65,24 +66,23 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.bucket_sizes = bucket_sizes
         max_rows = bucket_sizes[-1]
-        max_entries = max_rows + CAPTURED_CHUNKS
+        num_entries, num_chunks = max_entries(max_rows), captured_chunks(max_rows)
         self.tables = RowTables.allocate(max_rows, max_model_len, block_size, self.device)
         self.max_blocks = self.tables.block_table.shape[1]
         self.ops = get_row_ops(self.device)
         self._updates = RowUpdates(self.tables)
         self._staging = StagingRing(self.device, num_slots=2 * max_steps_in_flight)
-        self._results = ResultRing(self.device, max_entries, max_steps_in_flight)
+        self._results = ResultRing(self.device, num_entries, max_steps_in_flight)
         self._inputs = StepInputs.allocate(
-            max_rows + max(prompt_sizes, default=0), max_entries, self.max_blocks, self.device
+            max_rows + max(prompt_sizes, default=0), num_entries, self.max_blocks, self.device
         )
         vocab_size = model.shape.vocab_size
-        self.logits = torch.zeros((max_entries, vocab_size), dtype=model.dtype, device=self.device)
-        self._sampled = torch.zeros(max_entries, dtype=torch.int32, device=self.device)
+        self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=self.device)
+        self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=self.device)
         self._chunks = ChunkTable(
-            torch.from_numpy(pack_chunks((), CAPTURED_CHUNKS, False)).to(self.device),
-            CAPTURED_CHUNKS,
+            torch.from_numpy(pack_chunks((), num_chunks, False)).to(self.device), num_chunks
         )
-        self._entries = torch.arange(max_entries, device=self.device)
+        self._entries = torch.arange(num_entries, device=self.device)
         self._never = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.sampler = sampler
         self._processors = processors
@@ -209,14 +209,14 @@ class ModelRunner:
             self._mixed(step)
         else:
             step = self._captured_step(key)
-            packed = pack_chunks(plan.prefill, CAPTURED_CHUNKS, skip_sampler)
+            packed = pack_chunks(plan.prefill, self._chunks.num_chunks, skip_sampler)
             self._staging.copy(packed, out=self._chunks.packed)
             self._graphs.replay(key)
         self._finish_mixed(plan, step, skip_sampler)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
-        if len(plan.prefill) > CAPTURED_CHUNKS:
+        if len(plan.prefill) > self._chunks.num_chunks:
             return None
         num_tokens, num_rows = sum(chunk.length for chunk in plan.prefill), len(plan.decode_rows)
         fitting = (
@@ -228,7 +228,7 @@ class ModelRunner:
 
     def _captured_step(self, key: StepKey) -> MixedStep:
         """The padded step of `key`, in the memory that its graph reads."""
-        tokens, entries = key.num_rows + key.num_tokens, key.num_rows + CAPTURED_CHUNKS
+        tokens, entries = key.num_rows + key.num_tokens, key.num_rows + self._chunks.num_chunks
         inputs = self._inputs.slice(slice(tokens), slice(entries))
         return MixedStep(inputs, key.num_rows, self._chunks, key.num_tokens, self.max_model_len)
 

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.worker.graphs import StepKey
-from nanovllm_core.worker.mixed import CAPTURED_CHUNKS, pack_chunks
+from nanovllm_core.worker.mixed import pack_chunks
 from tests.gpu.conftest import Machine
 
 BACKENDS = ["triton", "sdpa"]
@@ -90,7 +90,7 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
                 PrefillChunk(31 - i, 100 * (i != 1), length, samples=i != 1)
                 for i, length in enumerate(lengths)
             )
-            packed = torch.from_numpy(pack_chunks(chunks, CAPTURED_CHUNKS, False)).cuda()
+            packed = torch.from_numpy(pack_chunks(chunks, runner._chunks.num_chunks, False)).cuda()
             before = runner.tables.arena.clone()
             outcomes = []
             for launch in (graphs.replay, torch.inference_mode()(runner.run_captured)):

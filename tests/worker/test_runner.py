@@ -26,6 +26,7 @@ from nanovllm_core.interfaces.plan import (
     StepPlan,
     StepResult,
 )
+from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.startup import start
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
@@ -258,6 +259,33 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
     started.run(prefill((0, 1, 2)))
     started.run(StepPlan(decode_rows=(0, 1, 2)))
     assert started.graphs.replayed == [StepKey("mixed", 32, 8), StepKey.decode(3)]
+    started.executor.close()
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
+def test_no_step_has_more_entries_than_the_sampler_was_told(
+    folder: Path, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step has room for a full batch and for chunks beside it."""
+    told = []
+
+    class Noting(SamplerContext):
+        def __init__(self, **fields: Any) -> None:
+            told.append(fields["max_num_seqs"])
+            super().__init__(**fields)
+
+    monkeypatch.setattr("nanovllm_core.worker.plugins.SamplerContext", Noting)
+    started = Started(folder, prompt_sizes=(8, 32), max_num_seqs=max_num_seqs)
+    sample, entries = started.runner.sampler.sample, []
+
+    def note(logits: Tensor, *arguments: Any) -> None:
+        entries.append(logits.shape[0])
+        sample(logits, *arguments)
+
+    monkeypatch.setattr(started.runner.sampler, "sample", note)
+    for key in started.runner._mixed_keys:
+        started.runner.run_captured(key)
+    assert max(entries) == told[0]
     started.executor.close()
 
 
