@@ -5,8 +5,8 @@
 What stands here is public: a change of a name, a signature or a field shows in
 tests/api/public_names.txt, and one that breaks a plugin raises the contract version of its kind.
 
-Importing this module imports no torch, so a plugin's light module may import from it. The layers
-and the launch of kernels need torch; they are imported when their names are first used.
+Importing this module imports no torch, so a plugin's light module may import from it. The layers,
+the kernels and the executor need torch; they are imported when their names are first used.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ from nanovllm_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm_core.kernels.dependent_launch import launch_options, supports_dependent_launch
+    from nanovllm_core.kernels.reference import TorchKernels
     from nanovllm_core.layers import (
         Attention,
         AttentionRuntime,
@@ -199,6 +200,7 @@ __all__ = [
     "StepResult",
     "TensorParallel",
     "TokenLogprobs",
+    "TorchKernels",
     "UnsupportedError",
     "VocabParallelEmbedding",
     "WeightsError",
@@ -218,6 +220,7 @@ __all__ = [
 
 _NEED_TORCH = {
     "nanovllm_core.kernels.dependent_launch": ("launch_options", "supports_dependent_launch"),
+    "nanovllm_core.kernels.reference": ("TorchKernels",),
     "nanovllm_core.layers": (
         "Attention",
         "AttentionRuntime",

@@ -81,7 +81,7 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
     return [
         KernelSetSpec(
             name="torch",
-            impl="nanovllm_core.kernels.base:make_torch_kernels",
+            impl="nanovllm_core.kernels.reference:TorchKernels",
             contract=1,
             summary="The reference: one torch operation after another, on any device.",
             devices=frozenset({"cpu", "cuda"}),

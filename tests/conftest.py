@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,6 +42,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     for module in set(sys.modules) - known:
         if (tmp_path / f"{module}.py").exists():
             del sys.modules[module]
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """docs/generate.py, which writes the documents' tables; its own modules lie beside it."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
+    return import_module("generate")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

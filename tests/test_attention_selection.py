@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -41,31 +41,40 @@ def test_a_backend_that_states_everything_asked_has_no_unmet_requirement() -> No
     assert unmet(replace(ABLE, head_sizes=None), replace(ASKED, head_size=7)) == []
 
 
-@pytest.mark.parametrize(
-    ("able", "asked", "said"),
-    [
-        ({"phases": frozenset({"prefill"})}, {}, "does not do decode, only prefill"),
-        ({}, {"device": "mps"}, "does not run on mps, only on cpu, cuda"),
-        ({}, {"dtype": "float16"}, "does not compute in float16, only in bfloat16, float32"),
-        ({}, {"head_size": 80}, "has no head size 80, only 64, 128"),
-        ({"min_compute_capability": (9, 0)}, {"compute_capability": (8, 6)},
-         "needs compute capability 9.0, and this GPU has 8.6"),
-        ({"max_compute_capability": (9, 0)}, {"compute_capability": (10, 0)},
-         "stops at compute capability 9.0, and this GPU has 10.0"),
-        ({"min_compute_capability": (8, 0)}, {"compute_capability": None},
-         "depends on the GPU's compute capability, which is unknown"),
-        ({"cuda_graphs": "none"}, {},
-         "cannot be captured in CUDA graphs; set cuda_graphs.enforce_eager to run without"),
-        ({"gqa": False}, {}, "needs as many KV heads as query heads (the model has 8 query and 2 "
-         "KV heads)"),
-        ({}, {"sliding_window": True}, "has no sliding window, and the model needs one"),
-        ({}, {"soft_cap": True}, "has no logit soft cap, and the model needs one"),
-    ],
-)  # fmt: skip
+UNMET: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"phases": frozenset({"prefill"})}, {}, "does not do decode, only prefill"),
+    ({}, {"device": "mps"}, "does not run on mps, only on cpu, cuda"),
+    ({}, {"dtype": "float16"}, "does not compute in float16, only in bfloat16, float32"),
+    ({}, {"head_size": 80}, "has no head size 80, only 64, 128"),
+    ({"min_compute_capability": (9, 0)}, {"compute_capability": (8, 6)},
+     "needs compute capability 9.0, and this GPU has 8.6"),
+    ({"max_compute_capability": (9, 0)}, {"compute_capability": (10, 0)},
+     "stops at compute capability 9.0, and this GPU has 10.0"),
+    ({"min_compute_capability": (8, 0)}, {"compute_capability": None},
+     "depends on the GPU's compute capability, which is unknown"),
+    ({"cuda_graphs": "none"}, {},
+     "cannot be captured in CUDA graphs; set cuda_graphs.enforce_eager to run without"),
+    ({"gqa": False}, {}, "needs as many KV heads as query heads (the model has 8 query and 2 "
+     "KV heads)"),
+    ({}, {"sliding_window": True}, "has no sliding window, and the model needs one"),
+    ({}, {"soft_cap": True}, "has no logit soft cap, and the model needs one"),
+]  # fmt: skip
+"""What a backend states otherwise than `ABLE`, what is asked otherwise than `ASKED`, the reason."""
+
+
+@pytest.mark.parametrize(("able", "asked", "said"), UNMET)
 def test_each_unmet_requirement_is_one_reason_with_value_and_limit(
     able: dict[str, Any], asked: dict[str, Any], said: str
 ) -> None:
     assert unmet(replace(ABLE, **able), replace(ASKED, **asked)) == [said]
+
+
+def test_every_requirement_is_refused_in_one_of_these_ways() -> None:
+    """A requirement that is added later needs a reason; page sizes are compared with layouts."""
+    stated = {"phases": "phase", "gqa": "num_kv_heads"}
+    changed = {stated.get(name, name) for able, asked, _ in UNMET for name in (*able, *asked)}
+    asked = {field.name for field in fields(AttentionRequirements)}
+    assert asked - changed == {"num_heads", "block_size"}
 
 
 def test_what_concerns_gpus_is_not_asked_of_a_cpu() -> None:
@@ -137,6 +146,26 @@ def select(attention: object, **asked: Any) -> Selection:
         replace(ASKED, phase="prefill", **requirements),
         replace(ASKED, phase="decode", **requirements),
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "asked", "said"),
+    [
+        ("", {"device": "cuda"}, "does not run on cuda"),
+        ("", {"dtype": "bfloat16"}, "does not compute in bfloat16"),
+        ("", {"sliding_window": True}, "has no sliding window"),
+        ("", {"soft_cap": True}, "has no logit soft cap"),
+        ("head_sizes=frozenset({128})", {}, "has no head size 64"),
+        ('phases=frozenset({"decode"})', {}, "does not do prefill"),
+    ],
+)
+def test_what_is_not_declared_is_refused_however_willing_the_plugin_is(
+    backend: Backend, more: str, asked: dict[str, Any], said: str
+) -> None:
+    """Its `check` is not asked: it may rely on what its capabilities promise."""
+    backend("willing", check="lambda requirements, options: 1 / 0", more=more)
+    with pytest.raises(UnsupportedError, match=f"'willing'.* cannot serve prefill here: {said}"):
+        select("willing", **asked)
 
 
 def test_auto_takes_the_highest_rank_and_says_why_each_other_one_lost(

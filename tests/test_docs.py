@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -220,38 +219,31 @@ def _code_of(document: Path) -> str:
 # -- tables ---------------------------------------------------------------------------------------
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_tables_of_the_configuration_are_what_the_code_says() -> None:
+def test_the_tables_of_the_configuration_are_what_the_code_says(generator: ModuleType) -> None:
     text = CONFIGURATION.read_text(encoding="utf-8")
-    current = load_generator().render(text)
+    current = generator.render(text)
     assert current == text, "run: python docs/generate.py"
 
 
 @pytest.mark.usefixtures("demo_plugins")
 @pytest.mark.parametrize("name", ["capabilities", "limits", "scheduling", "attention"])
-def test_the_tables_of_what_plugins_declare_and_measure_here_are_current(name: str) -> None:
+def test_the_tables_of_what_plugins_declare_and_measure_here_are_current(
+    generator: ModuleType, name: str
+) -> None:
     """What needs no GPU is made anew: declarations, arithmetic, waits of a real engine."""
-    generator, file = load_generator(), ROOT / f"docs/{name}.md"
+    file = ROOT / f"docs/{name}.md"
     text = file.read_text(encoding="utf-8")
     assert generator.render(text, generator.DOCUMENTS[file.name]) == text, (
         "run: python docs/generate.py"
     )
 
 
-def test_a_changed_description_would_be_noticed() -> None:
+def test_a_changed_description_would_be_noticed(generator: ModuleType) -> None:
     """The comparison above is not one of a text with itself."""
     text = CONFIGURATION.read_text(encoding="utf-8")
     changed = text.replace("at the same time; further ones wait", "at once; further ones wait")
     assert changed != text
-    assert load_generator().render(changed) == load_generator().render(text) != changed
+    assert generator.render(changed) == generator.render(text) != changed
 
 
 def table_rows(document: Path, first_header: str) -> list[list[str]]:

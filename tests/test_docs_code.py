@@ -50,6 +50,29 @@ def test_every_kind_has_a_page() -> None:
     assert groups.count("nanovllm.schedulers") == 2
 
 
+LONGER = {"model"}
+"""Pages that take more than thirty lines."""
+CODE, DECLARATION = 30, 25
+"""Lines of a page's package, and of the module that declares it, as docs/write/README.md says."""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem not in LONGER], ids=lambda path: path.stem
+)
+def test_a_page_s_plugin_is_as_short_as_is_said(page: Path) -> None:
+    """Every line of its Python counts that is not blank, imports and docstrings too."""
+    declaration = code = 0
+    for name, text in files(page).items():
+        if name.endswith(".py") and not name.startswith("test_"):
+            lines = sum(bool(line.strip()) for line in text.splitlines())
+            if name.endswith("/plugin.py"):
+                declaration += lines
+            else:
+                code += lines
+    assert 0 < declaration <= DECLARATION
+    assert code <= CODE
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages of all pages, in `source`, and installed by pip, in `site`."""
@@ -105,10 +128,10 @@ with LLM(
     scheduler="one_by_one",
     executor="threaded",
     sampler="hashed",
-    kernels="plain",
+    kernels="fused_norm",
     logits_processors=["favour"],
-    observers=["slowest", "notify"],
-    plugins={"enable": ["tally"]},
+    observers=["slowest"],
+    plugins={"enable": ["tally", "notify"]},
     limits={"max_model_len": 128, "max_num_seqs": 2},
     cache={"num_blocks": 16},
 ) as llm:
@@ -130,7 +153,8 @@ def test_the_plugins_of_the_pages_serve_together_in_one_engine(installed: Path) 
     printed = run(installed, "-c", ALL_AT_ONCE, MODEL_SHELF=str(installed / "shelf")).splitlines()
     assert "42" in printed, "greedy"
     assert "9999" in printed, "what was favoured"
-    for expected in (r"PagesBackend.*: room for 256 tokens", "slowest: step", "done after"):
+    starts = r"^shelf:demo is about to start$"
+    for expected in (r"PagesBackend.*: room for 256 tokens", "slowest: step", starts):
         assert any(re.search(expected, line) for line in printed), printed
 
 

@@ -6,18 +6,24 @@ Each command lives in its own file and imports what is heavy when it runs, so `-
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
 from nanovllm_core.cli import bench, chat, config, explain, generate, plugins
 from nanovllm_core.cli import eval as evaluation
-from nanovllm_core.config_sources import ENV_PREFIX, load_config
-from nanovllm_core.errors import NanoVLLMError, PluginFailedError
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.cli.extensions import add_extensions
+from nanovllm_core.errors import NanoVLLMError
+
+DOCTOR = ["plugins", "doctor"]
 
 
-def make_app() -> typer.Typer:
-    """The command with all its parts; extensions that the environment enables add theirs."""
+def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The command with all its parts; extensions that the environment enables add theirs.
+
+    `arguments` are the command line's. One of those extensions that fails stops every command but
+    the doctor, which needs none of them and reports it.
+    """
     app = typer.Typer(
         name="nanovllm",
         help="A small LLM inference engine whose parts are plugins.",
@@ -31,32 +37,15 @@ def make_app() -> typer.Typer:
     app.add_typer(bench.app, name="bench")
     app.add_typer(plugins.app, name="plugins")
     app.add_typer(config.app, name="config")
-    _add_extensions(app)
+    if list(arguments[:2]) != DOCTOR:
+        add_extensions(app)
     return app
-
-
-def _add_extensions(app: typer.Typer) -> None:
-    """Let extensions add commands: those of `NANOVLLM_PLUGINS__ENABLE`, for no file is read yet."""
-    # A command may need no model, so one is made up to be able to read the rest.
-    chosen = load_config("none").plugins
-    if chosen.enable:
-        manager = get_plugin_manager(disable=chosen.disable)
-        manager.enable(chosen.enable)
-        try:
-            manager.hook.nanovllm_cli(app=app)
-        except NanoVLLMError:
-            raise
-        except Exception as error:
-            raise PluginFailedError(
-                f"nanovllm_cli of one of the extensions {', '.join(chosen.enable)} failed: "
-                f"{type(error).__name__}: {error}; take it out of {ENV_PREFIX}PLUGINS__ENABLE"
-            ) from error
 
 
 def main() -> None:
     """Run the command; an error of ours is one message and exit status 1, not a traceback."""
     try:
-        make_app()()
+        make_app(sys.argv[1:])()
     except NanoVLLMError as error:
         sys.exit(f"error: {error}")
 

@@ -20,10 +20,9 @@ from nanovllm_core.engine.output_processor import (
 )
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
-from nanovllm_core.engine.processor_arguments import Asked, check_processor_arguments
 from nanovllm_core.engine.request import Request, RequestState
+from nanovllm_core.engine.request_factory import RequestFactory, sample_ids_of
 from nanovllm_core.engine.rows import DecodeBatch, RowTable
-from nanovllm_core.engine.seeds import derive_seed, sample_seed
 from nanovllm_core.engine.stats import EngineStats
 from nanovllm_core.errors import (
     ConfigError,
@@ -33,7 +32,7 @@ from nanovllm_core.errors import (
     RequestError,
 )
 from nanovllm_core.interfaces.executor import Executor
-from nanovllm_core.interfaces.plan import RowSampling, StepResult, TokenLogprobs
+from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.sampling_params import SamplingParams
@@ -71,12 +70,12 @@ class Engine:
         self.limits = limits
         self._executor = executor
         self._steps_ahead = steps_ahead
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._processor_specs = logits_processors or {}
         self._observation = observation
-        self._seed = seed
         self._debug = debug
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len)
+        self._factory = RequestFactory(
+            limits, self._rows, eos_token_ids, logits_processors or {}, seed
+        )
         self._kv = PagedKV(BlockPool(limits.num_blocks), limits.block_size, prefix_caching)
         self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
         self._in_flight: deque[PlannedStep] = deque()
@@ -117,7 +116,7 @@ class Engine:
         the scheduler ends the engine, as in `step()`.
         """
         self._check_alive()
-        sample_ids = _sample_ids(request_id, params.n)
+        sample_ids = sample_ids_of(request_id, params.n)
         for sample_id in sample_ids:
             if sample_id in self._requests or sample_id in self._samples:
                 raise RequestError(
@@ -128,8 +127,15 @@ class Engine:
                 f"stop is {params.stop_strings!r}, but the request has no detokenizer; give one, "
                 "or use stop_token_ids"
             )
-        prompt = self.limits.check_prompt(prompt_token_ids)
-        samples = self._make_samples(sample_ids, prompt, params, stream, cache_salt)
+        samples = self._factory.make_samples(
+            sample_ids,
+            prompt_token_ids,
+            params,
+            arrival_step=self._planner.step,
+            arrival_index=self._num_arrived,
+            stream=stream,
+            cache_salt=cache_salt,
+        )
         streams = {
             request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
             for request in samples
@@ -149,39 +155,6 @@ class Engine:
         except BaseException as error:  # What the scheduler knows of its queue is uncertain now.
             self._failure = error
             raise
-
-    def _make_samples(
-        self,
-        sample_ids: Sequence[str],
-        prompt: NDArray[np.int32],
-        params: SamplingParams,
-        stream: bool,
-        cache_salt: bytes,
-    ) -> list[Request]:
-        """The samples of one request, the first of which lends the group its id; checks lengths."""
-        max_length = self.limits.check_length(len(prompt), params)
-        self.limits.check_stop_ids(params)
-        asked = check_processor_arguments(params, self._processor_specs, self.limits.vocab_size)
-        seed = derive_seed(self._seed, self._num_arrived) if params.seed is None else params.seed
-        prompt_list: list[int] = prompt.tolist()
-        return [
-            Request(
-                request_id=sample_id,
-                group_id=sample_ids[0],
-                index=index,
-                params=params,
-                sampling=self._row_sampling(params, asked, sample_seed(seed, index)),
-                prompt_token_ids=prompt_list,
-                token_ids=prompt,
-                max_length=max_length,
-                arrival_step=self._planner.step,
-                arrival_index=self._num_arrived + index,
-                table=self._rows,
-                stream=stream,
-                cache_salt=cache_salt,
-            )
-            for index, sample_id in enumerate(sample_ids)
-        ]
 
     def abort(self, request_id: str) -> None:
         """End a request with all its samples, in whatever state; an unknown id is no error.
@@ -374,30 +347,6 @@ class Engine:
         samples.remove(request)
         if not samples:
             del self._samples[request.group_id]
-
-    def _row_sampling(self, params: SamplingParams, asked: Asked, seed: int) -> RowSampling:
-        """What the device needs of the parameters."""
-        eos = () if params.ignore_eos else self._eos_token_ids
-        cuts = 0 < params.top_k < self.limits.vocab_size
-        return RowSampling(
-            temperature=params.temperature,
-            seed=seed,
-            top_k=params.top_k if cuts else 0,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            min_tokens=params.min_tokens,
-            logprobs=params.logprobs,
-            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
-            logits_processors=asked,
-        )
-
-
-def _sample_ids(request_id: str, n: int) -> list[str]:
-    """One id per sample that schedulers can tell apart; a single sample keeps the request's."""
-    return [request_id] + [f"{request_id}#{index}" for index in range(1, n)]
 
 
 def _logprobs_of(result: StepResult, entry: int) -> TokenLogprobs:

@@ -8,13 +8,7 @@ from pydantic import BaseModel
 from nanovllm_core.errors import DeviceError
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.specs import NoOptions
-
-
-def make_torch_kernels(options: BaseModel, device: torch.device) -> KernelSet:
-    """The torch reference."""
-    from nanovllm_core.kernels.reference import TorchKernels
-
-    return TorchKernels()
+from nanovllm_core.kernels.reference import TorchKernels
 
 
 def make_triton_kernels(options: BaseModel, device: torch.device) -> KernelSet:
@@ -32,5 +26,5 @@ def make_triton_kernels(options: BaseModel, device: torch.device) -> KernelSet:
 
 def get_kernels(device: torch.device) -> KernelSet:
     """The set that `kernels: auto` takes, for programs that have no configuration."""
-    make = make_triton_kernels if device.type == "cuda" else make_torch_kernels
+    make = make_triton_kernels if device.type == "cuda" else TorchKernels
     return make(NoOptions(), device)

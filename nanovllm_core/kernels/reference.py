@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
-from nanovllm_core.interfaces.kernels import QKPrep
+from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
 
 
-class TorchKernels:
-    """The reference kernel set; see `KernelSet` for what each operation promises."""
+class TorchKernels(KernelSet):
+    """The reference kernel set; see `KernelSet` for what each operation promises.
+
+    A set of one's own may derive from it and replace some operations: `norm_linear` and
+    `norm_gate_up` are made of the others. On a GPU it serves eagerly only: `prepare_qkv` asks the
+    device which rows are padding.
+    """
 
     name = "torch"
+
+    def __init__(
+        self, options: BaseModel | None = None, device: torch.device | None = None
+    ) -> None:
+        """What every set is made with; this one needs neither, and keeps nothing."""
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         return embedding(ids_T, weight_VE)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from nanovllm_core import __version__
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import ScaffoldError
-from nanovllm_core.kinds import EXTENSION, KIND, declared_group
+from nanovllm_core.kinds import EXTENSION, KIND, declared_group, declared_hook
 from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_manager import get_plugin_manager
 
@@ -139,6 +139,7 @@ def _entries(kind: str, template: Template) -> list[tuple[str, str]]:
 
 def _template(kind: str, level: str) -> Template:
     if kind not in TEMPLATES:
+        _refuse_declared(kind)
         raise ScaffoldError(
             f"there is no template for {kind!r}{did_you_mean(kind, TEMPLATES)}; "
             f"kinds: {', '.join(TEMPLATES)}"
@@ -146,6 +147,19 @@ def _template(kind: str, level: str) -> Template:
     if level not in ("policy", "scheduler"):
         raise ScaffoldError(f"--level {level!r} is no level of a scheduler: policy or scheduler")
     return WHOLE_SCHEDULER if (kind, level) == ("scheduler", "scheduler") else TEMPLATES[kind]
+
+
+def _refuse_declared(kind: str) -> None:
+    """ScaffoldError, with what to do instead, for a kind that an installed plugin declares."""
+    manager = get_plugin_manager()
+    if kind in manager.names(KIND):
+        owner = manager.find(KIND, kind).distribution
+        raise ScaffoldError(
+            f"there is no template for {kind!r}, a kind that {owner} declares: begin with what "
+            f"{owner} says of it. A plugin is an entry point in the group {declared_group(kind)!r} "
+            f"whose module answers the hook {declared_hook(kind)}, as the notifier in "
+            "docs/write/kind.md is one; nanovllm plugins test NAME then runs the kind's suite on it"
+        )
 
 
 def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:

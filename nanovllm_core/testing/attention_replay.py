@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_core.config import bucket_sizes
 from nanovllm_core.interfaces.attention import AttentionBackend, DecodeMetadata
 from nanovllm_core.testing.attention_backend import (
     AttentionSubject,
@@ -21,8 +23,8 @@ from nanovllm_core.testing.attention_checks import run_decode
 from nanovllm_core.testing.paged_attention import PagedCase
 from nanovllm_core.testing.recording import HostReadError, record
 
-BUCKETS = (4, 2, 1)
-"""Rows of a captured step. The largest is captured first, as the engine does."""
+ROWS = {"cpu": 4, "cuda": 32}
+"""`limits.max_num_seqs` of the engine that captures: few rows where kernels are interpreted."""
 
 
 class Captured(Protocol):
@@ -80,9 +82,10 @@ class AttentionReplay(AttentionSubject):
     def test_recorded_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
         """On a CPU a recording stands for the graph: host numbers frozen, memory by address.
 
-        Rows, lengths, pages and queries change between replays, at every bucket; steps of other
-        sizes run in between. Each replay gives bitwise what the same step gives when it is planned.
-        A backend that reads lengths on the host where nothing is captured is checked on a GPU only.
+        Rows, lengths, pages and queries change between replays, at every bucket of an engine of
+        four rows (1, 2 and 4); steps of other sizes run in between. Each replay gives bitwise what
+        the same step gives when it is planned. A backend that reads lengths on the host where
+        nothing is captured is checked on a GPU only.
         """
         _skip_without_graphs(decoder, "cpu")
         try:
@@ -92,10 +95,11 @@ class AttentionReplay(AttentionSubject):
             pytest.skip(f"on a CPU, where it may, {error}")
 
     def test_captured_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
-        """CUDA graphs at every bucket, with changed inputs and a perturbed allocator.
+        """CUDA graphs at every bucket of an engine of 32 rows: 1, 2, 4, 8, 16, 24 and 32.
 
-        Rows, lengths, pages and queries change between replays; steps of other sizes run in
-        between. Each replay gives bitwise what the same step gives when it is planned.
+        Rows, lengths, pages and queries change between replays, and so does what the allocator
+        gives; steps of other sizes run in between. Each replay gives bitwise what the same step
+        gives when it is planned.
         """
         _skip_without_graphs(decoder, "cuda")
         for plan_is_captured in (True, False):
@@ -160,19 +164,20 @@ def _check_replays(
     plan_is_captured: bool,
 ) -> None:
     longest = _longest(subject)
-    rounds = [[longest, 70, 1, 40], [1, 1, 1, 1], [0, 33, longest, 16], [longest] * 4]
+    # The engine's own buckets, the largest captured first.
+    buckets = bucket_sizes(ROWS[subject.device])[::-1]
+    # The lengths of each round, over and over until a bucket's rows have one.
+    rounds = [[longest, 70, 1, 40], [1], [0, 33, longest, 16], [longest]]
     cases = {
-        (bucket, number): _case(
-            subject, lengths[:bucket], seed=number, needle=[max(0, n - 2) for n in lengths[:bucket]]
-        )
-        for bucket in BUCKETS
+        (bucket, number): _replayed_case(subject, [*islice(cycle(lengths), bucket)], seed=number)
+        for bucket in buckets
         for number, lengths in enumerate(rounds)
     }
     pages = max(case.k_cache.shape[0] for case in cases.values())
-    backend = subject.backend(_static(subject, max(BUCKETS), pages).config())
+    backend = subject.backend(_static(subject, max(buckets), pages).config())
     steps = {
         bucket: _capture_step(subject, backend, bucket, pages, capture, plan_is_captured)
-        for bucket in BUCKETS
+        for bucket in buckets
     }
     gc.collect()  # What a dropped plan held in cycles is freed, as it would be sooner or later.
     other = _case(subject, [17, longest, 3])
@@ -249,6 +254,11 @@ def _case(subject: BackendUnderTest, seq_lens: Sequence[int], **changes: Any) ->
     """Few heads: replays are about time, not about shapes."""
     num_heads = 2 if subject.capabilities.gqa else 1
     return subject.case(seq_lens, num_heads=num_heads, num_kv_heads=1, **changes)
+
+
+def _replayed_case(subject: BackendUnderTest, seq_lens: Sequence[int], seed: int) -> PagedCase:
+    """With one key that outweighs the others, next to a row's last."""
+    return _case(subject, seq_lens, seed=seed, needle=[max(0, n - 2) for n in seq_lens])
 
 
 def _load(step: _Step, case: PagedCase) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm_core.config import bucket_sizes
 from nanovllm_core.layers import Attention
 from nanovllm_core.testing.numerics import relative_norm_error
 from nanovllm_core.testing.recording import record
@@ -36,22 +37,29 @@ class CaptureChecks:
     def test_a_pass_can_be_captured_and_replayed(
         self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
     ) -> None:
-        """As in a CUDA graph: no value is read on the host, and other ids and positions follow."""
+        """At every bucket, as in a CUDA graph: no value is read on the host, other ids follow.
+
+        The largest is captured first, and all of them write into one buffer, as in the engine.
+        """
         model = load_model(model_class, reference.folder, reference.config)
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         for index, layer in enumerate(layers):
             layer.bind(_OwnToken(), index)
-        ids_T, positions_T = ids.int(), torch.arange(len(ids), dtype=torch.int32)
-        out_TV = torch.empty(len(ids), model_class.shape(reference.config).vocab_size)
-        with record() as recording:
-            model.compute_logits(model(ids_T, positions_T), out_TV)
-        ids_T.copy_(ids.flip(0))
-        positions_T.add_(5)
-        recording.replay()
-        replayed_TV = out_TV.clone()
-        with torch.inference_mode():
-            expected_TV = model.compute_logits(model(ids_T, positions_T))
-        assert torch.equal(replayed_TV, expected_TV), "a replay computes something else"
+        logits_TV = torch.empty(len(ids), model_class.shape(reference.config).vocab_size)
+        captured = []
+        for rows in reversed(bucket_sizes(len(ids))):
+            ids_T, positions_T = ids[:rows].int(), torch.arange(rows, dtype=torch.int32)
+            with record() as recording:
+                model.compute_logits(model(ids_T, positions_T), logits_TV[:rows])
+            captured.append((ids_T, positions_T, recording))
+        for ids_T, positions_T, recording in captured:
+            ids_T.copy_(ids.flip(0)[: len(ids_T)])
+            positions_T.add_(5)
+            recording.replay()
+            replayed_TV = logits_TV[: len(ids_T)].clone()
+            with torch.inference_mode():
+                expected_TV = model.compute_logits(model(ids_T, positions_T))
+            assert torch.equal(replayed_TV, expected_TV), f"a replay of {len(ids_T)} rows differs"
 
     def test_half_precision_is_computed_in_its_own_dtype(
         self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor

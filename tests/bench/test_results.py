@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -38,28 +37,17 @@ def measured(kind: str) -> list[Any]:
     ]
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["performance.md", "attention_implementation.md"])
-def test_the_page_is_what_the_result_files_say(name: str) -> None:
-    generate = generator()
+def test_the_page_is_what_the_result_files_say(generator: ModuleType, name: str) -> None:
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert generate.render(text, generate.DOCUMENTS[name]) == text, "run: python docs/generate.py"
+    assert generator.render(text, generator.DOCUMENTS[name]) == text, "run: python docs/generate.py"
 
 
-def test_a_changed_figure_would_be_noticed() -> None:
-    generate = generator()
+def test_a_changed_figure_would_be_noticed(generator: ModuleType) -> None:
     text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     changed = text.replace("| 21,550 |", "| 21,551 |")
     assert changed != text
-    assert generate.render(changed, generate.DOCUMENTS["performance.md"]) == text
+    assert generator.render(changed, generator.DOCUMENTS["performance.md"]) == text
 
 
 @pytest.mark.parametrize("name", ["performance.md", "attention_implementation.md"])
@@ -173,15 +161,16 @@ def test_a_plot_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     assert text == (tmp_path / "two.svg").read_text()
 
 
-def test_the_committed_plot_is_what_the_result_files_say(tmp_path: Path) -> None:
+def test_the_committed_plot_is_what_the_result_files_say(
+    generator: ModuleType, tmp_path: Path
+) -> None:
     """Drawn where there is something to draw, and not before."""
     pytest.importorskip("matplotlib", reason="needs the extra bench")
-    generate = generator()
-    series = generate.by_batch()
-    assert generate.PLOT.exists() == bool(series)
+    series = generator.by_batch()
+    assert generator.PLOT.exists() == bool(series)
     if series:
         draw(series, tmp_path / "again.svg")
-        assert (tmp_path / "again.svg").read_text() == generate.PLOT.read_text(), (
+        assert (tmp_path / "again.svg").read_text() == generator.PLOT.read_text(), (
             "run: python docs/generate.py"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from nanovllm_core import __version__, doctor
-from nanovllm_core.cli.main import make_app
+from nanovllm_core.cli.main import main, make_app
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.plugin_manager import get_plugin_manager
 
@@ -162,6 +163,51 @@ def test_an_extension_adds_its_checks_and_one_that_fails_is_a_finding(install: I
     assert (checks["disk"].remedy, checks["colour"].detail) == ("make room", "blue")
     assert "ValueError: tired" in checks["tired_doctor"].detail
     assert "make room" in doctor.next_steps(checks.values())
+
+
+BROKEN_COMMANDS = """
+from nanovllm_core.api import hookimpl
+
+@hookimpl
+def nanovllm_cli(app):
+    raise ValueError("no command today")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("1/0", "ZeroDivisionError"),
+        (BROKEN_COMMANDS, "no command today"),
+        (EXTENSION.replace("nanovllm_doctor", "nanovllm_docter"), "nanovllm_docter"),
+        (None, "no extension 'lame' is installed"),
+    ],
+    ids=["import", "commands", "hook", "missing"],
+)
+def test_an_enabled_extension_that_fails_stops_every_command_but_the_doctor(
+    source: str | None,
+    said: str,
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The doctor goes through everything else, and says what to take out."""
+    if source is not None:
+        install("lame", {"nanovllm.extensions": {"lame": "lame_cli"}}, {"lame_cli": source})
+    monkeypatch.setenv("NANOVLLM_PLUGINS__ENABLE", "[lame]")
+    monkeypatch.setattr(sys, "argv", ["nanovllm", "plugins", "list"])
+    with pytest.raises(SystemExit, match=said):
+        main()
+    monkeypatch.setattr(sys, "argv", ["nanovllm", "plugins", "doctor", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    found = json.loads(capsys.readouterr().out)
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert said in by_name["plugins.enable"]["detail"]
+    assert by_name["plugins.enable"]["fatal"]
+    assert by_name["scheduler fcfs"]["ok"]
+    assert any("NANOVLLM_PLUGINS__ENABLE" in step for step in found["next"])
 
 
 @pytest.mark.parametrize("answer", ["['tired']", "'tired'", "5"])

@@ -300,6 +300,16 @@ MUTATIONS = [
         ),
     ),
     model(
+        "at one row a position is read on the host",
+        CAPTURED,
+        (
+            "residual_TE = self.embed_tokens(input_ids_T)",
+            "residual_TE = self.embed_tokens(input_ids_T)\n"
+            "        if len(input_ids_T) == 1:\n"
+            "            positions_T = positions_T.new_full((1,), int(positions_T))",
+        ),
+    ),
+    model(
         "a count on the host is frozen into the graph",
         CAPTURED,
         (

@@ -41,14 +41,10 @@ def nanovllm_samplers():
 """
 
 KERNELS = """
-from nanovllm_core.api import KernelSetSpec, NoOptions, hookimpl
-from nanovllm_core.kernels.reference import TorchKernels
+from nanovllm_core.api import KernelSetSpec, TorchKernels, hookimpl
 
 class Counting(TorchKernels):
     calls = 0
-
-    def __init__(self, options, device):
-        self.device = device
 
     def norm_linear(self, *args):
         Counting.calls += 1

@@ -155,6 +155,18 @@ def test_a_kind_or_level_that_is_none_is_refused_with_those_that_are(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_kind_that_a_plugin_declares_has_no_template_and_says_whose_it_is(
+    install: Install, tmp_path: Path
+) -> None:
+    """By metadata alone: the declaration need not be importable for that."""
+    install("my-kind", {"nanovllm.kinds": {"notifier": "broken_kind"}}, {"broken_kind": "1/0"})
+    with pytest.raises(ScaffoldError, match="a kind that my-kind declares") as caught:
+        new_plugin("notifier", "mailbox", tmp_path / "new")
+    for word in ("'nanovllm.notifiers'", "nanovllm_notifiers", "docs/write/kind.md"):
+        assert word in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_command_writes_where_it_is_told_and_says_what_is_next(tmp_path: Path) -> None:
     arguments = ["plugins", "new", "scheduler", "fair", "--into", str(tmp_path)]
     result = CliRunner().invoke(make_app(), [*arguments, "--level", "scheduler"])

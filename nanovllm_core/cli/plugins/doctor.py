@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from nanovllm_core.cli.extensions import VARIABLE, add_extensions
 from nanovllm_core.doctor import examine, next_steps
 from nanovllm_core.interfaces.doctor import DoctorCheck
 
@@ -21,7 +22,7 @@ def doctor(
 
     Exit status 1 where something stops generation.
     """
-    checks = examine()
+    checks = examine() + check_commands()
     steps = next_steps(checks)
     if as_json:
         print(json.dumps({"checks": [asdict(check) for check in checks], "next": steps}, indent=2))
@@ -34,6 +35,17 @@ def doctor(
             console.print(Text(f"  {number}. {step}"))
     if any(check.fatal and not check.ok for check in checks):
         raise typer.Exit(1)
+
+
+def check_commands() -> list[DoctorCheck]:
+    """What stops every other command: an extension that is enabled for them, and fails."""
+    try:
+        add_extensions(typer.Typer())
+    except Exception as error:  # whatever it is, the doctor goes on
+        detail = f"no other command can start: {type(error).__name__}: {error}"
+        remedy = f"mend what {VARIABLE} names, or take it out of there"
+        return [DoctorCheck("plugins.enable", False, detail, remedy, fatal=True)]
+    return []
 
 
 def line(check: DoctorCheck) -> Text:

@@ -15,7 +15,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from nanovllm_attention_sdpa.kernels import SdpaKernel, causal_bias
+from nanovllm_attention_sdpa.chunk import ChunkAttention
+from nanovllm_attention_sdpa.kernels import SdpaKernel
 from nanovllm_attention_sdpa.plugin import SdpaOptions
 from nanovllm_attention_sdpa.workspace import (
     CPU_CACHE,
@@ -24,7 +25,6 @@ from nanovllm_attention_sdpa.workspace import (
     TABLE_LIMIT,
     WORKSPACE_LIMIT,
     Slice,
-    queries_per_slice,
     slice_rows_and_heads,
     slot_bytes,
 )
@@ -81,10 +81,11 @@ class SdpaAttention(AttentionBackend):
         self._window = None if window is None or window >= config.max_model_len else window
         self._group = config.num_heads // config.num_kv_heads
         self._width = config.max_blocks_per_seq * config.block_size
-        self._writes_scores = self._attend.writes_scores(config.head_size)
-        per_slot = slot_bytes(
-            config.head_size, config.dtype.itemsize, copies_in_fp32=self._writes_scores
+        writes_scores = self._attend.writes_scores(config.head_size)
+        self._attend_chunk = ChunkAttention(
+            self._attend, self._group, config.scale, self._window, writes_scores
         )
+        per_slot = slot_bytes(config.head_size, config.dtype.itemsize, copies_in_fp32=writes_scores)
         self._max_slots = GATHER_LIMIT // per_slot
         if self._width > self._max_slots:
             raise UnsupportedError(
@@ -342,60 +343,10 @@ class SdpaAttention(AttentionBackend):
             heads = self.config.num_kv_heads
             for part in slice_rows_and_heads(1, keys, heads, self._max_slots):
                 k, v = self._gather(k_cache, v_cache, pages, part.heads)
-                self._attend_chunk(
+                self._attend_chunk.run(
                     q_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                     k,
                     v,
                     chunk.num_keys - first_page * self.config.block_size,
                     out_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                 )
-
-    def _attend_chunk(
-        self, q_KGQD: Tensor, k_1KLD: Tensor, v_1KLD: Tensor, num_keys: int, out_KGQD: Tensor
-    ) -> None:
-        """Causal attention of a chunk that ends at key `num_keys` of those gathered."""
-        maskless = q_KGQD.shape[2] == num_keys or q_KGQD.device.type == "cuda"
-        windowed = self._window is not None and self._window < num_keys
-        if maskless and not windowed and not self._writes_scores:
-            k_KGLD, v_KGLD = (
-                x[0, :, None, :num_keys].expand(-1, self._group, -1, -1) for x in (k_1KLD, v_1KLD)
-            )
-            out_KGQD.copy_(self._attend.causal(q_KGQD, k_KGLD, v_KGLD, self.config.scale))
-            return
-        self._attend_masked(q_KGQD, k_1KLD, v_1KLD, num_keys, out_KGQD)
-
-    def _attend_masked(
-        self, q_KGQD: Tensor, k_1KLD: Tensor, v_1KLD: Tensor, num_keys: int, out_KGQD: Tensor
-    ) -> None:
-        """The same with a mask in memory, for as many queries at a time as its limit allows."""
-        num_heads, group, num_queries, _ = q_KGQD.shape
-        context = num_keys - num_queries
-        step = queries_per_slice(k_1KLD.shape[2], self._score_bytes(q_KGQD))
-        for start in range(0, num_queries, step):
-            stop = min(start + step, num_queries)
-            # Rounded up, since efficient attention reads masks 16 columns at a time.
-            keys = -(-(context + stop) // 16) * 16
-            skipped = 0
-            if self._window is not None:
-                skipped = max(0, context + start - self._window + 1) // 16 * 16
-            bias_QL = causal_bias(
-                context + start - skipped,
-                context + stop - skipped,
-                keys - skipped,
-                self._window,
-                q_KGQD,
-            )
-            out = self._attend(
-                q_KGQD[:, :, start:stop].flatten(1, 2)[None],
-                k_1KLD[:, :, skipped:keys],
-                v_1KLD[:, :, skipped:keys],
-                bias_QL.repeat(group, 1),
-                self.config.scale,
-            )
-            out_KGQD[:, :, start:stop] = out.view(num_heads, group, stop - start, -1)
-
-    def _score_bytes(self, q_KGQD: Tensor) -> int:
-        """Bytes per (query, key) pair: the mask, and float32 scores, biased and soft-maxed."""
-        num_heads, group, _, _ = q_KGQD.shape
-        scores = 3 * 4 * num_heads if self._writes_scores else 0
-        return group * (2 * q_KGQD.element_size() + scores)

@@ -1,7 +1,8 @@
 """The custom operators behind `compat`: opaque to torch.compile, with shapes it can know.
 
 Each has a fake kernel, which says what comes out without running anything, and the packed one has a
-gradient, itself an operator, so that training compiles too.
+gradient, itself an operator, so that training compiles too. Operators are called with all of their
+arguments by place, so a fake kernel names those that it needs; `with_lse` is the last.
 """
 
 from __future__ import annotations
@@ -65,23 +66,8 @@ def attend_packed(
 
 
 @attend_packed.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    block_table: Tensor | None,
-    slopes: Tensor | None,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float,
-    left: int,
-    right: int,
-    soft_cap: float,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(q, (q.shape[1], q.shape[0]), with_lse)
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q, (q.shape[1], q.shape[0]), with_lse=others[-1])
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend_packed_backward", mutates_args=())
@@ -119,18 +105,7 @@ def attend_packed_backward(
 
 @attend_packed_backward.register_fake
 def _(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    slopes: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    soft_cap: float,
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv
@@ -208,26 +183,8 @@ def attend_cache(
 
 
 @attend_cache.register_fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    seq_lens: Tensor,
-    batch_idx: Tensor | None,
-    block_table: Tensor | None,
-    slopes: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    soft_cap: float,
-    interleaved: bool,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(q, (q.shape[0], q.shape[2], q.shape[1]), with_lse)
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q, (q.shape[0], q.shape[2], q.shape[1]), with_lse=others[-1])
 
 
 def _outputs(q: Tensor, lse_shape: tuple[int, ...], with_lse: bool) -> tuple[Tensor, Tensor]:

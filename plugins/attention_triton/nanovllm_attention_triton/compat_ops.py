@@ -1,12 +1,14 @@
 """The custom operators behind `compat`: opaque to torch.compile, with shapes it can know.
 
 Each has a fake kernel, which says what comes out without running anything, so that a function that
-calls it compiles whole. They have no gradient; `compat` refuses inputs that require one.
+calls it compiles whole. Operators are called with all of their arguments by place, so a fake kernel
+names those that it needs; `with_lse` is the last. They have no gradient; `compat` refuses inputs
+that require one.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,22 +62,8 @@ def attend_packed(
 
 
 @attend_packed.register_fake
-def _(
-    q_THD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    block_table: Tensor | None,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float,
-    left: int,
-    right: int,
-    soft_cap: float,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(q_THD, with_lse)
+def _(q_THD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q_THD, with_lse=others[-1])
 
 
 @torch.library.custom_op(f"{NAMESPACE}::append_to_cache", mutates_args=("k_cache", "v_cache"))
@@ -123,20 +111,8 @@ def attend_cache(
 
 
 @attend_cache.register_fake
-def _(
-    q_BQHD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    soft_cap: float,
-    may_split: bool,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(q_BQHD, with_lse)
+def _(q_BQHD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q_BQHD, with_lse=others[-1])
 
 
 def _outputs(q: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:

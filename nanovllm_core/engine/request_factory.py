@@ -1,0 +1,103 @@
+"""From what a caller asks to the requests that are served: one per sample, checked before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.engine.limits import EngineLimits
+from nanovllm_core.engine.processor_arguments import Asked, check_processor_arguments
+from nanovllm_core.engine.request import Request
+from nanovllm_core.engine.rows import RowTable
+from nanovllm_core.engine.seeds import derive_seed, sample_seed
+from nanovllm_core.interfaces.plan import RowSampling
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.sampling_params import SamplingParams
+
+
+def sample_ids_of(request_id: str, n: int) -> list[str]:
+    """One id per sample that schedulers can tell apart; a single sample keeps the request's."""
+    return [request_id] + [f"{request_id}#{index}" for index in range(1, n)]
+
+
+class RequestFactory:
+    """Makes the requests of one engine, whose rows they will stand in.
+
+    `eos_token_ids` end a request unless it ignores them, `processors` are what it may ask for, and
+    `seed` is what the seeds of requests without one are derived from.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        table: RowTable,
+        eos_token_ids: Iterable[int],
+        processors: Mapping[str, LogitsProcessorSpec],
+        seed: int,
+    ) -> None:
+        self._limits = limits
+        self._table = table
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._processors = processors
+        self._seed = seed
+
+    def make_samples(
+        self,
+        sample_ids: Sequence[str],
+        prompt_token_ids: Sequence[int] | NDArray[np.integer],
+        params: SamplingParams,
+        *,
+        arrival_step: int,
+        arrival_index: int,
+        stream: bool,
+        cache_salt: bytes,
+    ) -> list[Request]:
+        """The samples of one request, the first of which lends the group its id.
+
+        Raises InvalidPromptError, InvalidSamplingError and RequestTooLongError.
+        """
+        prompt = self._limits.check_prompt(prompt_token_ids)
+        max_length = self._limits.check_length(len(prompt), params)
+        self._limits.check_stop_ids(params)
+        asked = check_processor_arguments(params, self._processors, self._limits.vocab_size)
+        seed = derive_seed(self._seed, arrival_index) if params.seed is None else params.seed
+        prompt_list: list[int] = prompt.tolist()
+        return [
+            Request(
+                request_id=sample_id,
+                group_id=sample_ids[0],
+                index=index,
+                params=params,
+                sampling=self._row_sampling(params, asked, sample_seed(seed, index)),
+                prompt_token_ids=prompt_list,
+                token_ids=prompt,
+                max_length=max_length,
+                arrival_step=arrival_step,
+                arrival_index=arrival_index + index,
+                table=self._table,
+                stream=stream,
+                cache_salt=cache_salt,
+            )
+            for index, sample_id in enumerate(sample_ids)
+        ]
+
+    def _row_sampling(self, params: SamplingParams, asked: Asked, seed: int) -> RowSampling:
+        """What the device needs of the parameters."""
+        eos = () if params.ignore_eos else self._eos_token_ids
+        cuts = 0 < params.top_k < self._limits.vocab_size
+        return RowSampling(
+            temperature=params.temperature,
+            seed=seed,
+            top_k=params.top_k if cuts else 0,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            min_tokens=params.min_tokens,
+            logprobs=params.logprobs,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
+            logits_processors=asked,
+        )
