@@ -98,6 +98,8 @@ if TYPE_CHECKING:
         Attention,
         AttentionRuntime,
         ColumnParallelLinear,
+        DecoderConfig,
+        DecoderForCausalLM,
         Layer,
         LayerContext,
         MergedColumnParallelLinear,
@@ -116,6 +118,7 @@ if TYPE_CHECKING:
         heads_per_rank,
         linear_add,
         norm_linear,
+        refuse_unless,
     )
     from nanovllm_core.worker.executor import SingleProcessExecutor
 
@@ -138,6 +141,8 @@ __all__ = [
     "ColumnParallelLinear",
     "ConfigError",
     "DecodeMetadata",
+    "DecoderConfig",
+    "DecoderForCausalLM",
     "DeviceError",
     "DoctorCheck",
     "EngineConfig",
@@ -215,6 +220,7 @@ __all__ = [
     "launch_options",
     "linear_add",
     "norm_linear",
+    "refuse_unless",
     "supports_dependent_launch",
 ]
 
@@ -225,6 +231,8 @@ _NEED_TORCH = {
         "Attention",
         "AttentionRuntime",
         "ColumnParallelLinear",
+        "DecoderConfig",
+        "DecoderForCausalLM",
         "Layer",
         "LayerContext",
         "MergedColumnParallelLinear",
@@ -243,6 +251,7 @@ _NEED_TORCH = {
         "heads_per_rank",
         "linear_add",
         "norm_linear",
+        "refuse_unless",
     ),
     "nanovllm_core.worker.executor": ("SingleProcessExecutor",),
 }

@@ -1,5 +1,7 @@
 """What a model plugin builds with: parallel linears, norms, rotation, attention, block operations.
 
+`DecoderForCausalLM` is a whole decoder made of them, the base of models that are one.
+
 A model written only from these never sees a kernel, a cache or a process group, so all three can
 change under it.
 """
@@ -8,6 +10,8 @@ from nanovllm_core.kernels import KernelSet, QKPrep
 from nanovllm_core.layers.attention import Attention, AttentionRuntime
 from nanovllm_core.layers.blocks import gated_mlp, linear_add, norm_linear
 from nanovllm_core.layers.context import LayerContext, SingleRank, TensorParallel
+from nanovllm_core.layers.decoder import DecoderForCausalLM
+from nanovllm_core.layers.decoder_config import DecoderConfig, refuse_unless
 from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanovllm_core.layers.linear import (
     ColumnParallelLinear,
@@ -24,6 +28,8 @@ __all__ = [
     "Attention",
     "AttentionRuntime",
     "ColumnParallelLinear",
+    "DecoderConfig",
+    "DecoderForCausalLM",
     "KernelSet",
     "Layer",
     "LayerContext",
@@ -44,4 +50,5 @@ __all__ = [
     "heads_per_rank",
     "linear_add",
     "norm_linear",
+    "refuse_unless",
 ]

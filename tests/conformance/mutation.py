@@ -8,6 +8,7 @@ pytest of its own, and fails unless the check fails.
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections import defaultdict
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from nanovllm_core import api
 
 Edits = tuple[tuple[str, str], ...]
 
@@ -65,12 +68,30 @@ class Outcomes:
             raise RuntimeError(report.longreprtext)
 
 
+API = """
+from importlib import import_module
+from nanovllm_core import api
+
+HOMES = {homes!r}
+
+def __getattr__(name):
+    return getattr(import_module(HOMES[name]) if name in HOMES else api, name)
+"""
+"""The copy's own `nanovllm_core.api`: the names of the inlined modules, and all else forwarded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A package to plant bugs in. `suite` is a test file, in which COPY stands for the copy."""
+    """A package to plant bugs in. `suite` is a test file, in which COPY stands for the copy.
+
+    `inlined` are modules of the core that the package is mostly made of. They are copied into it
+    (`nanovllm_core.layers.decoder` as COPY.decoder, in `decoder.py`), so that a bug planted there
+    is one of the copy alone; what the copy imports of `nanovllm_core.api` comes from COPY.api.
+    """
 
     package: str
     suite: str
+    inlined: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -79,17 +100,40 @@ class Subject:
         assert file is not None
         return Path(file).parent
 
+    def files(self) -> Iterator[tuple[str, str]]:
+        """(name in the copy, source) of every module."""
+        for path in self.folder.rglob("*.py"):
+            yield path.relative_to(self.folder).as_posix(), path.read_text(encoding="utf-8")
+        for module in self.inlined:
+            yield f"{module.split('.')[-1]}.py", inspect.getsource(importlib.import_module(module))
+
+    def renamed(self, name: str) -> dict[str, str]:
+        """What is called otherwise in the copy: modules, by their full names."""
+        inlined = {module: f"{name}.{module.split('.')[-1]}" for module in self.inlined}
+        own_api = {"nanovllm_core.api": f"{name}.api"} if inlined else {}
+        return {self.package: name, **inlined, **own_api}
+
+    def homes(self, renamed: dict[str, str]) -> dict[str, str]:
+        """The public names of the inlined modules, and where the copy has them."""
+        modules = {
+            public: getattr(getattr(api, public), "__module__", None) for public in api.__all__
+        }
+        return {public: renamed[str(m)] for public, m in modules.items() if m in self.inlined}
+
     @contextmanager
     def copied(self, target: Path, name: str, mutation: Mutation | None) -> Iterator[Path]:
         """Put the copy on sys.path as `name`, with its suite beside it; yields the suite's file."""
-        for path in self.folder.rglob("*.py"):
-            file = path.relative_to(self.folder)
-            source = path.read_text(encoding="utf-8")
-            if mutation is not None and file.as_posix() == mutation.file:
+        renamed = self.renamed(name)
+        for file, source in self.files():
+            if mutation is not None and file == mutation.file:
                 source = mutation.apply(source)
+            for old, new in renamed.items():
+                source = re.sub(rf"\b{re.escape(old)}\b", new, source)
             place = target / name / file
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(re.sub(rf"\b{re.escape(self.package)}\b", name, source))
+            place.write_text(source)
+        if self.inlined:
+            (target / name / "api.py").write_text(API.format(homes=self.homes(renamed)))
         suite = target / f"test_{name}.py"
         suite.write_text(self.suite.replace("COPY", name))
         sys.path.insert(0, str(target))

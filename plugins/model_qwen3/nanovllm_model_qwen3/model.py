@@ -1,143 +1,19 @@
-"""Qwen3 dense (arXiv:2505.09388), written from nanovllm's layers.
-
-Modules are named as in the checkpoints; q, k, v and gate, up are packed. Shape suffixes: T tokens,
-E hidden size, V vocabulary, X packed q, k, v.
-"""
+"""Qwen3 dense (arXiv:2505.09388): nanovllm's decoder with an RMS norm of each head of q and k."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-
-from nanovllm_core.api import (
-    Attention,
-    LayerContext,
-    MergedColumnParallelLinear,
-    ModelShape,
-    ParallelLMHead,
-    QKPrep,
-    QKVParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    build_cos_sin_cache,
-    gated_mlp,
-    linear_add,
-    norm_linear,
-)
-from nanovllm_model_qwen3.config import Qwen3Config
+from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, refuse_unless
 
 
-class Qwen3Attention(nn.Module):
-    def __init__(self, config: Qwen3Config, context: LayerContext, cos_sin_cache: Tensor) -> None:
-        super().__init__()
-        head_dim, num_heads = config.head_dim, config.num_attention_heads
-        bias = config.attention_bias
-        self.qkv_proj = QKVParallelLinear(
-            context, config.hidden_size, num_heads, config.num_key_value_heads, head_dim, bias=bias
-        )
-        self.o_proj = RowParallelLinear(
-            context, num_heads * head_dim, config.hidden_size, bias=bias
-        )
-        self.q_norm = RMSNorm(context, head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(context, head_dim, config.rms_norm_eps)
-        prep = QKPrep(
-            num_heads=self.qkv_proj.num_heads,
-            num_kv_heads=self.qkv_proj.num_kv_heads,
-            head_size=head_dim,
-            cos_sin_cache=cos_sin_cache,
-            q_norm_weight=self.q_norm.weight,
-            k_norm_weight=self.k_norm.weight,
-            eps=config.rms_norm_eps,
-        )
-        self.attn = Attention(context, prep, scale=head_dim**-0.5)
-
-
-class Qwen3MLP(nn.Module):
-    def __init__(self, config: Qwen3Config, context: LayerContext) -> None:
-        super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(context, config.hidden_size, (size, size))
-        self.down_proj = RowParallelLinear(context, size, config.hidden_size)
-
-
-class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: Qwen3Config, context: LayerContext, cos_sin_cache: Tensor) -> None:
-        super().__init__()
-        self.self_attn = Qwen3Attention(config, context, cos_sin_cache)
-        self.mlp = Qwen3MLP(config, context)
-        self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
-        attention, mlp = self.self_attn, self.mlp
-        qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
-        residual_TE = linear_add(attention.attn(qkv_TX, positions_T), attention.o_proj, residual_TE)
-        return gated_mlp(
-            residual_TE, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj
-        )
-
-
-class Qwen3Model(nn.Module):
-    def __init__(self, config: Qwen3Config, context: LayerContext) -> None:
-        super().__init__()
-        cos_sin_cache = build_cos_sin_cache(config.rope, context.device)  # one for all layers
-        self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, context, cos_sin_cache)
-            for _ in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        residual_TE = self.embed_tokens(input_ids_T)
-        for layer in self.layers:
-            residual_TE = layer(residual_TE, positions_T)
-        return self.norm(residual_TE)
-
-
-class Qwen3ForCausalLM(nn.Module):
-    """See `nanovllm_core.interfaces.model.CausalLM` for the contract."""
-
-    packed_modules: Mapping[str, tuple[str, str | int]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-    }
-    ignored_weights: Sequence[str] = ()
+class Qwen3ForCausalLM(DecoderForCausalLM):
+    """The base is the whole model; what is Qwen3's own is how config.json is read."""
 
     @classmethod
-    def shape(cls, config: Mapping[str, Any]) -> ModelShape:
-        settings = Qwen3Config.from_dict(config)
-        return ModelShape(
-            num_layers=settings.num_hidden_layers,
-            hidden_size=settings.hidden_size,
-            num_heads=settings.num_attention_heads,
-            num_kv_heads=settings.num_key_value_heads,
-            head_size=settings.head_dim,
-            vocab_size=settings.vocab_size,
-            max_position=settings.rope.max_position,
-            tied_embeddings=settings.tie_word_embeddings,
-        )
-
-    def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
-        super().__init__()
-        settings = Qwen3Config.from_dict(config)
-        self.model = Qwen3Model(settings, context)
-        self.lm_head = ParallelLMHead(
-            context,
-            settings.vocab_size,
-            settings.hidden_size,
-            tied_to=self.model.embed_tokens if settings.tie_word_embeddings else None,
-        )
-
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        hidden_TE: Tensor = self.model(input_ids_T, positions_T)
-        return hidden_TE
-
-    def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        return self.lm_head(hidden_TE, out_TV)
+    def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Windows are refused: Qwen3 has them, if at all, in some of its layers."""
+        refuse_unless(config, use_sliding_window=False, layer_types="full_attention")
+        bias = bool(config.get("attention_bias"))
+        return DecoderConfig.from_config(config, qkv_bias=bias, output_bias=bias, qk_norm=True)

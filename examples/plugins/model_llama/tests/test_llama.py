@@ -11,8 +11,7 @@ import transformers
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
-from nanovllm_example_model_llama.config import DecoderConfig
-from nanovllm_example_model_llama.model import LlamaForCausalLM
+from nanovllm_example_model_llama.model import LlamaForCausalLM, MistralForCausalLM
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -81,20 +80,24 @@ def test_mistral_has_the_window_of_its_settings(
     changes: dict[str, Any], window: int | None
 ) -> None:
     """None also where the longest context fits in the window."""
-    assert DecoderConfig.of_mistral({**MISTRAL_7B, **changes}).sliding_window == window
+    assert MistralForCausalLM.read_config({**MISTRAL_7B, **changes}).sliding_window == window
 
 
 def test_a_mistral_configuration_that_says_nothing_has_the_window_of_transformers() -> None:
     config = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
     expected = transformers.MistralConfig(**config).sliding_window
-    assert DecoderConfig.of_mistral(config).sliding_window == expected == 4096
+    assert MistralForCausalLM.read_config(config).sliding_window == expected == 4096
 
 
 def test_llama_has_no_window_and_mistral_no_biases() -> None:
     """As in transformers, which reads neither."""
-    assert DecoderConfig.of_llama({**LLAMA_3_1_8B, "sliding_window": 16}).sliding_window is None
-    config = DecoderConfig.of_mistral({**MISTRAL_7B, "attention_bias": True, "mlp_bias": True})
-    assert (config.attention_bias, config.mlp_bias) == (False, False)
+    assert (
+        LlamaForCausalLM.read_config({**LLAMA_3_1_8B, "sliding_window": 16}).sliding_window is None
+    )
+    config = MistralForCausalLM.read_config(
+        {**MISTRAL_7B, "attention_bias": True, "mlp_bias": True}
+    )
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
 
 
 def test_saved_rotary_frequencies_are_left_out(tmp_path: Path) -> None:

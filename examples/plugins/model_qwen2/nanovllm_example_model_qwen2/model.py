@@ -1,140 +1,55 @@
-"""Qwen2 dense (arXiv:2407.10671), written from nanovllm's layers.
+"""Qwen2 dense (arXiv:2407.10671): nanovllm's decoder with biases on q, k and v.
 
-Modules are named as in the checkpoints; q, k, v and gate, up are packed. Shape suffixes: T tokens,
-E hidden size, V vocabulary, X packed q, k, v.
+Its own are the rules of its sliding windows. What config.json leaves out has the value that
+transformers gives it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from nanovllm_core.api import ArchitectureError, DecoderConfig, DecoderForCausalLM
 
-from nanovllm_core.api import (
-    Attention,
-    LayerContext,
-    MergedColumnParallelLinear,
-    ModelShape,
-    ParallelLMHead,
-    QKPrep,
-    QKVParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    build_cos_sin_cache,
-    gated_mlp,
-    linear_add,
-    norm_linear,
-)
-from nanovllm_example_model_qwen2.config import Qwen2Config
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_WINDOW, _FIRST_SLIDING_LAYER = 4096, 28
+"""What `use_sliding_window: true` means without `sliding_window` and `max_window_layers`."""
 
 
-class Qwen2Attention(nn.Module):
-    """Grouped-query attention with a bias on q, k and v, and none on the output."""
-
-    def __init__(self, config: Qwen2Config, context: LayerContext, cos_sin_cache: Tensor) -> None:
-        super().__init__()
-        head_dim, num_heads = config.head_dim, config.num_attention_heads
-        self.qkv_proj = QKVParallelLinear(
-            context, config.hidden_size, num_heads, config.num_key_value_heads, head_dim, bias=True
-        )
-        self.o_proj = RowParallelLinear(context, num_heads * head_dim, config.hidden_size)
-        prep = QKPrep(
-            num_heads=self.qkv_proj.num_heads,  # this rank's
-            num_kv_heads=self.qkv_proj.num_kv_heads,
-            head_size=head_dim,
-            cos_sin_cache=cos_sin_cache,
-        )
-        self.attn = Attention(
-            context, prep, scale=head_dim**-0.5, sliding_window=config.sliding_window
-        )
-
-
-class Qwen2MLP(nn.Module):
-    def __init__(self, config: Qwen2Config, context: LayerContext) -> None:
-        super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(context, config.hidden_size, (size, size))
-        self.down_proj = RowParallelLinear(context, size, config.hidden_size)
-
-
-class Qwen2DecoderLayer(nn.Module):
-    def __init__(self, config: Qwen2Config, context: LayerContext, cos_sin_cache: Tensor) -> None:
-        super().__init__()
-        self.self_attn = Qwen2Attention(config, context, cos_sin_cache)
-        self.mlp = Qwen2MLP(config, context)
-        self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
-        attention, mlp = self.self_attn, self.mlp
-        qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
-        residual_TE = linear_add(attention.attn(qkv_TX, positions_T), attention.o_proj, residual_TE)
-        return gated_mlp(
-            residual_TE, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj
-        )
-
-
-class Qwen2Model(nn.Module):
-    def __init__(self, config: Qwen2Config, context: LayerContext) -> None:
-        super().__init__()
-        cos_sin_cache = build_cos_sin_cache(config.rope, context.device)  # one for all layers
-        self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Qwen2DecoderLayer(config, context, cos_sin_cache)
-            for _ in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        residual_TE = self.embed_tokens(input_ids_T)
-        for layer in self.layers:
-            residual_TE = layer(residual_TE, positions_T)
-        return self.norm(residual_TE)
-
-
-class Qwen2ForCausalLM(nn.Module):
-    """See `nanovllm_core.api.CausalLM` for the contract."""
-
-    packed_modules: Mapping[str, tuple[str, str | int]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-    }
-    ignored_weights: Sequence[str] = ()
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """One window for all layers, or none; a mix of windows and full attention is refused."""
 
     @classmethod
-    def shape(cls, config: Mapping[str, Any]) -> ModelShape:
-        settings = Qwen2Config.from_dict(config)
-        return ModelShape(
-            num_layers=settings.num_hidden_layers,
-            hidden_size=settings.hidden_size,
-            num_heads=settings.num_attention_heads,
-            num_kv_heads=settings.num_key_value_heads,
-            head_size=settings.head_dim,
-            vocab_size=settings.vocab_size,
-            max_position=settings.rope.max_position,
-            tied_embeddings=settings.tie_word_embeddings,
-            sliding_window=settings.sliding_window,
+    def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        slides = config.get("use_sliding_window")
+        window = config.get("sliding_window", _WINDOW) if slides else None
+        # Layers of different kinds are judged here: they are alike if the window hides nothing.
+        settings = DecoderConfig.from_config(
+            {**config, "layer_types": None}, qkv_bias=True, sliding_window=window
+        )
+        if window is not None and settings.sliding_window is None:
+            return settings
+        kinds = _layer_kinds(config, settings)
+        if kinds == {_FULL}:
+            return replace(settings, sliding_window=None)
+        if kinds == {_SLIDING} and window is not None:
+            return settings
+        raise ArchitectureError(
+            f"layers attend differently (layer_types {sorted(kinds)}, sliding_window {window}); "
+            "all must have the same window or none: set use_sliding_window to false in "
+            "config.json, and layer_types to null, to attend to the whole context"
         )
 
-    def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
-        super().__init__()
-        settings = Qwen2Config.from_dict(config)
-        self.model = Qwen2Model(settings, context)
-        self.lm_head = ParallelLMHead(
-            context,
-            settings.vocab_size,
-            settings.hidden_size,
-            tied_to=self.model.embed_tokens if settings.tie_word_embeddings else None,
-        )
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        hidden_TE: Tensor = self.model(input_ids_T, positions_T)
-        return hidden_TE
+def _layer_kinds(config: Mapping[str, Any], settings: DecoderConfig) -> set[str]:
+    """Which kinds of layers there are: what `layer_types` says, where config.json has it.
 
-    def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        return self.lm_head(hidden_TE, out_TV)
+    Else the layers from `max_window_layers` on slide, if there is a window.
+    """
+    if config.get("layer_types") is not None:
+        return set(config["layer_types"])
+    slides = settings.sliding_window is not None
+    first = config.get("max_window_layers", _FIRST_SLIDING_LAYER)
+    layers = range(settings.num_hidden_layers)
+    return {_SLIDING if slides and layer >= first else _FULL for layer in layers}

@@ -12,7 +12,6 @@ import transformers
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ArchitectureError
 from nanovllm_core.testing.reference_model import ReferenceCheckpoint
-from nanovllm_example_model_qwen2.config import Qwen2Config
 from nanovllm_example_model_qwen2.model import Qwen2ForCausalLM
 
 QWEN2_5_0_5B: dict[str, Any] = {
@@ -64,7 +63,7 @@ def test_one_window_for_all_layers_or_none(changes: dict[str, Any], window: int 
     """As transformers distributes it over the layers."""
     base = {key: value for key, value in QWEN2_5_0_5B.items() if "window" not in key}
     config = {**base, "use_sliding_window": True, **changes}
-    assert Qwen2Config.from_dict(config).sliding_window == window
+    assert Qwen2ForCausalLM.read_config(config).sliding_window == window
     theirs = transformers.Qwen2Config(**config)
     assert len(set(theirs.layer_types)) == 1
     slides = "sliding_attention" in theirs.layer_types and theirs.sliding_window < 32768
@@ -75,7 +74,7 @@ def test_layers_that_slide_without_a_window_are_refused() -> None:
     """layer_types and use_sliding_window contradict each other."""
     config = {**QWEN2_5_0_5B, "layer_types": ["sliding_attention"] * 24}
     with pytest.raises(ArchitectureError, match="sliding_window None"):
-        Qwen2Config.from_dict(config)
+        Qwen2ForCausalLM.read_config(config)
 
 
 @pytest.mark.parametrize(

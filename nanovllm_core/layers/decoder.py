@@ -1,0 +1,177 @@
+"""The pre-norm decoder of Llama and its kin, whole: read it to learn how a model is written.
+
+    embed_tokens -> N layers, each: x += attention(norm(x)); x += gated MLP(norm(x)) -> norm -> head
+
+An architecture that is this decoder says in `read_config` how it reads config.json, and is done. A
+model of another make starts from a copy of this file in its own package and changes what differs:
+all that is imported here is public, in `nanovllm_core.api`.
+
+What makes it work on every backend, kernel set and number of ranks, and inside captured graphs:
+- Modules are named as in checkpoints. Where one of ours holds several of theirs (q, k and v are one
+  product, gate and up another), `packed_modules` says which part is which.
+- A model never norms or rotates q and k itself: `QKPrep` says as data what should happen to them.
+- `norm_linear`, `linear_add` and `gated_mlp` do norm, product, activation and residual together.
+  Which kernels run behind them is the kernel set's business.
+
+Shape suffixes: T tokens, E hidden size, V vocabulary, X packed q, k, v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from nanovllm_core.interfaces.kernels import QKPrep
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.layers.attention import Attention
+from nanovllm_core.layers.blocks import gated_mlp, linear_add, norm_linear
+from nanovllm_core.layers.context import LayerContext
+from nanovllm_core.layers.decoder_config import DecoderConfig
+from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanovllm_core.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.rotary import build_cos_sin_cache
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention: two products, and between them what `Attention` is told to do."""
+
+    def __init__(self, config: DecoderConfig, context: LayerContext, cos_sin_cache: Tensor) -> None:
+        super().__init__()
+        head_dim, num_heads = config.head_dim, config.num_attention_heads
+        self.qkv_proj = QKVParallelLinear(
+            context,
+            config.hidden_size,
+            num_heads,
+            config.num_key_value_heads,
+            head_dim,
+            bias=config.qkv_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            context, num_heads * head_dim, config.hidden_size, bias=config.output_bias
+        )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(context, head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(context, head_dim, config.rms_norm_eps)
+        prep = QKPrep(
+            num_heads=self.qkv_proj.num_heads,  # this rank's
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_size=head_dim,
+            cos_sin_cache=cos_sin_cache,
+            q_norm_weight=self.q_norm.weight if config.qk_norm else None,
+            k_norm_weight=self.k_norm.weight if config.qk_norm else None,
+            eps=config.rms_norm_eps,
+        )
+        self.attn = Attention(
+            context, prep, scale=head_dim**-0.5, sliding_window=config.sliding_window
+        )
+
+
+class MLP(nn.Module):
+    """down(silu(gate) * up), with gate and up as one product."""
+
+    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+        super().__init__()
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(
+            context, config.hidden_size, (size, size), bias=bias
+        )
+        self.down_proj = RowParallelLinear(context, size, config.hidden_size, bias=bias)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, context: LayerContext, cos_sin_cache: Tensor) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, context, cos_sin_cache)
+        self.mlp = MLP(config, context)
+        self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
+        """The residual is overwritten on the way: only what is returned counts."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
+        residual_TE = linear_add(attention.attn(qkv_TX, positions_T), attention.o_proj, residual_TE)
+        return gated_mlp(
+            residual_TE, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj
+        )
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+        super().__init__()
+        cos_sin_cache = build_cos_sin_cache(config.rope, context.device)  # one for all layers
+        self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, context, cos_sin_cache) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        residual_TE = self.embed_tokens(input_ids_T)
+        for layer in self.layers:
+            residual_TE = layer(residual_TE, positions_T)
+        return self.norm(residual_TE)
+
+
+class DecoderForCausalLM(nn.Module):
+    """The base of a model plugin whose architecture is this decoder. It gives `read_config`:
+
+        class LlamaForCausalLM(DecoderForCausalLM):
+            @classmethod
+            def read_config(cls, config):
+                refuse_unless(config, attention_bias=False, mlp_bias=False)
+                return DecoderConfig.from_config(config)
+
+    `nanovllm_core.interfaces.model.CausalLM` is the contract that this keeps.
+    """
+
+    # A module of the checkpoint that is a part of one of ours: (our module, which part).
+    packed_modules: Mapping[str, tuple[str, str | int]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+    # Weights that a checkpoint may hold and the model does not want; any other is an error.
+    ignored_weights: Sequence[str] = ()
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Read the checkpoint's config.json; called at start, in `shape`, and by the constructor.
+
+        Raises ArchitectureError for a setting that the model would otherwise ignore.
+        """
+        raise NotImplementedError(f"{cls.__name__} must define read_config(config)")
+
+    @classmethod
+    def shape(cls, config: Mapping[str, Any]) -> ModelShape:
+        """What the runner must know before the model is built; see `CausalLM.shape`."""
+        return cls.read_config(config).shape()
+
+    def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
+        super().__init__()
+        settings = self.read_config(config)
+        self.model = Decoder(settings, context)
+        self.lm_head = ParallelLMHead(
+            context,
+            settings.vocab_size,
+            settings.hidden_size,
+            tied_to=self.model.embed_tokens if settings.tie_word_embeddings else None,
+        )
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Token ids and positions [T] -> normed hidden states [T, E]; see `CausalLM.forward`."""
+        hidden_TE: Tensor = self.model(input_ids_T, positions_T)
+        return hidden_TE
+
+    def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
+        """Hidden states -> logits [T, V], in `out_TV` where given; `CausalLM.compute_logits`."""
+        return self.lm_head(hidden_TE, out_TV)

@@ -1,0 +1,155 @@
+"""The settings of a decoder, read from config.json and checked; `layers.decoder` is built from it.
+
+`DecoderConfig.from_config` refuses what that decoder cannot compute for any architecture. What
+depends on the architecture, its `read_config` answers: with an argument of `from_config`, or with
+`refuse_unless`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.layers.rotary import RopeConfig
+
+_DEFAULT_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What `DecoderForCausalLM` needs to know, under the names of config.json.
+
+    `num_key_value_heads` divides `num_attention_heads`; `head_dim` need not be their share of
+    `hidden_size`. The fields with a default are those in which architectures differ: biases of q, k
+    and v, of the attention's output, of the MLP; an RMS norm of each head of q and k;
+    `sliding_window`, the number of last keys that a query sees in every layer, None for all.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        sliding_window: int | None = None,
+    ) -> DecoderConfig:
+        """Read and check a config.json; the arguments are the architecture's answers.
+
+        A setting that is absent or null has its usual value. `sliding_window` becomes None where
+        the longest context fits in it, so that it hides nothing. Raises ArchitectureError, which
+        names the setting, its value and what to do: for one that is missing or wrong, another
+        activation than SiLU, layers that differ, a quantised checkpoint, a rope that is not served.
+        """
+        _refuse_what_no_decoder_here_computes(config)
+        hidden_size = _positive(config, "hidden_size")
+        num_heads = _positive(config, "num_attention_heads")
+        num_kv_heads = _positive(config, "num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads != 0:
+            raise ArchitectureError(
+                f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
+                f"({num_kv_heads}); check the checkpoint's config.json"
+            )
+        head_dim = _positive(config, "head_dim", default=hidden_size // num_heads)
+        rope = RopeConfig.from_config(config, head_dim)
+        if sliding_window is not None:
+            window = _positive({"sliding_window": sliding_window}, "sliding_window")
+            sliding_window = window if window < rope.max_position else None
+        eps = config.get("rms_norm_eps")
+        return cls(
+            vocab_size=_positive(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_positive(config, "intermediate_size"),
+            num_hidden_layers=_positive(config, "num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=_DEFAULT_EPS if eps is None else float(eps),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            rope=rope,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            sliding_window=sliding_window,
+        )
+
+    def shape(self) -> ModelShape:
+        """What the runner must know before the model is built."""
+        return ModelShape(
+            num_layers=self.num_hidden_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads,
+            head_size=self.head_dim,
+            vocab_size=self.vocab_size,
+            max_position=self.rope.max_position,
+            tied_embeddings=self.tie_word_embeddings,
+            sliding_window=self.sliding_window,
+        )
+
+
+def refuse_unless(config: Mapping[str, Any], **served: Any) -> None:
+    """Raise ArchitectureError for a setting that is there with another value than the one served.
+
+        refuse_unless(config, mlp_bias=False, layer_types="full_attention")
+
+    Absent and null are fine. Of a list (`layer_types`) every entry must be the value. Call it in
+    `read_config` for each setting of the architecture that the model would otherwise ignore.
+    """
+    for key, only in served.items():
+        value = config.get(key)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and one != only:
+                raise ArchitectureError(
+                    f"config.json: {key} {one!r} is not supported, only {only!r}; use another "
+                    "checkpoint, or another plugin for its architecture"
+                )
+
+
+def _refuse_what_no_decoder_here_computes(config: Mapping[str, Any]) -> None:
+    refuse_unless(config, hidden_act="silu")
+    kinds = sorted(set(config.get("layer_types") or ()))
+    if len(kinds) > 1:
+        raise ArchitectureError(
+            f"config.json: layer_types mix {', '.join(kinds)}, which is not supported: all layers "
+            "attend alike here; use another checkpoint, or another plugin for its architecture"
+        )
+    if quantization := config.get("quantization_config"):
+        raise ArchitectureError(
+            f"the checkpoint is quantised ({quantization.get('quant_method', 'unknown')}), which "
+            "is not supported; use the one in bfloat16 or float16"
+        )
+
+
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArchitectureError(
+            f"config.json: {key} must be a positive integer, not {value!r}; "
+            "check the checkpoint's config.json"
+        )
+    return value
