@@ -50,15 +50,11 @@ def test_every_kind_has_a_page() -> None:
     assert groups.count("nanovllm.schedulers") == 2
 
 
-LONGER = {"model"}
-"""Pages that take more than thirty lines."""
 CODE, DECLARATION = 30, 25
 """Lines of a page's package, and of the module that declares it, as docs/write/README.md says."""
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.stem not in LONGER], ids=lambda path: path.stem
-)
+@every_page
 def test_a_page_s_plugin_is_as_short_as_is_said(page: Path) -> None:
     """Every line of its Python counts that is not blank, imports and docstrings too."""
     declaration = code = 0

@@ -47,6 +47,9 @@ class ModelShape:
 class CausalLM(Protocol):
     """A decoder, an `nn.Module` built from `nanovllm_core.layers`.
 
+    `DecoderForCausalLM` there is a whole one, the base of models that differ from it only in their
+    settings, and the place to start from for others.
+
     The class is called as `Model(config, context)`: `config` is the checkpoint's config.json as a
     dict, `context` a `nanovllm_core.layers.LayerContext` (device, dtype, tensor-parallel group,
     kernel set). A model never knows which attention backend runs, never norms or rotates q and k

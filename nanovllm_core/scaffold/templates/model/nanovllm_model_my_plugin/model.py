@@ -1,136 +1,24 @@
-"""The model, written from nanovllm's layers; modules are named as in the checkpoints.
-
-It never sees a kernel, a cache or an attention backend: it hands over packed q, k, v and says as
-data (`QKPrep`) what happens to q and k. Shape suffixes: T tokens, E hidden size, V vocabulary,
-X packed q, k, v.
-"""
+"""The model: nanovllm's decoder, and what of config.json this architecture means by it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_core.api import (
-    Attention,
-    LayerContext,
-    MergedColumnParallelLinear,
-    ModelShape,
-    ParallelLMHead,
-    QKPrep,
-    QKVParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    build_cos_sin_cache,
-    gated_mlp,
-    linear_add,
-    norm_linear,
-)
-from torch import Tensor, nn
-
-from nanovllm_model_my_plugin.config import ModelConfig
+from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, refuse_unless
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> None:
-        super().__init__()
-        head_dim, num_heads = config.head_dim, config.num_attention_heads
-        self.qkv_proj = QKVParallelLinear(
-            context, config.hidden_size, num_heads, config.num_key_value_heads, head_dim
-        )
-        self.o_proj = RowParallelLinear(context, num_heads * head_dim, config.hidden_size)
-        prep = QKPrep(
-            num_heads=self.qkv_proj.num_heads,
-            num_kv_heads=self.qkv_proj.num_kv_heads,
-            head_size=head_dim,
-            cos_sin_cache=cos_sin,
-        )
-        self.attn = Attention(context, prep, scale=head_dim**-0.5)
+class MyPluginForCausalLM(DecoderForCausalLM):
+    """Grouped-query attention, rotary positions, gated SiLU MLP, RMS norms; no biases, no window.
 
-
-class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(context, config.hidden_size, (size, size))
-        self.down_proj = RowParallelLinear(context, size, config.hidden_size)
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, context: LayerContext, cos_sin: Tensor) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(config, context, cos_sin)
-        self.mlp = GatedMLP(config, context)
-        self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
-        attention, mlp = self.self_attn, self.mlp
-        qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
-        residual_TE = linear_add(attention.attn(qkv_TX, positions_T), attention.o_proj, residual_TE)
-        return gated_mlp(
-            residual_TE, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj
-        )
-
-
-class Decoder(nn.Module):
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__()
-        cos_sin = build_cos_sin_cache(config.rope, context.device)  # one for all layers
-        self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, context, cos_sin) for _ in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        residual_TE = self.embed_tokens(input_ids_T)
-        for layer in self.layers:
-            residual_TE = layer(residual_TE, positions_T)
-        return self.norm(residual_TE)
-
-
-class MyPluginForCausalLM(nn.Module):
-    """See `nanovllm_core.api.CausalLM` for the contract."""
-
-    # Where a module of the checkpoint is a part of one of ours: (our module, which part).
-    packed_modules: Mapping[str, tuple[str, str | int]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-    }
-    ignored_weights: Sequence[str] = ()
+    A part that is there and differs is a keyword of `from_config`: qkv_bias, output_bias, mlp_bias,
+    qk_norm, sliding_window. For any other change, copy `nanovllm_core/layers/decoder.py` in place
+    of this file, import its names from `nanovllm_core.api`, keep this `read_config`, and change the
+    class that differs.
+    """
 
     @classmethod
-    def shape(cls, config: Mapping[str, Any]) -> ModelShape:
-        settings = ModelConfig.from_dict(config)
-        return ModelShape(
-            num_layers=settings.num_hidden_layers,
-            hidden_size=settings.hidden_size,
-            num_heads=settings.num_attention_heads,
-            num_kv_heads=settings.num_key_value_heads,
-            head_size=settings.head_dim,
-            vocab_size=settings.vocab_size,
-            max_position=settings.rope.max_position,
-            tied_embeddings=settings.tie_word_embeddings,
-        )
-
-    def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
-        super().__init__()
-        settings = ModelConfig.from_dict(config)
-        self.model = Decoder(settings, context)
-        self.lm_head = ParallelLMHead(
-            context,
-            settings.vocab_size,
-            settings.hidden_size,
-            tied_to=self.model.embed_tokens if settings.tie_word_embeddings else None,
-        )
-
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        hidden_TE: Tensor = self.model(input_ids_T, positions_T)
-        return hidden_TE
-
-    def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        return self.lm_head(hidden_TE, out_TV)
+    def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """What this model would compute wrongly is refused, never ignored."""
+        refuse_unless(config, attention_bias=False, mlp_bias=False, sliding_window=None)
+        return DecoderConfig.from_config(config)
