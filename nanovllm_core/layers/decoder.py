@@ -123,7 +123,7 @@ class Decoder(nn.Module):
 class DecoderForCausalLM(nn.Module):
     """The base of a model plugin whose architecture is this decoder. It gives `read_config`:
 
-        class LlamaForCausalLM(DecoderForCausalLM):
+        class MyForCausalLM(DecoderForCausalLM):
             @classmethod
             def read_config(cls, config):
                 refuse_unless(config, attention_bias=False, mlp_bias=False)

@@ -209,7 +209,7 @@ def windowed(monkeypatch: pytest.MonkeyPatch, **rules: Any) -> None:
         return replace(shape(config), **rules)
 
     def ruled_layer(self: Attention, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs, **rules)
+        make(self, *args, **{**kwargs, **rules})
 
     monkeypatch.setattr(Qwen3ForCausalLM, "shape", ruled_shape)
     monkeypatch.setattr(Attention, "__init__", ruled_layer)
