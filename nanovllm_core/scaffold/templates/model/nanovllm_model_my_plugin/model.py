@@ -11,10 +11,10 @@ from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, refuse_unless
 class MyPluginForCausalLM(DecoderForCausalLM):
     """Grouped-query attention, rotary positions, gated SiLU MLP, RMS norms; no biases, no window.
 
-    A part that is there and differs is a keyword of `from_config`: qkv_bias, output_bias, mlp_bias,
-    qk_norm, sliding_window. For any other change, copy `nanovllm_core/layers/decoder.py` in place
-    of this file, import its names from `nanovllm_core.api`, keep this `read_config`, and change the
-    class that differs.
+    What the decoder can vary is a keyword of `from_config`: qkv_bias, output_bias, mlp_bias,
+    qk_norm, sliding_window. To change another part, copy `nanovllm_core/layers/decoder.py` into
+    this package, import its names from `nanovllm_core.api`, change the class that differs, and
+    inherit from the copy.
     """
 
     @classmethod
