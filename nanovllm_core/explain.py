@@ -105,9 +105,7 @@ class Decisions:
 
     @cached_property
     def prompt_graph_sizes(self) -> tuple[int, ...]:
-        return startup.prompt_graph_sizes(
-            self.plugins, self.config, self.attention, self.cuda_graphs
-        )
+        return startup.prompt_graph_sizes(self.plugins, self.config, self.attention, self.device)
 
     @cached_property
     def _device_type(self) -> str:

@@ -92,7 +92,7 @@ def start(config: EngineConfig) -> Startup:
         device=device,
         dtype=dtype,
         cuda_graphs=cuda_graphs,
-        prompt_graph_sizes=prompt_graph_sizes(plugins, config, attention, cuda_graphs),
+        prompt_graph_sizes=prompt_graph_sizes(plugins, config, attention, device),
     )
     scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
     observers = resolve_observers(plugins, config.observers)
@@ -250,7 +250,7 @@ def resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
 
 
 def uses_cuda_graphs(config: EngineConfig, device: str) -> bool:
-    """Whether decode steps are captured on that device ("cuda:0")."""
+    """Whether steps are captured on that device ("cuda:0")."""
     return device.startswith("cuda") and not config.cuda_graphs.enforce_eager
 
 
@@ -302,13 +302,14 @@ def choose_attention(
 
 
 def prompt_graph_sizes(
-    plugins: PluginManager, config: EngineConfig, attention: Selection, cuda_graphs: bool
+    plugins: PluginManager, config: EngineConfig, attention: Selection, device: str
 ) -> tuple[int, ...]:
-    """The prompt tokens to capture steps for: none where the prefill backend cannot be captured.
+    """The prompt tokens that steps are padded to, so that they can be captured.
 
-    ConfigError where the configuration names sizes for such a backend.
+    None on a CPU, and none where the prefill backend cannot be captured; ConfigError where the
+    configuration names sizes for such a backend. Eager steps are padded alike.
     """
-    if not cuda_graphs:
+    if not device.startswith("cuda"):
         return ()
     spec = cast(AttentionSpec, plugins.spec("attention", attention.prefill.name))
     if spec.capabilities.cuda_graphs == "full":

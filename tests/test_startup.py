@@ -44,19 +44,19 @@ def started(folder: Path, **changes: Any) -> startup.Startup:
 
 
 def test_steps_with_prompts_are_captured_where_the_backend_says_so(folder: Path) -> None:
-    """None without graphs; sizes that the configuration names for another backend are refused."""
+    """None on a CPU; sizes that the configuration names for another backend are refused."""
     pytest.importorskip("nanovllm_attention_triton", reason="needs a backend that can")
     named = {"cuda_graphs.prompt_sizes": [64]}
     plugins = get_plugin_manager()
 
-    def sizes(backend: str, captured: bool = True, **changes: Any) -> tuple[int, ...]:
+    def sizes(backend: str, device: str = "cuda:0", **changes: Any) -> tuple[int, ...]:
         config = load_config(str(folder), overrides={"attention": backend, **changes})
         chosen = plugins.resolve("attention", backend, {}, path="attention")
         selection = Selection(chosen, chosen, KVLayout("NPKD", 16), 16, ())
-        return startup.prompt_graph_sizes(plugins, config, selection, captured)
+        return startup.prompt_graph_sizes(plugins, config, selection, device)
 
     assert sizes("triton", **named) == (64,)
-    assert sizes("triton", captured=False, **named) == ()
+    assert sizes("triton", device="cpu", **named) == ()
     assert sizes("sdpa") == ()
     with pytest.raises(ConfigError, match=r"prompt_sizes: \[64\].*'sdpa' cannot be captured"):
         sizes("sdpa", **named)

@@ -1,8 +1,8 @@
 """The contract of a kernel set: the fused operations that layers are built on.
 
 A set is made once per worker, before the model. Layers and block operations call it: once per layer
-and step for most, once per step for `embed`, the last norm and the head; captured in decode steps
-on CUDA, eagerly in steps with prompts.
+and step for most, once per step for `embed`, the last norm and the head; on CUDA captured in decode
+steps and small steps with prompts, else eagerly.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
 heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV pages, P tokens

@@ -5,8 +5,8 @@ Who calls what, and when:
     Model.shape(config)           at start, before a byte is allocated; again in each worker
     Model(config, context)        once per worker; its parameters are filled afterwards
     finalize() of each Layer      once, after the weights are loaded
-    forward, compute_logits       once per step: captured in decode steps on CUDA, eagerly in steps
-                                  with prompts
+    forward, compute_logits       once per step: on CUDA captured in decode steps and small steps
+                                  with prompts, else eagerly
 
 Shape suffixes: T tokens of a step, E hidden size, V vocabulary.
 """
@@ -75,12 +75,15 @@ class CausalLM(Protocol):
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Token ids and positions, int32 or int64 [T] -> hidden states [T, E], normed.
 
-        Decoding rows come first, one token each, then prompt chunks, packed. Padding has id 0 and
-        position 0. The result has the context's dtype.
+        Decoding rows come first, one token each, then prompt chunks, packed. Tokens of padding have
+        a valid id and position, and what they bring is ignored; it may be NaN behind the first
+        attention, so no token may depend on another but through attention. The result has the
+        context's dtype.
         """
 
     def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
         """Hidden states -> logits [T, V] in the model's dtype, in `out_TV` where given.
 
-        T is the rows that sample, not all tokens. `out_TV` is the buffer that captured steps share.
+        T is the entries of the batch, the last token of each and padding, not all tokens. `out_TV`
+        is the buffer that all steps share.
         """

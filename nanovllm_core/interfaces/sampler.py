@@ -3,11 +3,11 @@
 Who calls what, and when:
 
     Sampler(options, context)     once, at start, before the KV cache is sized and before capture
-    sample(...)                   once per step, on the current stream: captured in decode steps,
-                                  eagerly in steps with prompts; and once more for the rows whose
-                                  logits a step's tail has changed (penalties, top_k, processors)
+    sample(...)                   once per step, on the current stream: inside a captured graph or
+                                  eagerly; and once more for the rows whose logits a step's tail
+                                  has changed (penalties, top_k, processors)
 
-Shape suffixes: B batch entries, V vocabulary, R rows of the tables (`max_num_seqs`), B <= R.
+Shape suffixes: B batch entries (at most `max_entries`), V vocabulary, R rows of the tables.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 class SamplerContext:
     """What a sampler may know of the engine when it is made.
 
-    `max_num_seqs`: the most entries of a call, padding included.
+    `max_entries`: the most entries of a call, padding included.
     """
 
     device: torch.device
     vocab_size: int
-    max_num_seqs: int
+    max_entries: int
 
 
 class Sampler(ABC):

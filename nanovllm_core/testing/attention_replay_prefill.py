@@ -21,9 +21,10 @@ from nanovllm_core.testing.recording import HostReadError
 
 NUM_CHUNKS = 4
 """Entries of a captured step, chunks and padding."""
-SIZES = {"cpu": (40, 12), "cuda": (512, 96)}
-"""Prompt tokens of captured steps, the larger captured first, as the engine does."""
+SIZES = {"cpu": (100, 12), "cuda": (1280, 512, 96)}
+"""Prompt tokens of captured steps, the largest captured first, as the engine does."""
 LONGEST = {"cpu": 90, "cuda": 1024}
+"""Tokens of the longest sequence: one chunk never fills the largest size."""
 
 
 class AttentionPrefillReplay(AttentionSubject):
@@ -66,14 +67,21 @@ class _Step:
 
 
 def _rounds(size: int, longest: int) -> list[tuple[list[int], list[int]]]:
-    """Query and sequence lengths: full and nearly empty, first chunks and late ones, padding."""
+    """Query and sequence lengths: full, nearly empty and empty, first chunks and late ones."""
     third = size // 3
     return [
-        ([size], [size]),
+        ([], []),
+        (_full(size, longest), _full(size, longest)),
         ([third, 1, third], [third, longest, longest]),
         ([1], [1]),
         ([2, third, 1, third], [longest, third, 5, third + 7]),
     ]
+
+
+def _full(size: int, longest: int) -> list[int]:
+    """Chunks of `size` tokens in all, each no longer than a sequence can be."""
+    rest = [size % longest] if size % longest else []
+    return [longest] * (size // longest) + rest
 
 
 def _check_replays(subject: BackendUnderTest, capture: Capture) -> None:
@@ -91,7 +99,10 @@ def _check_replays(subject: BackendUnderTest, capture: Capture) -> None:
         static = _static(subject, size, pages)
         backend = backend or subject.backend(static.config())
         step = _bind(backend, static)
-        step.run()  # as the engine does: once to warm up, once for the graph
+        # As the engine does: of padding alone, once to warm up and once for the graph.
+        step.metadata.seq_lens.zero_()
+        step.metadata.query_start_loc.zero_()
+        step.run()
         steps[size] = (step, capture(step.run))
     for size, case in cases:
         step, graph = steps[size]
@@ -112,7 +123,9 @@ def _check_replays(subject: BackendUnderTest, capture: Capture) -> None:
 def _bind(backend: AttentionBackend, static: PagedCase) -> _Step:
     size, config = static.q_THD.shape[0], static.config()
     metadata = replace(
-        static.prefill_metadata(), max_query_len=size, max_seq_len=config.max_model_len
+        static.prefill_metadata(),
+        max_query_len=min(size, config.max_model_len),
+        max_seq_len=config.max_model_len,
     )
     out = torch.zeros_like(static.q_THD)
 
@@ -141,7 +154,8 @@ def _case(
 def _static(subject: BackendUnderTest, size: int, pages: int) -> PagedCase:
     """Zeroed tensors at a fixed place, wide enough for every case of a size."""
     longest = LONGEST[subject.device]
-    case = _case(subject, [size], [longest], seed=0)
+    queries = _full(size, longest)
+    case = _case(subject, queries, [longest] * len(queries), seed=0)
     cache = case.k_cache.new_zeros(pages, *case.k_cache.shape[1:])
     return replace(case, q_THD=torch.zeros_like(case.q_THD), k_cache=cache, v_cache=cache.clone())
 

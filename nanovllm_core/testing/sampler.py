@@ -37,7 +37,7 @@ class SamplerConformance(SpecConformance):
         self, plugin: PluginUnderTest, device: torch.device, vocab: int = VOCAB, rows: int = ROWS
     ) -> Sampler:
         """A fresh sampler."""
-        context = SamplerContext(device=device, vocab_size=vocab, max_num_seqs=rows)
+        context = SamplerContext(device=device, vocab_size=vocab, max_entries=rows)
         sampler = plugin.load()(plugin.options, context)
         assert isinstance(sampler, Sampler)
         return sampler

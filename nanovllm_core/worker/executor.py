@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.errors import EngineClosedError, UnsupportedError
+from nanovllm_core.errors import EngineClosedError, OutOfMemoryError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
@@ -219,10 +219,11 @@ def _make_cache(
     per_block = block_bytes(shape, block_size, model.dtype)
     num_blocks = setup.config.cache.num_blocks
     if num_blocks is None and model.device.type == "cuda":
-        _trial_step(
-            setup, runner, KVCache.allocate(shape, 1, block_size, model.dtype, model.device)
+        runner.attention.set_cache(
+            KVCache.allocate(shape, 1, block_size, model.dtype, model.device)
         )
-        memory = DeviceMemory.measure(model.device, context_bytes)
+        graph_bytes = _try_steps(setup, runner)
+        memory = DeviceMemory.measure(model.device, context_bytes, graph_bytes)
         num_blocks = num_blocks_on_gpu(memory, setup.config.cache.gpu_memory_utilization, per_block)
     elif num_blocks is None:
         num_blocks = num_blocks_on_cpu(
@@ -232,11 +233,18 @@ def _make_cache(
     return KVCache.allocate(shape, num_blocks, block_size, model.dtype, model.device)
 
 
-def _trial_step(setup: WorkerSetup, runner: ModelRunner, cache: KVCache) -> None:
-    """Run the largest step there can be, so that the allocator's peak is the true one."""
-    runner.attention.set_cache(cache)
+def _try_steps(setup: WorkerSetup, runner: ModelRunner) -> int:
+    """Run the largest steps there can be, so that the allocator's peak is the true one.
+
+    Returns the bytes that captured steps will keep: those of the largest, for all share one pool.
+    """
     runner.trial_step(setup.config.limits.max_num_batched_tokens)
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(runner.device)
+    runner.trial_captured_step()
+    kept = torch.cuda.memory_reserved(runner.device) - before
+    torch.cuda.empty_cache()
+    return kept if setup.cuda_graphs else 0
 
 
 def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps) -> StepGraphs:
@@ -259,7 +267,14 @@ def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps
         progress=lambda keys: track(keys, "Capturing CUDA graphs"),
         laps=laps,
     )
-    runner.capture(graphs)
+    try:
+        runner.capture(graphs)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"no room left to capture CUDA graphs on {runner.device}: {error}; lower "
+            f"cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), shorten "
+            "cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
+        ) from error
     return graphs
 
 

@@ -30,6 +30,11 @@ class StepKey(NamedTuple):
         """The key of a decode step of `bucket` rows."""
         return cls("decode", bucket, bucket)
 
+    @property
+    def total_tokens(self) -> int:
+        """The tokens of a forward pass of the step, padding included."""
+        return self.num_tokens + (self.num_rows if self.kind == "mixed" else 0)
+
     def __str__(self) -> str:
         prompts = f" beside {self.num_tokens} prompt tokens" if self.kind == "mixed" else ""
         return f"{self.num_rows} rows{prompts}"
@@ -69,7 +74,7 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(stream), _no_collection():
             torch.cuda.empty_cache()
-            for key in self._progress(sorted(keys, key=_num_tokens, reverse=True)):
+            for key in self._progress(sorted(keys, key=_total_tokens, reverse=True)):
                 step(key)
                 stream.synchronize()
                 self._laps.end("warm_up")
@@ -85,6 +90,7 @@ class StepGraphs:
                 self._laps.end("capture")
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what the warm-ups left is of a stream that runs no more
         self._laps.end("capture")
 
     def replay(self, key: StepKey) -> None:
@@ -122,8 +128,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _num_tokens(key: StepKey) -> int:
-    return key.num_tokens
+def _total_tokens(key: StepKey) -> int:
+    return key.total_tokens
 
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:

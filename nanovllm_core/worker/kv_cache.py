@@ -87,7 +87,8 @@ class DeviceMemory:
     """What a GPU has and what this process takes of it, in bytes.
 
     `peak` is the highest this process needed so far, activations of the largest step included.
-    `free` is what nobody holds, however many processes share the device.
+    `free` is what nobody holds, however many processes share the device. `graphs` is what captured
+    steps will keep beside it.
     """
 
     total: int
@@ -95,9 +96,10 @@ class DeviceMemory:
     reserved: int
     peak: int
     context: int
+    graphs: int = 0
 
     @classmethod
-    def measure(cls, device: torch.device, context: int) -> DeviceMemory:
+    def measure(cls, device: torch.device, context: int, graphs: int) -> DeviceMemory:
         """Read the device; `context` is what CUDA itself took in this process."""
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -107,6 +109,7 @@ class DeviceMemory:
             reserved=torch.cuda.memory_reserved(device),
             peak=torch.cuda.max_memory_reserved(device),
             context=context,
+            graphs=graphs,
         )
 
     def budget(self, utilization: float) -> int:
@@ -116,7 +119,7 @@ class DeviceMemory:
         """
         share = int(self.total * utilization) - self.peak - self.context
         growth = self.peak - self.reserved
-        return min(share, self.free - growth)
+        return min(share, self.free - growth) - self.graphs
 
 
 def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block: int) -> int:
@@ -126,7 +129,7 @@ def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block:
         raise OutOfMemoryError(
             f"no room for the KV cache: cache.gpu_memory_utilization={utilization} of "
             f"{memory.total / _GIB:.1f} GiB is {memory.total * utilization / _GIB:.1f} GiB, this "
-            f"process needs {(memory.peak + memory.context) / _GIB:.1f} GiB and "
+            f"process needs {(memory.peak + memory.context + memory.graphs) / _GIB:.1f} GiB and "
             f"{memory.free / _GIB:.1f} GiB are free, which leaves {budget / _GIB:.2f} GiB for "
             f"pages of {bytes_per_block / _GIB:.4f} GiB; raise cache.gpu_memory_utilization, lower "
             "limits.max_num_batched_tokens, or free the GPU"

@@ -2,13 +2,16 @@
 
 Decode entries come first, one token each, then the chunks, packed. A step that is captured is
 padded at three places: decode entries to one of a few sizes, chunks to a fixed number, and prompt
-tokens to one of the configured sizes. Padding reads nothing, writes nothing and reports nothing.
+tokens to one of the configured sizes. Padding passes through the layers, but it stores no key,
+advances no row, and is left out of the result.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +21,18 @@ from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepKey
 
-_MOST_CHUNKS = 8
+T = TypeVar("T")
 
-_FEWEST_ROWS = 8
+_MOST_CHUNKS = 8
+"""Each is a row of programs in every attention layer, which exit at once where it is padding."""
+
+_FIRST_ROWS = 8
 _ALIGNED = 4
 """int32 elements in 16 bytes: kernels are compiled for addresses of that alignment."""
 
 
-def round_up(count: int) -> int:
-    """The next count of int32 elements after which an aligned address follows."""
+def aligned(count: int) -> int:
+    """`count` int32 elements and as many more as an aligned address after them needs."""
     return -(-count // _ALIGNED) * _ALIGNED
 
 
@@ -40,28 +46,31 @@ def max_entries(max_rows: int) -> int:
     return max_rows + captured_chunks(max_rows)
 
 
-def mixed_keys(prompt_sizes: Sequence[int], max_rows: int) -> Iterator[StepKey]:
+def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[StepKey]:
     """Every captured step with prompts: all token sizes at a few numbers of decode entries.
 
-    A padded entry costs its share of the products, little beside the prompt's tokens, and a graph
-    costs time at start: so each number is eight times the one before.
+    Sizes beyond what the chunks can fill are left out. A padded entry costs its share of the
+    products, little beside the prompt's tokens, and a graph costs time at start: so each number of
+    entries is eight times the one before.
     """
-    num_rows = min(_FEWEST_ROWS, max_rows)
+    largest = captured_chunks(max_rows) * max_model_len
+    sizes = prompt_sizes[: 1 + bisect_left(prompt_sizes, largest)]
+    num_rows = min(_FIRST_ROWS, max_rows)
     while True:
-        yield from (StepKey("mixed", size, num_rows) for size in prompt_sizes)
+        yield from (StepKey("mixed", size, num_rows) for size in sizes)
         if num_rows == max_rows:
             return
         num_rows = min(8 * num_rows, max_rows)
 
 
 def pack_chunks(
-    chunks: Sequence[PrefillChunk], num_entries: int, skip_sampler: bool
+    chunks: Sequence[PrefillChunk], num_entries: int, needs_tail: bool
 ) -> NDArray[np.int32]:
     """What `ChunkTable` reads, [7, W]. Entries beyond the chunks are chunks of no token."""
     num_chunks = len(chunks)
     lengths = [chunk.length for chunk in chunks]
     starts = np.cumsum([0, *lengths])
-    packed = np.zeros((7, round_up(num_entries + 1)), dtype=np.int32)
+    packed = np.zeros((7, aligned(num_entries + 1)), dtype=np.int32)
     packed[0, : num_chunks + 1] = starts
     packed[0, num_chunks + 1 :] = starts[-1]
     packed[1, :num_chunks] = [chunk.row for chunk in chunks]
@@ -69,7 +78,7 @@ def pack_chunks(
     packed[3, :num_chunks] = lengths
     packed[4, :num_chunks] = starts[:-1]
     packed[5, :num_chunks] = [chunk.samples for chunk in chunks]
-    packed[6, 0] = skip_sampler
+    packed[6, 0] = needs_tail
     return packed
 
 
@@ -94,7 +103,7 @@ class ChunkTable:
 
     @property
     def skip_sampler(self) -> Tensor:
-        """One flag, as `RowTables.skip_sampler`, of this step."""
+        """`RowTables.skip_sampler` of this step: 1 where a tail follows."""
         return self.packed[6, :1]
 
 
@@ -121,3 +130,9 @@ class MixedStep:
     def prefill(self) -> StepInputs:
         """The entries of the chunks."""
         return self.inputs.slice(slice(self.num_decode, None), slice(self.num_decode, None))
+
+    def entries(self, decode: tuple[T, ...], chunks: tuple[T, ...], padding: T) -> tuple[T, ...]:
+        """One value for each entry, in order: those of the decoding rows and of the chunks."""
+        num_chunks = self.inputs.num_rows - self.num_decode
+        decode += (padding,) * (self.num_decode - len(decode))
+        return decode + chunks + (padding,) * (num_chunks - len(chunks))

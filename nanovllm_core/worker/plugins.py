@@ -28,7 +28,7 @@ def make_sampler(setup: WorkerSetup, device: torch.device, vocab_size: int) -> S
     context = SamplerContext(
         device=device,
         vocab_size=vocab_size,
-        max_num_seqs=max_entries(setup.config.limits.max_num_seqs),
+        max_entries=max_entries(setup.config.limits.max_num_seqs),
     )
     options = parse_options(setup.sampler)
     return cast(Sampler, make_plugin(setup.sampler, options, Sampler, context))

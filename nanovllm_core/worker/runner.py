@@ -24,11 +24,11 @@ from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
+    aligned,
     captured_chunks,
     max_entries,
     mixed_keys,
     pack_chunks,
-    round_up,
 )
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.processors import RowProcessors
@@ -73,9 +73,9 @@ class ModelRunner:
         self._updates = RowUpdates(self.tables)
         self._staging = StagingRing(self.device, num_slots=2 * max_steps_in_flight)
         self._results = ResultRing(self.device, num_entries, max_steps_in_flight)
-        self._inputs = StepInputs.allocate(
-            max_rows + max(prompt_sizes, default=0), num_entries, self.max_blocks, self.device
-        )
+        self._mixed_keys = tuple(mixed_keys(prompt_sizes, max_rows, max_model_len))
+        num_tokens = max((key.total_tokens for key in self._mixed_keys), default=max_rows)
+        self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, self.device)
         vocab_size = model.shape.vocab_size
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=self.device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=self.device)
@@ -92,7 +92,6 @@ class ModelRunner:
         self._active: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
         self._tail_is_on = False
-        self._mixed_keys = tuple(mixed_keys(prompt_sizes, max_rows)) if prompt_sizes else ()
         self._graphs: StepGraphs | None = None
 
     # -- the executor's calls ---------------------------------------------------------------------
@@ -115,7 +114,12 @@ class ModelRunner:
         length = min(num_tokens, self.max_model_len)
         num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
-        self._mixed(self._eager_step(chunks, num_decode=0, skip_sampler=True))
+        self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
+
+    def trial_captured_step(self) -> None:
+        """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
+        keys = (StepKey.decode(self.bucket_sizes[-1]), *self._mixed_keys)
+        self.run_captured(max(keys, key=lambda key: key.total_tokens))
 
     # -- deltas -----------------------------------------------------------------------------------
 
@@ -155,11 +159,11 @@ class ModelRunner:
     def capture(self, graphs: StepGraphs) -> None:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
         keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
-        with torch.inference_mode():
-            graphs.capture(keys, self.run_captured)
+        graphs.capture(keys, self.run_captured)
         self._results.reset()
         self._graphs = graphs
 
+    @torch.inference_mode()
     def run_captured(self, key: StepKey) -> None:
         """The step that is captured as `key`, launched eagerly."""
         if key.kind == "decode":
@@ -169,14 +173,16 @@ class ModelRunner:
             step.prefill.slot_mapping.fill_(-1)  # of the padding; the chunks set theirs
             self._mixed(step)
 
+    def _launch(self, key: StepKey) -> None:
+        if self._graphs is None:
+            self.run_captured(key)
+        else:
+            self._graphs.replay(key)
+
     def _launch_decode(self, plan: StepPlan) -> None:
         num_rows = len(plan.decode_rows)
         bucket = self.bucket(num_rows)
-        if self._graphs is None:
-            with torch.inference_mode():
-                self.decode(bucket)
-        else:
-            self._graphs.replay(StepKey.decode(bucket))
+        self._launch(StepKey.decode(bucket))
         logprobs = None
         if self._tail_is_on:
             inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
@@ -202,17 +208,17 @@ class ModelRunner:
     # -- mixed steps ------------------------------------------------------------------------------
 
     def _launch_mixed(self, plan: StepPlan) -> None:
-        skip_sampler = bool(self._row_needs_tail[list(plan.sampled_rows)].any())
+        needs_tail = bool(self._row_needs_tail[list(plan.sampled_rows)].any())
         key = self._mixed_key(plan)
-        if self._graphs is None or key is None:
-            step = self._eager_step(plan.prefill, len(plan.decode_rows), skip_sampler)
+        if key is None:
+            step = self._eager_step(plan.prefill, len(plan.decode_rows), needs_tail)
             self._mixed(step)
         else:
             step = self._captured_step(key)
-            packed = pack_chunks(plan.prefill, self._chunks.num_chunks, skip_sampler)
+            packed = pack_chunks(plan.prefill, self._chunks.num_chunks, needs_tail)
             self._staging.copy(packed, out=self._chunks.packed)
-            self._graphs.replay(key)
-        self._finish_mixed(plan, step, skip_sampler)
+            self._launch(key)
+        self._finish_mixed(plan, step, needs_tail)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
@@ -224,22 +230,31 @@ class ModelRunner:
             for key in self._mixed_keys
             if key.num_tokens >= num_tokens and key.num_rows >= num_rows
         )
-        return min(fitting, key=lambda key: key.num_tokens + key.num_rows, default=None)
+        return min(fitting, key=lambda key: key.total_tokens, default=None)
 
     def _captured_step(self, key: StepKey) -> MixedStep:
         """The padded step of `key`, in the memory that its graph reads."""
-        tokens, entries = key.num_rows + key.num_tokens, key.num_rows + self._chunks.num_chunks
-        inputs = self._inputs.slice(slice(tokens), slice(entries))
-        return MixedStep(inputs, key.num_rows, self._chunks, key.num_tokens, self.max_model_len)
+        entries = key.num_rows + self._chunks.num_chunks
+        inputs = self._inputs.slice(slice(key.total_tokens), slice(entries))
+        return MixedStep(
+            inputs,
+            key.num_rows,
+            self._chunks,
+            max_query_len=min(key.num_tokens, self.max_model_len),
+            max_seq_len=self.max_model_len,
+        )
 
     @torch.inference_mode()
     def _eager_step(
-        self, chunks: tuple[PrefillChunk, ...], num_decode: int, skip_sampler: bool
+        self, chunks: tuple[PrefillChunk, ...], num_decode: int, needs_tail: bool
     ) -> MixedStep:
-        """A step of just these chunks, in new memory."""
-        if self.device.type == "cuda":  # the chunks' inputs begin at an aligned address
-            num_decode = min(round_up(num_decode), self.bucket_sizes[-1])
-        packed = pack_chunks(chunks, len(chunks), skip_sampler)
+        """A step of just these chunks, in new memory.
+
+        On CUDA the chunks' inputs begin at an aligned address, unless there are fewer rows.
+        """
+        if self.device.type == "cuda":
+            num_decode = min(aligned(num_decode), self.bucket_sizes[-1])
+        packed = pack_chunks(chunks, len(chunks), needs_tail)
         lengths = [chunk.length for chunk in chunks]
         tokens, entries = num_decode + sum(lengths), num_decode + len(chunks)
         return MixedStep(
@@ -278,30 +293,26 @@ class ModelRunner:
 
     def _finish_mixed(self, plan: StepPlan, step: MixedStep, needs_tail: bool) -> None:
         """Run the tail where a row needs one; report the entries that are no padding."""
-        inputs = step.inputs
-        decode_padding = step.num_decode - len(plan.decode_rows)
-        padding = inputs.num_rows - step.num_decode - len(plan.prefill)
+        inputs, chunks = step.inputs, plan.prefill
         logprobs = None
         if needs_tail:
-            rows = plan.decode_rows + (0,) * decode_padding
-            rows += tuple(chunk.row for chunk in plan.prefill) + (0,) * padding
-            sampling = self._sampling_of(plan.decode_rows) + (_NOTHING_ASKED,) * decode_padding
-            sampling += tuple(map(self._sampling_of_chunk, plan.prefill))
-            sampling += (_NOTHING_ASKED,) * padding
+            rows = step.entries(plan.decode_rows, tuple(chunk.row for chunk in chunks), 0)
+            of_decode = self._sampling_of(plan.decode_rows)
+            sampling = step.entries(of_decode, self._sampling_of_chunks(chunks), _NOTHING_ASKED)
             logprobs = self._run_tail(self.logits[: inputs.num_rows], inputs, rows, sampling)
-        samples = [True] * len(plan.decode_rows) + [False] * decode_padding
-        samples += [chunk.samples for chunk in plan.prefill] + [False] * padding
-        entries = None if all(samples) else np.flatnonzero(samples)
+        samples = tuple(chunk.samples for chunk in chunks)
+        reported = step.entries((True,) * len(plan.decode_rows), samples, False)
+        entries = None if all(reported) else np.flatnonzero(reported)
         self._results.push(inputs.num_rows, entries, logprobs)
 
-    def _sampling_of_chunk(self, chunk: PrefillChunk) -> RowSampling:
-        return self._row_sampling[chunk.row] if chunk.samples else _NOTHING_ASKED
+    def _sampling_of_chunks(self, chunks: tuple[PrefillChunk, ...]) -> tuple[RowSampling, ...]:
+        return tuple(
+            self._row_sampling[chunk.row] if chunk.samples else _NOTHING_ASKED for chunk in chunks
+        )
 
     # -- sampling ---------------------------------------------------------------------------------
 
-    def _decode_metadata(self, inputs: StepInputs | None) -> DecodeMetadata | None:
-        if inputs is None:
-            return None
+    def _decode_metadata(self, inputs: StepInputs) -> DecodeMetadata:
         return DecodeMetadata(inputs.block_table, inputs.seq_lens, max_seq_len=self.max_model_len)
 
     def _sample(self, logits: Tensor, inputs: StepInputs, skip: Tensor) -> None:

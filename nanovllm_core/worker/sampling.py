@@ -23,7 +23,7 @@ class GumbelSampler(Sampler):
         if context.device.type == "cuda":
             from nanovllm_core.kernels.sampling_triton import SamplingWorkspace
 
-            self._workspace = SamplingWorkspace(context.max_num_seqs, context.device)
+            self._workspace = SamplingWorkspace(context.max_entries, context.device)
 
     def sample(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -158,6 +159,28 @@ def test_an_unfinished_prompt_reserves_the_pages_of_its_rest() -> None:
     assert harness.engine.stats.running == 1
     harness.run()
     harness.check_all()
+    assert harness.engine.stats.preemptions == 0
+
+
+def test_an_unfinished_prompt_waits_for_the_pages_that_a_decoding_row_took() -> None:
+    """What was free when it was admitted is not, later: it pauses, and loses nothing."""
+    setting = Setting(
+        num_blocks=8,
+        max_num_seqs=2,
+        max_num_batched_tokens=3,
+        max_model_len=32,
+        prefix_caching=False,
+    )
+    harness = Harness(setting)
+    harness.add("running", range(2), greedy(14))
+    for _ in range(3):
+        harness.step()
+    harness.add("long", range(3, 27), greedy(2))
+    harness.run()
+    harness.check_all()
+    plans = harness.executor.plans
+    chunks = [step for step, plan in enumerate(plans) if plan.prefill][1:]
+    assert any(late - early > 1 for early, late in pairwise(chunks)), "it never paused"
     assert harness.engine.stats.preemptions == 0
 
 

@@ -6,6 +6,7 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def test_without_debug_nothing_is_looked_at() -> None:
     graphs._graphs[StepKey.decode(1)] = fake
     graphs.replay(StepKey.decode(1))
     assert (fake.replays, looks) == (1, [])
+
+
+def test_the_steps_of_the_most_tokens_are_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lay out the pool, in which all others then find room."""
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    keys = [
+        *map(StepKey.decode, (1, 8, 300)),
+        *(StepKey("mixed", tokens, rows) for rows in (8, 256) for tokens in (128, 512)),
+    ]
+    ran: list[StepKey] = []
+    StepGraphs(torch.device("cpu"), dict).capture(keys, ran.append)
+    assert [key.total_tokens for key in ran[::2]] == [768, 520, 384, 300, 136, 8, 1]
+    assert ran[::2] == ran[1::2], "each once to warm up and once for its graph"
 
 
 def test_graphs_are_freed_once_however_often_it_is_asked() -> None:

@@ -111,7 +111,7 @@ def test_groups_of_rows_that_fit_in_memory_give_the_same_tokens(
     params = [asking(4.0), RowSampling(), asking(2.0, temperature=1.0), asking(0.0)]
     for row, sampling in enumerate(params):
         processors.admit(row, sampling.logits_processors)
-    context = SamplerContext(device=CPU, vocab_size=VOCAB, max_num_seqs=4)
+    context = SamplerContext(device=CPU, vocab_size=VOCAB, max_entries=4)
     tail = SamplerTail(CPU, VOCAB, GumbelSampler(NoOptions(), context), processors)
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
     before, out = logits.clone(), torch.empty(4, dtype=torch.int32)

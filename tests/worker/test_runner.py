@@ -271,7 +271,7 @@ def test_no_step_has_more_entries_than_the_sampler_was_told(
 
     class Noting(SamplerContext):
         def __init__(self, **fields: Any) -> None:
-            told.append(fields["max_num_seqs"])
+            told.append(fields["max_entries"])
             super().__init__(**fields)
 
     monkeypatch.setattr("nanovllm_core.worker.plugins.SamplerContext", Noting)
@@ -360,3 +360,41 @@ def test_a_tail_for_one_row_leaves_the_others_to_the_same_noise(
     alone = tokens([sampled]) + tokens([extras])
     assert tokens([sampled, extras]) == alone
     assert tokens([extras, sampled]) == alone[::-1]
+
+
+def test_a_tail_in_a_padded_step_works_on_the_entries_that_asked(folder: Path) -> None:
+    """Decoding rows and chunks, some with extras: as without padding, and not as without extras."""
+    hungry = RowSampling(temperature=0.9, seed=5, repetition_penalty=3.0, top_k=5, logprobs=1)
+    curious = RowSampling(temperature=0.9, seed=6, logprobs=3)
+    plain = RowSampling(temperature=0.9, seed=7)
+
+    def outcomes(
+        prompt_sizes: tuple[int, ...], extras: tuple[RowSampling, ...]
+    ) -> tuple[list[int], dict[int, Any]]:
+        started = Started(folder, prompt_sizes=prompt_sizes)
+        first = StepPlan(
+            admissions=tuple(
+                admission(row, PROMPTS[1], 2 + 2 * place, sampling=sampling)
+                for place, (row, sampling) in enumerate(zip((4, 1, 6), extras[:3], strict=True))
+            ),
+            prefill=tuple(PrefillChunk(row, 0, 17, samples=True) for row in (4, 1, 6)),
+        )
+        started.run(first)
+        second = StepPlan(
+            admissions=tuple(
+                admission(row, PROMPTS[0], 12 + 2 * place, sampling=sampling)
+                for place, (row, sampling) in enumerate(zip((0, 7), extras[3:], strict=True))
+            ),
+            decode_rows=(4, 1, 6),
+            prefill=(PrefillChunk(0, 0, 3, samples=False), PrefillChunk(7, 0, 5, samples=True)),
+        )
+        result = started.run(second)
+        started.executor.close()
+        return result.token_ids.tolist(), dict(result.logprobs)
+
+    asked = (plain, hungry, curious, hungry, hungry)
+    tokens, logprobs = outcomes((64,), asked)
+    assert len(tokens) == 4, "three rows and the chunk that samples"
+    assert set(logprobs) == {1, 2, 3}
+    assert (tokens, logprobs) == outcomes((), asked)
+    assert tokens != outcomes((64,), (plain,) * 5)[0]

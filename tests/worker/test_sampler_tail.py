@@ -27,7 +27,7 @@ NUM_KNOWN = 12
 
 
 def make_tail(vocab: int, size: int) -> SamplerTail:
-    context = SamplerContext(device=DEVICE, vocab_size=vocab, max_num_seqs=size)
+    context = SamplerContext(device=DEVICE, vocab_size=vocab, max_entries=size)
     return SamplerTail(DEVICE, vocab, GumbelSampler(NoOptions(), context), RowProcessors({}))
 
 

@@ -1,0 +1,76 @@
+"""Steps with prompt chunks: the table that the device reads, their sizes, their entries."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_core.interfaces.plan import PrefillChunk
+from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.graphs import StepKey
+from nanovllm_core.worker.mixed import (
+    ChunkTable,
+    MixedStep,
+    captured_chunks,
+    max_entries,
+    mixed_keys,
+    pack_chunks,
+)
+
+CHUNKS = (PrefillChunk(5, 32, 7, samples=False), PrefillChunk(2, 0, 3, samples=True))
+
+
+def test_a_chunk_table_says_where_each_chunk_lies_and_what_it_is() -> None:
+    table = ChunkTable(torch.from_numpy(pack_chunks(CHUNKS, 2, needs_tail=False)), 2)
+    assert table.query_start_loc.tolist() == [0, 7, 10]
+    assert table.chunks.tolist() == [[5, 2], [32, 0], [7, 3], [0, 7], [0, 1]]
+    assert table.skip_sampler.tolist() == [0]
+
+
+def test_padding_of_a_chunk_table_is_chunks_of_no_token_behind_the_last() -> None:
+    """They begin where the tokens end, so that no length is negative, and none samples."""
+    table = ChunkTable(torch.from_numpy(pack_chunks(CHUNKS, 6, needs_tail=True)), 6)
+    assert table.query_start_loc.tolist() == [0, 7, 10, 10, 10, 10, 10]
+    assert table.query_start_loc.diff().tolist() == [7, 3, 0, 0, 0, 0]
+    assert table.chunks[2].tolist() == [7, 3, 0, 0, 0, 0]
+    assert table.chunks[4].tolist() == [0, 1, 0, 0, 0, 0]
+    assert table.skip_sampler.tolist() == [1]
+
+
+def test_every_part_of_a_chunk_table_begins_at_16_bytes() -> None:
+    """Kernels are compiled for that alignment; another would be compiled in mid-service."""
+    for num_entries in range(1, 12):
+        packed = torch.from_numpy(pack_chunks(CHUNKS[:1], num_entries, needs_tail=False))
+        table = ChunkTable(packed, num_entries)
+        for part in (table.query_start_loc, table.chunks, table.skip_sampler):
+            assert (part.data_ptr() - packed.data_ptr()) % 16 == 0
+        assert table.chunks.stride(0) % 4 == 0
+
+
+def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> None:
+    """Each number of rows is eight times the one before; the last is all of them."""
+    rows = [key.num_rows for key in mixed_keys((128, 256), 256, 4096) if key.num_tokens == 128]
+    assert rows == [8, 64, 256]
+    assert list(mixed_keys((64,), 20, 4096)) == [StepKey("mixed", 64, 8), StepKey("mixed", 64, 20)]
+    assert list(mixed_keys((64,), 3, 4096)) == [StepKey("mixed", 64, 3)]
+    assert list(mixed_keys((), 256, 4096)) == []
+
+
+def test_no_mixed_step_is_larger_than_its_chunks_can_fill() -> None:
+    """Two rows of 100 tokens bring 200 at most: the first size that holds these is the last."""
+    sizes = [key.num_tokens for key in mixed_keys((64, 128, 256, 512), 2, 100)]
+    assert sizes == [64, 128, 256]
+
+
+def test_a_step_has_room_for_a_full_batch_and_for_chunks_beside_it() -> None:
+    assert [captured_chunks(rows) for rows in (1, 4, 8, 256)] == [1, 4, 8, 8]
+    assert [max_entries(rows) for rows in (1, 4, 8, 256)] == [2, 8, 16, 264]
+
+
+def test_values_of_entries_stand_where_the_entries_do() -> None:
+    """Decoding rows, their padding, chunks, theirs."""
+    inputs = StepInputs.allocate(20, 7, 1, torch.device("cpu"))
+    table = ChunkTable(torch.from_numpy(pack_chunks(CHUNKS, 3, needs_tail=False)), 3)
+    step = MixedStep(inputs, 4, table, max_query_len=7, max_seq_len=39)
+    assert step.entries(("a", "b"), ("c",), "-") == ("a", "b", "-", "-", "c", "-", "-")
+    assert (step.decode.num_tokens, step.decode.num_rows) == (4, 4)
+    assert (step.prefill.num_tokens, step.prefill.num_rows) == (16, 3)
