@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -39,6 +39,8 @@ class Selection:
     layout: KVLayout
     block_size: int
     report: tuple[str, ...]
+    eager_prompts: tuple[str, ...]
+    """Why steps with prompts cannot be captured on a GPU; empty where they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,25 @@ def select_attention(
             chosen.append(_named(manager, choice, requirements, path))
         report.append(f"attention {requirements.phase}: {chosen[-1].label}")
     layout, block_size = _common_pages(chosen[0], chosen[1], decode.block_size)
+    eager_prompts = _eager_prompts(manager, chosen[0].resolved, prefill)
+    if eager_prompts and decode.cuda_graphs:
+        report.append(f"steps with prompts run without graphs: {'; '.join(eager_prompts)}")
     return Selection(
-        chosen[0].resolved, chosen[1].resolved, layout, block_size, tuple(dict.fromkeys(report))
+        prefill=chosen[0].resolved,
+        decode=chosen[1].resolved,
+        layout=layout,
+        block_size=block_size,
+        report=tuple(dict.fromkeys(report)),
+        eager_prompts=eager_prompts,
     )
+
+
+def _eager_prompts(
+    manager: PluginManager, chosen: ResolvedPlugin, requirements: AttentionRequirements
+) -> tuple[str, ...]:
+    """Why the prefill of a chosen backend cannot be captured."""
+    choice = AttentionChoice(backend=chosen.name, options=dict(chosen.options))
+    return evaluate(manager, choice, replace(requirements, cuda_graphs=True)).reasons
 
 
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
@@ -109,6 +127,12 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
             reasons.append(
                 "cannot be captured in CUDA graphs; set cuda_graphs.enforce_eager to run without"
             )
+        elif (
+            requirements.cuda_graphs
+            and requirements.phase == "prefill"
+            and capabilities.cuda_graphs != "full"
+        ):
+            reasons.append("its prefill cannot be captured in CUDA graphs")
     if requirements.num_heads != requirements.num_kv_heads and not capabilities.gqa:
         reasons.append(
             f"needs as many KV heads as query heads (the model has {requirements.num_heads} query "

@@ -105,7 +105,7 @@ class Decisions:
 
     @cached_property
     def prompt_graph_sizes(self) -> tuple[int, ...]:
-        return startup.prompt_graph_sizes(self.plugins, self.config, self.attention, self.device)
+        return startup.prompt_graph_sizes(self.config, self.attention, self.device)
 
     @cached_property
     def _device_type(self) -> str:
@@ -290,7 +290,9 @@ def _graphs(decisions: Decisions, name: str) -> Seam:
         why = decisions.said("cuda_graphs", "a GPU, and no enforce_eager")
         prompts = decisions.prompt_graph_sizes
         beside = f", and with up to {prompts[-1]} prompt tokens" if prompts else ""
-        return Seam(name, f"captured for {shown} rows{beside}", why)
+        reasons = "; ".join(decisions.attention.eager_prompts)
+        others = {} if prompts else {"with prompts": reasons or decisions.said("cuda_graphs")}
+        return Seam(name, f"captured for {shown} rows{beside}", why, others)
     if decisions.device == "cpu":
         return Seam(name, "none", "a CPU has none")
     return Seam(name, "none", decisions.said("cuda_graphs.enforce_eager"))

@@ -27,7 +27,6 @@ from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.observer import StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import (
-    AttentionSpec,
     ExecutorSpec,
     LogitsProcessorSpec,
     ResolvedPlugin,
@@ -92,7 +91,7 @@ def start(config: EngineConfig) -> Startup:
         device=device,
         dtype=dtype,
         cuda_graphs=cuda_graphs,
-        prompt_graph_sizes=prompt_graph_sizes(plugins, config, attention, device),
+        prompt_graph_sizes=prompt_graph_sizes(config, attention, device),
     )
     scheduler, executor = make_scheduler(plugins, config), _make_executor(plugins, config)
     observers = resolve_observers(plugins, config.observers)
@@ -301,9 +300,7 @@ def choose_attention(
     return selection
 
 
-def prompt_graph_sizes(
-    plugins: PluginManager, config: EngineConfig, attention: Selection, device: str
-) -> tuple[int, ...]:
+def prompt_graph_sizes(config: EngineConfig, attention: Selection, device: str) -> tuple[int, ...]:
     """The prompt tokens that steps are padded to, so that they can be captured.
 
     None on a CPU, and none where the prefill backend cannot be captured; ConfigError where the
@@ -311,14 +308,13 @@ def prompt_graph_sizes(
     """
     if not device.startswith("cuda"):
         return ()
-    spec = cast(AttentionSpec, plugins.spec("attention", attention.prefill.name))
-    if spec.capabilities.cuda_graphs == "full":
+    if not attention.eager_prompts:
         return config.prompt_graph_sizes
     if config.cuda_graphs.prompt_sizes:
         raise ConfigError(
-            f"cuda_graphs.prompt_sizes: {list(config.cuda_graphs.prompt_sizes)}, but the prefill "
-            f"of attention {attention.prefill.name!r} cannot be captured; leave prompt_sizes out, "
-            "or choose another prefill backend"
+            f"cuda_graphs.prompt_sizes: {list(config.cuda_graphs.prompt_sizes)}, but of attention "
+            f"{attention.prefill.name!r}: {'; '.join(attention.eager_prompts)}; leave prompt_sizes "
+            "out, or choose another prefill backend"
         )
     return ()
 

@@ -37,7 +37,10 @@ ASKED = AttentionRequirements(
 
 def test_a_backend_that_states_everything_asked_has_no_unmet_requirement() -> None:
     assert unmet(ABLE, ASKED) == []
-    assert unmet(ABLE, replace(ASKED, phase="prefill", device="cuda:1")) == []
+    prompts = replace(ASKED, phase="prefill", device="cuda:1")
+    assert unmet(ABLE, replace(prompts, cuda_graphs=False)) == []
+    assert unmet(replace(ABLE, cuda_graphs="full"), prompts) == []
+    assert unmet(ABLE, prompts) == ["its prefill cannot be captured in CUDA graphs"]
     assert unmet(replace(ABLE, head_sizes=None), replace(ASKED, head_size=7)) == []
 
 

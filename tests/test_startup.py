@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm_core import startup
-from nanovllm_core.attention_selection import Selection
+from nanovllm_core.attention_selection import select_attention
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import (
     ArchitectureError,
@@ -19,13 +20,18 @@ from nanovllm_core.errors import (
     DeviceError,
     PluginLoadError,
 )
-from nanovllm_core.interfaces.attention import KVLayout
+from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.startup import find_checkpoint, read_model_config, resolve_device, start
 
 from .e2e.tiny import write_config
 
 Install = Callable[..., None]
+
+SHAPE = ModelShape(
+    num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=1, head_size=64, vocab_size=9,
+    max_position=64,
+)  # fmt: skip
 
 for plugin in ("model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
@@ -51,14 +57,18 @@ def test_steps_with_prompts_are_captured_where_the_backend_says_so(folder: Path)
 
     def sizes(backend: str, device: str = "cuda:0", **changes: Any) -> tuple[int, ...]:
         config = load_config(str(folder), overrides={"attention": backend, **changes})
-        chosen = plugins.resolve("attention", backend, {}, path="attention")
-        selection = Selection(chosen, chosen, KVLayout("NPKD", 16), 16, ())
-        return startup.prompt_graph_sizes(plugins, config, selection, device)
+        asked = (config, SHAPE, "cpu", "float32", False)
+        prefill, decode = (startup.attention_requirements(p, *asked) for p in ("prefill", "decode"))
+        if device != "cpu":
+            there = {"device": "cuda", "dtype": "bfloat16", "compute_capability": (9, 0)}
+            prefill, decode = replace(prefill, **there), replace(decode, **there)
+        selection = select_attention(plugins, config.attention, prefill, decode)
+        return startup.prompt_graph_sizes(config, selection, device)
 
     assert sizes("triton", **named) == (64,)
     assert sizes("triton", device="cpu", **named) == ()
     assert sizes("sdpa") == ()
-    with pytest.raises(ConfigError, match=r"prompt_sizes: \[64\].*'sdpa' cannot be captured"):
+    with pytest.raises(ConfigError, match=r"prompt_sizes: \[64\].*'sdpa': its prefill cannot"):
         sizes("sdpa", **named)
 
 

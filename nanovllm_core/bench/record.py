@@ -27,6 +27,7 @@ def describe_engine(llm: LLM) -> dict[str, Any]:
         "device": info.device,
         "dtype": info.dtype,
         "cuda_graphs": info.cuda_graphs,
+        "prompt_graph_sizes": list(info.prompt_graph_sizes),
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,
         "max_num_seqs": llm.config.limits.max_num_seqs,

@@ -201,10 +201,13 @@ def latency_table(results: Results) -> str:
     rows = []
     for record in results.named("latency").values():
         arrival = f"{record['rate']:g} per second, {record['arrivals']}"
+        sizes = record.get("prompt_graph_sizes")
+        ran = (f"`{_backend(record)}`", f"up to {sizes[-1]:,} tokens" if sizes else "none")
         for key, what in (("ttft_ms", "first token"), ("inter_token_ms", "between tokens")):
             values = (f"{record[key][p]:.2f} ms" for p in ("p50", "p90", "p99"))
-            rows.append((record["workload"], arrival, what, *values))
-    return table(("requests", "arrivals", "time", "p50", "p90", "p99"), rows)
+            rows.append((record["workload"], arrival, *ran, what, *values))
+    head = ("requests", "arrivals", "attention", "prompts in graphs")
+    return table((*head, "time", "p50", "p90", "p99"), rows)
 
 
 def backends_table(results: Results) -> str:

@@ -56,7 +56,11 @@ class AttentionCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRequirements:
-    """What the model, the device and the configuration ask of a backend, in one phase."""
+    """What the model, the device and the configuration ask of a backend, in one phase.
+
+    `cuda_graphs`: its calls are to be captured. Prefill is chosen without it; then the choice is
+    asked with it, and where it refuses, steps with prompts run eagerly.
+    """
 
     phase: Phase
     device: str

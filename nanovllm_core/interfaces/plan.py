@@ -165,4 +165,6 @@ class WorkerInfo:
     load_seconds: float = 0.0
     capture_seconds: float = 0.0
     bucket_sizes: Sequence[int] = ()
+    prompt_graph_sizes: Sequence[int] = ()
+    """Prompt tokens that steps are captured for; empty where none with prompts is."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)

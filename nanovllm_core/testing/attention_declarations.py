@@ -157,7 +157,8 @@ def _declared(spec: AttentionSpec) -> Iterator[AttentionRequirements]:
             num_kv_heads=2 if stated.gqa else 4,
             head_size=head_size,
             compute_capability=capability if device == "cuda" else None,
-            cuda_graphs=device == "cuda" and stated.cuda_graphs != "none",
+            cuda_graphs=device == "cuda"
+            and stated.cuda_graphs in (("full",) if phase == "prefill" else ("decode", "full")),
             sliding_window=stated.sliding_window,
             soft_cap=stated.soft_cap,
         )

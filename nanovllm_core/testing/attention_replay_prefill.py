@@ -54,6 +54,8 @@ def _skip_unless_full(subject: BackendUnderTest, device: str) -> None:
         pytest.skip("declares that its prefill cannot be captured")
     if subject.device != device:
         pytest.skip(f"is about {device}; the backend runs on {subject.device} here")
+    if reasons := subject.reasons(subject.requirements(phase="prefill", cuda_graphs=True)):
+        pytest.skip("; ".join(reasons))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ class SingleProcessExecutor(Executor):
             load_seconds=load_seconds,
             capture_seconds=sum(laps.seconds.values()) - load_seconds,
             bucket_sizes=runner.bucket_sizes,
+            prompt_graph_sizes=runner.prompt_sizes if setup.cuda_graphs else (),
             start_seconds=laps.seconds,
         )
 

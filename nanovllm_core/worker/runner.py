@@ -74,6 +74,7 @@ class ModelRunner:
         self._staging = StagingRing(self.device, num_slots=2 * max_steps_in_flight)
         self._results = ResultRing(self.device, num_entries, max_steps_in_flight)
         self._mixed_keys = tuple(mixed_keys(prompt_sizes, max_rows, max_model_len))
+        self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
         num_tokens = max((key.total_tokens for key in self._mixed_keys), default=max_rows)
         self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, self.device)
         vocab_size = model.shape.vocab_size

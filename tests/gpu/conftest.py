@@ -89,7 +89,7 @@ class Machine:
         rows = torch.arange(self.runner.bucket_sizes[-1], dtype=torch.int32)
         rows[num_rows:] = -1
         self.runner.tables.active_rows.copy_(rows)
-        self.runner._active = ()
+        self.runner._active = tuple(range(num_rows))  # as the runner would have it
 
 
 @pytest.fixture

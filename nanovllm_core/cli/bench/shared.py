@@ -44,13 +44,20 @@ def engine_rows(result: Mapping[str, Any]) -> dict[str, str]:
     return {
         "attention": f"{result['backend']}: {result['attention']}",
         "scheduler": result["scheduler"],
-        "CUDA graphs": "on" if result["cuda_graphs"] else "off",
+        "CUDA graphs": _graphs(result),
         "device": f"{result['device']}, {result['dtype']}",
         "versions": ", ".join([f"Python {environment['python']}", *versions]),
         "commit": f"{commit[:12]}, tree {state}",
         "KV cache": f"{result['num_blocks']:,} pages of {result['block_size']} tokens",
         "start": f"load {result['load_seconds']:.1f} s, capture {result['capture_seconds']:.1f} s",
     }
+
+
+def _graphs(result: Mapping[str, Any]) -> str:
+    if not result["cuda_graphs"]:
+        return "off"
+    sizes = result["prompt_graph_sizes"]
+    return f"on, with up to {sizes[-1]:,} prompt tokens" if sizes else "on, prompts without"
 
 
 def wide_console() -> Console:

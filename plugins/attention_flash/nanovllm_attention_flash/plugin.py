@@ -46,6 +46,8 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
     reasons += provider.unsupported(
         sliding_window=requirements.sliding_window, soft_cap=requirements.soft_cap
     )
+    if requirements.phase == "prefill" and requirements.cuda_graphs and not provider.verified:
+        reasons.append(f"provider {provider.name} was not captured with prompts on a GPU, fa4 was")
     first, last = provider.capabilities
     here = requirements.compute_capability
     if here is not None and not first <= here[0] <= last:
@@ -82,7 +84,8 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         soft_cap=True,
         # A tile loads every row of its page; a weight of 0 times a NaN in V would be NaN.
         needs_finite_tail=True,
-        cuda_graphs="decode",
+        # Prompts with some providers only: see `check`.
+        cuda_graphs="full",
     )
     return (
         AttentionSpec(

@@ -75,6 +75,16 @@ def test_provider_says_what_would_run(installed: dict[str, str]) -> None:
     assert SPEC.provider(options("fa3")).startswith("fa3 (flash-attn-3 is not installed; build it")
 
 
+def test_only_fa4_is_captured_with_prompts(installed: dict[str, str]) -> None:
+    """The others have not been on a GPU; their decode steps are captured all the same."""
+    asked = replace(requirements(), phase="prefill", cuda_graphs=True)
+    assert SPEC.check(asked, options("fa4")) == []
+    assert SPEC.check(replace(asked, cuda_graphs=False), options("fa2")) == []
+    assert SPEC.check(replace(asked, phase="decode"), options("fa2")) == []
+    (reason,) = SPEC.check(asked, options("fa2"))
+    assert reason == "provider fa2 was not captured with prompts on a GPU, fa4 was"
+
+
 def test_auto_is_never_another_provider(installed: dict[str, str]) -> None:
     """Without fa4 `auto` has a reason, though flash-attn 2 and torch could run."""
     assert SPEC.check(requirements(), options("auto")) == []
