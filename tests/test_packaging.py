@@ -111,6 +111,10 @@ def test_every_dependency_is_pinned_in_the_constraints_and_no_build_of_torch_is_
 # ------------------------------------------------------------------------------ wheels
 
 
+CALM = {"OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "0"}
+"""One thread, and what pip installs is compiled when it is imported: 0 says that `no` holds."""
+
+
 def run(*command: str | Path, **variables: str) -> str:
     """Run a command of the clean environment; its output, which the test shows if it fails."""
     inherited = {
@@ -120,7 +124,7 @@ def run(*command: str | Path, **variables: str) -> str:
     }
     result = subprocess.run(
         list(map(str, command)),
-        env=inherited | {"OMP_NUM_THREADS": "1"} | variables,
+        env=inherited | CALM | variables,
         cwd="/",  # Not the checkout: what is imported must be what was installed.
         capture_output=True,
         text=True,

@@ -55,8 +55,9 @@ class Shell:
             for name, value in os.environ.items()
             if not name.startswith(("NANOVLLM_", "PYTHON", "COV_", "COVERAGE_", "PYTEST_"))
         }
-        # Nothing is built in an environment of its own, nor fetched where this one has it.
-        pip = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "2"}
+        # Nothing is built in an environment of its own, nor fetched where this one has it, nor
+        # compiled that no command imports. 0 is how pip spells that these `no` hold.
+        pip = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_COMPILE": "0", "PIP_QUIET": "2"}
         calm = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
         cpu = {"CUDA_VISIBLE_DEVICES": ""}
         self._bash = subprocess.Popen(

@@ -53,8 +53,6 @@ TAIL = "test_nothing_is_read_behind_the_last_key"
 FULL_ROWS = "test_a_sequence_may_fill_the_model_length"
 SLICES = "test_block_tables_may_be_slices"
 BEYOND = "test_pages_beyond_2_to_the_31_elements_are_read"
-WINDOWS = "test_sliding_windows_end_where_they_should"
-SOFT_CAPS = "test_soft_caps_bend_the_scores"
 WRITES = "test_only_the_output_is_written"
 PLANS = "test_plans_follow_their_inputs"
 LAYERS = "test_a_plan_serves_every_layer"
@@ -362,11 +360,11 @@ def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
 
 
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
-    """Every check that catches a bug, so that what it catches is the bug.
+    """Copying breaks nothing: a check of each sort passes, so what a check catches is the bug.
 
-    The plugin's own tests run the whole suite on it.
+    The plugin's own tests run every check on the plugin itself, which takes minutes.
     """
-    checks = sorted({mutation.caught_by for mutation in MUTATIONS})
+    checks = [LAYERS, WRITES, FULL_ROWS, ADDRESSES, PROMPT_REPLAYS]
     outcomes = TRITON.run(tmp_path, "nanovllm_attention_triton_copy", None, checks)
     assert {check: outcomes.of[check] for check in checks} == {c: {"passed"} for c in checks}
 

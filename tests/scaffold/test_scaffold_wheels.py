@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 
 from nanovllm_core.scaffold import TEMPLATES, new_plugin
+
+from ..environments import make_environment
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml"))
@@ -35,21 +34,6 @@ def run(*command: str | Path, cwd: Path) -> str:
     )
     assert result.returncode == 0, f"{command}\n{result.stdout[-20000:]}\n{result.stderr[-5000:]}"
     return result.stdout
-
-
-def make_environment(folder: Path) -> Path:
-    """An environment with this one's libraries, and none of the distributions installed here.
-
-    The libraries are seen, not copied: torch alone is larger than all else together. What is
-    installed into it comes first, and what is editable here is not found by a `.pth` file's path.
-    """
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
-    here = [path for path in sys.path if path.endswith("site-packages")]
-    here.append(sysconfig.get_path("purelib"))
-    (Path(site.strip()) / "libraries.pth").write_text("\n".join(dict.fromkeys(here)) + "\n")
-    return python
 
 
 @pytest.mark.wheels

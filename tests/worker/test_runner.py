@@ -398,3 +398,19 @@ def test_a_tail_in_a_padded_step_works_on_the_entries_that_asked(folder: Path) -
     assert set(logprobs) == {1, 2, 3}
     assert (tokens, logprobs) == outcomes((), asked)
     assert tokens != outcomes((64,), (plain,) * 5)[0]
+
+
+def test_rows_that_decoded_take_no_part_in_a_step_of_prompts_alone(
+    started: Started, expected: list[list[int]]
+) -> None:
+    """A step names the rows that decode in it; whoever decoded before waits, and loses nothing."""
+    rows = (0, 1)
+    first = prefill((0, 1, 2))
+    steps = [started.run(first).token_ids[:2], started.run(StepPlan(decode_rows=rows)).token_ids]
+    alone = StepPlan(
+        admissions=(admission(5, PROMPTS[0], 10),),
+        prefill=(PrefillChunk(5, 0, 5, samples=True),),
+    )
+    assert started.run(alone).token_ids.tolist() == [expected[0][0]]
+    steps += [started.run(StepPlan(decode_rows=rows)).token_ids for _ in range(2)]
+    assert np.stack(steps, axis=1).tolist() == [tokens[:4] for tokens in expected[:2]]
