@@ -2,9 +2,9 @@
 
 A batch of sequences of one length attends once. Decode is measured as it runs in the engine, in a
 captured graph where the backend supports it: one plan and many layers, each layer with pages of its
-own, so that no cache holds what memory should give. Prefill is never captured. Launches are those
-of one plan and one layer. Error is the relative norm of the difference to float64, peak memory what
-the backend and the call take beyond their inputs.
+own, so that no cache holds what memory should give. Prefill is launched from Python here. Launches
+are those of one plan and one layer. Error is the relative norm of the difference to float64, peak
+memory what the backend and the call take beyond their inputs.
 """
 
 from __future__ import annotations
