@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import BaseModel
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, silu
 
 from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
 
@@ -41,7 +41,7 @@ class TorchKernels(KernelSet):
     def norm_linear(
         self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
     ) -> Tensor:
-        return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
+        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
 
     def norm_gate_up(
         self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor

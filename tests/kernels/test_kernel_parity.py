@@ -209,3 +209,17 @@ def test_pages_beyond_two_billion_elements_are_written() -> None:
     prepare(get_kernels(DEVICE), qkv_TX, prep, positions, slots, (caches[0], caches[1]))
     assert torch.equal(caches[1][-1, -1], qkv_TX.view(32, 128)[24:])
     assert int((caches[1] != 0).sum()) <= 8 * 128
+
+
+def test_a_set_derived_from_torchs_replaces_an_operation_in_the_fused_ones_too() -> None:
+    """As its docstring says: `norm_linear` and `norm_gate_up` are made of the others."""
+
+    class Doubled(TorchKernels):
+        def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
+            return 2 * super().linear(x_TE, weight_XE, out_TX)
+
+    x, norm, weight = torch.randn(3, 8), torch.rand(8), torch.randn(12, 8)
+    plain, doubled = TorchKernels(), Doubled()
+    product = 2 * plain.norm_linear(x, norm, 1e-6, weight)
+    assert torch.equal(doubled.norm_linear(x, norm, 1e-6, weight), product)
+    assert torch.equal(doubled.norm_gate_up(x, norm, 1e-6, weight), plain.silu_and_mul(product))

@@ -8,23 +8,16 @@ Shape suffixes as in `nanovllm_core.api.KernelSet`.
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import silu
 
-from nanovllm_core.api import QKPrep
+from nanovllm_core.api import QKPrep, TorchKernels
 
 
-class Float64Kernels:
-    """See `nanovllm_core.api.KernelSet` for what each operation promises."""
+class Float64Kernels(TorchKernels):
+    """What rounds is its own; the core's torch set makes the fused operations of these."""
 
     name = "float64"
-
-    def __init__(self, options: BaseModel, device: torch.device) -> None:
-        """Nothing is kept: the operations have no state."""
-
-    def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
-        return weight_VE[ids_T]
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         return normalised(x_TE.double(), eps).to(x_TE.dtype) * weight_E
@@ -36,16 +29,6 @@ class Float64Kernels:
     def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
         y_TX = (x_TE.double() @ weight_XE.double().t()).to(x_TE.dtype)
         return y_TX if out_TX is None else out_TX.copy_(y_TX)
-
-    def norm_linear(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
-    ) -> Tensor:
-        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
-
-    def norm_gate_up(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
-    ) -> Tensor:
-        return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE))
 
     def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
         y_TE = x_TF.double() @ weight_EF.double().t()
