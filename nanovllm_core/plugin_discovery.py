@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import PluginNotFoundError
@@ -48,12 +48,11 @@ class InstalledPlugin:
 
 def find_plugins(given: Iterable[EntryPoint] | None = None) -> dict[InstalledPlugin, EntryPoint]:
     """Every plugin of every kind, declared ones too. `given` stands in for what is installed."""
-    found = None if given is None else list(given)
+    # Asked once: every time reads the metadata of all that is installed.
+    found = entry_points() if given is None else EntryPoints(given)
 
     def in_group(group: str) -> Iterable[EntryPoint]:
-        if found is None:
-            return entry_points(group=group)
-        return [entry for entry in found if entry.group == group]
+        return found.select(group=group)
 
     groups = known_groups(entry.name for entry in in_group(KIND_GROUP))
     return {
@@ -72,9 +71,10 @@ def known_groups(declared: Iterable[str] = ()) -> dict[str, str]:
 
 
 def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
-    distribution, version = (
-        (entry.dist.name, entry.dist.version) if entry.dist else (UNKNOWN, UNKNOWN)
-    )
+    distribution, version = UNKNOWN, UNKNOWN
+    if entry.dist:
+        metadata = entry.dist.metadata  # parsed by each look at it
+        distribution, version = metadata["Name"], metadata["Version"]
     return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
 
 

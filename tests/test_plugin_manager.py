@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import EntryPoint, distribution
+from importlib.metadata import EntryPoint, distribution, entry_points
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,20 @@ def test_the_listing_imports_nothing(install: Install) -> None:
     assert ("scheduler", "broken", "nanovllm-broken", "1.2.3") in listed
     assert ("scheduler", "fair", "nanovllm-fair", "1.2.3") in listed
     assert "fair_plugin" not in sys.modules
+
+
+def test_what_is_installed_is_read_once_for_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start waits for it, and so does every check of a conformance suite."""
+    asked = 0
+
+    def counted(*arguments: Any, **wanted: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return entry_points(*arguments, **wanted)
+
+    monkeypatch.setattr("nanovllm_core.plugin_discovery.entry_points", counted)
+    assert {plugin.kind for plugin in get_plugin_manager().installed()} >= {"scheduler", "executor"}
+    assert asked == 1
 
 
 def test_built_ins_come_by_the_same_path() -> None:
