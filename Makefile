@@ -54,16 +54,19 @@ help:
 .venv/bin/python:
 	python=$$($(FIND_PYTHON)); "$$python" -m venv .venv
 
-# The build back end comes first, so that it is pinned too and not fetched once per package.
+# The build back end comes first, so that it is pinned too and not fetched once per package. Python
+# compiles what is imported, a small part of what torch and transformers bring.
+INSTALL = $(PY) -m pip install -q --no-compile -c constraints.txt
+
 .venv/.run-installed: $(METADATA) | .venv/bin/python
-	$(PY) -m pip install -q -c constraints.txt hatchling editables
-	$(PY) -m pip install -q --no-build-isolation -c constraints.txt \
+	$(INSTALL) hatchling editables
+	$(INSTALL) --no-build-isolation \
 		-e ".[qwen3,sdpa,demo]" -e plugins/model_qwen3 -e plugins/attention_sdpa -e plugins/checkpoint_demo
 	touch $@
 
 .venv/.dev-installed: $(METADATA) | .venv/bin/python
-	$(PY) -m pip install -q -c constraints.txt hatchling editables
-	$(PY) -m pip install -q --no-build-isolation -c constraints.txt \
+	$(INSTALL) hatchling editables
+	$(INSTALL) --no-build-isolation \
 		-e ".[all,dev]" $(addprefix -e ,$(filter-out .,$(DISTRIBUTIONS)) $(EXAMPLES))
 	touch $@
 
