@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -14,6 +14,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import EngineClosedError, OutOfMemoryError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
@@ -52,33 +53,32 @@ class SingleProcessExecutor(Executor):
         if num_blocks is not None:  # known to be too few before anything is loaded
             check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len)
         device = torch.device(setup.device)
-        context_bytes = _open_device(device)
-        if device.type == "cuda":
-            self._on_device = torch.cuda.device(device)
-        laps.end("device")
-        kernels = make_kernels(setup, device)
-        model = load_model(setup, kernels)
-        laps.end("model")
-        prefill, decode = _make_backends(setup, model)
-        attention = PagedAttention(kernels, prefill, decode)
-        for index, layer in enumerate(model.attention_layers()):
-            layer.bind(attention, index)
-        for backend in {id(b): b for b in (prefill, decode)}.values():
-            backend.allocate()
-        laps.end("attention")
-        runner = self._runner = _make_runner(setup, model, attention)
-        cache = _make_cache(setup, model, runner, context_bytes)
-        attention.set_cache(cache)
-        laps.end("cache")
+        with _room(device, "the model", "free it of others, or take a smaller model or dtype"):
+            context_bytes = _open_device(device)
+            if device.type == "cuda":
+                self._on_device = torch.cuda.device(device)
+            laps.end("device")
+            kernels = make_kernels(setup, device)
+            model = load_model(setup, kernels)
+            laps.end("model")
+        with _room(device, "the attention backends' workspaces", _smaller_steps(setup)):
+            attention = _make_attention(setup, kernels, model)
+            laps.end("attention")
+        with _room(device, "the largest step there can be", _smaller_steps(setup)):
+            runner = self._runner = _make_runner(setup, model, attention)
+            cache = _make_cache(setup, model, runner, context_bytes)
+            attention.set_cache(cache)
+            laps.end("cache")
         load_seconds = sum(laps.seconds.values())
         if setup.cuda_graphs:
-            self._graphs = _capture(setup, runner, cache, laps)
+            with _room(device, "CUDA graphs", _fewer_graphs(setup)):
+                self._graphs = _capture(setup, runner, cache, laps)
         return WorkerInfo(
             num_blocks=cache.num_blocks,
             block_size=setup.block_size,
             max_model_len=setup.max_model_len,
             vocab_size=model.shape.vocab_size,
-            attention=_describe(prefill, decode),
+            attention=_describe(attention),
             device=_device_name(device),
             dtype=setup.dtype,
             cuda_graphs=setup.cuda_graphs,
@@ -118,6 +118,15 @@ class SingleProcessExecutor(Executor):
         return self._runner
 
 
+@contextmanager
+def _room(device: torch.device, what: str, remedy: str) -> Iterator[None]:
+    """Say what there was no room for, and what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
+
+
 def _open_device(device: torch.device) -> int:
     """Create the CUDA context; return the bytes that it took of the device, 0 on a CPU."""
     if device.type != "cuda":
@@ -133,6 +142,32 @@ def _open_device(device: torch.device) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return max(0, free_before - free_after)
+
+
+def _smaller_steps(setup: WorkerSetup) -> str:
+    limits = setup.config.limits
+    return (
+        f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len "
+        f"({setup.max_model_len}) or max_num_batched_tokens ({limits.max_num_batched_tokens})"
+    )
+
+
+def _fewer_graphs(setup: WorkerSetup) -> str:
+    return (
+        f"lower cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), "
+        "shorten cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
+    )
+
+
+def _make_attention(setup: WorkerSetup, kernels: KernelSet, model: LoadedModel) -> PagedAttention:
+    """The backends with their workspaces, known to every layer."""
+    prefill, decode = _make_backends(setup, model)
+    attention = PagedAttention(kernels, prefill, decode)
+    for index, layer in enumerate(model.attention_layers()):
+        layer.bind(attention, index)
+    for backend in {id(b): b for b in (prefill, decode)}.values():
+        backend.allocate()
+    return attention
 
 
 def _make_backends(
@@ -268,18 +303,12 @@ def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps
         progress=lambda keys: track(keys, "Capturing CUDA graphs"),
         laps=laps,
     )
-    try:
-        runner.capture(graphs)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"no room left to capture CUDA graphs on {runner.device}: {error}; lower "
-            f"cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), shorten "
-            "cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
-        ) from error
+    runner.capture(graphs)
     return graphs
 
 
-def _describe(prefill: AttentionBackend, decode: AttentionBackend) -> str:
+def _describe(attention: PagedAttention) -> str:
+    prefill, decode = attention.prefill_backend, attention.decode_backend
     if prefill is decode:
         return decode.describe()
     return f"prefill {prefill.describe()}, decode {decode.describe()}"

@@ -100,6 +100,35 @@ def test_too_few_pages_are_refused_before_weights_are_read(tmp_path: Path) -> No
         executor.start(setup)
 
 
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        ("nanovllm_core.worker.executor.load_model", "the model: full; .*smaller model"),
+        (
+            "nanovllm_attention_sdpa.backend.SdpaAttention.allocate",
+            r"the attention backends' workspaces: full; lower limits.max_num_seqs \(5\), max_model_len",
+        ),
+        (
+            "nanovllm_core.worker.runner.RowTables.allocate",
+            r"the largest step there can be: full; .*max_model_len \(64\) or max_num_batched_tokens",
+        ),
+    ],
+)
+def test_a_start_says_for_what_there_was_no_room_and_what_helps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str, said: str
+) -> None:
+    """A neighbour may hold the rest of the GPU; torch's own error names neither."""
+
+    def full(*arguments: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(fails, full)
+    executor, setup = prepare(folder)
+    with pytest.raises(OutOfMemoryError, match=f"no room on cpu for {said}"):
+        executor.start(setup)
+    executor.close()
+
+
 def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
     """`load_format: dummy` needs a config.json alone, and two starts of one seed agree."""
     write_config(tmp_path)
