@@ -121,6 +121,7 @@ class ModelRunner:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
         keys = (StepKey.decode(self.bucket_sizes[-1]), *self._mixed_keys)
         self.run_captured(max(keys, key=lambda key: key.total_tokens))
+        self._results.reset()  # it has reported, which no plan asked for
 
     # -- deltas -----------------------------------------------------------------------------------
 

@@ -46,6 +46,12 @@ def expected(questions: list[list[dict[str, str]]]) -> Iterator[list[list[int]]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
+    "a cache that is sized": {"cache.num_blocks": None, "cache.gpu_memory_utilization": 0.2},
+    "eager, a cache that is sized": {
+        "enforce_eager": True,
+        "cache.num_blocks": None,
+        "cache.gpu_memory_utilization": 0.2,
+    },
     "three steps ahead": {"steps_ahead": 3},
     "small chunks": {"max_num_batched_tokens": 48},
     "large pages": {"cache.block_size": 128, "cache.num_blocks": 256},
