@@ -325,7 +325,7 @@ def test_trial_steps_leave_no_trace_in_tables_or_results(
 ) -> None:
     """They run the largest steps on whatever pages are set, and requests come out as ever.
 
-    Where nothing is captured after them, as with `enforce_eager`, nothing else makes up for a trace.
+    With `enforce_eager` nothing is captured after them, which would make up for a trace.
     """
     arena = started.runner.tables.arena.clone()
     started.runner.trial_step(200)
