@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ import typer
 import yaml
 
 from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_choices import NamedPlugin
 from nanovllm_core.config_schema import config_schema
 from nanovllm_core.config_sources import load_with_sources, parse_setting, read_yaml
 from nanovllm_core.errors import ConfigError, NanoVLLMError
@@ -60,29 +61,23 @@ def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
     phases = {"attention.prefill": attention.prefill, "attention.decode": attention.decode}
     if attention.prefill == attention.decode:
         phases = {"attention": attention.prefill}
+    chosen: list[tuple[str, str, NamedPlugin]] = [
+        ("scheduler", "scheduler", config.scheduler),
+        ("executor", "executor", config.executor),
+        ("sampler", "sampler", config.sampler),
+        *_numbered("logits_processor", "logits_processors", config.logits_processors),
+        *_numbered("observer", "observers", config.observers),
+    ]
+    if config.kernels.name != "auto":
+        chosen.append(("kernels", "kernels", config.kernels))
     checks: list[Callable[[], object]] = [
-        partial(manager.resolve, kind, choice.name, choice.options, f"{kind}.options")
-        for kind, choice in (
-            ("scheduler", config.scheduler),
-            ("executor", config.executor),
-            ("sampler", config.sampler),
-            ("kernels", config.kernels),
-        )
-        if (kind, choice.name) != ("kernels", "auto")
+        partial(manager.resolve, kind, choice.name, choice.options, f"{path}.options")
+        for kind, path, choice in chosen
     ]
     checks += [
         partial(manager.resolve, "attention", choice.backend, choice.options, f"{path}.options")
         for path, choice in phases.items()
         if choice.backend != "auto"
-    ]
-    # One by one, so that a wrong one does not hide the next.
-    checks += [
-        partial(manager.resolve, kind, choice.name, choice.options, f"{path}[{index}].options")
-        for kind, path, choices in (
-            ("logits_processor", "logits_processors", config.logits_processors),
-            ("observer", "observers", config.observers),
-        )
-        for index, choice in enumerate(choices)
     ]
     checks.append(partial(manager.enable, config.plugins.enable))
     checks.append(partial(check_tensor_parallel_size, manager, config))
@@ -95,6 +90,13 @@ def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
     if wrong:
         # An executor that is not there fails two checks with one message.
         raise ConfigError("\n".join(dict.fromkeys(wrong)))
+
+
+def _numbered(
+    kind: str, path: str, choices: Sequence[NamedPlugin]
+) -> Iterator[tuple[str, str, NamedPlugin]]:
+    for index, choice in enumerate(choices):
+        yield kind, f"{path}[{index}]", choice
 
 
 def render(
