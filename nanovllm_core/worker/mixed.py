@@ -63,6 +63,32 @@ def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -
         num_rows = min(8 * num_rows, max_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The numbers of tokens and of entries that steps are captured with, increasing."""
+
+    tokens: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, mixed: Sequence[StepKey], decode: Sequence[int], num_chunks: int) -> StepSizes:
+        """Of mixed steps with room for `num_chunks`, and of decode steps; none without mixed."""
+        if not mixed:
+            return cls()
+        tokens = {*decode, *(key.total_tokens for key in mixed)}
+        entries = {*decode, *(key.num_rows + num_chunks for key in mixed)}
+        return cls(tuple(sorted(tokens)), tuple(sorted(entries)))
+
+    def fit(self, num_tokens: int, num_entries: int) -> tuple[int, int]:
+        """The smallest that hold these numbers; each as it is where none does."""
+        return _at_least(self.tokens, num_tokens), _at_least(self.entries, num_entries)
+
+
+def _at_least(sizes: Sequence[int], number: int) -> int:
+    place = bisect_left(sizes, number)
+    return sizes[place] if place < len(sizes) else number
+
+
 def pack_chunks(
     chunks: Sequence[PrefillChunk], num_entries: int, needs_tail: bool
 ) -> NDArray[np.int32]:

@@ -24,6 +24,7 @@ from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
+    StepSizes,
     aligned,
     captured_chunks,
     max_entries,
@@ -38,6 +39,18 @@ from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler import LogprobTensors, SamplerTail
 
 _NOTHING_ASKED = RowSampling()
+_EVERYTHING_ASKED = RowSampling(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.5,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    min_tokens=1,
+    stop_token_ids=(0,),
+    logprobs=1,
+)
 
 
 class ModelRunner:
@@ -75,6 +88,7 @@ class ModelRunner:
         self._results = ResultRing(self.device, num_entries, max_steps_in_flight)
         self._mixed_keys = tuple(mixed_keys(prompt_sizes, max_rows, max_model_len))
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
+        self._step_sizes = StepSizes.of(self._mixed_keys, bucket_sizes, num_chunks)
         num_tokens = max((key.total_tokens for key in self._mixed_keys), default=max_rows)
         self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, self.device)
         vocab_size = model.shape.vocab_size
@@ -111,11 +125,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
-        """Run the largest step there can be, to no effect but on page 0, for its peak memory."""
+        """Run the largest step there can be, to no effect but on page 0, for its peak memory.
+
+        With an update of the tables and the tail of a step in which every row asks for everything:
+        no request shall be the first to have a kernel compiled or loaded.
+        """
+        self._updates.set_active_rows(self._active)
+        self._send_updates()
         length = min(num_tokens, self.max_model_len)
         num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
         self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
+        for num_rows in {1, self.bucket_sizes[-1]}:  # few rows are cut by sorting, more are not
+            padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
+            rows, sampling = tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows
+            self._run_tail(self.logits[:num_rows], padding, rows, sampling)
+        self._results.reset()
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
@@ -135,6 +160,9 @@ class ModelRunner:
             self._updates.append_pages(plan.appends)
             if membership_changed:
                 self._set_active(plan.decode_rows)
+        self._send_updates()
+
+    def _send_updates(self) -> None:
         packed = self._updates.take()
         if packed is not None:
             self.ops.scatter_updates(self.tables.arena, self._staging.copy(packed))
@@ -251,17 +279,19 @@ class ModelRunner:
     ) -> MixedStep:
         """A step of just these chunks, in new memory.
 
-        On CUDA the chunks' inputs begin at an aligned address, unless there are fewer rows.
+        Where steps are captured it is padded to a size of theirs, if one is large enough: for a
+        product of a size that was never run kernels may have to be loaded, and requests wait. On
+        CUDA the chunks' inputs begin at an aligned address, unless there are fewer rows.
         """
         if self.device.type == "cuda":
             num_decode = min(aligned(num_decode), self.bucket_sizes[-1])
-        packed = pack_chunks(chunks, len(chunks), needs_tail)
         lengths = [chunk.length for chunk in chunks]
-        tokens, entries = num_decode + sum(lengths), num_decode + len(chunks)
+        tokens, entries = self._step_sizes.fit(num_decode + sum(lengths), num_decode + len(chunks))
+        num_chunks = entries - num_decode
         return MixedStep(
             StepInputs.allocate(tokens, entries, self.max_blocks, self.device),
             num_decode,
-            ChunkTable(self._staging.copy(packed), len(chunks)),
+            ChunkTable(self._staging.copy(pack_chunks(chunks, num_chunks, needs_tail)), num_chunks),
             max_query_len=max(lengths),
             max_seq_len=max(chunk.start + chunk.length for chunk in chunks),
         )

@@ -28,8 +28,10 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.startup import start
+from nanovllm_core.worker import logits
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.runner import ModelRunner
 
 from ..e2e.tiny import Reference, write_checkpoint
@@ -318,6 +320,66 @@ def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> Non
     assert result.token_ids.tolist() == Reference.of(folder).tokens(ids, 1)
     assert result.finished.tolist() == [True]
     started.executor.close()
+
+
+def test_more_prompts_than_a_captured_step_has_room_for_are_padded_to_sizes_that_were_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where products have new sizes a GPU loads new kernels, and all requests wait for them."""
+    started = Started(
+        folder, (8, 32, 64), max_num_seqs=16, cache={"num_blocks": 40}, cuda_graphs={"sizes": (16,)}
+    )
+    sizes, forward = [], LoadedModel.forward
+
+    def seen(model: LoadedModel, input_ids: Tensor, positions: Tensor) -> Tensor:
+        sizes.append(len(input_ids))
+        return forward(model, input_ids, positions)
+
+    monkeypatch.setattr(LoadedModel, "forward", seen)
+    prompts = [[3 + row, 1, 4] for row in range(11)]
+    plan = StepPlan(
+        admissions=tuple(admission(row, ids, 2 * row) for row, ids in enumerate(prompts)),
+        prefill=tuple(PrefillChunk(row, 0, 3, samples=True) for row in range(11)),
+    )
+    tokens = [started.run(plan).token_ids]
+    late = StepPlan(  # the eleven decode beside two more
+        admissions=(admission(11, PROMPTS[0], 22), admission(12, PROMPTS[2], 24)),
+        prefill=(PrefillChunk(11, 0, 5, samples=True), PrefillChunk(12, 0, 1, samples=True)),
+        decode_rows=tuple(range(11)),
+    )
+    tokens.append(started.run(late).token_ids)
+    reference = Reference.of(folder)
+    assert np.stack([tokens[0], tokens[1][:11]], axis=1).tolist() == [
+        reference.tokens(prompt, 2) for prompt in prompts
+    ]
+    first, last = reference.tokens(PROMPTS[0], 1), reference.tokens(PROMPTS[2], 1)
+    assert tokens[1][11:].tolist() == first + last
+    assert sizes[0] == 8 + 32, "33 prompt tokens: the smallest step that is captured beside rows"
+    assert started.graphs.replayed == [StepKey("mixed", 8, 16)]
+    started.executor.close()
+
+
+def test_a_trial_step_does_all_that_a_request_may_ask_for(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peak of memory is the true one, and no request is the first to run a kernel."""
+    done: set[str] = set()
+    for name in ("penalise", "forbid_stop_ids", "cut_min_p", "cut_top_k_top_p"):
+        real = getattr(logits, name)
+
+        def seen(*arguments: Any, name: str = name, real: Any = real) -> None:
+            done.add(f"{name} {len(arguments[0])}")
+            real(*arguments)
+
+        monkeypatch.setattr(logits, name, seen)
+    scattered: list[int] = []
+    monkeypatch.setattr(
+        started.runner.ops, "scatter_updates", lambda arena, updates: scattered.append(1)
+    )
+    started.runner.trial_step(200)
+    asked = ("penalise", "forbid_stop_ids", "cut_min_p", "cut_top_k_top_p")
+    assert done == {f"{name} {rows}" for name in asked for rows in (1, 8)}
+    assert scattered == [1]
 
 
 def test_a_trial_step_leaves_no_trace_in_tables_or_results(
