@@ -24,9 +24,8 @@ from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
-    StepSizes,
     aligned,
-    captured_chunks,
+    chunk_room,
     max_entries,
     mixed_keys,
     pack_chunks,
@@ -79,7 +78,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.bucket_sizes = bucket_sizes
         max_rows = bucket_sizes[-1]
-        num_entries, num_chunks = max_entries(max_rows), captured_chunks(max_rows)
+        num_entries = max_entries(max_rows)
         self.tables = RowTables.allocate(max_rows, max_model_len, block_size, self.device)
         self.max_blocks = self.tables.block_table.shape[1]
         self.ops = get_row_ops(self.device)
@@ -88,15 +87,16 @@ class ModelRunner:
         self._results = ResultRing(self.device, num_entries, max_steps_in_flight)
         self._mixed_keys = tuple(mixed_keys(prompt_sizes, max_rows, max_model_len))
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
-        self._step_sizes = StepSizes.of(self._mixed_keys, bucket_sizes, num_chunks)
         num_tokens = max((key.total_tokens for key in self._mixed_keys), default=max_rows)
         self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, self.device)
         vocab_size = model.shape.vocab_size
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=self.device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=self.device)
-        self._chunks = ChunkTable(
-            torch.from_numpy(pack_chunks((), num_chunks, False)).to(self.device), num_chunks
-        )
+        self._chunks = {
+            num_rows: ChunkTable.allocate(chunk_room(num_rows, max_rows), self.device)
+            for num_rows in {key.num_rows for key in self._mixed_keys}
+        }
+        """By the decode entries of the captured steps that read it."""
         self._entries = torch.arange(num_entries, device=self.device)
         self._never = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.sampler = sampler
@@ -244,31 +244,33 @@ class ModelRunner:
             self._mixed(step)
         else:
             step = self._captured_step(key)
-            packed = pack_chunks(plan.prefill, self._chunks.num_chunks, needs_tail)
-            self._staging.copy(packed, out=self._chunks.packed)
+            packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
+            self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
         self._finish_mixed(plan, step, needs_tail)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
-        if len(plan.prefill) > self._chunks.num_chunks:
-            return None
+        num_chunks = len(plan.prefill)
         num_tokens, num_rows = sum(chunk.length for chunk in plan.prefill), len(plan.decode_rows)
         fitting = (
             key
             for key in self._mixed_keys
-            if key.num_tokens >= num_tokens and key.num_rows >= num_rows
+            if key.num_tokens >= num_tokens
+            and key.num_rows >= num_rows
+            and self._chunks[key.num_rows].num_chunks >= num_chunks
         )
         return min(fitting, key=lambda key: key.total_tokens, default=None)
 
     def _captured_step(self, key: StepKey) -> MixedStep:
         """The padded step of `key`, in the memory that its graph reads."""
-        entries = key.num_rows + self._chunks.num_chunks
+        chunks = self._chunks[key.num_rows]
+        entries = key.num_rows + chunks.num_chunks
         inputs = self._inputs.slice(slice(key.total_tokens), slice(entries))
         return MixedStep(
             inputs,
             key.num_rows,
-            self._chunks,
+            chunks,
             max_query_len=min(key.num_tokens, self.max_model_len),
             max_seq_len=self.max_model_len,
         )
@@ -279,19 +281,17 @@ class ModelRunner:
     ) -> MixedStep:
         """A step of just these chunks, in new memory.
 
-        Where steps are captured it is padded to a size of theirs, if one is large enough: for a
-        product of a size that was never run kernels may have to be loaded, and requests wait. On
-        CUDA the chunks' inputs begin at an aligned address, unless there are fewer rows.
+        On CUDA the chunks' inputs begin at an aligned address, unless there are fewer rows.
         """
         if self.device.type == "cuda":
             num_decode = min(aligned(num_decode), self.bucket_sizes[-1])
+        packed = pack_chunks(chunks, len(chunks), needs_tail)
         lengths = [chunk.length for chunk in chunks]
-        tokens, entries = self._step_sizes.fit(num_decode + sum(lengths), num_decode + len(chunks))
-        num_chunks = entries - num_decode
+        tokens, entries = num_decode + sum(lengths), num_decode + len(chunks)
         return MixedStep(
             StepInputs.allocate(tokens, entries, self.max_blocks, self.device),
             num_decode,
-            ChunkTable(self._staging.copy(pack_chunks(chunks, num_chunks, needs_tail)), num_chunks),
+            ChunkTable(self._staging.copy(packed), len(chunks)),
             max_query_len=max(lengths),
             max_seq_len=max(chunk.start + chunk.length for chunk in chunks),
         )

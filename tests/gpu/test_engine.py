@@ -150,7 +150,7 @@ print(compiled)
 
 
 def test_no_kernel_is_compiled_once_requests_come() -> None:
-    """Few prompts or more than a captured step holds, sampled as they like: all was tried at start.
+    """Few prompts or many at once, sampled as they like: everything was tried at start.
 
     In a process of its own, where no other test has had a kernel compiled.
     """

@@ -31,7 +31,6 @@ from nanovllm_core.startup import start
 from nanovllm_core.worker import logits
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
-from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.runner import ModelRunner
 
 from ..e2e.tiny import Reference, write_checkpoint
@@ -257,7 +256,8 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
     assert key([1], 9) == StepKey("mixed", 8, 16)
     assert key([33], 0) is None, "too many tokens"
     assert key([1] * 8, 8) == StepKey("mixed", 8, 8)
-    assert key([1] * 9, 0) is None, "too many chunks"
+    assert key([1] * 9, 0) == StepKey("mixed", 32, 16), "more chunks than there is room beside 8"
+    assert key([1] * 16, 0) == StepKey("mixed", 32, 16), "as many as there are rows"
     started.run(prefill((0, 1, 2)))
     started.run(StepPlan(decode_rows=(0, 1, 2)))
     assert started.graphs.replayed == [StepKey("mixed", 32, 8), StepKey.decode(3)]
@@ -322,27 +322,16 @@ def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> Non
     started.executor.close()
 
 
-def test_more_prompts_than_a_captured_step_has_room_for_are_padded_to_sizes_that_were_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where products have new sizes a GPU loads new kernels, and all requests wait for them."""
-    started = Started(
-        folder, (8, 32, 64), max_num_seqs=16, cache={"num_blocks": 40}, cuda_graphs={"sizes": (16,)}
-    )
-    sizes, forward = [], LoadedModel.forward
-
-    def seen(model: LoadedModel, input_ids: Tensor, positions: Tensor) -> Tensor:
-        sizes.append(len(input_ids))
-        return forward(model, input_ids, positions)
-
-    monkeypatch.setattr(LoadedModel, "forward", seen)
+def test_a_prompt_for_every_row_is_one_replay(folder: Path) -> None:
+    """A burst of short prompts, and then decoding rows beside two more."""
+    started = Started(folder, (8, 32, 64), max_num_seqs=16, cache={"num_blocks": 40})
     prompts = [[3 + row, 1, 4] for row in range(11)]
     plan = StepPlan(
         admissions=tuple(admission(row, ids, 2 * row) for row, ids in enumerate(prompts)),
         prefill=tuple(PrefillChunk(row, 0, 3, samples=True) for row in range(11)),
     )
     tokens = [started.run(plan).token_ids]
-    late = StepPlan(  # the eleven decode beside two more
+    late = StepPlan(
         admissions=(admission(11, PROMPTS[0], 22), admission(12, PROMPTS[2], 24)),
         prefill=(PrefillChunk(11, 0, 5, samples=True), PrefillChunk(12, 0, 1, samples=True)),
         decode_rows=tuple(range(11)),
@@ -354,8 +343,7 @@ def test_more_prompts_than_a_captured_step_has_room_for_are_padded_to_sizes_that
     ]
     first, last = reference.tokens(PROMPTS[0], 1), reference.tokens(PROMPTS[2], 1)
     assert tokens[1][11:].tolist() == first + last
-    assert sizes[0] == 8 + 32, "33 prompt tokens: the smallest step that is captured beside rows"
-    assert started.graphs.replayed == [StepKey("mixed", 8, 16)]
+    assert started.graphs.replayed == [StepKey("mixed", 64, 16), StepKey("mixed", 8, 16)]
     started.executor.close()
 
 
