@@ -21,6 +21,7 @@ from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.logits import MAX_SORTED_ROWS
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
@@ -48,7 +49,7 @@ _EVERYTHING_ASKED = RowSampling(
     frequency_penalty=0.1,
     min_tokens=1,
     stop_token_ids=(0,),
-    logprobs=1,
+    logprobs=2,
 )
 
 
@@ -127,8 +128,8 @@ class ModelRunner:
     def trial_step(self, num_tokens: int) -> None:
         """Run the largest step there can be, to no effect but on page 0, for its peak memory.
 
-        With an update of the tables and the tail of a step in which every row asks for everything:
-        no request shall be the first to have a kernel compiled or loaded.
+        With an update of the tables and the tail of a step in which every row asks for everything
+        but processors: no request shall be the first to have these kernels compiled or loaded.
         """
         self._updates.set_active_rows(self._active)
         self._send_updates()
@@ -136,7 +137,9 @@ class ModelRunner:
         num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
         self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
-        for num_rows in {1, self.bucket_sizes[-1]}:  # few rows are cut by sorting, more are not
+        max_rows = self.bucket_sizes[-1]
+        # One row, some and many are sorted, summed and cut by kernels of their own.
+        for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
             padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
             rows, sampling = tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows
             self._run_tail(self.logits[:num_rows], padding, rows, sampling)
@@ -146,6 +149,7 @@ class ModelRunner:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
         keys = (StepKey.decode(self.bucket_sizes[-1]), *self._mixed_keys)
         self.run_captured(max(keys, key=lambda key: key.total_tokens))
+        self._results.reset()  # it has reported, which no plan asked for
 
     # -- deltas -----------------------------------------------------------------------------------
 
