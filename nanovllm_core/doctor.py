@@ -236,8 +236,10 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
     """One plugin: does its light module load, can it run here, is its code importable."""
     plugin = status.plugin
     label = _label(status)
-    remedy = f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or "
-    remedy += "uninstall it"
+    remedy = (
+        f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or uninstall "
+        f"it; if it is yours: nanovllm plugins validate {plugin.name}"
+    )
     who = f"{plugin.distribution} {plugin.version}"
     try:
         if plugin.kind == EXTENSION:

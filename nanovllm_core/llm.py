@@ -134,6 +134,11 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer conversations, lists of `{"role", "content"}`, by the checkpoint's template."""
+        if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
+            raise InvalidPromptError(
+                "conversations: expected a list of messages {'role', 'content'} or a list of "
+                f"these, got {type(conversations).__name__} {conversations!r:.80}"
+            )
         many = (
             [conversations]
             if conversations and isinstance(conversations[0], Mapping)
@@ -230,6 +235,8 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         try:
+            if isinstance(prompt, bytes | bytearray):  # a list of integers, but not of ids
+                raise TypeError
             return list(prompt)
         except TypeError:
             raise InvalidPromptError(
@@ -293,7 +300,7 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise InvalidPromptError(
             "prompts: expected text, a list of token ids or a list of these, got "
             f"{type(prompts).__name__} {prompts!r:.80}"

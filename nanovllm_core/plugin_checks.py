@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -22,6 +22,7 @@ from nanovllm_core.interfaces.specs import (
     PluginSpec,
     ResolvedPlugin,
     SamplerSpec,
+    SchedulerSpec,
 )
 from nanovllm_core.kinds import KIND, KIND_CONTRACT, KINDS, NO_SPEC, Kind, contract_problem
 from nanovllm_core.plugin_discovery import UNKNOWN, InstalledPlugin
@@ -97,6 +98,10 @@ def _unusable_field(spec: PluginSpec, kind: str) -> str | None:
         return f"capabilities {spec.capabilities!r:.80} are not AttentionCapabilities"
     if isinstance(spec, SamplerSpec | KernelSetSpec) and not isinstance(spec.devices, Set):
         return f"devices {spec.devices!r} is not a set of torch's device types, such as {{'cuda'}}"
+    if isinstance(spec, SchedulerSpec):
+        levels = get_args(get_type_hints(SchedulerSpec)["level"])
+        if spec.level not in levels:
+            return f"level {spec.level!r} is none of {', '.join(levels)}"
     if isinstance(spec, ModelSpec | CheckpointSpec) and spec.options.model_fields:
         return f"options {spec.options.__name__} are given by no configuration to a {kind}"
     return None

@@ -238,6 +238,8 @@ def test_a_plugin_that_breaks_the_contract_is_refused_by_name(
          "devices 'cuda' is not a set of torch's device types"),
         ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=1, devices=None)",
          "devices None is not a set of torch's device types"),
+        ("scheduler", "schedulers", "SchedulerSpec(name='x', impl='x:X', contract=1, level='p')",
+         "level 'p' is none of policy, scheduler"),
         ("model", "models", "ModelSpec(name='x', impl='x:X', contract=1, options=O)",
          "options O are given by no configuration to a model"),
         ("checkpoint", "checkpoints", "CheckpointSpec(name='x', impl='x:X', contract=1, options=O)",

@@ -62,12 +62,27 @@ def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
         phases = {"attention": attention.prefill}
     checks: list[Callable[[], object]] = [
         partial(manager.resolve, kind, choice.name, choice.options, f"{kind}.options")
-        for kind, choice in (("scheduler", config.scheduler), ("executor", config.executor))
+        for kind, choice in (
+            ("scheduler", config.scheduler),
+            ("executor", config.executor),
+            ("sampler", config.sampler),
+            ("kernels", config.kernels),
+        )
+        if (kind, choice.name) != ("kernels", "auto")
     ]
     checks += [
         partial(manager.resolve, "attention", choice.backend, choice.options, f"{path}.options")
         for path, choice in phases.items()
         if choice.backend != "auto"
+    ]
+    # One by one, so that a wrong one does not hide the next.
+    checks += [
+        partial(manager.resolve, kind, choice.name, choice.options, f"{path}[{index}].options")
+        for kind, path, choices in (
+            ("logits_processor", "logits_processors", config.logits_processors),
+            ("observer", "observers", config.observers),
+        )
+        for index, choice in enumerate(choices)
     ]
     checks.append(partial(manager.enable, config.plugins.enable))
     checks.append(partial(check_tensor_parallel_size, manager, config))

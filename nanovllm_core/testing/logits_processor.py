@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm_core.interfaces.logits_processor import (
@@ -26,8 +27,13 @@ VOCAB, LENGTH = 50, 32
 PROMPT = (7, 3, 3, 11)
 OUTPUTS: Sequence[tuple[int, ...]] = ((), (4,), (9, 9, 2, 30, 1, 12), (5,) * 28)
 """What four rows have given so far; the last one's ids fill the table."""
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+WAITING = (
+    *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"),
+    *("_unique2", "unique_dim", "unique_consecutive", "bincount"),
+)
 """Operations whose result the host, or a shape, waits for."""
+READING = ("tolist", "cpu", "numpy", "item", "__array__", "__bool__", "__int__", "__float__")
+"""Methods of a tensor that bring its values to the host; on a CPU they may be no operation."""
 
 
 class LogitsProcessorConformance(SpecConformance):
@@ -88,6 +94,16 @@ class LogitsProcessorConformance(SpecConformance):
         assert not logits_SV.isposinf().any()
         assert (logits_SV > float("-inf")).any(-1).all()
 
+    def test_rows_are_changed_in_place(
+        self, processor: LogitsProcessor, asked: list[BaseModel]
+    ) -> None:
+        """What `process` returns, nobody reads: it changes the logits that it is given."""
+        logits_SV = random_logits()
+        returned: object = processor.process(logits_SV, make_requests(processor, asked))
+        assert returned is None, f"process returned {type(returned).__name__}, which is ignored"
+        if torch.equal(logits_SV, random_logits()):
+            pytest.skip("it changed no logit: state `arguments` with which it does something")
+
     def test_a_row_is_changed_by_its_own_request_alone(
         self, processor: LogitsProcessor, asked: list[BaseModel]
     ) -> None:
@@ -130,8 +146,18 @@ class LogitsProcessorConformance(SpecConformance):
     ) -> None:
         """No value is read on the host, and no shape depends on one."""
         requests = make_requests(processor, asked)
-        with RefuseWaiting():  # type: ignore[no-untyped-call]
-            processor.process(random_logits(), requests)
+        logits_SV = random_logits()
+        with RefuseReading(), RefuseWaiting():  # type: ignore[no-untyped-call]
+            processor.process(logits_SV, requests)
+
+
+class RefuseReading(TorchFunctionMode):
+    """Fails where a tensor's values are brought to the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READING:
+            raise AssertionError(f"{func.__name__} waits for the device")
+        return func(*args, **(kwargs or {}))
 
 
 class RefuseWaiting(TorchDispatchMode):

@@ -123,7 +123,10 @@ def _room(device: torch.device, what: str, remedy: str) -> Iterator[None]:
     """Say what there was no room for, and what helps."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not full and "DefaultCPUAllocator" not in str(error):
+            raise
         raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
 
 

@@ -43,7 +43,8 @@ class KVCache:
         )
         try:
             return cls(_zeros(size, dtype, device))
-        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        # torch.OutOfMemoryError is a RuntimeError; the others are of sizes beyond all bounds.
+        except (MemoryError, RuntimeError, ValueError, OverflowError, TypeError) as error:
             gib = math.prod(size) * dtype.itemsize / _GIB
             raise OutOfMemoryError(
                 f"cache.num_blocks: {num_blocks} pages of {block_size} tokens take {gib:.1f} GiB, "

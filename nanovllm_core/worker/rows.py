@@ -15,7 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission, PageAppend
+
+_MAX_ELEMENTS = 2**31
+"""The device is told of elements by int32 addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,13 @@ class RowTables:
             "active_rows": (max_num_seqs,),
             "skip_sampler": (1,),
         }
-        arena = torch.zeros(sum(map(_numel, shapes.values())), dtype=torch.int32, device=device)
+        size = sum(map(_numel, shapes.values()))
+        if size >= _MAX_ELEMENTS:
+            raise OutOfMemoryError(
+                f"limits.max_num_seqs ({max_num_seqs}) rows of max_model_len ({max_model_len}) ids "
+                f"need tables of {size} numbers, {_MAX_ELEMENTS - 1} at most; lower one of them"
+            )
+        arena = torch.zeros(size, dtype=torch.int32, device=device)
         views, start = {}, 0
         for name, shape in shapes.items():
             views[name] = arena[start : start + _numel(shape)].view(shape)

@@ -291,8 +291,14 @@ def test_a_bad_prompt_is_refused_before_any_is_run(
     assert busy.stats.waiting == 0
 
 
+def test_bytes_are_not_taken_for_token_ids(shared_engine: LLM) -> None:
+    """Each of them is an integer, and the text would be about something else."""
+    with pytest.raises(InvalidPromptError, match=r"a prompt is text or .*got bytes b'abc'"):
+        shared_engine.generate([PROMPTS[0], b"abc"])  # type: ignore[list-item]
+
+
 def test_something_that_is_no_prompt_is_refused(shared_engine: LLM) -> None:
-    for prompts in (5, None, {1, 2}, np.array([1, 2])):
+    for prompts in (5, None, {1, 2}, np.array([1, 2]), b"abc", bytearray(b"abc")):
         with pytest.raises(InvalidPromptError, match="expected text, a list of token ids or"):
             shared_engine.generate(prompts)  # type: ignore[arg-type]
     with pytest.raises(InvalidPromptError, match="2 sampling_params for 1 prompts"):
@@ -305,7 +311,10 @@ def test_something_that_is_no_prompt_is_refused(shared_engine: LLM) -> None:
         ([{"role": "user"}], "must be one or more"),
         ([{"role": "user", "content": 5}], "must be one or more"),
         ([[]], "must be one or more"),
-        ("hello", "must be one or more"),
+        ("hello", "expected a list of messages .*got str 'hello'"),
+        ({"role": "user", "content": "x"}, "expected a list of messages .*got dict"),
+        (5, "expected a list of messages .*got int 5"),
+        (None, "expected a list of messages .*got NoneType"),
     ],
     ids=repr,
 )

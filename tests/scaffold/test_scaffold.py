@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import nanovllm_core
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.errors import ScaffoldError
+from nanovllm_core.errors import ConfigError, ScaffoldError
 from nanovllm_core.kinds import EXTENSION, KIND, KINDS
 from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_validation import validate_package
@@ -174,3 +174,12 @@ def test_the_command_writes_where_it_is_told_and_says_what_is_next(tmp_path: Pat
     folder = tmp_path / "scheduler_fair"
     assert f"{folder}/nanovllm_scheduler_fair/scheduler.py" in result.output
     assert f'pip install -e "{folder}[dev]" && pytest {folder}' in result.output
+
+
+def test_a_level_is_for_schedulers_alone(tmp_path: Path) -> None:
+    """For another kind it would go unnoticed."""
+    arguments = ["plugins", "new", "sampler", "fair", "--into", str(tmp_path)]
+    result = CliRunner().invoke(make_app(), [*arguments, "--level", "policy"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--level policy: only schedulers have levels, not sampler" in str(result.exception)
+    assert not list(tmp_path.iterdir())

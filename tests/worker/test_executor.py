@@ -129,6 +129,33 @@ def test_a_start_says_for_what_there_was_no_room_and_what_helps(
     executor.close()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"max_num_seqs": 3 * 10**7, "max_num_batched_tokens": 3 * 10**7},
+            r"max_num_seqs \(30000000\) rows of max_model_len \(64\) ids need tables of",
+        ),
+        (
+            {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
+            r"no room on cpu for the attention .*lower limits.max_num_seqs \(1000000000000\)",
+        ),
+        ({"cache": {"num_blocks": 10**30}}, r"cache.num_blocks: 10+ pages .*ask for fewer"),
+    ],
+    ids=["rows", "rows beyond the memory", "pages"],
+)
+def test_sizes_beyond_all_bounds_are_refused_by_name(
+    folder: Path, changes: dict[str, Any], said: str
+) -> None:
+    """Neither torch's allocator nor an overflow has the last word."""
+    executor, setup = prepare(
+        folder, cuda_graphs={"sizes": (changes.get("max_num_seqs", 5),)}, **changes
+    )
+    with pytest.raises(OutOfMemoryError, match=said):
+        executor.start(setup)
+    executor.close()
+
+
 def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
     """`load_format: dummy` needs a config.json alone, and two starts of one seed agree."""
     write_config(tmp_path)

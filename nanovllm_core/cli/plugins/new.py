@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.scaffold import TEMPLATES, new_plugin
 
 
@@ -15,11 +16,16 @@ def new(
     name: Annotated[str, typer.Argument(help="Its name in the configuration, as in my_plugin.")],
     into: Annotated[Path, typer.Option(help="The folder in which KIND_NAME is made.")] = Path(),
     level: Annotated[
-        str, typer.Option(help="Of a scheduler: policy (an order) or scheduler (every step).")
-    ] = "policy",
+        str | None,
+        typer.Option(
+            help="Of a scheduler: policy (an order; the default) or scheduler (every step)."
+        ),
+    ] = None,
 ) -> None:
     """Write a plugin package that works: code, options, tests, README, CI."""
-    folder = new_plugin(kind, name, into, level)
+    if level is not None and kind != "scheduler":
+        raise ConfigError(f"--level {level}: only schedulers have levels, not {kind}; leave it out")
+    folder = new_plugin(kind, name, into, level or "policy")
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         print(path)
     print(f'\nNext: pip install -e "{folder}[dev]" && pytest {folder}')
