@@ -103,7 +103,8 @@ def find_threshold(
     return threshold, above
 
 
-@triton.jit
+# Both are parts of one upload, whose addresses follow from how many rows ask for what.
+@triton.jit(do_not_specialize_on_alignment=["which_ptr", "top_k_ptr"])
 def cut_top_k_top_p_kernel(
     logits_ptr,
     which_ptr,

@@ -257,13 +257,16 @@ def _make_cache(
     block_size, shape = setup.block_size, model.shape
     per_block = block_bytes(shape, block_size, model.dtype)
     num_blocks = setup.config.cache.num_blocks
-    if num_blocks is None and model.device.type == "cuda":
+    if model.device.type == "cuda":
         runner.attention.set_cache(
             KVCache.allocate(shape, 1, block_size, model.dtype, model.device)
         )
+        # A given number is honoured; but no request shall be the first to run a kernel.
         graph_bytes = _try_steps(setup, runner)
-        memory = DeviceMemory.measure(model.device, context_bytes, graph_bytes)
-        num_blocks = num_blocks_on_gpu(memory, setup.config.cache.gpu_memory_utilization, per_block)
+        if num_blocks is None:
+            memory = DeviceMemory.measure(model.device, context_bytes, graph_bytes)
+            share = setup.config.cache.gpu_memory_utilization
+            num_blocks = num_blocks_on_gpu(memory, share, per_block)
     elif num_blocks is None:
         num_blocks = num_blocks_on_cpu(
             per_block, runner.max_blocks, setup.config.limits.max_num_seqs

@@ -1,9 +1,9 @@
 """Steps with prompt chunks: their sizes, and their chunks as one table on the device.
 
 Decode entries come first, one token each, then the chunks, packed. A step that is captured is
-padded at three places: decode entries to one of a few sizes, chunks to a fixed number, and prompt
-tokens to one of the configured sizes. Padding passes through the layers, but it stores no key,
-advances no row, and is left out of the result.
+padded at three places: decode entries to one of a few sizes, chunks to a number that follows from
+it, and prompt tokens to one of the configured sizes. Padding passes through the layers, but it
+stores no key, advances no row, and is left out of the result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,9 +24,7 @@ from nanovllm_core.worker.graphs import StepKey
 
 T = TypeVar("T")
 
-_MOST_CHUNKS = 8
-"""Each is a row of programs in every attention layer, which exit at once where it is padding."""
-
+_FEW_CHUNKS = 8
 _FIRST_ROWS = 8
 _ALIGNED = 4
 """int32 elements in 16 bytes: kernels are compiled for addresses of that alignment."""
@@ -36,14 +35,18 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def captured_chunks(max_rows: int) -> int:
-    """The chunks that a captured step has room for; a step with more runs eagerly."""
-    return min(_MOST_CHUNKS, max_rows)
+def chunk_room(num_rows: int, max_rows: int) -> int:
+    """The chunks that a captured step beside `num_rows` decode entries has room for.
+
+    Beside the most rows as many, so that no step has too many prompts for every graph. Each is a
+    row of the output head and of the sampler, so beside fewer there is room for few.
+    """
+    return max_rows if num_rows == max_rows else min(_FEW_CHUNKS, max_rows)
 
 
 def max_entries(max_rows: int) -> int:
-    """The most entries that a step has, padding included: a full batch and room for chunks."""
-    return max_rows + captured_chunks(max_rows)
+    """The most entries that a step has, padding included: a full batch and as many chunks."""
+    return max_rows + chunk_room(max_rows, max_rows)
 
 
 def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[StepKey]:
@@ -53,10 +56,10 @@ def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -
     products, little beside the prompt's tokens, and a graph costs time at start: so each number of
     entries is eight times the one before.
     """
-    largest = captured_chunks(max_rows) * max_model_len
-    sizes = prompt_sizes[: 1 + bisect_left(prompt_sizes, largest)]
     num_rows = min(_FIRST_ROWS, max_rows)
     while True:
+        largest = chunk_room(num_rows, max_rows) * max_model_len
+        sizes = prompt_sizes[: 1 + bisect_left(prompt_sizes, largest)]
         yield from (StepKey("mixed", size, num_rows) for size in sizes)
         if num_rows == max_rows:
             return
@@ -88,6 +91,11 @@ class ChunkTable:
 
     packed: Tensor  # [7, W]
     num_chunks: int
+
+    @classmethod
+    def allocate(cls, num_chunks: int, device: torch.device) -> ChunkTable:
+        """Room for chunks; it holds none."""
+        return cls(torch.from_numpy(pack_chunks((), num_chunks, False)).to(device), num_chunks)
 
     @property
     def query_start_loc(self) -> Tensor:

@@ -21,11 +21,12 @@ from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.logits import MAX_SORTED_ROWS
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
     aligned,
-    captured_chunks,
+    chunk_room,
     max_entries,
     mixed_keys,
     pack_chunks,
@@ -38,6 +39,18 @@ from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler import LogprobTensors, SamplerTail
 
 _NOTHING_ASKED = RowSampling()
+_EVERYTHING_ASKED = RowSampling(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.5,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    min_tokens=1,
+    stop_token_ids=(0,),
+    logprobs=2,
+)
 
 
 class ModelRunner:
@@ -66,7 +79,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.bucket_sizes = bucket_sizes
         max_rows = bucket_sizes[-1]
-        num_entries, num_chunks = max_entries(max_rows), captured_chunks(max_rows)
+        num_entries = max_entries(max_rows)
         self.tables = RowTables.allocate(max_rows, max_model_len, block_size, self.device)
         self.max_blocks = self.tables.block_table.shape[1]
         self.ops = get_row_ops(self.device)
@@ -80,9 +93,11 @@ class ModelRunner:
         vocab_size = model.shape.vocab_size
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=self.device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=self.device)
-        self._chunks = ChunkTable(
-            torch.from_numpy(pack_chunks((), num_chunks, False)).to(self.device), num_chunks
-        )
+        self._chunks = {
+            num_rows: ChunkTable.allocate(chunk_room(num_rows, max_rows), self.device)
+            for num_rows in {key.num_rows for key in self._mixed_keys}
+        }
+        """By the decode entries of the captured steps that read it."""
         self._entries = torch.arange(num_entries, device=self.device)
         self._never = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.sampler = sampler
@@ -111,11 +126,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
-        """Run the largest step there can be, to no effect but on page 0, for its peak memory."""
+        """Run the largest step there can be, to no effect but on page 0, for its peak memory.
+
+        With an update of the tables and the tail of a step in which every row asks for everything
+        but processors: no request shall be the first to have these kernels compiled or loaded.
+        """
+        self._updates.set_active_rows(self._active)
+        self._send_updates()
         length = min(num_tokens, self.max_model_len)
         num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
         self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
+        max_rows = self.bucket_sizes[-1]
+        # One row, some and many are sorted, summed and cut by kernels of their own.
+        for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
+            padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
+            rows, sampling = tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows
+            self._run_tail(self.logits[:num_rows], padding, rows, sampling)
+        self._results.reset()
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
@@ -136,6 +164,9 @@ class ModelRunner:
             self._updates.append_pages(plan.appends)
             if membership_changed:
                 self._set_active(plan.decode_rows)
+        self._send_updates()
+
+    def _send_updates(self) -> None:
         packed = self._updates.take()
         if packed is not None:
             self.ops.scatter_updates(self.tables.arena, self._staging.copy(packed))
@@ -217,31 +248,33 @@ class ModelRunner:
             self._mixed(step)
         else:
             step = self._captured_step(key)
-            packed = pack_chunks(plan.prefill, self._chunks.num_chunks, needs_tail)
-            self._staging.copy(packed, out=self._chunks.packed)
+            packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
+            self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
         self._finish_mixed(plan, step, needs_tail)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
-        if len(plan.prefill) > self._chunks.num_chunks:
-            return None
+        num_chunks = len(plan.prefill)
         num_tokens, num_rows = sum(chunk.length for chunk in plan.prefill), len(plan.decode_rows)
         fitting = (
             key
             for key in self._mixed_keys
-            if key.num_tokens >= num_tokens and key.num_rows >= num_rows
+            if key.num_tokens >= num_tokens
+            and key.num_rows >= num_rows
+            and self._chunks[key.num_rows].num_chunks >= num_chunks
         )
         return min(fitting, key=lambda key: key.total_tokens, default=None)
 
     def _captured_step(self, key: StepKey) -> MixedStep:
         """The padded step of `key`, in the memory that its graph reads."""
-        entries = key.num_rows + self._chunks.num_chunks
+        chunks = self._chunks[key.num_rows]
+        entries = key.num_rows + chunks.num_chunks
         inputs = self._inputs.slice(slice(key.total_tokens), slice(entries))
         return MixedStep(
             inputs,
             key.num_rows,
-            self._chunks,
+            chunks,
             max_query_len=min(key.num_tokens, self.max_model_len),
             max_seq_len=self.max_model_len,
         )

@@ -134,12 +134,50 @@ def test_a_steady_step_is_one_replay_and_never_waits(replays: list[StepKey]) -> 
         assert replays == [StepKey.decode(32)] * 50
 
 
+TRAFFIC = """
+import triton
+from nanovllm_core import LLM, SamplingParams
+
+compiled = []
+settings = {"device": "cuda", "max_num_seqs": 32, "max_model_len": 512, "cache.num_blocks": 1024}
+with LLM("demo", attention="triton", **settings) as llm:
+    triton.knobs.runtime.jit_post_compile_hook = lambda **seen: compiled.append(seen["fn"].name)
+    plain = {"temperature": 0.8, "max_tokens": 4}
+    everything = plain | {
+        "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "logprobs": 2,
+        "min_tokens": 2,
+    }
+    for count in (1, 2, 3, 9, 20):
+        for asked in (plain, everything):
+            for length in (1, 7, 40):
+                prompts = [[3 + row] * (length + row) for row in range(count)]
+                late = llm.stream([9] * length, SamplingParams(temperature=0.8, max_tokens=9))
+                next(late)
+                llm.generate(prompts, SamplingParams(**asked), use_tqdm=False)
+                list(late)
+print(compiled)
+"""
+
+
+def test_no_kernel_is_compiled_once_requests_come() -> None:
+    """Few prompts or many, alone or beside another's answer, sampled as they like.
+
+    In a process of its own, where no other test has had a kernel compiled.
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", TRAFFIC], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "[]"
+
+
 def test_three_generate_calls_in_a_row_leave_peak_memory_unchanged() -> None:
     """What the allocator has taken after the first call is enough for the next two."""
     params = SamplingParams(temperature=0.8, max_tokens=64, ignore_eos=True)
     prompts = [[1 + i] * (20 + 8 * i) for i in range(48)]
     peaks = []
     with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:
+        torch.cuda.reset_peak_memory_stats()  # the start's own was larger
         for _ in range(3):
             llm.reset_prefix_cache()
             llm.generate(prompts, params, use_tqdm=False)

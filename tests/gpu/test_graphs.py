@@ -66,11 +66,11 @@ def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
 def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
     machine: Callable[..., Machine], backend: str
 ) -> None:
-    """Every captured mixed step, padded as it is, with rows and chunks that fill it or nearly none.
+    """Every captured mixed step, padded as it is: nearly empty, full of tokens, full of chunks.
 
-    Chunks differ in number, length and context; some sample and some do not; the rows that decode
-    are fewer than the step has room for. Logits and tables agree to the last bit with the same step
-    launched eagerly.
+    Chunks differ in number, length and context; all but one sample; the rows that decode are fewer
+    than the step has room for. Logits and tables agree to the last bit with the same step launched
+    eagerly.
     """
     made = machine(
         attention=backend,
@@ -83,26 +83,31 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
     made.prefill(random_prompts(32, 600), computed=100, temperature=0.7)
     assert {key.num_rows for key in runner._mixed_keys} == {8, 32}
     for key in runner._mixed_keys:
-        for share in (0.1, 1.0):
-            budget = max(3, int(key.num_tokens * share))
-            lengths = (budget - 2, 1, 1)
-            made.activate(max(1, int((key.num_rows - 3) * share)))
+        room = runner._chunks[key.num_rows]
+        most = min(room.num_chunks, 31)  # a row decodes
+        for num_decode, lengths in (
+            (1, (key.num_tokens // 10 - 2, 1, 1)),
+            (key.num_rows - 3, (key.num_tokens - 2, 1, 1)),
+            (1, (key.num_tokens // most,) * most),
+        ):
+            made.activate(num_decode)
             chunks = tuple(
                 PrefillChunk(31 - i, 100 * (i != 1), length, samples=i != 1)
                 for i, length in enumerate(lengths)
             )
-            packed = torch.from_numpy(pack_chunks(chunks, runner._chunks.num_chunks, False)).cuda()
+            packed = torch.from_numpy(pack_chunks(chunks, room.num_chunks, False)).cuda()
             before = runner.tables.arena.clone()
             outcomes = []
             for launch in (graphs.replay, torch.inference_mode()(runner.run_captured)):
                 perturb_allocator()
                 runner.tables.arena.copy_(before)
-                runner._chunks.packed.copy_(packed)
+                room.packed.copy_(packed)
                 runner.logits.fill_(float("nan"))
                 launch(key)
                 outcomes.append((runner.logits.clone(), runner.tables.arena.clone()))
             (replayed, tables), (eager, eager_tables) = outcomes
-            live = [*range(max(1, int((key.num_rows - 3) * share))), key.num_rows, key.num_rows + 2]
+            sampled = (key.num_rows + i for i, chunk in enumerate(chunks) if chunk.samples)
+            live = [*range(num_decode), *sampled]
             assert not eager[live].isnan().any(), f"{key}, {lengths}"
             assert torch.equal(replayed[live], eager[live]), f"{key}, {lengths}"
             assert torch.equal(tables, eager_tables), f"{key}, {lengths}"

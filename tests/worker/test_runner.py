@@ -28,6 +28,7 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.startup import start
+from nanovllm_core.worker import logits
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.runner import ModelRunner
@@ -255,7 +256,8 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
     assert key([1], 9) == StepKey("mixed", 8, 16)
     assert key([33], 0) is None, "too many tokens"
     assert key([1] * 8, 8) == StepKey("mixed", 8, 8)
-    assert key([1] * 9, 0) is None, "too many chunks"
+    assert key([1] * 9, 0) == StepKey("mixed", 32, 16), "more chunks than there is room beside 8"
+    assert key([1] * 16, 0) == StepKey("mixed", 32, 16), "as many as there are rows"
     started.run(prefill((0, 1, 2)))
     started.run(StepPlan(decode_rows=(0, 1, 2)))
     assert started.graphs.replayed == [StepKey("mixed", 32, 8), StepKey.decode(3)]
@@ -318,6 +320,54 @@ def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> Non
     assert result.token_ids.tolist() == Reference.of(folder).tokens(ids, 1)
     assert result.finished.tolist() == [True]
     started.executor.close()
+
+
+def test_a_prompt_for_every_row_is_one_replay(folder: Path) -> None:
+    """A burst of short prompts, and then decoding rows beside two more."""
+    started = Started(folder, (8, 32, 64), max_num_seqs=16, cache={"num_blocks": 40})
+    prompts = [[3 + row, 1, 4] for row in range(11)]
+    plan = StepPlan(
+        admissions=tuple(admission(row, ids, 2 * row) for row, ids in enumerate(prompts)),
+        prefill=tuple(PrefillChunk(row, 0, 3, samples=True) for row in range(11)),
+    )
+    tokens = [started.run(plan).token_ids]
+    late = StepPlan(
+        admissions=(admission(11, PROMPTS[0], 22), admission(12, PROMPTS[2], 24)),
+        prefill=(PrefillChunk(11, 0, 5, samples=True), PrefillChunk(12, 0, 1, samples=True)),
+        decode_rows=tuple(range(11)),
+    )
+    tokens.append(started.run(late).token_ids)
+    reference = Reference.of(folder)
+    assert np.stack([tokens[0], tokens[1][:11]], axis=1).tolist() == [
+        reference.tokens(prompt, 2) for prompt in prompts
+    ]
+    first, last = reference.tokens(PROMPTS[0], 1), reference.tokens(PROMPTS[2], 1)
+    assert tokens[1][11:].tolist() == first + last
+    assert started.graphs.replayed == [StepKey("mixed", 64, 16), StepKey("mixed", 8, 16)]
+    started.executor.close()
+
+
+def test_a_trial_step_does_all_that_a_request_may_ask_for(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peak of memory is the true one, and no request is the first to run a kernel."""
+    done: set[str] = set()
+    for name in ("penalise", "forbid_stop_ids", "cut_min_p", "cut_top_k_top_p"):
+        real = getattr(logits, name)
+
+        def seen(*arguments: Any, name: str = name, real: Any = real) -> None:
+            done.add(f"{name} {len(arguments[0])}")
+            real(*arguments)
+
+        monkeypatch.setattr(logits, name, seen)
+    scattered: list[int] = []
+    monkeypatch.setattr(
+        started.runner.ops, "scatter_updates", lambda arena, updates: scattered.append(1)
+    )
+    started.runner.trial_step(200)
+    asked = ("penalise", "forbid_stop_ids", "cut_min_p", "cut_top_k_top_p")
+    assert done == {f"{name} {rows}" for name in asked for rows in (1, 8)}
+    assert scattered == [1]
 
 
 def test_trial_steps_leave_no_trace_in_tables_or_results(

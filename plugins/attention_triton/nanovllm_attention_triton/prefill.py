@@ -57,7 +57,9 @@ def prefill_attention(
         return
     num_heads, num_kv_heads = q_THD.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
-    grid = (num_kv_heads, num_seqs, -(-max_query_len * group // tuning.block_m))
+    # As `find_block` numbers them; no sequence has more queries than `max_query_len`.
+    num_queries = min(q_THD.shape[0], num_seqs * max_query_len)
+    grid = (num_kv_heads, num_queries * group // tuning.block_m + num_seqs)
     described = tuning.copy_engine and describable(k_cache, v_cache, tuning.block_n)
     k_desc, v_desc = (
         _tile_descriptor(x, tuning.block_n) if described else None for x in (k_cache, v_cache)
@@ -73,6 +75,7 @@ def prefill_attention(
         block_table,
         seq_lens_S,
         query_start_loc,
+        num_seqs,
         scale * LOG2_E,
         q_THD.stride(0),
         q_THD.stride(1),

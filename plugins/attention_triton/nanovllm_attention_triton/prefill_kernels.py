@@ -17,7 +17,7 @@ from nanovllm_attention_triton.decode_kernels import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def prefill_kernel(
     q_ptr,
     k_ptr,
@@ -29,6 +29,7 @@ def prefill_kernel(
     table_ptr,
     seq_lens_ptr,
     query_start_ptr,
+    num_seqs,
     log2_scale,
     q_stride_token,
     q_stride_head,
@@ -50,12 +51,13 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend BLOCK_M rows of one KV head of one sequence. Grid: (KV heads, sequences, row blocks).
+    """Attend BLOCK_M rows of one KV head of one sequence. Grid: (KV heads, row blocks of all).
 
     A row is a query of one head; the heads of a group lie side by side, so that a block spans few
     positions and wastes little beyond the diagonal. A sequence's queries are its last positions.
-    The last blocks, which see the most keys, come first in the grid, of all sequences alike; a
-    block beyond its sequence's rows returns at once.
+    The blocks of all sequences are numbered as `find_block` says, so that the grid follows from
+    their tokens and their number; a sequence's last blocks, which see the most keys, come first.
+    A block beyond its sequence's rows returns at once.
 
     Tiles that lie wholly within the sequence are loaded unmasked: by the copy engine where
     `k_desc` and `v_desc` describe the caches (pages hold whole tiles), else (None) by pointers. The
@@ -69,8 +71,8 @@ def prefill_kernel(
     read as zeros.
     """
     kv_head = tl.program_id(0)
-    seq = tl.program_id(1)
-    first_row = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_M
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    seq, first_row = find_block(block, query_start_ptr, num_seqs, GROUP, BLOCK_M)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     if first_row >= query_len * GROUP:
@@ -164,6 +166,24 @@ def prefill_kernel(
         LN2: tl.constexpr = 0.6931471805599453
         lse = (peak + tl.log2(mass)) * LN2
         tl.store(lse_ptr + heads.to(tl.int64) * lse_stride_head + tokens, lse, mask=real)
+
+
+@triton.jit
+def find_block(block, query_start_ptr, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence of a block, and the block's first row in it, by bisection.
+
+    Sequence s has the blocks from `rows before s // BLOCK_M + s` on: at least as many as its rows
+    need, since it is one more than the whole blocks that end in it; what is over has no rows.
+    """
+    low = tl.full([], 0, tl.int32)
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(query_start_ptr + middle) * GROUP // BLOCK_M + middle
+        low = tl.where(start <= block, middle, low)
+        high = tl.where(start <= block, high, middle)
+    start = tl.load(query_start_ptr + low) * GROUP // BLOCK_M + low
+    return low, (block - start) * BLOCK_M
 
 
 @triton.jit

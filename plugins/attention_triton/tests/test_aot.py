@@ -80,7 +80,7 @@ def prefill_job(
         | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr")
         | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
         | integers("table_stride", "stride_page", "stride_token", "stride_head")
-        | {"log2_scale": "fp32", "lse_stride_head": "i32"}
+        | {"log2_scale": "fp32", "lse_stride_head": "i32", "num_seqs": "i32"}
         | (dict.fromkeys(names, tile) if described else {}),
         constexprs=({} if described else dict.fromkeys(names))
         | {
