@@ -1,10 +1,13 @@
-"""Compile Triton kernels for an H100/H200 (sm_90) on any machine, and read what they use.
+"""Compile Triton kernels for a GPU on a machine without one, and read what they use.
 
-A kernel that spills registers is slow in a way no CPU test shows. The compilation runs in a fresh
-process without TRITON_INTERPRET, because Triton decides at decoration time whether a function is
-interpreted: tests that interpret kernels in their own process can still compile them here.
+For an H100 or H200 (sm_90), unless a job says another `capability`.
 
-    report = compile_for_sm90(
+A kernel that spills registers is slow in a way no CPU test shows; one that takes more shared memory
+than a GPU has does not start there. The compilation runs in a fresh process without
+TRITON_INTERPRET, because Triton decides at decoration time whether a function is interpreted: tests
+that interpret kernels in their own process can still compile them here.
+
+    report = compile_kernel(
         "nanovllm_attention_triton.decode:decode_kernel",
         signature={"q_ptr": "*bf16:16", "num_rows": "i32"},
         constexprs={"BLOCK": 64},
@@ -40,6 +43,7 @@ class AotJob:
 
     `signature` names every argument that is not in `constexprs`, in any order. A constant that is a
     Triton dtype is written as the string `"tl.float32"`. `maxnreg` bounds the registers per thread.
+    `capability` is the GPU's compute capability without its point.
     """
 
     kernel: str
@@ -48,6 +52,7 @@ class AotJob:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
+    capability: int = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class AotReport:
     ptx: str
 
 
-def compile_for_sm90(
+def compile_kernel(
     kernel: Any,
     signature: Mapping[str, str],
     constexprs: Mapping[str, Constant],
@@ -73,7 +78,7 @@ def compile_for_sm90(
     """Compile one kernel: `"package.module:name"`, or the decorated function itself.
 
     Raises RuntimeError with the compiler's own message if it does not compile. Starting the process
-    takes seconds: for several kernels or configurations use `compile_many_for_sm90`.
+    takes seconds: for several kernels or configurations use `compile_kernels`.
     """
     if not isinstance(kernel, str):
         kernel = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
@@ -84,10 +89,10 @@ def compile_for_sm90(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    return compile_many_for_sm90([job])[0]
+    return compile_kernels([job])[0]
 
 
-def compile_many_for_sm90(jobs: Sequence[AotJob]) -> list[AotReport]:
+def compile_kernels(jobs: Sequence[AotJob]) -> list[AotReport]:
     """Compile several kernels in one fresh process; the reports are in the order of the jobs."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     process = subprocess.run(
@@ -100,7 +105,7 @@ def compile_many_for_sm90(jobs: Sequence[AotJob]) -> list[AotReport]:
     )
     if process.returncode != 0:
         names = ", ".join(job.kernel for job in jobs)
-        raise RuntimeError(f"compiling {names} for sm_90 failed:\n{process.stderr[-4000:]}")
+        raise RuntimeError(f"compiling {names} failed:\n{process.stderr[-4000:]}")
     return [AotReport(**report) for report in json.loads(process.stdout.splitlines()[-1])]
 
 
@@ -127,7 +132,7 @@ def _compile(job: AotJob) -> AotReport:
     constants = {k: _constant(v) for k, v in job.constexprs.items()}
     compiled = triton.compile(
         ASTSource(function, types, constants, attributes),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", job.capability, 32),
         options={
             "num_warps": job.num_warps,
             "num_stages": job.num_stages,

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
 
-from nanovllm_core.testing.aot import AotJob, AotReport, compile_many_for_sm90
+from nanovllm_core.testing.aot import AotJob, AotReport, compile_kernels
 
 Usage = dict[str, int]
 """`registers`, `spills` and `shared`, as `AotReport` has them."""
@@ -34,7 +34,7 @@ KINDS = ("registers", "spills", "shared")
 
 def compile_jobs(jobs: Mapping[str, AotJob]) -> dict[str, AotReport]:
     """What each named job compiles to, in one fresh process."""
-    return dict(zip(jobs, compile_many_for_sm90(list(jobs.values())), strict=True))
+    return dict(zip(jobs, compile_kernels(list(jobs.values())), strict=True))
 
 
 def list_of(test_file: str | Path) -> Path:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm_core.kernels.linear_choice import TilePlan, VectorPlan, choose
-from nanovllm_core.testing.aot import AotJob, AotReport
+from nanovllm_core.testing.aot import AotJob, AotReport, compile_kernels
 from nanovllm_core.testing.registers import assert_within_list, compile_jobs
 
 MODULE = "nanovllm_core.kernels.triton_linear"
@@ -21,7 +21,9 @@ PRODUCTS = {  # weight rows, inputs, what is fused
 }
 
 
-def linear_job(name: str, rows: int, *, dependent: bool = False, dtype: str = "bf16") -> AotJob:
+def linear_job(
+    name: str, rows: int, *, dependent: bool = False, dtype: str = "bf16", capability: int = 90
+) -> AotJob:
     """The kernel that is chosen for a product, as the launcher calls it."""
     weight_rows, inputs, kind = PRODUCTS[name]
     plan = choose(rows, weight_rows, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
@@ -42,9 +44,8 @@ def linear_job(name: str, rows: int, *, dependent: bool = False, dtype: str = "b
         constexprs |= {"ROWS": rows, "BLOCK_N": plan.block_n}
         constexprs["BLOCK_K"] = 1 << (inputs - 1).bit_length()
         kernel = f"{MODULE}:vector_linear_kernel"
-        return AotJob(
-            kernel=kernel, signature=signature, constexprs=constexprs, num_warps=plan.num_warps
-        )
+        job = AotJob(kernel=kernel, signature=signature, constexprs=constexprs)
+        return replace(job, num_warps=plan.num_warps, capability=capability)
     assert isinstance(plan, TilePlan)
     signature["num_rows"] = "i32"
     for normed in ("norm_weight_ptr", "EPS"):
@@ -57,7 +58,7 @@ def linear_job(name: str, rows: int, *, dependent: bool = False, dtype: str = "b
     constexprs |= {"BLOCK_M": max(rows, 16), "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k}
     constexprs |= {"SPLITS": plan.splits}
     job = AotJob(kernel=f"{MODULE}:tile_linear_kernel", signature=signature, constexprs=constexprs)
-    return replace(job, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    return replace(job, num_warps=plan.num_warps, num_stages=plan.num_stages, capability=capability)
 
 
 JOBS = {
@@ -86,6 +87,17 @@ def test_a_product_does_not_spill(name: str, reports: dict[str, AotReport]) -> N
     assert reports[name].spills == 0
     assert reports[name].registers <= (128 if name.startswith("vector") else 255)
     assert reports[name].shared <= (128 if "-64" in name else 112) * 1024
+
+
+def test_every_product_fits_the_shared_memory_of_smaller_gpus() -> None:
+    """RTX 30, 40 and 50, A10 and L4 grant a program 99 KiB; what takes more does not start."""
+    jobs = [
+        linear_job(name, 64, dependent=capability >= 90, capability=capability)
+        for capability in (86, 89, 120)
+        for name in ("gate_up", "o_proj")
+    ]
+    for job, report in zip(jobs, compile_kernels(jobs), strict=True):
+        assert report.shared <= 99 * 1024, f"{report.shared} bytes: {job}"
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.testing.aot import compile_for_sm90
+from nanovllm_core.testing.aot import compile_kernel
 
 KERNELS = """
 import triton
@@ -40,7 +40,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_small_kernel_does_not_spill_even_where_the_tests_interpret(kernels: str) -> None:
     """The report shows its registers, no spills and 16-byte accesses."""
-    report = compile_for_sm90(
+    report = compile_kernel(
         f"{kernels}:copy", POINTERS, {"SIZE": 512, "DTYPE": "tl.float32"}, num_warps=4
     )
     assert report.spills == 0
@@ -51,11 +51,11 @@ def test_a_small_kernel_does_not_spill_even_where_the_tests_interpret(kernels: s
 def test_a_kernel_that_needs_too_many_registers_reports_its_spills(kernels: str) -> None:
     """384 live floats per thread cannot fit 255 registers."""
     signature = {**POINTERS, "n": "i32"}
-    report = compile_for_sm90(f"{kernels}:hoard", signature, {"SIZE": 4096}, num_warps=1)
+    report = compile_kernel(f"{kernels}:hoard", signature, {"SIZE": 4096}, num_warps=1)
     assert report.spills > 0
 
 
 def test_an_argument_without_a_type_is_named(kernels: str) -> None:
     """The signature must be complete."""
     with pytest.raises(RuntimeError, match="no type for argument 'y_ptr'"):
-        compile_for_sm90(f"{kernels}:copy", {"x_ptr": "*fp32"}, {"SIZE": 64, "DTYPE": "tl.float32"})
+        compile_kernel(f"{kernels}:copy", {"x_ptr": "*fp32"}, {"SIZE": 64, "DTYPE": "tl.float32"})

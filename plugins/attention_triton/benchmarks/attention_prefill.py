@@ -26,14 +26,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton.prefill import prefill_attention
-from nanovllm_attention_triton.tuning import SMALL_PREFILL, PrefillTuning
+from nanovllm_attention_triton.tuning import PREFILL, PrefillTuning
+from nanovllm_core.bench.environment import describe_environment
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 128
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
 SHAPES = ((16, 1024), (4, 4096), (1, 8192))
 CALLS = 8
-BASE = SMALL_PREFILL[DTYPE.itemsize]
+BASE = PREFILL[DTYPE.itemsize]
 SWEEP = (
     BASE,
     replace(BASE, copy_engine=False),
@@ -230,8 +231,7 @@ def main() -> None:
     rows += bench(16, [PrefillTuning(**best["tuning"])], with_torch=False)
     print(f"\nbest by the sum of the shapes: {best['ran']}; {time.monotonic() - start:.0f} s")
     if arguments.out:
-        device = torch.cuda.get_device_name()
-        result = {"device": device, "torch": torch.__version__, "rows": rows}
+        result = {"environment": describe_environment(), "rows": rows}
         arguments.out.write_text(json.dumps(result, indent=1))
 
 

@@ -26,11 +26,12 @@ class TritonOptions(BaseModel):
         default=None, ge=1, le=6, description="Depth of the decode loop's load pipeline."
     )
     prefill_num_warps: _Warps | None = Field(
-        default=None, description="Warps per prefill program, and small tiles."
+        default=None, description="Warps per prefill program; of heads above 128, also small tiles."
     )
     prefill_num_stages: int | None = Field(
         default=None,
         ge=1,
         le=6,
-        description="Depth of the prefill loop's load pipeline, and small tiles.",
+        description="Depth of the prefill loop's load pipeline; of heads above 128, also small "
+        "tiles.",
     )

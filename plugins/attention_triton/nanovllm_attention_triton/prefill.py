@@ -116,7 +116,7 @@ def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
 
 
 def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether LARGE_PREFILL can run: by the copy engine, in the shared memory of such a GPU."""
+    """Whether the large tiles can run: by the copy engine, in the shared memory of such a GPU."""
     if (
         k_cache.is_cuda
         and torch.cuda.get_device_capability(k_cache.device)[0] not in LARGE_CAPABILITIES

@@ -53,8 +53,8 @@ class PrefillTuning:
 
 
 # By the size of an element in bytes. Half precision, few rows: two warps and tiles of 32 let many
-# short programs share a multiprocessor. Many rows: larger tiles spend less on each. Prefill: the
-# larger the tiles, the better, as long as the copy engine loads them. fp32 uses plain
+# short programs share a multiprocessor. Many rows: larger tiles spend less on each. Prefill: two
+# programs on a multiprocessor, one of which loads while the other multiplies. fp32 uses plain
 # multiply-adds (IEEE): small tiles, or its operands do not fit the registers.
 FEW_ROWS = 96
 DECODE_FEW = {
@@ -65,32 +65,28 @@ DECODE_MANY = {2: DecodeTuning(tile=64, num_warps=4, num_stages=3), 4: DECODE_FE
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
-SMALL_PREFILL = {
+PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
 }
-LARGE_TILE = 128
-LARGE_CAPABILITIES = (9, 10)
-"""Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
-up to 224 at a head size of 128; 8 and 12 have 99 to 163."""
-LARGE_PREFILL = {
-    2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=3),
-    4: SMALL_PREFILL[4],
-}
 # Heads above WIDE: twice the registers and shared memory for every token, so smaller tiles, more
-# warps, fewer stages.
+# warps, fewer stages; but where the copy engine loads the tiles, one program of large ones.
 WIDE = 128
 WIDE_DECODE = {
     2: DecodeTuning(tile=32, num_warps=4, num_stages=3),
     4: DecodeTuning(tile=16, num_warps=8, num_stages=2),
 }
-WIDE_SMALL_PREFILL = {
+WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
 }
+LARGE_TILE = 64
+LARGE_CAPABILITIES = (9, 10)
+"""Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
+192; 8 and 12 have 99 to 163."""
 WIDE_LARGE_PREFILL = {
-    2: PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=2),
-    4: WIDE_SMALL_PREFILL[4],
+    2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=2),
+    4: WIDE_PREFILL[4],
 }
 
 
@@ -117,18 +113,13 @@ def prefill_tuning(
     """The prefill constants for a dtype of `element_size` bytes, with the user's overrides.
 
     `large` where the copy engine can load tiles of LARGE_TILE tokens and the GPU has the shared
-    memory; the threads would not have the registers. Overrides are of the small tiles: the large
-    ones fit as they are or not at all.
+    memory for those of wide heads. Overrides are not of these: they fit as they are or not at all.
     """
-    overridden = options.prefill_num_warps or options.prefill_num_stages
-    large = large and not overridden
-    table = LARGE_PREFILL if large else SMALL_PREFILL
+    overrides = _given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages)
+    table = PREFILL
     if head_size > WIDE:
-        table = WIDE_LARGE_PREFILL if large else WIDE_SMALL_PREFILL
-    return replace(
-        table[element_size],
-        **_given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages),
-    )
+        table = WIDE_LARGE_PREFILL if large and not overrides else WIDE_PREFILL
+    return replace(table[element_size], **overrides)
 
 
 def _given(**overrides: int | None) -> dict[str, Any]:

@@ -8,18 +8,27 @@ import pytest
 
 from nanovllm_attention_triton.decode import DecodeShape, next_power_of_2
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import LARGE_TILE, decode_tuning, prefill_tuning
-from nanovllm_core.testing.aot import AotJob
+from nanovllm_attention_triton.tuning import (
+    LARGE_CAPABILITIES,
+    LARGE_TILE,
+    decode_tuning,
+    prefill_tuning,
+)
+from nanovllm_core.testing.aot import AotJob, compile_kernels
 from nanovllm_core.testing.registers import assert_within_list, compile_jobs
 
 KERNELS = "nanovllm_attention_triton"
 # What the programs that share a multiprocessor may take each of its 65,536 registers and 228 KiB
 # of shared memory, of which the system keeps 1 KiB per program: six decode programs of 64 threads
-# for few rows, two of 128 for many, three of 128 for heads of 256, one prefill program of 256.
+# for few rows, two of 128 for many, three of 128 for heads of 256; two prefill programs of 128, one
+# of 256 for heads of 256.
 FEW_REGISTERS, FEW_SHARED = 168, 228 * 1024 // 6 - 1024
 WIDE_REGISTERS, WIDE_SHARED = 168, 228 * 1024 // 3 - 1024
 MANY_REGISTERS, MANY_SHARED = 255, 228 * 1024 // 2 - 1024
-PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 - 1024
+PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 // 2 - 1024
+WIDE_PREFILL_REGISTERS, WIDE_PREFILL_SHARED = 255, 228 * 1024 - 1024
+# What a program may take at most, by compute capability: an A100; RTX 30 and 40, A10, L4; RTX 50.
+MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}
 
 
 def pointers(dtype: str, *names: str) -> dict[str, str]:
@@ -38,6 +47,7 @@ def decode_job(
     rows: int,
     window: int | None = None,
     soft_cap: float | None = None,
+    capability: int = 90,
 ) -> AotJob:
     shape = DecodeShape(
         num_heads=8 * group,
@@ -58,22 +68,29 @@ def decode_job(
         | integers("q_stride_row", "q_stride_head", "out_stride_row", "out_stride_head")
         | integers("table_stride", "stride_page", "stride_token", "stride_head", "item_capacity")
         | {"log2_scale": "fp32", "programs_per_item": "i32"},
-        constexprs=shape.constants(page, tuning.tile) | {"DEPENDENT": True},
+        constexprs=shape.constants(page, tuning.tile) | {"DEPENDENT": capability >= 90},
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        capability=capability,
         **shape.registers,
     )
 
 
 def prefill_job(
-    dtype: str, head_size: int, page: int, left: int = -1, soft_cap: float = 0.0
+    dtype: str,
+    head_size: int,
+    page: int,
+    left: int = -1,
+    soft_cap: float = 0.0,
+    capability: int = 90,
 ) -> AotJob:
     """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
-    tuning = prefill_tuning(2, head_size, page % LARGE_TILE == 0, TritonOptions())
+    large = page % LARGE_TILE == 0 and capability // 10 in LARGE_CAPABILITIES
+    tuning = prefill_tuning(2, head_size, large, TritonOptions())
     names = ("k_desc", "v_desc")
     block_d = next_power_of_2(head_size)
     tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{block_d}]>"
-    described = page % tuning.block_n == 0
+    described = page % tuning.block_n == 0 and capability >= 90
     return AotJob(
         kernel=f"{KERNELS}.prefill_kernels:prefill_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
@@ -97,6 +114,7 @@ def prefill_job(
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        capability=capability,
     )
 
 
@@ -150,7 +168,8 @@ JOBS = {
         )
     },
     **{
-        f"prefill-bf16-d{size}-page{page}"
+        ("wide " if size > 128 else "")
+        + f"prefill-bf16-d{size}-page{page}"
         + (f"-window{left + 1}" if left >= 0 else "")
         + (f"-cap{cap:g}" if cap else ""): prefill_job("bf16", size, page, left, cap)
         for size, page, left, cap in (
@@ -194,6 +213,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
         ("decode many", MANY_REGISTERS, MANY_SHARED),
         ("decode wide", WIDE_REGISTERS, WIDE_SHARED),
         ("prefill", PREFILL_REGISTERS, PREFILL_SHARED),
+        ("wide prefill", WIDE_PREFILL_REGISTERS, WIDE_PREFILL_SHARED),
     ],
 )
 def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
@@ -218,13 +238,28 @@ def test_decode_keeps_several_tiles_in_flight(reports):
 
 def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):
     """wgmma, the only way to Hopper's full rate."""
-    for report in of_kind(reports, "prefill"):
+    for report in of_kind(reports, "prefill") + of_kind(reports, "wide prefill"):
         assert "wgmma.mma_async" in report.ptx
 
 
 def test_prefill_loads_whole_tiles_by_the_copy_engine_where_pages_hold_them(reports):
     """Pages of 256 and 128 tokens through descriptors, pages of 16 by the threads."""
     for name, report in reports.items():
-        if name.startswith("prefill"):
+        if "prefill" in name:
             by_copy_engine = "cp.async.bulk.tensor" in report.ptx
             assert by_copy_engine == ("page16" not in name), name
+
+
+def test_every_kernel_fits_the_shared_memory_of_smaller_gpus():
+    """What takes more than a GPU grants does not start there, and only a user would see it."""
+    jobs = {
+        f"{phase} of heads of {head_size}, sm_{capability}": job
+        for capability in MOST_SHARED
+        for head_size in (128, 256)
+        for phase, job in {
+            "decode": decode_job("bf16", head_size, 256, 2, 256, capability=capability),
+            "prefill": prefill_job("bf16", head_size, 256, capability=capability),
+        }.items()
+    }
+    for (name, job), report in zip(jobs.items(), compile_kernels(list(jobs.values())), strict=True):
+        assert report.shared <= MOST_SHARED[job.capability], f"{name}: {report.shared} bytes"

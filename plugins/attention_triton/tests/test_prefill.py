@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm_attention_triton.prefill import CAUSAL, describable, prefill_attention
-from nanovllm_attention_triton.tuning import SMALL_PREFILL
+from nanovllm_attention_triton.tuning import PREFILL
 from nanovllm_core.api import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -104,7 +104,7 @@ def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, window
     for copy_engine in (True, False):
         out = torch.full_like(batch.packed_q, float("nan"))
         lse = torch.full((out.shape[1], out.shape[0]), float("nan"))
-        tuning = replace(SMALL_PREFILL[2], copy_engine=copy_engine)
+        tuning = replace(PREFILL[2], copy_engine=copy_engine)
         prefill_attention(
             batch.packed_q, batch.k_cache, batch.v_cache, metadata.block_table, metadata.seq_lens,
             metadata.query_start_loc, metadata.max_query_len, batch.scale, out, tuning,
