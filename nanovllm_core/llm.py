@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,6 +23,7 @@ from nanovllm_core.errors import (
     EngineClosedError,
     InvalidPromptError,
     InvalidSamplingError,
+    RequestError,
 )
 from nanovllm_core.garbage import freeze_objects, thawed_objects
 from nanovllm_core.interfaces.plan import WorkerInfo
@@ -29,6 +31,7 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.startup import Startup, start
 from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
 
@@ -124,8 +127,7 @@ class LLM:
         With `n` samples per prompt, a prompt's samples follow one another. Every prompt is checked
         before any is run. `use_tqdm` shows a progress bar where stderr is a terminal.
         """
-        many = _as_list(prompts)
-        return self._run([self._encode(p) for p in many], sampling_params, use_tqdm)
+        return self._run(_as_list(prompts), self._encode, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -145,7 +147,7 @@ class LLM:
             else conversations
         )
         template = self.tokenizer.apply_chat_template
-        return self._run([template(c) for c in many], sampling_params, use_tqdm)  # type: ignore[arg-type]
+        return self._run(many, template, sampling_params, use_tqdm)  # type: ignore[arg-type]
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -171,15 +173,17 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[T],
+        encode: Callable[[T], list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _spread(sampling_params, len(prompts))
         order: dict[str, int] = {}
         try:
-            for ids, one in zip(prompts, params, strict=True):
-                order[self._add(ids, one)] = len(order)
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                with _said_of(f"prompts[{index}]" if len(prompts) > 1 else ""):
+                    order[self._add(encode(prompt), one)] = index
             total = sum(one.n for one in params)
             outputs = self._drain(order, total, show=use_tqdm and sys.stderr.isatty())
         finally:
@@ -235,7 +239,8 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         try:
-            if isinstance(prompt, bytes | bytearray):  # a list of integers, but not of ids
+            # Lists of integers, but not of ids; and of words that would be taken for ids.
+            if isinstance(prompt, bytes | bytearray | Mapping):
                 raise TypeError
             return list(prompt)
         except TypeError:
@@ -295,6 +300,17 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _said_of(prompt: str) -> Iterator[None]:
+    """Name the prompt that an error is of, where there are several."""
+    try:
+        yield
+    except RequestError as error:
+        if not prompt:
+            raise
+        raise type(error)(f"{prompt}: {error}") from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -16,6 +16,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 """Outside these a temperature in float32, or a logit divided by it, may be zero or infinite."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_SAMPLES = 4096
+"""Of one prompt: each is a request of its own in the engine's queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class SamplingParams:
             _check_integer("seed", self.seed, 0, MAX_SEED, "None lets the engine choose")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None switches it off")
-        _check_integer("n", self.n, 1, None, "1 makes a single output")
+        _check_integer("n", self.n, 1, MAX_SAMPLES, "1 makes a single output; for more, ask again")
         _check_integer("priority", self.priority, None, None, "0 is that of every other request")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidSamplingError(

@@ -314,20 +314,31 @@ def truncation_table(results: Results) -> str:
     return table(("rows", "limits", "by sorting", "by the kernel"), rows)
 
 
+def bursts_table(results: Results) -> str:
+    """Prompts that come at once to an idle engine, until the last of them has its first token."""
+    rows = [
+        (f"{burst['prompts']}", f"{burst['length']:,}", f"{burst['ms']:.1f} ms")
+        for burst in results.records.get("bursts", {}).get("bursts", ())
+    ]
+    return table(("prompts at once", "tokens of each", "all first tokens"), rows)
+
+
+_WHEN = ("before", "after")
+
+
 def steps_table(results: Results) -> str:
     """What each step of the work was predicted to buy, what it bought, and what limits then."""
     rows = [
         (
             step["name"],
             f"{step['predicted']:+.0%}",
-            f"{step['before']:,.0f}",
-            f"{step['after']:,.0f}",
+            *(f"{step[when]:,.{step.get('digits', 0)}f} {step['unit']}" for when in _WHEN),
             f"{step['after'] / step['before'] - 1:+.0%}",
             step["limits"],
         )
         for step in results.records.get("steps", {}).get("steps", ())
     ]
-    head = ("step", "predicted", "before, tok/s", "after, tok/s", "bought", "what limits now")
+    head = ("step", "predicted", *_WHEN, "bought", "what limits now")
     return table(head, rows)
 
 
@@ -362,6 +373,7 @@ PERFORMANCE: Mapping[str, Callable[[Results, Results], str]] = {
     "fixed": lambda gpu, _cpu: fixed_table(gpu),
     "start": lambda gpu, _cpu: start_table(gpu),
     "latency": lambda gpu, _cpu: latency_table(gpu),
+    "bursts": lambda gpu, _cpu: bursts_table(gpu),
     "backends": lambda gpu, _cpu: backends_table(gpu),
     "attention prefill": lambda gpu, _cpu: attention_table(gpu, "prefill"),
     "attention decode": lambda gpu, _cpu: attention_table(gpu, "decode"),

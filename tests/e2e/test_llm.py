@@ -275,6 +275,7 @@ def busy(tiny: Path, expected: list[list[int]]) -> Iterator[LLM]:
         ([1, [2, 3]], InvalidPromptError, "flat list of whole token ids"),
         (2.5, InvalidPromptError, "got float 2.5"),
         (None, InvalidPromptError, "got NoneType None"),
+        ({"prompt": "hello"}, InvalidPromptError, "text or a list of token ids; got dict"),
         ([1] * 64, RequestTooLongError, "64 tokens; max_model_len is 64"),
         ([1] * 60, RequestTooLongError, "60 prompt tokens and max_tokens=6 make 66"),
     ],
@@ -283,12 +284,20 @@ def busy(tiny: Path, expected: list[list[int]]) -> Iterator[LLM]:
 def test_a_bad_prompt_is_refused_before_any_is_run(
     prompt: object, error: type[Exception], message: str, busy: LLM
 ) -> None:
-    """The good prompts before it are not run either, and other requests go on."""
+    """The good prompts before it are not run either, and other requests go on.
+
+    The error says which of the prompts it is.
+    """
     steps = busy.stats.steps
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=r"^prompts\[1\]: .*" + message):
         busy.generate([PROMPTS[0], prompt], greedy())  # type: ignore[arg-type]  # on purpose
     assert busy.stats.steps == steps
     assert busy.stats.waiting == 0
+
+
+def test_an_error_of_the_only_prompt_needs_no_number(shared_engine: LLM) -> None:
+    with pytest.raises(InvalidPromptError, match=r"^the prompt is empty|^prompt is empty"):
+        shared_engine.generate([[]])
 
 
 def test_bytes_are_not_taken_for_token_ids(shared_engine: LLM) -> None:
