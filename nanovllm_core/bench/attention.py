@@ -1,10 +1,11 @@
 """Attention alone: each backend through its own contract, and a naive one, over lengths.
 
-A batch of sequences of one length attends once. Decode is measured as it runs in the engine, in a
-captured graph where the backend supports it: one plan and many layers, each layer with pages of its
-own, so that no cache holds what memory should give. Prefill is launched from Python here. Launches
-are those of one plan and one layer. Error is the relative norm of the difference to float64, peak
-memory what the backend and the call take beyond their inputs.
+A batch of sequences of one length attends once, as it does in the engine: in a captured graph where
+the backend supports it for that phase, else launched from Python. A graph, and every decode, has
+one plan and many layers, each layer with pages of its own, so that no cache holds what memory
+should give; a prefill from Python has a plan and one layer. Launches are those of one. Error is the
+relative norm of the difference to float64, peak memory what the backend and the call take beyond
+their inputs.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ class Contender:
 
     name: str
     block_size: int
-    graphs: bool
+    captured: bool
     make: Callable[[AttentionCase], Any]
 
 
 def contenders(setup: AttentionSetup, names: Sequence[str]) -> list[Contender]:
     """The backends by name; UnsupportedError where one cannot serve here."""
-    return [_naive() if name == NAIVE else _backend(setup, name) for name in names]
+    return [_naive(setup) if name == NAIVE else _backend(setup, name) for name in names]
 
 
 def able_backends(setup: AttentionSetup) -> list[str]:
@@ -113,7 +114,9 @@ def _backend(setup: AttentionSetup, name: str) -> Contender:
             found.reasons,
         )
     spec = plugins.spec("attention", choice.backend)
-    graphs = isinstance(spec, AttentionSpec) and spec.capabilities.cuda_graphs != "none"
+    recorded = spec.capabilities.cuda_graphs if isinstance(spec, AttentionSpec) else "none"
+    on_gpu = setup.device.type == "cuda"
+    captured = on_gpu and recorded in ("full", setup.phase)
     multiple = found.layouts[0].page_multiple
 
     def make(case: AttentionCase) -> AttentionBackend:
@@ -123,11 +126,13 @@ def _backend(setup: AttentionSetup, name: str) -> Contender:
         backend.allocate()
         return backend
 
-    return Contender(name, math.lcm(multiple, SMALLEST_BLOCK), graphs, make)
+    return Contender(name, math.lcm(multiple, SMALLEST_BLOCK), captured, make)
 
 
-def _naive() -> Contender:
-    return Contender(NAIVE, SMALLEST_BLOCK, True, lambda _case: NaiveAttention())
+def _naive(setup: AttentionSetup) -> Contender:
+    """Captured in decode alone: a graph of prompts would keep their scores beside those outside."""
+    captured = setup.device.type == "cuda" and setup.phase == "decode"
+    return Contender(NAIVE, SMALLEST_BLOCK, captured, lambda _case: NaiveAttention())
 
 
 class NaiveAttention:
@@ -213,8 +218,9 @@ def _measure(
     described: dict[str, str],
 ) -> dict[str, Any]:
     """One contender at one length."""
-    layers = min(MAX_LAYERS, max(1, CACHE_BYTES // max(1, setup.kv_bytes(length))))
-    layers = layers if setup.phase == "decode" else 1
+    layers = 1
+    if contender.captured or setup.phase == "decode":
+        layers = min(MAX_LAYERS, max(1, CACHE_BYTES // max(1, setup.kv_bytes(length))))
     case = make_case(setup, contender.block_size, length, layers)
     inputs = _allocated(setup.device)
     backend = contender.make(case)
@@ -223,8 +229,7 @@ def _measure(
     peak = _peak_bytes(setup.device, call)
     error = case.relative_error()
     launches = count_launches(_caller(setup, backend, case, 1), setup.device)
-    captured = contender.graphs and setup.phase == "decode" and setup.device.type == "cuda"
-    timed = _capture(call) if captured else call
+    timed = _capture(call) if contender.captured else call
     seconds = [taken / layers for taken in times_of(timed, setup.device, repeats)]
     best = min(seconds)
     return {
@@ -232,7 +237,7 @@ def _measure(
         "raw_ms": [round(1e3 * taken, 6) for taken in seconds],
         **_rate(setup, length, best, rates),
         "layers_per_call": layers,
-        "cuda_graph": captured,
+        "cuda_graph": contender.captured,
         "launches": None if launches is None else len(launches),
         "grid": None if not launches else max(launches, key=lambda one: one.microseconds).grid,
         "relative_error": error,

@@ -47,7 +47,7 @@ def test_launches_have_grids() -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_every_backend_is_measured_as_it_runs(phase: Phase) -> None:
-    """Decode from a captured graph, prefill without; each near float64, with grid and memory."""
+    """From a captured graph where it can be one; each near float64, with grid and memory."""
     setup = AttentionSetup(
         phase=phase,
         device=torch.device("cuda", 0),
@@ -59,10 +59,11 @@ def test_every_backend_is_measured_as_it_runs(phase: Phase) -> None:
     )
     with torch.inference_mode():
         result = measure_attention(setup, able_backends(setup), [16, 1000], repeats=2)
+    captured = {name for name in result["ran"] if name not in ("sdpa", "naive")}
     for row in result["rows"]:
         for name, cell in row["backends"].items():
             assert cell["relative_error"] < 2e-2, (name, row["length"])
-            assert cell["cuda_graph"] is (phase == "decode")
+            assert cell["cuda_graph"] is (phase == "decode" or name in captured)
             assert cell["launches"] >= 1
             assert cell["grid"]
             assert cell["peak_mib"] >= 0
