@@ -17,8 +17,8 @@ from nanovllm_core.worker.progress import Laps
 class StepKey(NamedTuple):
     """What a captured step is found by: its kind and its padded sizes.
 
-    A decode step has as many tokens as rows. A mixed one has `num_tokens` of prompts, beside
-    `num_rows` decoding rows of one token each.
+    A decode step has as many tokens as rows. A mixed one has `num_tokens` of at most `num_rows`
+    prompts, beside `num_rows` decoding rows of one token each.
     """
 
     kind: Literal["decode", "mixed"]

@@ -1,9 +1,9 @@
 """Steps with prompt chunks: their sizes, and their chunks as one table on the device.
 
 Decode entries come first, one token each, then the chunks, packed. A step that is captured is
-padded at three places: decode entries to one of a few sizes, chunks to a number that follows from
-it, and prompt tokens to one of the configured sizes. Padding passes through the layers, but it
-stores no key, advances no row, and is left out of the result.
+padded at three places: decode entries to one of a few sizes, chunks to as many, so that no burst
+of prompts is too many for every graph, and prompt tokens to one of the configured sizes. Padding
+passes through the layers, but it stores no key, advances no row, and is left out of the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from nanovllm_core.worker.graphs import StepKey
 
 T = TypeVar("T")
 
-_FEW_CHUNKS = 8
 _FIRST_ROWS = 8
 _ALIGNED = 4
 """int32 elements in 16 bytes: kernels are compiled for addresses of that alignment."""
@@ -35,18 +34,9 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def chunk_room(num_rows: int, max_rows: int) -> int:
-    """The chunks that a captured step beside `num_rows` decode entries has room for.
-
-    Beside the most rows as many, so that no step has too many prompts for every graph. Each is a
-    row of the output head and of the sampler, so beside fewer there is room for few.
-    """
-    return max_rows if num_rows == max_rows else min(_FEW_CHUNKS, max_rows)
-
-
 def max_entries(max_rows: int) -> int:
     """The most entries that a step has, padding included: a full batch and as many chunks."""
-    return max_rows + chunk_room(max_rows, max_rows)
+    return 2 * max_rows
 
 
 def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[StepKey]:
@@ -58,7 +48,7 @@ def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -
     """
     num_rows = min(_FIRST_ROWS, max_rows)
     while True:
-        largest = chunk_room(num_rows, max_rows) * max_model_len
+        largest = num_rows * max_model_len
         sizes = prompt_sizes[: 1 + bisect_left(prompt_sizes, largest)]
         yield from (StepKey("mixed", size, num_rows) for size in sizes)
         if num_rows == max_rows:

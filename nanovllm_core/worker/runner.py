@@ -26,7 +26,6 @@ from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
     aligned,
-    chunk_room,
     max_entries,
     mixed_keys,
     pack_chunks,
@@ -94,7 +93,7 @@ class ModelRunner:
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=self.device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=self.device)
         self._chunks = {
-            num_rows: ChunkTable.allocate(chunk_room(num_rows, max_rows), self.device)
+            num_rows: ChunkTable.allocate(num_rows, self.device)
             for num_rows in {key.num_rows for key in self._mixed_keys}
         }
         """By the decode entries of the captured steps that read it."""
@@ -255,14 +254,12 @@ class ModelRunner:
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
-        num_chunks = len(plan.prefill)
-        num_tokens, num_rows = sum(chunk.length for chunk in plan.prefill), len(plan.decode_rows)
+        num_tokens = sum(chunk.length for chunk in plan.prefill)
+        num_rows = max(len(plan.decode_rows), len(plan.prefill))
         fitting = (
             key
             for key in self._mixed_keys
-            if key.num_tokens >= num_tokens
-            and key.num_rows >= num_rows
-            and self._chunks[key.num_rows].num_chunks >= num_chunks
+            if key.num_tokens >= num_tokens and key.num_rows >= num_rows
         )
         return min(fitting, key=lambda key: key.total_tokens, default=None)
 

@@ -10,7 +10,6 @@ from nanovllm_core.worker.graphs import StepKey
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
-    chunk_room,
     max_entries,
     mixed_keys,
     pack_chunks,
@@ -61,10 +60,7 @@ def test_no_mixed_step_is_larger_than_its_chunks_can_fill() -> None:
     assert sizes == [64, 128, 256]
 
 
-def test_beside_the_most_rows_a_step_has_room_for_as_many_prompts() -> None:
-    """So no step has more prompts than every graph holds; beside fewer rows, for few."""
-    assert [chunk_room(rows, 256) for rows in (8, 64, 256)] == [8, 8, 256]
-    assert [chunk_room(rows, rows) for rows in (1, 4, 8)] == [1, 4, 8]
+def test_a_step_has_room_for_a_full_batch_and_for_as_many_chunks() -> None:
     assert [max_entries(rows) for rows in (1, 4, 8, 256)] == [2, 8, 16, 512]
 
 
