@@ -8,6 +8,7 @@ docs/performance.md. A test fails where a document differs from what this would 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import runpy
@@ -29,7 +30,7 @@ from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
 from nanovllm_core.config import BLOCK_SIZES, EngineConfig
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
-from nanovllm_core.interfaces.scheduler import SchedulingPolicy
+from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
     KernelSetSpec,
@@ -272,6 +273,16 @@ def ageing_table() -> str:
     return table(["`ageing`", "the long prompt is served at"], rows)
 
 
+def request_table() -> str:
+    """What a scheduler reads of a request, from the docstrings of its view."""
+    fields = [
+        (f"`{name}`", inspect.cleandoc(member.fget.__doc__).replace("\n", " "))
+        for name, member in vars(RequestView).items()
+        if isinstance(member, property)
+    ]
+    return table(("of a request", "what it is"), fields)
+
+
 def served_at(policy: SchedulingPolicy, steps: int = 10_000) -> int | None:
     """Play the queue: the lowest key of all that wait is served in each step."""
     long = policy.service_key(job(600, 0))
@@ -295,6 +306,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "options": option_table,
     },
     "limits.md": {"limits": limit_table},
+    "write/policy.md": {"request": request_table},
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
     "performance.md": {**measured(PERFORMANCE), "plots": plots},

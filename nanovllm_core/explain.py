@@ -22,7 +22,7 @@ from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.kinds import EXTENSION
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import kernel_set_name, select_kernels, select_sampler
 from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
 
@@ -215,6 +215,7 @@ def _attention(phase: Phase) -> Callable[[Decisions, str], Seam]:
         others.pop(chosen, None)
         automatic = f"auto: rank {taken.rank}" if asked.backend == "auto" else ""
         why = decisions.said(f"attention.{phase}.backend", automatic)
+        load_object(taken.resolved)
         return Seam(name, taken.label, why, others)
 
     return decide
@@ -345,6 +346,8 @@ def problems(seams: Sequence[Seam]) -> list[str]:
 
 
 def _label(plugin: ResolvedPlugin) -> str:
+    """What is shown of a chosen plugin; PluginLoadError where its code cannot be imported."""
+    load_object(plugin)
     options = ", ".join(f"{key}={value!r}" for key, value in plugin.options.items())
     text = f"{plugin.name} {plugin.version}, {plugin.distribution}"
     return f"{text} ({options})" if options else text

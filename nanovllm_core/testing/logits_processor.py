@@ -68,13 +68,14 @@ class LogitsProcessorConformance(SpecConformance):
     def processor(self, plugin: PluginUnderTest, context: LogitsContext) -> LogitsProcessor:
         """Made as the worker makes it."""
         made = plugin.load()(plugin.options, context)
-        assert isinstance(made, LogitsProcessor)
+        assert isinstance(made, LogitsProcessor), f"{type(made).__name__} is no LogitsProcessor"
         return made
 
     def test_arguments_forbid_unknown_keys(self, plugin: PluginUnderTest) -> None:
         """A misspelt key of a request is refused, never ignored."""
         assert isinstance(plugin.spec, LogitsProcessorSpec)
-        assert plugin.spec.arguments.model_config.get("extra") == "forbid"
+        extra = plugin.spec.arguments.model_config.get("extra")
+        assert extra == "forbid", f'the arguments\' model_config has extra={extra!r}, not "forbid"'
 
     def test_valid_arguments_are_not_refused(
         self, plugin: PluginUnderTest, asked: list[BaseModel], context: LogitsContext
@@ -82,7 +83,8 @@ class LogitsProcessorConformance(SpecConformance):
         """`check` returns a list of reasons, here an empty one."""
         assert isinstance(plugin.spec, LogitsProcessorSpec)
         for arguments in asked:
-            assert plugin.spec.check(arguments, context.vocab_size) == []
+            reasons = plugin.spec.check(arguments, context.vocab_size)
+            assert reasons == [], f"{arguments!r} is refused: {reasons}"
 
     def test_every_row_keeps_an_id(
         self, processor: LogitsProcessor, asked: list[BaseModel]
@@ -90,9 +92,9 @@ class LogitsProcessorConformance(SpecConformance):
         """Nothing becomes NaN or +inf, and no row is all -inf."""
         logits_SV = random_logits()
         processor.process(logits_SV, make_requests(processor, asked))
-        assert not logits_SV.isnan().any()
-        assert not logits_SV.isposinf().any()
-        assert (logits_SV > float("-inf")).any(-1).all()
+        assert not logits_SV.isnan().any(), "a logit is NaN"
+        assert not logits_SV.isposinf().any(), "a logit is +inf"
+        assert (logits_SV > float("-inf")).any(-1).all(), "a row has no id left"
 
     def test_rows_are_changed_in_place(
         self, processor: LogitsProcessor, asked: list[BaseModel]
@@ -110,9 +112,9 @@ class LogitsProcessorConformance(SpecConformance):
         """Alone, or in another order: the same logits."""
         together = run(processor, asked, range(len(OUTPUTS)))
         reverse = run(processor, asked, reversed(range(len(OUTPUTS))))
-        assert torch.equal(reverse.flip(0), together)
+        _assert_same(reverse.flip(0), together, "the rows in reverse order")
         for row in range(len(OUTPUTS)):
-            assert torch.equal(run(processor, asked, [row])[0], together[row])
+            _assert_same(run(processor, asked, [row])[0], together[row], f"row {row} alone")
 
     def test_a_second_call_does_what_the_first_did(
         self, processor: LogitsProcessor, asked: list[BaseModel]
@@ -123,14 +125,15 @@ class LogitsProcessorConformance(SpecConformance):
         for _ in range(3):
             logits_SV = random_logits()
             processor.process(logits_SV, requests)
-            assert torch.equal(logits_SV, first)
+            _assert_same(logits_SV, first, "a further call")
 
     def test_only_known_ids_count(self, processor: LogitsProcessor, asked: list[BaseModel]) -> None:
         """Behind the known ids stands what a former request left there, or nonsense."""
         rows = range(len(OUTPUTS))
         expected = run(processor, asked, rows)
         for filler in (-7, 3, VOCAB - 1, VOCAB + 1000):
-            assert torch.equal(run(processor, asked, rows, filler), expected)
+            changed = run(processor, asked, rows, filler)
+            _assert_same(changed, expected, f"ids {filler} behind the known ones")
 
     def test_tables_are_only_read(self, processor: LogitsProcessor, asked: list[BaseModel]) -> None:
         """The ids and lengths are the engine's."""
@@ -138,8 +141,9 @@ class LogitsProcessorConformance(SpecConformance):
         before = [(r.token_ids.clone(), int(r.num_prompt), int(r.num_known)) for r in requests]
         processor.process(random_logits(), requests)
         for request, (ids, num_prompt, num_known) in zip(requests, before, strict=True):
-            assert torch.equal(request.token_ids, ids)
-            assert (int(request.num_prompt), int(request.num_known)) == (num_prompt, num_known)
+            lengths = int(request.num_prompt), int(request.num_known)
+            assert torch.equal(request.token_ids, ids), "token_ids were written"
+            assert lengths == (num_prompt, num_known), "a length was written"
 
     def test_it_does_not_wait_for_the_device(
         self, processor: LogitsProcessor, asked: list[BaseModel]
@@ -208,3 +212,8 @@ def run(
     logits_SV = random_logits()[chosen].contiguous()
     processor.process(logits_SV, [requests[row] for row in chosen])
     return logits_SV
+
+
+def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    differing = int((actual != expected).sum())
+    assert differing == 0, f"{what}: {differing} of {expected.numel()} logits differ"

@@ -307,7 +307,10 @@ class _SchedulingConformance(SpecConformance):
         if math.isinf(bound):
             pytest.skip(f"{spec.name} promises nothing with {plugin.options!r}")
         if bound > LONGEST_BOUND:
-            pytest.skip(f"a bound of {bound} steps is too long to wait for")
+            pytest.skip(
+                f"a bound of {bound:.0f} steps is too long to wait for; state `options` with one "
+                f"of at most {LONGEST_BOUND}"
+            )
         # Those who may pass, at a step or two each, then the prompt's own chunks.
         enough = 6 * per_step * (int(bound) + before + 2) + length // setting.max_num_batched_tokens
         for _ in range(enough + 50):

@@ -48,7 +48,8 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slow(install: Install) -> None:
     """A backend that can serve anywhere, and that `auto` takes last."""
-    install("slow-attention", {"nanovllm.attention": {"slow": "slow_spec"}}, {"slow_spec": SLOW})
+    modules = {"slow_spec": SLOW, "slow_code": "class Slow: pass"}
+    install("slow-attention", {"nanovllm.attention": {"slow": "slow_spec"}}, modules)
 
 
 def seams(model: str = "demo", file: Path | None = None, **overrides: Any) -> dict[str, Seam]:
@@ -109,14 +110,15 @@ from pydantic import BaseModel, ConfigDict
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
     library: str
-""" + SLOW.replace('impl="slow_code:Slow"', 'impl="x:X", options=Options').replace(
+""" + SLOW.replace('impl="slow_code:Slow"', 'impl="slow_code:Slow", options=Options').replace(
     "slow", "picky"
 ).replace("rank=lambda", "provider=lambda options: options.library, rank=lambda")
 
 
 def test_a_named_backend_is_asked_with_the_options_that_it_was_given(install: Install) -> None:
     """What it would be with its defaults, or whether it has any, does not matter."""
-    install("picky", {"nanovllm.attention": {"picky": "picky_spec"}}, {"picky_spec": PICKY})
+    modules = {"picky_spec": PICKY, "picky_code": "class Slow: pass"}
+    install("picky", {"nanovllm.attention": {"picky": "picky_spec"}}, modules)
     found = seams(attention={"backend": "picky", "options": {"library": "fa9"}})
     for phase in ("prefill", "decode"):
         seam = found[f"attention, {phase}"]
@@ -125,6 +127,17 @@ def test_a_named_backend_is_asked_with_the_options_that_it_was_given(install: In
         assert seam.others["sdpa"] == "it can serve, and is not named"
     missing = seams(attention={"backend": "picky"})["attention, prefill"]
     assert "attention.options.library: missing" in missing.problem
+
+
+def test_a_chosen_plugin_whose_code_cannot_be_imported_is_a_problem(install: Install) -> None:
+    """Its light module says all is well; an engine would stop at the code behind it."""
+    modules = {"slow_spec": SLOW, "slow_code": "1/0"}
+    install("slow-attention", {"nanovllm.attention": {"slow": "slow_spec"}}, modules)
+    found = seams(attention="slow")
+    for phase in ("prefill", "decode"):
+        problem = found[f"attention, {phase}"].problem
+        assert "ZeroDivisionError" in problem or problem == "hangs on the problem above"
+    assert not any(seam.problem for seam in seams(attention="sdpa").values())
 
 
 def test_a_broken_model_plugin_is_not_said_to_be_of_another_architecture(install: Install) -> None:
