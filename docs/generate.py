@@ -226,6 +226,7 @@ def limit_table() -> str:
             "refused at start",
         ),
         ("steps ahead", f"0 to {steps}", "refused at start"),
+        ("outputs of one prompt", f"1 to {sampling_params.MAX_SAMPLES:,} (`n`)", "refused"),
         ("likeliest tokens reported", f"0 to {logprobs} (`logprobs`)", "refused"),
         (
             "stop ids that the device checks",

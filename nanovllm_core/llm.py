@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from time import perf_counter
@@ -127,7 +126,7 @@ class LLM:
         With `n` samples per prompt, a prompt's samples follow one another. Every prompt is checked
         before any is run. `use_tqdm` shows a progress bar where stderr is a terminal.
         """
-        return self._run(_as_list(prompts), self._encode, sampling_params, use_tqdm)
+        return self._run("prompts", _as_list(prompts), self._encode, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -147,7 +146,7 @@ class LLM:
             else conversations
         )
         template = self.tokenizer.apply_chat_template
-        return self._run(many, template, sampling_params, use_tqdm)  # type: ignore[arg-type]
+        return self._run("conversations", many, template, sampling_params, use_tqdm)  # type: ignore[arg-type]
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -173,6 +172,7 @@ class LLM:
 
     def _run(
         self,
+        name: str,
         prompts: Sequence[T],
         encode: Callable[[T], list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
@@ -182,8 +182,16 @@ class LLM:
         order: dict[str, int] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                with _said_of(f"prompts[{index}]" if len(prompts) > 1 else ""):
+                try:
                     order[self._add(encode(prompt), one)] = index
+                except RequestError as error:
+                    # Parameters that all share are the fault of none of them.
+                    shared = params is not sampling_params and isinstance(
+                        error, InvalidSamplingError
+                    )
+                    if len(prompts) == 1 or shared:
+                        raise
+                    raise type(error)(f"{name}[{index}]: {error}") from error
             total = sum(one.n for one in params)
             outputs = self._drain(order, total, show=use_tqdm and sys.stderr.isatty())
         finally:
@@ -300,17 +308,6 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-@contextmanager
-def _said_of(prompt: str) -> Iterator[None]:
-    """Name the prompt that an error is of, where there are several."""
-    try:
-        yield
-    except RequestError as error:
-        if not prompt:
-            raise
-        raise type(error)(f"{prompt}: {error}") from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

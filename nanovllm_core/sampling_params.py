@@ -57,7 +57,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the log-probability of each token and of this many likeliest ones (0 to 20)."""
     n: int = 1
-    """How many independent outputs to make of the same prompt."""
+    """How many independent outputs to make of the same prompt, 4096 at most."""
     priority: int = 0
     """For schedulers that serve by priority: the lower, the sooner. The others ignore it."""
     logits_processors: Mapping[str, Mapping[str, Any]] | None = None

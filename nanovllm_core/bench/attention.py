@@ -3,9 +3,9 @@
 A batch of sequences of one length attends once, as it does in the engine: in a captured graph where
 the backend supports it for that phase, else launched from Python. A graph, and every decode, has
 one plan and many layers, each layer with pages of its own, so that no cache holds what memory
-should give; a prefill from Python has a plan and one layer. Launches are those of one. Error is the
-relative norm of the difference to float64, peak memory what the backend and the call take beyond
-their inputs.
+should give; a prefill from Python has a plan and one layer. Launches are those of a plan and a
+layer. Error is the relative norm of the difference to float64, peak memory what the backend and the
+call take beyond their inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from nanovllm_core.interfaces.attention import (
     AttentionRequirements,
     Phase,
 )
-from nanovllm_core.interfaces.specs import AttentionSpec
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
 NAIVE = "naive"
@@ -113,10 +112,9 @@ def _backend(setup: AttentionSetup, name: str) -> Contender:
             f"attention {name!r} cannot serve {setup.phase} here: {'; '.join(found.reasons)}",
             found.reasons,
         )
-    spec = plugins.spec("attention", choice.backend)
-    recorded = spec.capabilities.cuda_graphs if isinstance(spec, AttentionSpec) else "none"
-    on_gpu = setup.device.type == "cuda"
-    captured = on_gpu and recorded in ("full", setup.phase)
+    # As the engine asks, for providers of one backend differ in what can be recorded of them.
+    recorded = replace(setup.requirements(), cuda_graphs=True)
+    captured = setup.device.type == "cuda" and not evaluate(plugins, choice, recorded).reasons
     multiple = found.layouts[0].page_multiple
 
     def make(case: AttentionCase) -> AttentionBackend:

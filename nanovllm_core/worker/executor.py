@@ -261,7 +261,7 @@ def _make_cache(
         runner.attention.set_cache(
             KVCache.allocate(shape, 1, block_size, model.dtype, model.device)
         )
-        # A given number is honoured; but no request shall be the first to run a kernel.
+        # A given number is honoured; but no request shall be the first to have these compiled.
         graph_bytes = _try_steps(setup, runner)
         if num_blocks is None:
             memory = DeviceMemory.measure(model.device, context_bytes, graph_bytes)

@@ -1,9 +1,9 @@
 """Steps with prompt chunks: their sizes, and their chunks as one table on the device.
 
 Decode entries come first, one token each, then the chunks, packed. A step that is captured is
-padded at three places: decode entries to one of a few sizes, chunks to as many, so that no burst
-of prompts is too many for every graph, and prompt tokens to one of the configured sizes. Padding
-passes through the layers, but it stores no key, advances no row, and is left out of the result.
+padded at three places: decode entries to one of a few sizes, the last of which holds every row;
+chunks to as many; and prompt tokens to one of the configured sizes. Padding passes through the
+layers, but it stores no key, advances no row, and is left out of the result.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,26 @@ from nanovllm_core.errors import UnsupportedError
 from nanovllm_core.interfaces.attention import Phase
 
 pytest.importorskip("nanovllm_attention_sdpa", reason="needs the plugin attention_sdpa")
+
+HALF = """
+from nanovllm_core.api import AttentionCapabilities, AttentionSpec, KVLayout, hookimpl
+
+def check(requirements, options):
+    recorded = requirements.cuda_graphs and requirements.phase == "prefill"
+    return ["was not captured with prompts"] if recorded else []
+
+@hookimpl
+def nanovllm_attention():
+    return [AttentionSpec(
+        name="half", impl="x:X", contract=1, check=check,
+        capabilities=AttentionCapabilities(
+            devices=frozenset({"cuda"}), dtypes=frozenset({"float32"}), gqa=True,
+            cuda_graphs="full",
+        ),
+        kv_layouts=lambda requirements, options: [KVLayout("NPKD", 16)],
+        rank=lambda requirements: 0,
+    )]
+"""
 
 
 def setup(phase: Phase, batch: int = 2) -> bench.AttentionSetup:
@@ -63,6 +85,21 @@ def test_scores_that_do_not_fit_are_a_cell_and_no_end(monkeypatch: pytest.Monkey
 def test_a_backend_that_cannot_serve_is_refused_with_its_reason() -> None:
     with pytest.raises(UnsupportedError, match=r"'sdpa\.cudnn' cannot serve decode here"):
         bench.contenders(setup("decode"), ["sdpa.cudnn"])
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_what_the_engine_would_capture_is_captured(
+    phase: Phase, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    """By the plugin's answer for these options; its capabilities alone may promise too much."""
+    install("half", {"nanovllm.attention": {"half": "half_spec"}}, {"half_spec": HALF})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    gpu = replace(setup(phase), device=torch.device("cuda", 0))
+    captured = {one.name: one.captured for one in bench.contenders(gpu, ["sdpa", "half", "naive"])}
+    decodes = phase == "decode"
+    assert captured == {"sdpa": decodes, "half": decodes, "naive": decodes}
+    on_cpu = bench.contenders(setup(phase), ["sdpa", "naive"])
+    assert [one.captured for one in on_cpu] == [False, False]
 
 
 def test_by_default_all_that_can_serve_take_part() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -296,7 +297,7 @@ def test_a_bad_prompt_is_refused_before_any_is_run(
 
 
 def test_an_error_of_the_only_prompt_needs_no_number(shared_engine: LLM) -> None:
-    with pytest.raises(InvalidPromptError, match=r"^the prompt is empty|^prompt is empty"):
+    with pytest.raises(InvalidPromptError, match=r"^the prompt is empty"):
         shared_engine.generate([[]])
 
 
@@ -330,6 +331,21 @@ def test_something_that_is_no_prompt_is_refused(shared_engine: LLM) -> None:
 def test_a_bad_conversation_is_refused(messages: object, message: str, demo: LLM) -> None:
     with pytest.raises(InvalidPromptError, match=message):
         demo.chat(messages, greedy())  # type: ignore[arg-type]
+
+
+def test_a_bad_conversation_among_others_is_named(demo: LLM) -> None:
+    good = [{"role": "user", "content": "hello"}]
+    with pytest.raises(InvalidPromptError, match=r"^conversations\[1\]: .*must be one or more"):
+        demo.chat([good, [{"role": "user"}]], greedy())  # type: ignore[list-item]
+
+
+def test_parameters_that_all_share_are_no_prompts_fault(shared_engine: LLM) -> None:
+    """And those of each are named by the prompt's place."""
+    bad: Any = {"temperature": 0.5}
+    with pytest.raises(InvalidSamplingError, match=r"^expected SamplingParams"):
+        shared_engine.generate([[1], [2]], bad)
+    with pytest.raises(InvalidSamplingError, match=r"^prompts\[1\]: expected SamplingParams"):
+        shared_engine.generate([[1], [2]], [greedy(), bad])
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.5}, [{"temperature": 0.5}]], ids=str)

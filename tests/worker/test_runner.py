@@ -5,7 +5,7 @@ What a GPU would capture runs eagerly here, at the same padded sizes and in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.startup import start
-from nanovllm_core.worker import logits
+from nanovllm_core.worker import logits, sampler
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.runner import ModelRunner
@@ -347,39 +347,45 @@ def test_a_prompt_for_every_row_is_one_replay(folder: Path) -> None:
     started.executor.close()
 
 
+@pytest.mark.parametrize("prompt_sizes", [(), (8, 32)], ids=["exact", "padded"])
 def test_a_trial_step_does_all_that_a_request_may_ask_for(
-    started: Started, monkeypatch: pytest.MonkeyPatch
+    folder: Path, prompt_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its peak of memory is the true one, and no request is the first to run a kernel."""
+    started = Started(folder, prompt_sizes, max_num_seqs=16, cache={"num_blocks": 40})
     done: set[str] = set()
-    for name in ("penalise", "forbid_stop_ids", "cut_min_p", "cut_top_k_top_p"):
-        real = getattr(logits, name)
+    asked = ("penalise", "forbid_stop_ids", "cut_min_p", "cut_top_k_top_p", "raw_logprobs")
+    for name in asked:
+        module = sampler if name == "raw_logprobs" else logits
+        real = getattr(module, name)
 
-        def seen(*arguments: Any, name: str = name, real: Any = real) -> None:
+        def seen(*arguments: Any, name: str = name, real: Any = real) -> Any:
             done.add(f"{name} {len(arguments[0])}")
-            real(*arguments)
+            return real(*arguments)
 
-        monkeypatch.setattr(logits, name, seen)
+        monkeypatch.setattr(module, name, seen)
     scattered: list[int] = []
     monkeypatch.setattr(
         started.runner.ops, "scatter_updates", lambda arena, updates: scattered.append(1)
     )
     started.runner.trial_step(200)
-    asked = ("penalise", "forbid_stop_ids", "cut_min_p", "cut_top_k_top_p")
-    assert done == {f"{name} {rows}" for name in asked for rows in (1, 8)}
+    assert done == {f"{name} {rows}" for name in asked for rows in (1, logits.MAX_SORTED_ROWS, 16)}
     assert scattered == [1]
+    started.executor.close()
 
 
-def test_trial_steps_leave_no_trace_in_tables_or_results(
-    started: Started, expected: list[list[int]]
+@pytest.mark.parametrize(
+    "trial", [lambda runner: runner.trial_step(200), lambda runner: runner.trial_captured_step()]
+)
+def test_a_trial_leaves_no_trace_in_tables_or_results(
+    started: Started, expected: list[list[int]], trial: Callable[[ModelRunner], None]
 ) -> None:
-    """They run the largest steps on whatever pages are set, and requests come out as ever.
+    """It runs a largest step on whatever pages are set, and requests come out as ever.
 
-    With `enforce_eager` nothing is captured after them, which would make up for a trace.
+    With `enforce_eager` nothing is captured after it, which would make up for a trace.
     """
     arena = started.runner.tables.arena.clone()
-    started.runner.trial_step(200)
-    started.runner.trial_captured_step()
+    trial(started.runner)
     assert torch.equal(started.runner.tables.arena, arena)
     with pytest.raises(ExecutorError, match="no step is in flight"):
         started.runner.collect()

@@ -11,12 +11,15 @@ from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.tuning import (
     LARGE_CAPABILITIES,
     LARGE_TILE,
+    WIDE,
     PrefillTuning,
 )
 from nanovllm_core.api import UnsupportedError
 
 CAUSAL = (-1, 0)
 """The window of the plain causal mask: no bound to the left, nothing to the right."""
+MAX_ROW_BLOCKS = 65535
+"""CUDA's grids hold no more in their second dimension."""
 COPY_ENGINE_CAPABILITY = (9, 0)
 """Hopper's, the first whose copy engine reads tiles of a tensor by its descriptor ("TMA")."""
 COPY_ENGINE_ALIGNMENT = 16
@@ -45,7 +48,8 @@ def prefill_attention(
     is contiguous. `block_table` [S, M], `seq_lens_S` [S] and `query_start_loc` [S + 1] are int32.
     `window` (left, right): a query at position p sees the keys p - left to p + right, -1 for no
     bound. `soft_cap` c turns scaled scores s into c * tanh(s / c). `lse_HT`, fp32, if given, gets
-    each query's natural log-sum-exp. Raises UnsupportedError for a `scale` that is not positive.
+    each query's natural log-sum-exp. Raises UnsupportedError for a `scale` that is not positive,
+    and for more queries than a grid holds.
     """
     if not scale > 0:
         raise UnsupportedError(
@@ -59,12 +63,18 @@ def prefill_attention(
     group = num_heads // num_kv_heads
     # As `find_block` numbers them; no sequence has more queries than `max_query_len`.
     num_queries = min(q_THD.shape[0], num_seqs * max_query_len)
-    grid = (num_kv_heads, num_queries * group // tuning.block_m + num_seqs)
+    row_blocks = num_queries * group // tuning.block_m + num_seqs
+    if row_blocks > MAX_ROW_BLOCKS:
+        raise UnsupportedError(
+            f"prefill of {num_queries} queries of {num_seqs} sequences makes {row_blocks} row "
+            f"blocks and a grid holds {MAX_ROW_BLOCKS}; give fewer at once "
+            "(limits.max_num_batched_tokens)"
+        )
     described = tuning.copy_engine and describable(k_cache, v_cache, tuning.block_n)
     k_desc, v_desc = (
         _tile_descriptor(x, tuning.block_n) if described else None for x in (k_cache, v_cache)
     )
-    prefill_kernel[grid](
+    prefill_kernel[(num_kv_heads, row_blocks)](
         q_THD,
         k_cache,
         v_cache,
@@ -116,7 +126,9 @@ def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
 
 
 def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether the large tiles can run: by the copy engine, in the shared memory of such a GPU."""
+    """Whether heads are wide, and the copy engine and the shared memory there for large tiles."""
+    if k_cache.shape[3] <= WIDE:
+        return False
     if (
         k_cache.is_cuda
         and torch.cuda.get_device_capability(k_cache.device)[0] not in LARGE_CAPABILITIES

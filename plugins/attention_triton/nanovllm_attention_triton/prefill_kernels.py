@@ -174,15 +174,17 @@ def find_block(block, query_start_ptr, num_seqs, GROUP: tl.constexpr, BLOCK_M: t
 
     Sequence s has the blocks from `rows before s // BLOCK_M + s` on: at least as many as its rows
     need, since it is one more than the whole blocks that end in it; what is over has no rows.
+    Rows before the first sequence count for nothing.
     """
+    base = tl.load(query_start_ptr)
     low = tl.full([], 0, tl.int32)
     high = num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        start = tl.load(query_start_ptr + middle) * GROUP // BLOCK_M + middle
+        start = (tl.load(query_start_ptr + middle) - base) * GROUP // BLOCK_M + middle
         low = tl.where(start <= block, middle, low)
         high = tl.where(start <= block, high, middle)
-    start = tl.load(query_start_ptr + low) * GROUP // BLOCK_M + low
+    start = (tl.load(query_start_ptr + low) - base) * GROUP // BLOCK_M + low
     return low, (block - start) * BLOCK_M
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanovllm_attention_triton import prefill
 from nanovllm_attention_triton.prefill import CAUSAL, describable, prefill_attention
 from nanovllm_attention_triton.tuning import PREFILL
 from nanovllm_core.api import UnsupportedError
@@ -32,7 +33,7 @@ def test_chunks_with_context_equal_the_reference(paged_batch):
 
 
 def test_half_precision_and_head_size_128_equal_the_reference(paged_batch):
-    """fp16 inputs, fp32 sums, blocks of 128 queries."""
+    """fp16 inputs, fp32 sums."""
     batch = paged_batch([150, 10], [140, 10], head_size=128, dtype=torch.float16)
     batch.assert_right(batch.prefill())
 
@@ -41,6 +42,50 @@ def test_a_row_without_queries_between_others_shifts_nothing(paged_batch):
     """A sequence of the batch may bring no query at all."""
     batch = paged_batch([40, 50, 60], [40, 0, 5])
     batch.assert_right(batch.prefill())
+
+
+def test_the_sequences_may_begin_behind_rows_of_others(paged_batch):
+    """As flash-attn's cu_seqlens may: the rows before the first sequence are left alone."""
+    batch = paged_batch([70, 64, 33, 100], [70, 64, 33, 90])
+    metadata = batch.prefill_metadata()
+    later = replace(
+        metadata,
+        block_table=metadata.block_table[1:],
+        seq_lens=metadata.seq_lens[1:],
+        query_start_loc=metadata.query_start_loc[1:],
+    )
+    q, out = batch.packed_q, torch.full_like(batch.packed_q, float("nan"))
+    batch.backend().run_prefill(q, batch.k_cache, batch.v_cache, later, out)
+    assert torch.equal(out[70:], batch.prefill()[70:])
+    assert out[:70].isnan().all()
+
+
+class Grids:
+    """Stands where the kernel does; notes the grids, runs nothing."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        self.seen.append(grid)
+        return lambda *_args, **_constants: None
+
+
+def test_the_grid_follows_from_the_tokens_not_from_the_longest_prompt(paged_batch, monkeypatch):
+    """One long prompt beside many short ones: its blocks, and one more of each sequence."""
+    grids = Grids()
+    monkeypatch.setattr(prefill, "prefill_kernel", grids)
+    batch = paged_batch([800, *[1] * 20], [800, *[1] * 20], heads=(4, 2))
+    batch.prefill()
+    block_m = PREFILL[4].block_m
+    assert grids.seen == [(2, 820 * 2 // block_m + 21)]
+
+
+def test_more_queries_than_a_grid_holds_are_refused(paged_batch, monkeypatch):
+    monkeypatch.setattr(prefill, "prefill_kernel", Grids())
+    monkeypatch.setattr(prefill, "MAX_ROW_BLOCKS", 3)
+    with pytest.raises(UnsupportedError, match=r"100 queries .* 7 row blocks .* holds 3; .* fewer"):
+        paged_batch([100], [100], heads=(4, 2)).prefill()
 
 
 @pytest.mark.parametrize("page", [16, 64])
