@@ -144,9 +144,9 @@ class PrefillMetadata:
     """A batch of prompt chunks of different lengths, packed, in device tensors.
 
     `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
-    [S + 1] int32, where each chunk's queries start in q_THD. The queries of a sequence are its last
-    `query_len` positions; the mask is causal. The chunk's own keys and values are already in their
-    pages. A chunk may bring no query and see no key, and S may be 0.
+    [S + 1] int32, where each chunk's queries start in q_THD, the first at 0. The queries of a
+    sequence are its last `query_len` positions; the mask is causal. The chunk's own keys and values
+    are already in their pages. A chunk may bring no query and see no key, and S may be 0.
 
     `max_query_len` and `max_seq_len` are exact host integers. In a captured step they are bounds,
     and q_THD may go on beyond `query_start_loc[-1]`: that is padding, whose output is ignored.
