@@ -156,7 +156,7 @@ def _model(decisions: Decisions, name: str) -> Seam:
     others = decisions.other_plugins("model", model.name)
     return Seam(
         name,
-        f"{_label(model)}: {shape.num_layers} layers, {shape.num_heads} query and "
+        f"{_label(_importable(model))}: {shape.num_layers} layers, {shape.num_heads} query and "
         f"{shape.num_kv_heads} KV heads of size {shape.head_size}",
         "the architecture in the checkpoint's config.json",
         {
@@ -215,7 +215,7 @@ def _attention(phase: Phase) -> Callable[[Decisions, str], Seam]:
         others.pop(chosen, None)
         automatic = f"auto: rank {taken.rank}" if asked.backend == "auto" else ""
         why = decisions.said(f"attention.{phase}.backend", automatic)
-        load_object(taken.resolved)
+        _importable(taken.resolved)
         return Seam(name, taken.label, why, others)
 
     return decide
@@ -238,14 +238,16 @@ def _kernels(decisions: Decisions, name: str) -> Seam:
     chosen = select_kernels(decisions.plugins, choice, decisions.device)
     automatic = f"auto: the core's own for {decisions.device}" if choice.name == "auto" else ""
     others = decisions.other_plugins("kernels", kernel_set_name(choice, decisions.device))
-    return Seam(name, _label(chosen), decisions.said("kernels.name", automatic), others)
+    return Seam(
+        name, _label(_importable(chosen)), decisions.said("kernels.name", automatic), others
+    )
 
 
 def _sampler(decisions: Decisions, name: str) -> Seam:
     choice = decisions.config.sampler
     chosen = select_sampler(decisions.plugins, choice, decisions.device, decisions.cuda_graphs)
     others = decisions.other_plugins("sampler", choice.name)
-    return Seam(name, _label(chosen), decisions.said("sampler.name"), others)
+    return Seam(name, _label(_importable(chosen)), decisions.said("sampler.name"), others)
 
 
 def _scheduler(decisions: Decisions, name: str) -> Seam:
@@ -261,14 +263,18 @@ def _named(decisions: Decisions, name: str, kind: str) -> Seam:
     choice = getattr(decisions.config, kind)
     chosen = decisions.plugins.resolve(kind, choice.name, choice.options, f"{kind}.options")
     others = decisions.other_plugins(kind, choice.name)
-    return Seam(name, _label(chosen), decisions.said(f"{kind}.name"), others)
+    return Seam(name, _label(_importable(chosen)), decisions.said(f"{kind}.name"), others)
 
 
 def _several(kind: str, path: str) -> Callable[[Decisions, str], Seam]:
     def decide(decisions: Decisions, name: str) -> Seam:
         choices = getattr(decisions.config, path)
         chosen = [
-            decisions.plugins.resolve(kind, choice.name, choice.options, f"{path}[{index}].options")
+            _importable(
+                decisions.plugins.resolve(
+                    kind, choice.name, choice.options, f"{path}[{index}].options"
+                )
+            )
             for index, choice in enumerate(choices)
         ]
         others = decisions.other_plugins(kind, *(choice.name for choice in choices))
@@ -345,9 +351,13 @@ def problems(seams: Sequence[Seam]) -> list[str]:
     return [f"{seam.name}: {seam.problem}" for seam in seams if seam.problem]
 
 
-def _label(plugin: ResolvedPlugin) -> str:
-    """What is shown of a chosen plugin; PluginLoadError where its code cannot be imported."""
+def _importable(plugin: ResolvedPlugin) -> ResolvedPlugin:
+    """The same; PluginLoadError where its code cannot be imported, at which an engine stops."""
     load_object(plugin)
+    return plugin
+
+
+def _label(plugin: ResolvedPlugin) -> str:
     options = ", ".join(f"{key}={value!r}" for key, value in plugin.options.items())
     text = f"{plugin.name} {plugin.version}, {plugin.distribution}"
     return f"{text} ({options})" if options else text

@@ -61,15 +61,9 @@ def prefill_attention(
         return
     num_heads, num_kv_heads = q_THD.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
-    # As `find_block` numbers them; no sequence has more queries than `max_query_len`.
+    # No sequence has more queries than `max_query_len`.
     num_queries = min(q_THD.shape[0], num_seqs * max_query_len)
-    row_blocks = num_queries * group // tuning.block_m + num_seqs
-    if row_blocks > MAX_ROW_BLOCKS:
-        raise UnsupportedError(
-            f"prefill of {num_queries} queries of {num_seqs} sequences makes {row_blocks} row "
-            f"blocks and a grid holds {MAX_ROW_BLOCKS}; give fewer at once "
-            "(limits.max_num_batched_tokens)"
-        )
+    row_blocks = count_row_blocks(num_queries, num_seqs, group, tuning.block_m)
     described = tuning.copy_engine and describable(k_cache, v_cache, tuning.block_n)
     k_desc, v_desc = (
         _tile_descriptor(x, tuning.block_n) if described else None for x in (k_cache, v_cache)
@@ -109,6 +103,18 @@ def prefill_attention(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
+
+
+def count_row_blocks(num_queries: int, num_seqs: int, group: int, block_m: int) -> int:
+    """The blocks that `find_block` numbers; UnsupportedError for more than a grid holds."""
+    row_blocks = num_queries * group // block_m + num_seqs
+    if row_blocks > MAX_ROW_BLOCKS:
+        raise UnsupportedError(
+            f"prefill of {num_queries} queries of {num_seqs} sequences makes {row_blocks} row "
+            f"blocks and a grid holds {MAX_ROW_BLOCKS}; give fewer at once "
+            "(limits.max_num_batched_tokens)"
+        )
+    return row_blocks
 
 
 def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
