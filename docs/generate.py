@@ -235,7 +235,12 @@ def limit_table() -> str:
         ),
         (
             "temperature",
-            f"0, or {sampling_params.MIN_TEMPERATURE:g} to {sampling_params.MAX_TEMPERATURE:g}",
+            f"0, or {sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}",
+            "refused",
+        ),
+        (
+            "repetition penalty",
+            f"{sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}",
             "refused",
         ),
         ("seeds", f"0 to 2^{sampling_params.MAX_SEED.bit_length()} - 1", "refused"),

@@ -12,8 +12,8 @@ from nanovllm_core.errors import InvalidSamplingError
 
 T = TypeVar("T")
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
-"""Outside these a temperature in float32, or a logit divided by it, may be zero or infinite."""
+MIN_SCALE, MAX_SCALE = 1e-10, 1e10
+"""Of temperature and repetition penalty: logits scaled by more may be zero or infinite in float32."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 4096
@@ -65,31 +65,61 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _strings("stop", stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        _check_temperature(self.temperature)
-        _check_integer("top_k", self.top_k, -1, None, "0 or -1 switches it off")
-        _check_real("top_p", self.top_p, 0.0, 1.0, "1 switches it off", above=True)
-        _check_real("min_p", self.min_p, 0.0, 1.0, "0 switches it off")
-        _check_real(
-            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is off", above=True
-        )
-        _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 switches it off")
-        _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 switches it off")
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, None, "None means no limit of its own")
-        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, "max_tokens bounds it")
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, MAX_SEED, "None lets the engine choose")
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None switches it off")
-        _check_integer("n", self.n, 1, MAX_SAMPLES, "1 makes a single output; for more, ask again")
-        _check_integer("priority", self.priority, None, None, "0 is that of every other request")
+        checked = {
+            "stop": _strings("stop", stop),
+            "stop_token_ids": _token_ids(self.stop_token_ids),
+            "temperature": _temperature(self.temperature),
+            **self._checked_reals(),
+            **self._checked_integers(),
+        }
+        # Numbers of other types (numpy's wrap around, fractions are slow) are Python's from here on.
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidSamplingError(
                 f"ignore_eos is {self.ignore_eos!r}; it must be True or False"
             )
         _check_logits_processors(self.logits_processors)
+
+    def _checked_reals(self) -> dict[str, float]:
+        off = "switches it off"
+        return {
+            "top_p": _real("top_p", self.top_p, 0.0, 1.0, f"1 {off}", above=True),
+            "min_p": _real("min_p", self.min_p, 0.0, 1.0, f"0 {off}"),
+            "repetition_penalty": _real(
+                "repetition_penalty", self.repetition_penalty, MIN_SCALE, MAX_SCALE, f"1 {off}"
+            ),
+            "presence_penalty": _real(
+                "presence_penalty", self.presence_penalty, -2.0, 2.0, f"0 {off}"
+            ),
+            "frequency_penalty": _real(
+                "frequency_penalty", self.frequency_penalty, -2.0, 2.0, f"0 {off}"
+            ),
+        }
+
+    def _checked_integers(self) -> dict[str, int | None]:
+        max_tokens = _optional_integer(
+            "max_tokens", self.max_tokens, 1, None, "None means no limit of its own"
+        )
+        return {
+            "top_k": _integer("top_k", self.top_k, -1, None, "0 or -1 switches it off"),
+            "max_tokens": max_tokens,
+            "min_tokens": _integer(
+                "min_tokens", self.min_tokens, 0, max_tokens, "max_tokens bounds it"
+            ),
+            "seed": _optional_integer(
+                "seed", self.seed, 0, MAX_SEED, "None lets the engine choose"
+            ),
+            "logprobs": _optional_integer(
+                "logprobs", self.logprobs, 0, MAX_LOGPROBS, "None switches it off"
+            ),
+            "n": _integer(
+                "n", self.n, 1, MAX_SAMPLES, "1 makes a single output; for more, ask again"
+            ),
+            "priority": _integer(
+                "priority", self.priority, None, None, "0 is that of every other request"
+            ),
+        }
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -102,41 +132,45 @@ class SamplingParams:
         return tuple(self.stop_token_ids)
 
 
-def _check_temperature(value: float) -> None:
+def _temperature(value: float) -> float:
     remedy = "0 takes the likeliest token"
-    _check_real("temperature", value, 0.0, MAX_TEMPERATURE, remedy)
-    if value > 0:
-        _check_real("temperature", value, MIN_TEMPERATURE, MAX_TEMPERATURE, remedy)
+    number = _real("temperature", value, 0.0, MAX_SCALE, remedy)
+    if number > 0:
+        _real("temperature", value, MIN_SCALE, MAX_SCALE, remedy)
+    return number
 
 
-def _check_real(
+def _real(
     name: str, value: object, low: float, high: float, remedy: str, *, above: bool = False
-) -> None:
-    """`low <= value <= high`, or `low < value <= high` with `above`."""
-    limit = f"a finite number {'above' if above else 'of at least'} {low:g}"
-    if math.isfinite(high):
-        limit += f" and at most {high:g}"
-    good = False
-    if isinstance(value, Real) and not isinstance(value, bool):
-        number = float(value)
-        good = math.isfinite(number) and low <= number <= high and not (above and number == low)
-    if not good:
-        raise InvalidSamplingError(f"{name} is {value!r}; it must be {limit} ({remedy})")
+) -> float:
+    """The value, if `low <= value <= high`, or `low < value <= high` with `above`."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # a whole number beyond every float
+        number = math.inf
+    if low <= number <= high and not (above and number == low):
+        return number
+    limit = f"a finite number {'above' if above else 'of at least'} {low:g} and at most {high:g}"
+    raise InvalidSamplingError(f"{name} is {value!r}; it must be {limit} ({remedy})")
 
 
-def _check_integer(
-    name: str, value: object, low: int | None, high: int | None, remedy: str
-) -> None:
-    """`value` is a whole number from `low` to `high`; bools and 3.0 are not whole numbers here."""
-    good = False
+def _integer(name: str, value: object, low: int | None, high: int | None, remedy: str) -> int:
+    """The value, if it is a whole number from `low` to `high`; bools and 3.0 are none here."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        good = (low is None or low <= int(value)) and (high is None or int(value) <= high)
-    if not good:
-        limit = f" at least {low}" if high is None else f" from {low} to {high}"
-        raise InvalidSamplingError(
-            f"{name} is {value!r}; it must be a whole number{'' if low is None else limit} "
-            f"({remedy})"
-        )
+        number = int(value)
+        if (low is None or low <= number) and (high is None or number <= high):
+            return number
+    limit = f" at least {low}" if high is None else f" from {low} to {high}"
+    raise InvalidSamplingError(
+        f"{name} is {value!r}; it must be a whole number{'' if low is None else limit} ({remedy})"
+    )
+
+
+def _optional_integer(
+    name: str, value: object, low: int, high: int | None, remedy: str
+) -> int | None:
+    return None if value is None else _integer(name, value, low, high, remedy)
 
 
 def _check_logits_processors(value: object) -> None:
@@ -167,9 +201,10 @@ def _strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
 
 def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
     token_ids = _as_tuple("stop_token_ids", values, "a list of token ids")
-    for token_id in token_ids:
-        _check_integer("an id in stop_token_ids", token_id, 0, None, "leave it out")
-    return tuple(int(token_id) for token_id in token_ids)
+    return tuple(
+        _integer("an id in stop_token_ids", token_id, 0, None, "leave it out")
+        for token_id in token_ids
+    )
 
 
 def _as_tuple(name: str, values: Iterable[T], wanted: str) -> tuple[T, ...]:

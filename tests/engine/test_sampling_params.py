@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -22,13 +23,15 @@ from nanovllm_core.sampling_params import MAX_SEED, SamplingParams
         ("temperature", "hot", "finite"),
         ("temperature", 1e-40, "1e-10"),  # its reciprocal is infinite in float32
         ("temperature", 1e39, "1e+10"),  # infinite itself
+        pytest.param("temperature", 10**400, "1e+10", id="beyond every float"),
         ("top_k", -2, "at least -1"),
         ("top_k", 2.0, "whole number"),
         ("top_p", 0, "above 0 and at most 1"),
         ("top_p", 1.1, "at most 1"),
         ("min_p", -0.1, "at least 0 and at most 1"),
         ("min_p", 1.5, "at most 1"),
-        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", 0, "at least 1e-10"),
+        ("repetition_penalty", 1e39, "at most 1e+10"),  # infinite in float32
         ("presence_penalty", 2.5, "at least -2 and at most 2"),
         ("frequency_penalty", -2.5, "at least -2 and at most 2"),
         ("max_tokens", 0, "at least 1"),
@@ -72,6 +75,22 @@ def test_values_at_their_limits_are_taken() -> None:
     )
     assert params.max_tokens == 5
     assert SamplingParams(max_tokens=None, min_tokens=10**6).max_tokens is None
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int32, np.int64, np.uint64])
+def test_whole_numbers_of_numpy_become_python_numbers(kind: type[np.integer]) -> None:
+    """They wrap around where they are added to, and an int64 takes no mask of 64 bits."""
+    names = ("top_k", "max_tokens", "min_tokens", "seed", "logprobs", "n", "priority")
+    params = SamplingParams(**dict.fromkeys(names, kind(7)))
+    assert {name: type(getattr(params, name)) for name in names} == dict.fromkeys(names, int)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, Fraction, int])
+def test_numbers_of_any_kind_become_floats(kind: type) -> None:
+    """Whoever reads them need not know what they were made from."""
+    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+    params = SamplingParams(**dict.fromkeys(names, kind(1)))
+    assert {name: type(getattr(params, name)) for name in names} == dict.fromkeys(names, float)
 
 
 def test_stops_are_kept_as_tuples() -> None:
