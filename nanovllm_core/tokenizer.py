@@ -20,6 +20,8 @@ from nanovllm_core.errors import CheckpointError, InvalidPromptError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+REPLACEMENT = "\ufffd"
+"""What stands for bytes that are no character, and for those of an incomplete one."""
 OTHER_FORMATS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -147,21 +149,26 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns one sequence's ids into text as they come; `push` never splits a character."""
+    """Turns one sequence's ids into text as they come; `push` never splits a character.
+
+    What was given out stays, even where it is not how a later `decode` of all ids begins: bytes that
+    are no UTF-8 can change the text of the bytes before them, in vocabularies that fall back to bytes.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._token_ids: list[int] = []
-        self._num_chars = 0
+        self._start = 0
+        """Ids before this one were given out, and have no part in the text after them."""
+        self._num_given = 0
+        """Ids whose text was given out."""
+        self._text: list[str] = []
+        """What was given out of the ids from `_start` on."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these further ids complete; "" while a character is incomplete."""
-        self._token_ids += token_ids
-        steps = [self._stream.step(self._tokenizer.backend, token_id) for token_id in token_ids]
-        text = "".join(step for step in steps if step)
-        self._num_chars += len(text)
-        return text
+        return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def flush(self, token_ids: Sequence[int] = ()) -> str:
         """The rest with these last ids: an incomplete character at the end becomes U+FFFD.
@@ -169,9 +176,34 @@ class Detokenizer:
         A whole sequence is decoded in one call, ten times faster than id by id.
         """
         self._token_ids += token_ids
-        text = self._tokenizer.decode(self._token_ids)[self._num_chars :]
-        self._num_chars += len(text)
+        text = self._tokenizer.decode(self._token_ids[self._start :])
+        given = "".join(self._text)
+        if not text.startswith(given):
+            text, given = self._tokenizer.decode(self._token_ids[self._num_given :]), ""
+        self._give(text[len(given) :])
+        return text[len(given) :]
+
+    def _push_one(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id) or ""
+        except Exception:  # the library raises no other for text that does not go on as it began
+            text = self._start_anew()
+        if text:
+            self._give(text)
         return text
+
+    def _start_anew(self) -> str:
+        """Decode the ids that were not given out apart from those that were."""
+        self._start, self._text = self._num_given, []
+        held = self._token_ids[self._start :]
+        self._stream = DecodeStream(ids=held, skip_special_tokens=True)
+        text = self._tokenizer.decode(held)
+        return "" if text.endswith(REPLACEMENT) else text
+
+    def _give(self, text: str) -> None:
+        self._num_given = len(self._token_ids)
+        self._text.append(text)
 
 
 def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:

@@ -146,6 +146,67 @@ def test_an_incomplete_last_character_comes_with_the_flush(tokenizer):
     assert detokenizer.flush() == "\ufffd"
 
 
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory) -> Tokenizer:
+    """A tokenizer in the manner of Llama 2: words, and 256 tokens for what is no word."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁", "ing"]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    model = models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    path = tmp_path_factory.mktemp("byte_fallback")
+    backend.save(str(path / "tokenizer.json"))
+    return Tokenizer.load(path)
+
+
+def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    return [tokenizer.backend.token_to_id(token) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"),
+    [
+        (["<0x0A>", "<0xC5>", "ing", "ing"], ["\n", "", "\ufffding", "ing"]),
+        (["▁the", "<0x0A>", "<0xC5>", "▁the", "ing"], ["the", "\n", "", "\ufffd the", "ing"]),
+        (["<0x0A>", "<0xC5>"], ["\n", "\ufffd"]),
+    ],
+)
+def test_bytes_that_are_no_character_do_not_end_the_text(byte_fallback, tokens, pieces):
+    """They make the library decode the newline before them anew, as U+FFFD: it stays as it was."""
+    detokenizer, ids = byte_fallback.detokenizer(), ids_of(byte_fallback, *tokens)
+    assert [detokenizer.push([i]) for i in ids[:-1]] + [detokenizer.flush(ids[-1:])] == pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_bytes_among_words_lose_no_word(byte_fallback, data):
+    """Random bytes and words, in pieces: no error, and every word once and in its place."""
+    some = st.sampled_from([1 + 0x0A, 1 + 0xC5, 1 + 0x85, 1 + 0xF0, 257, 258, 259])
+    rest = ids = data.draw(st.lists(some, max_size=30))
+    detokenizer, text = byte_fallback.detokenizer(), ""
+    while rest and data.draw(st.booleans()):
+        size = data.draw(st.integers(1, len(rest)))
+        text += detokenizer.push(rest[:size])
+        rest = rest[size:]
+    text += detokenizer.flush(rest)
+    words = [{257: "the", 259: "ing"}.get(token_id, "") for token_id in ids]
+    assert "".join(c for c in text if c in "theing") == "".join(words)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30), data=st.data())
+def test_text_in_bytes_decodes_the_same_in_pieces(byte_fallback, text, data):
+    """Whole characters, each in the tokens of its bytes."""
+    check_pushes(byte_fallback, [1 + byte for byte in text.encode()], data)
+
+
 def test_detokenizers_of_one_tokenizer_do_not_mix(tokenizer):
     first, second = tokenizer.detokenizer(), tokenizer.detokenizer()
     hello, cafe = tokenizer.encode("hello"), tokenizer.encode("café")
