@@ -13,7 +13,7 @@ from nanovllm_core.errors import InvalidSamplingError
 T = TypeVar("T")
 
 MIN_SCALE, MAX_SCALE = 1e-10, 1e10
-"""Of temperature and repetition penalty: logits scaled by more may be zero or infinite in float32."""
+"""Of temperature and repetition penalty: logits scaled by more may be 0 or infinite in float32."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 4096
@@ -72,7 +72,7 @@ class SamplingParams:
             **self._checked_reals(),
             **self._checked_integers(),
         }
-        # Numbers of other types (numpy's wrap around, fractions are slow) are Python's from here on.
+        # Numbers of other types are Python's from here on: numpy's wrap around.
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):

@@ -151,8 +151,8 @@ class Tokenizer:
 class Detokenizer:
     """Turns one sequence's ids into text as they come; `push` never splits a character.
 
-    What was given out stays, even where it is not how a later `decode` of all ids begins: bytes that
-    are no UTF-8 can change the text of the bytes before them, in vocabularies that fall back to bytes.
+    What was given out stays, even where it is not how a later `decode` of all ids begins: in
+    vocabularies that fall back to bytes, those that are no UTF-8 change the text of bytes before.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

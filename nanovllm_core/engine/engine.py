@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
@@ -93,6 +94,8 @@ class Engine:
         self._steady_seconds = 0.0
         self._failure: BaseException | None = None
         self._is_waiting = False
+        self._is_busy = False
+        self._to_abort: deque[str] = deque()
 
     # -- requests come and go
 
@@ -116,6 +119,10 @@ class Engine:
         the scheduler ends the engine, as in `step()`.
         """
         self._check_alive()
+        if not isinstance(cache_salt, bytes):
+            raise RequestError(
+                f"cache_salt is {cache_salt!r:.80}; it must be bytes, as in b'tenant'"
+            )
         sample_ids = sample_ids_of(request_id, params.n)
         for sample_id in sample_ids:
             if sample_id in self._requests or sample_id in self._samples:
@@ -140,7 +147,12 @@ class Engine:
             request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
             for request in samples
         }
-        # All parts are made: from here on the request is known.
+        with self._postponing_aborts():  # All parts are made: from here on the request is known.
+            self._enter(request_id, samples, streams)
+
+    def _enter(
+        self, request_id: str, samples: list[Request], streams: Mapping[str, OutputStream]
+    ) -> None:
         self._num_arrived += len(samples)
         self._samples[request_id] = samples
         self._streams |= streams
@@ -159,18 +171,38 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request with all its samples, in whatever state; an unknown id is no error.
 
-        The next `step()` returns what it had, with finish_reason "abort".
+        The next `step()` returns what it had, with finish_reason "abort". A finaliser (of a stream
+        that nobody holds any more) may run between any two lines of a step: what it aborts waits
+        for the end of it.
         """
-        for request in tuple(self._samples.get(request_id, ())):
-            stream = self._streams[request.request_id]
-            if not request.is_watched:
-                stream.push(request.output_ids(), ended=False)
-            stream.abort()
-            self._finish(request)
+        if self._failure is not None:
+            return  # Nothing runs any more, and what is known of the requests may be half of it.
+        self._to_abort.append(request_id)
+        if not self._is_busy:
+            with self._postponing_aborts():
+                self._carry_out_aborts()
+
+    def _carry_out_aborts(self) -> None:
+        while self._to_abort:
+            for request in tuple(self._samples.get(self._to_abort.popleft(), ())):
+                stream = self._streams[request.request_id]
+                if not request.is_watched:
+                    stream.push(request.output_ids(), ended=False)
+                stream.abort()
+                self._finish(request)
+
+    @contextmanager
+    def _postponing_aborts(self) -> Iterator[None]:
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, so that a second run computes what the first did."""
-        self._kv.pool.forget()
+        with self._postponing_aborts():
+            self._kv.pool.forget()
 
     def has_unfinished(self) -> bool:
         """True while `step()` has something to do or to return."""
@@ -209,15 +241,17 @@ class Engine:
         """
         self._check_alive()
         self._is_waiting = False
-        try:
-            return self._step()
-        except BaseException as error:
-            if not (self._is_waiting and isinstance(error, KeyboardInterrupt)):
-                self._failure = error
-            raise
+        with self._postponing_aborts():
+            try:
+                return self._step()
+            except BaseException as error:
+                if not (self._is_waiting and isinstance(error, KeyboardInterrupt)):
+                    self._failure = error
+                raise
 
     def _step(self) -> list[RequestOutput]:
         began = started = perf_counter()
+        self._carry_out_aborts()
         is_steady = self._submit_ahead()
         if self._in_flight:
             waiting = perf_counter()
@@ -231,6 +265,7 @@ class Engine:
                 self._planner.requeue_drained()
             if self._observation is not None:
                 self._observation.observe(self.stats, taken, len(self._in_flight), began)
+        self._carry_out_aborts()
         if self._debug:
             self.assert_consistent()
         outputs, self._outputs = self._outputs, []

@@ -107,7 +107,9 @@ class ResultRing:
         if step.logprobs_ready is not None:
             step.logprobs_ready.synchronize()
         result = StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), _by_place(step))
-        self._pending.popleft()  # only now: whatever was interrupted can be taken up again
+        # Only now: whatever was interrupted can be taken up again. `del` is no call, after which a
+        # Ctrl-C could come between the step's leaving and its result's.
+        del self._pending[0]
         return result
 
     def _check_oldest(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -158,6 +161,61 @@ def test_an_aborted_request_that_gave_way_leaves_nothing_behind() -> None:
         harness.step()
     assert second.state is RequestState.DRAINING
     harness.engine.abort("second")
+    harness.run()
+    harness.check_all()
+
+
+@pytest.mark.parametrize("act", ["step", "add", "abort"])
+def test_an_abort_may_come_between_any_two_lines(act: str) -> None:
+    """A stream that nobody holds is finalised whenever Python collects garbage: it aborts then."""
+    line = 0
+    while line >= 0:
+        harness = Harness(Setting(num_blocks=12, block_size=4, max_num_batched_tokens=10))
+        for name in ("neighbour", "gone", "other"):
+            harness.add(name, range(3, 8), greedy(7), stream=name == "gone")
+        harness.step()
+        harness.step()
+        acts = {
+            "step": harness.step,
+            "add": lambda harness=harness: harness.add("late", range(4), greedy(3)),
+            "abort": lambda harness=harness: harness.engine.abort("other"),
+        }
+        was_reached = at_line(line, lambda harness=harness: harness.engine.abort("gone"), acts[act])
+        harness.run()
+        harness.check_all()
+        line = line + 1 if was_reached else -1
+
+
+def at_line(number: int, interruption: Callable[[], None], act: Callable[[], object]) -> bool:
+    """Run `act`, and `interruption` before the line `number` of the engine; True if it has one."""
+    left = number
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if "/nanovllm_core/engine/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                sys.settrace(None)
+                interruption()
+        return count
+
+    sys.settrace(count)
+    try:
+        act()
+    finally:
+        sys.settrace(None)
+    return left < 0
+
+
+@pytest.mark.parametrize("salt", [None, "tenant", 7])
+def test_a_cache_salt_that_is_not_bytes_is_refused(salt: object) -> None:
+    """Where it is given, not in the step that would hash it: the others go on."""
+    harness = Harness(Setting())
+    harness.add("innocent", range(9), greedy(3))
+    with pytest.raises(RequestError, match="must be bytes"):
+        harness.engine.add_request("salted", [1, 2], greedy(3), cache_salt=salt)  # type: ignore[arg-type]
     harness.run()
     harness.check_all()
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator
+from random import Random
+from time import perf_counter
+from typing import NoReturn
+
 import numpy as np
 import pytest
 import torch
@@ -104,3 +110,47 @@ def test_an_interrupted_wait_leaves_the_step_in_flight(monkeypatch: pytest.Monke
     ring.wait = wait
     write(ring, 0, 1, [(3, 0)])
     assert ring.collect().token_ids.tolist() == [3]
+
+
+def test_no_interrupt_takes_a_result_with_it(alarm: Callable[[float], None]) -> None:
+    """Wherever in `collect` a Ctrl-C comes, the step is there or was returned."""
+    ring, lost, interrupted = ResultRing(CPU, 1, num_slots=1), 0, 0
+    random = Random(0)
+    began = perf_counter()
+    while perf_counter() < began + 0.5:
+        ring.push(1)
+        ring._host[0, 0] = (ring._num_pushed << 32) | (6 << 1)
+        result = None
+        try:
+            alarm(random.uniform(5e-6, 30e-6))
+            result = ring.collect()
+            alarm(0)
+        except KeyboardInterrupt:
+            interrupted += 1
+        if result is None:
+            lost += not ring._pending
+            ring.reset()
+    assert interrupted > 100, "no interrupt came while a result was collected"
+    assert lost == 0
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[float], None]]:
+    """Sets when the next KeyboardInterrupt comes (0: never); whoever used the timer has it back."""
+    if not hasattr(signal, "setitimer"):
+        pytest.skip("this platform has no interval timer")
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def arm(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    before = signal.getitimer(signal.ITIMER_REAL)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield arm
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *before)
