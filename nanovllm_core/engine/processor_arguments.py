@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from nanovllm_core.config_errors import did_you_mean, explain_options
 from nanovllm_core.errors import InvalidSamplingError, PluginFailedError
@@ -57,4 +57,17 @@ def _checked(
         ) from error
     if reasons:
         raise InvalidSamplingError(f"{path}: {'; '.join(reasons)}")
-    return valid.model_dump(round_trip=True)
+    return _as_plain_data(valid, path, name)
+
+
+def _as_plain_data(arguments: BaseModel, path: str, name: str) -> Mapping[str, Any]:
+    """What the worker, which may be another process, makes the same arguments of."""
+    plain = arguments.model_dump(round_trip=True, by_alias=True)
+    try:
+        type(arguments).model_validate(plain)
+    except ValidationError as error:
+        raise PluginFailedError(
+            f"{path}: {name!r} refuses its own arguments when they are read again from plain data "
+            f"({plain!r:.80}): {error.errors()[0]['msg']}; a validator must take what it returned"
+        ) from error
+    return plain

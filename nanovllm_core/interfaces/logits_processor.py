@@ -47,9 +47,10 @@ class LogitsRequest:
 
     `arguments` is an instance of the spec's `arguments`, `state` what `prepare` returned for it.
     `token_ids` [L] int32 holds the row's ids; the first `num_known` (0-dim int32) are valid, of
-    which the first `num_prompt` (0-dim int32) are the prompt's. They may be read on the device only
-    (`.item()`, printing or branching on them would wait for it) and are never written to. Where the
-    device has already ended the row, what is chosen for it is dropped.
+    which the first `num_prompt` (0-dim int32) are the prompt's, at least one. They may be read on
+    the device only (`.item()`, printing or branching on them would wait for it) and are never
+    written to. Where the device has already ended the row both are 1, and what is chosen for it is
+    dropped.
     """
 
     arguments: BaseModel

@@ -43,8 +43,8 @@ class RowProcessors:
             loaded.rows.pop(row, None)
         for name, plain in asked:
             loaded = self._processors[name]
-            arguments = loaded.arguments.model_validate(dict(plain))
             try:
+                arguments = loaded.arguments.model_validate(dict(plain))
                 state = loaded.processor.prepare(arguments)
             except Exception as error:
                 raise _failure(loaded, "prepare", error) from error

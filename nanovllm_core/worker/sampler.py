@@ -158,14 +158,15 @@ class SamplerTail:
             output_index_S = output_index_B[work.entries]
             history = (token_ids_RL, num_prompt_B[work.entries], num_known_B[work.entries])
             for one in processing:
+                # Nothing is known of a row that the device has ended; a prompt is never empty.
                 run_processor(
                     one.loaded,
                     logits_SV,
                     one.which,
                     one.rows,
                     token_ids_RL,
-                    num_prompt_B[one.entries],
-                    num_known_B[one.entries],
+                    num_prompt_B[one.entries].clamp_(min=1),
+                    num_known_B[one.entries].clamp_(min=1),
                 )
             _apply(work, logits_SV, output_index_S, temperature_R[work.rows], *history)
             out_S = torch.empty_like(output_index_S)

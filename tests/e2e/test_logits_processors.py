@@ -30,7 +30,7 @@ LOOPING = [77, 0, 89, 57]
 
 SOURCE = """
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from nanovllm_core.api import LogitsProcessor, LogitsProcessorSpec, hookimpl
 
 class Strict(BaseModel):
@@ -75,6 +75,23 @@ class Watch(LogitsProcessor):
     def process(self, logits_SV, requests):
         CALLS.extend((int(r.num_prompt), int(r.num_known)) for r in requests)
 
+class Named(Strict):
+    ids: list[int] = Field(alias="banned-ids")
+
+class Once(Strict):
+    word: str
+
+    @field_validator("word")
+    @classmethod
+    def only_yes(cls, word):
+        if word != "yes":
+            raise ValueError("say yes")
+        return "it was yes"
+
+class Silent(LogitsProcessor):
+    def process(self, logits_SV, requests):
+        pass
+
 class Broken(LogitsProcessor):
     def process(self, logits_SV, requests):
         raise RuntimeError("no such logits")
@@ -94,10 +111,12 @@ def nanovllm_logits_processors():
     return [
         spec("Ban", Banned, options=BanOptions, check=beyond), spec("NoRepeat", Window),
         spec("Watch", Strict), spec("Broken", Strict),
+        LogitsProcessorSpec(name="named", impl=__name__ + ":Silent", contract=1, arguments=Named),
+        LogitsProcessorSpec(name="once", impl=__name__ + ":Silent", contract=1, arguments=Once),
     ]
 """
 
-ALL = ["ban", "norepeat", "watch", "broken"]
+ALL = ["ban", "norepeat", "watch", "broken", "named", "once"]
 
 
 @pytest.fixture
@@ -182,8 +201,37 @@ def test_a_prompt_in_chunks_is_shown_once_it_is_whole(open_engine: Callable[...,
     llm = open_engine(max_num_batched_tokens=16, **{"cache.prefix_caching": False})
     other = greedy(max_tokens=20, ignore_eos=True, top_k=3, temperature=1.0)
     llm.generate([PROMPT, [3] * 50], [other, greedy({"watch": {}}, max_tokens=3, ignore_eos=True)])
-    seen = [pair for pair in sys.modules["changes"].CALLS if pair[1] > 0]
+    seen = [pair for pair in sys.modules["changes"].CALLS if pair != (1, 1)]
     assert seen == [(50, 50), (50, 51), (50, 52)]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+def test_a_row_that_the_device_has_ended_is_shown_with_lengths_that_can_be(
+    open_engine: Callable[..., LLM], steps_ahead: int
+) -> None:
+    """A prompt is never empty, so the newest id may be looked up without a check."""
+    llm = open_engine(steps_ahead=steps_ahead)
+    ending = greedy({"watch": {}}, temperature=1.0, stop_token_ids=range(8), max_tokens=40)
+    llm.generate([PROMPT] * 6, ending)
+    seen = set(sys.modules["changes"].CALLS)
+    assert all(1 <= num_prompt <= num_known for num_prompt, num_known in seen)
+    assert ((1, 1) in seen) == (steps_ahead > 0), "no row was shown after its end"
+
+
+def test_arguments_are_taken_by_their_aliases(open_engine: Callable[..., LLM]) -> None:
+    """What was valid for the request is valid for the worker, which reads it again."""
+    [output] = open_engine().generate([PROMPT], greedy({"named": {"banned-ids": [1]}}))
+    assert len(output.token_ids) == LENGTH
+
+
+def test_arguments_that_are_valid_once_only_harm_only_their_request(
+    open_engine: Callable[..., LLM],
+) -> None:
+    """Read again from plain data they are refused; that is found before the request is queued."""
+    llm = open_engine()
+    with pytest.raises(PluginFailedError, match=r"logits_processors\.once.*plain data"):
+        llm.generate([PROMPT], greedy({"once": {"word": "yes"}}))
+    assert len(llm.generate([PROMPT], greedy())[0].token_ids) == LENGTH
 
 
 def test_processors_run_in_the_order_of_the_configuration_before_penalties_and_cuts(
