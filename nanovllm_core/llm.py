@@ -59,8 +59,8 @@ class LLM:
         self._next_id = 0
         self._awaited: set[str] = set()
         """Requests whose caller wants their outputs."""
-        self._kept: list[RequestOutput] = []
-        """Outputs that came while another caller ran the steps, as when a stream is left open."""
+        self._kept: dict[tuple[str, int], RequestOutput] = {}
+        """By request and sample: the news that came while another caller ran the steps, as one."""
         began = perf_counter()
         startup = start(config)
         self._plugins, self._executor = startup.plugins, startup.executor
@@ -213,21 +213,36 @@ class LLM:
         return finished
 
     def _step(self, mine: Container[str]) -> list[RequestOutput]:
-        """Run a step; the news of the requests in `mine`. What others await is kept for them."""
+        """The news of the requests in `mine`, by a step if none is there; others' is kept."""
         self._check_open()
-        news = self._kept + self._engine.step()
-        self._kept = [
-            output
-            for output in news
-            if output.request_id in self._awaited and output.request_id not in mine
-        ]
+        kept = [self._kept.pop(key) for key in tuple(self._kept) if key[0] in mine]
+        if kept:
+            return kept
+        news = self._engine.step()
+        for output in news:
+            if output.request_id in self._awaited and output.request_id not in mine:
+                self._keep(output)
         return [output for output in news if output.request_id in mine]
+
+    def _keep(self, output: RequestOutput) -> None:
+        """Add to what is kept of the same sample: an output holds all so far, and what is new."""
+        key = output.request_id, output.index
+        if earlier := self._kept.get(key):
+            output = replace(
+                output,
+                new_token_ids=earlier.new_token_ids + output.new_token_ids,
+                new_text=earlier.new_text + output.new_text,
+            )
+        self._kept[key] = output
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more; what is unfinished of them is aborted."""
         for request_id in request_ids:
             self._engine.abort(request_id)
             self._awaited.discard(request_id)
+        for key in tuple(self._kept):
+            if key[0] not in self._awaited:
+                self._kept.pop(key, None)
 
     def _add(self, ids: Sequence[int], params: SamplingParams, stream: bool = False) -> str:
         self._check_open()

@@ -54,6 +54,8 @@ class Planner:
         self.step = 0
         self.num_preemptions = 0
         self.prefix_hit_tokens = 0
+        self._num_unblocked = 0
+        """Since a prompt was completed."""
         self._waiting_view = _ValuesView(self.waiting)
         self._steady: PlannedStep | None = None
         """The step to repeat while the decoding rows stay the same."""
@@ -112,7 +114,7 @@ class Planner:
     def unblock(self) -> None:
         """Nothing runs and nothing could be planned: let the newest unfinished prompt give way.
 
-        Raises `SchedulerError` where that cannot help.
+        Raises `SchedulerError` where that cannot help, or does not.
         """
         if len(self.prefilling) < 2:
             raise SchedulerError(
@@ -120,6 +122,14 @@ class Planner:
                 f"{len(self.waiting)} requests wait, {len(self.prefilling)} have unfinished "
                 f"prompts, {len(self.rows.free)} rows and {self.kv.pool.num_free} pages are free; "
                 "schedule() must give the first request a share that fits"
+            )
+        self._num_unblocked += 1
+        limit = self.rows.num_rows + self.kv.pool.num_blocks
+        if self._num_unblocked > limit:
+            raise SchedulerError(
+                f"{type(self.scheduler).__name__} goes round in circles: prompts gave way "
+                f"{self._num_unblocked} times (the limit is {limit}) and none was completed; begin "
+                "a prompt only where the free pages hold it and the rest of those begun before"
             )
         self.preempt(next(reversed(self.prefilling.values())))
 
@@ -181,6 +191,7 @@ class Planner:
 
     def _prompt_planned(self, request: Request) -> None:
         """The last chunk of a prompt is planned; from the next step on its row decodes."""
+        self._num_unblocked = 0
         del self.prefilling[request.request_id]
         request.state = RequestState.DECODING
         self.rows.start_decoding(request.row, self._next_attention(request))

@@ -136,8 +136,22 @@ def test_streams_and_batches_on_one_engine_do_not_take_each_others_outputs(
     second = shared_engine.stream(PROMPTS[1], greedy())
     got = [next(first).new_token_ids, next(second).new_token_ids]
     assert [o.token_ids for o in shared_engine.generate(PROMPTS, greedy())] == expected
-    rest = [[output.new_token_ids[0] for output in stream] for stream in (first, second)]
+    rest = [
+        [token for part in stream for token in part.new_token_ids] for stream in (first, second)
+    ]
     assert [got[0] + rest[0], got[1] + rest[1]] == expected[:2]
+
+
+def test_what_a_stream_missed_comes_as_one(demo: LLM) -> None:
+    """An output holds all tokens so far: one is kept, not one for each step of another caller."""
+    whole = demo.generate("Once upon", greedy(8))[0]
+    stream = demo.stream("Once upon", greedy(8))
+    parts = [next(stream)]
+    demo.generate("a long time ago", SamplingParams(max_tokens=40, ignore_eos=True))
+    parts += stream
+    assert len(parts) == 2
+    assert "".join(part.new_text for part in parts) == parts[-1].text == whole.text
+    assert [token for part in parts for token in part.new_token_ids] == whole.token_ids
 
 
 # -- open and closed ------------------------------------------------------------------------------

@@ -121,6 +121,29 @@ def _greedy_chunks(state: SchedulerState) -> list[PrefillShare]:
     return shares
 
 
+def test_a_scheduler_that_goes_round_in_circles_is_named() -> None:
+    """Whoever gave way is begun again at once, so that nobody's pages suffice."""
+
+    def newcomers_first(state: SchedulerState) -> list[PrefillShare]:
+        shares, blocks = [], state.free_blocks
+        for request in (*state.waiting, *state.prefilling):
+            if needed := state.num_new_blocks(request, 1):
+                blocks -= needed
+            if blocks >= 0:
+                shares.append(PrefillShare(request.request_id, 1))
+        return shares
+
+    harness = Harness(
+        Setting(num_blocks=6, max_model_len=24, prefix_caching=False), Scripted(newcomers_first)
+    )
+    for i in range(4):
+        harness.add(f"r{i}", range(20 * i % 30, 20 * i % 30 + 20), greedy(4))
+    with pytest.raises(
+        SchedulerError, match=r"Scripted goes round in circles: .* gave way 11 times"
+    ):
+        harness.run()
+
+
 def test_half_computed_prompts_cannot_block_each_other() -> None:
     """Three prompts that hold all pages and need more: the newest gives way until one is done."""
     harness = Harness(
