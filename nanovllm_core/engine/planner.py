@@ -93,7 +93,7 @@ class Planner:
 
     def plan(self) -> PlannedStep | None:
         """The next step, or None where nothing can be planned before more results are in."""
-        appends = self._attend_rows()
+        appends = self._serve_due_rows()
         steady = self._steady or self._make_steady()
         planned = steady
         if self.prefilling or (self.waiting and self.rows.free):
@@ -141,23 +141,23 @@ class Planner:
 
     # -- decoding rows
 
-    def _attend_rows(self) -> Sequence[PageAppend]:
+    def _serve_due_rows(self) -> Sequence[PageAppend]:
         """Stop rows whose outputs are all planned; give the others the page they have come to."""
-        due = self.rows.rows_to_attend()
+        due = self.rows.rows_due()
         if not due:
             return ()
-        hungry: list[Request] = []
+        growing: list[Request] = []
         for row in due:
             request = self.rows.request_at(row)
-            if self._next_attention(request) == request.max_length - 1:
+            if self._next_due(request) == request.max_length - 1:
                 self._stop_decoding(request, RequestState.DRAINING)
             else:
-                hungry.append(request)
-        if not hungry:
+                growing.append(request)
+        if not growing:
             return ()
         appends = [
             self._append_page(request)
-            for request in hungry
+            for request in growing
             if request.state is RequestState.DECODING and self._make_room(request)
         ]
         # A row may have got its page and then given way to a later one.
@@ -167,7 +167,7 @@ class Planner:
     def _append_page(self, request: Request) -> PageAppend:
         index = len(request.block_ids)
         block_id = self.kv.add_page(request)
-        self.rows.attend_at[request.row] = self._next_attention(request)
+        self.rows.due_at[request.row] = self._next_due(request)
         return PageAppend(request.row, index, block_id)
 
     def _append_early(self) -> list[PageAppend]:
@@ -176,15 +176,15 @@ class Planner:
         Only while there is a free page for every row: it must not make another give way now.
         """
         appends: list[PageAppend] = []
-        for row in self.rows.rows_to_attend_within(self.kv.early_steps):
+        for row in self.rows.rows_due_within(self.kv.early_steps):
             if self.kv.pool.num_free <= self.rows.num_rows:
                 break
             request = self.rows.request_at(row)
-            if self._next_attention(request) < request.max_length - 1:
+            if self._next_due(request) < request.max_length - 1:
                 appends.append(self._append_page(request))
         return appends
 
-    def _next_attention(self, request: Request) -> int:
+    def _next_due(self, request: Request) -> int:
         """The scheduled length at which a decoding row needs a page or has everything planned."""
         capacity = len(request.block_ids) * self.kv.block_size
         return min(capacity, request.max_length - 1)
@@ -194,7 +194,7 @@ class Planner:
         self._num_unblocked = 0
         del self.prefilling[request.request_id]
         request.state = RequestState.DECODING
-        self.rows.start_decoding(request.row, self._next_attention(request))
+        self.rows.start_decoding(request.row, self._next_due(request))
         self._steady = None
 
     def _stop_decoding(self, request: Request, state: RequestState) -> None:

@@ -1,7 +1,7 @@
 """The host's truth about rows, as arrays, so that a steady step costs the same at any batch.
 
 R rows, L ids per row at most. A decoding row needs Python only where its scheduled length meets
-`attend_at` (it needs a page, or everything is planned) or its known length meets `publish_at` (a
+`due_at` (it needs a page, or everything is planned) or its known length meets `publish_at` (a
 page is full and may be shared).
 """
 
@@ -59,7 +59,7 @@ class RowTable:
         self.generation = np.zeros(num_rows, dtype=np.int64)
         self.decoding = np.zeros(num_rows, dtype=np.int64)
         self.watched = np.zeros(num_rows, dtype=np.bool_)
-        self.attend_at = np.full(num_rows, NEVER, dtype=np.int64)
+        self.due_at = np.full(num_rows, NEVER, dtype=np.int64)
         self.publish_at = np.full(num_rows, NEVER, dtype=np.int64)
         self._due = np.zeros(num_rows, dtype=np.bool_)
         self.requests: list[Request | None] = [None] * num_rows
@@ -104,18 +104,18 @@ class RowTable:
         self.version += 1
         self.decoding[row] = 0
         self.known[row] = self.scheduled[row] = 0
-        self.attend_at[row] = self.publish_at[row] = NEVER
+        self.due_at[row] = self.publish_at[row] = NEVER
         self.free.append(row)
 
     # -- decoding
 
-    def start_decoding(self, row: int, attend_at: int) -> None:
+    def start_decoding(self, row: int, due_at: int) -> None:
         self.decoding[row] = 1
-        self.attend_at[row] = attend_at
+        self.due_at[row] = due_at
 
     def stop_decoding(self, row: int) -> None:
         self.decoding[row] = 0
-        self.attend_at[row] = NEVER
+        self.due_at[row] = NEVER
 
     def decoding_rows(self) -> list[int]:
         rows: list[int] = np.flatnonzero(self.decoding).tolist()
@@ -135,13 +135,13 @@ class RowTable:
             StepPlan(decode_rows=rows),
         )
 
-    def rows_to_attend(self) -> Sequence[int]:
+    def rows_due(self) -> Sequence[int]:
         """Decoding rows that need a page, or whose every output is planned."""
-        return self._rows_where_equal(self.scheduled, self.attend_at)
+        return self._rows_where_equal(self.scheduled, self.due_at)
 
-    def rows_to_attend_within(self, steps: int) -> list[int]:
+    def rows_due_within(self, steps: int) -> list[int]:
         """Decoding rows that are not due yet and will be in at most `steps` steps."""
-        left = self.attend_at - self.scheduled
+        left = self.due_at - self.scheduled
         rows: list[int] = np.flatnonzero((left > 0) & (left <= steps)).tolist()
         return rows
 

@@ -196,7 +196,11 @@ class SamplerTail:
         asked = [i for i, one in enumerate(params) if one.logprobs is not None]
         groups = _split(changed, group_size)
         columns = [_columns(group, rows, params, self._vocab_size) for group in groups]
-        works = [_Work(*tensors) for tensors in _upload(columns, self._device)]
+        uploaded = _upload([list(one.values()) for one in columns], self._device)
+        works = [
+            _Work(**dict(zip(one, tensors, strict=True)))
+            for one, tensors in zip(columns, uploaded, strict=True)
+        ]
         self._work = [
             (work, self._processing(group, rows, params))
             for work, group in zip(works, groups, strict=True)
@@ -311,8 +315,8 @@ def _bytes_per_logit(params: Sequence[RowSampling], device: torch.device) -> int
 
 def _columns(
     entries: Sequence[int], rows: Sequence[int], params: Sequence[RowSampling], vocab_size: int
-) -> list[Column]:
-    """The fields of `_Work` for these batch entries, in order."""
+) -> dict[str, Column]:
+    """The fields of `_Work` for these batch entries, by name."""
     chosen = [params[entry] for entry in entries]
     penalised = [(i, one) for i, one in enumerate(chosen) if _is_penalised(one)]
     floored = [(i, one) for i, one in enumerate(chosen) if _is_floored(one)]
@@ -324,23 +328,23 @@ def _columns(
         for stop_id in one.stop_token_ids
         if stop_id < vocab_size
     ]
-    return [
-        np.array(entries, np.int64),
-        np.array([rows[entry] for entry in entries], np.int64),
-        np.array([i for i, _ in penalised], np.int64),
-        np.array([one.repetition_penalty for _, one in penalised], np.float64),
-        np.array([one.presence_penalty for _, one in penalised], np.float64),
-        np.array([one.frequency_penalty for _, one in penalised], np.float64),
-        np.array([i for i, _, _ in stops], np.int64),
-        np.array([stop_id for _, stop_id, _ in stops], np.int64),
-        np.array([min_tokens for _, _, min_tokens in stops], np.int64),
-        np.array([i for i, _ in floored], np.int64),
-        np.array([math.log(one.min_p) for _, one in floored], np.float64),
-        np.array([i for i, _ in cut], np.int64),
-        np.array([one.top_k if one.top_k > 0 else vocab_size for _, one in cut], np.int64),
+    return {
+        "entries": np.array(entries, np.int64),
+        "rows": np.array([rows[entry] for entry in entries], np.int64),
+        "penalised": np.array([i for i, _ in penalised], np.int64),
+        "repetition": np.array([one.repetition_penalty for _, one in penalised], np.float64),
+        "presence": np.array([one.presence_penalty for _, one in penalised], np.float64),
+        "frequency": np.array([one.frequency_penalty for _, one in penalised], np.float64),
+        "stopping": np.array([i for i, _, _ in stops], np.int64),
+        "stop_ids": np.array([stop_id for _, stop_id, _ in stops], np.int64),
+        "min_tokens": np.array([min_tokens for _, _, min_tokens in stops], np.int64),
+        "floored": np.array([i for i, _ in floored], np.int64),
+        "log_min_p": np.array([math.log(one.min_p) for _, one in floored], np.float64),
+        "cut": np.array([i for i, _ in cut], np.int64),
+        "top_k": np.array([one.top_k if one.top_k > 0 else vocab_size for _, one in cut], np.int64),
         # Rounding may bring a sum of probabilities to 1 before the last id: 1 means no limit.
-        np.array([one.top_p if one.top_p < 1.0 else 2.0 for _, one in cut], np.float64),
-    ]
+        "top_p": np.array([one.top_p if one.top_p < 1.0 else 2.0 for _, one in cut], np.float64),
+    }
 
 
 def _split(entries: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -57,6 +57,23 @@ def nanovllm_kernels():
 """
 
 
+ATTENTION = """
+from dataclasses import replace
+from nanovllm_attention_sdpa.backend import SdpaAttention
+from nanovllm_attention_sdpa import plugin
+from nanovllm_core.api import hookimpl
+
+class Slipping(SdpaAttention):
+    def run_decode(self, *args):
+        raise RuntimeError("a slip")
+
+@hookimpl
+def nanovllm_attention():
+    return [replace(one, name="slipping", impl=__name__ + ":Slipping")
+            for one in plugin.nanovllm_attention()]
+"""
+
+
 @pytest.fixture
 def parts(install: Install) -> None:
     install("nanovllm-second", {"nanovllm.samplers": {"second": "second_best"}},
@@ -91,6 +108,17 @@ def test_a_kernel_set_that_is_named_is_what_the_layers_run_on(
         [output] = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4))
     assert output.token_ids == reference.tokens(PROMPT, 4)
     assert sys.modules["counting_kernels"].Counting.calls > 0
+
+
+def test_an_error_inside_a_backend_names_it_and_the_layer(install: Install, tiny: Path) -> None:
+    """Whoever reads the traceback learns whose code ran, and for which layer, besides the error."""
+    install("nanovllm-slipping", {"nanovllm.attention": {"slipping": "slipping_attention"}},
+            {"slipping_attention": ATTENTION})  # fmt: skip
+    with open_tiny(tiny, attention="slipping") as llm, pytest.raises(RuntimeError) as raised:
+        llm.generate([PROMPT], SamplingParams(max_tokens=4))
+    assert raised.value.__notes__ == [
+        "while the attention of layer 0 ran: slipping_attention.Slipping"
+    ]
 
 
 def test_auto_takes_the_cores_own_set_for_the_device() -> None:
