@@ -19,6 +19,10 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Folder, checkpoint plugin or hub id.")
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A YAML configuration file.")]
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", help="A YAML configuration file; --config FILE says the same."),
+]
 Attention = Annotated[
     str | None,
     typer.Option(help="Backend, or PREFILL+DECODE for a pair (flash+triton)."),
@@ -30,6 +34,13 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any other field, as path=value (repeat for more)."),
 ]
+
+
+def one_file(argument: Path | None, option: Path | None) -> Path | None:
+    """The file of a command that takes it by place and as `--config`; a usage error for both."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"two files are named, {argument} and {option}; leave one out")
+    return argument or option
 
 
 def engine_config(
