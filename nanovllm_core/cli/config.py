@@ -29,16 +29,16 @@ from nanovllm_core.startup import (
     resolve_source,
 )
 
-app = typer.Typer(no_args_is_help=True, help="The configuration: schema, values, check.")
+app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="A field, as path=value (repeat for more).")
+    list[str] | None, typer.Option("--set", help="A field, as path=value (repeatable).")
 ]
 
 
 @app.command()
 def schema() -> None:
-    """The JSON Schema of the file, with the options of the installed plugins."""
+    """Print the JSON Schema of the file, with the options of the installed plugins."""
     print(json.dumps(config_schema(get_plugin_manager()), indent=2))
 
 
@@ -64,10 +64,10 @@ def check(
         str | None, typer.Option("--model", "-m", help="For a file that names no model.")
     ] = None,
 ) -> None:
-    """Say OK, or everything that is wrong: keys, values, model, plugins and their options.
+    """Say OK, or what is wrong: keys, values, the model, plugins and their options.
 
-    The device is not asked, so that a file can be checked for another machine; `nanovllm explain`
-    does the rest on this one. Nothing is downloaded.
+    The device is left out, so that a file can be checked for another machine, and nothing is
+    downloaded; `nanovllm explain` does the rest on this one.
     """
     path = one_file(file, config)
     if path is None:

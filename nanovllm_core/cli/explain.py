@@ -32,11 +32,11 @@ def explain(
     device: Device = None,
     dtype: Dtype = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what would run, and why each alternative would not; loads no weights.
+    """Show what would run, and why not the alternatives; loads no weights.
 
-    Exit status 1 where an engine would not start.
+    Exit status 1 if an engine would not start.
     """
     # It asks torch for devices, and plugins what they can do.
     from nanovllm_core.explain import Seam, problems
