@@ -122,6 +122,14 @@ def test_a_wrong_value_of_an_option_names_what_is_allowed(install: Install) -> N
         get_plugin_manager().resolve("scheduler", "fair", {"ageing": "x"})
 
 
+def test_a_limit_that_we_have_no_words_for_is_told_in_those_of_pydantic(install: Install) -> None:
+    """A plugin's options may ask for what no field of the configuration does."""
+    text = GOOD.replace("ConfigDict\n", "ConfigDict, Field\n", 1)
+    install_fair(install, text.replace("ageing: int = 3", "ageing: int = Field(3, multiple_of=3)"))
+    with pytest.raises(ConfigError, match=r"scheduler\.options\.ageing: 5 must be a multiple of 3"):
+        get_plugin_manager().resolve("scheduler", "fair", {"ageing": 5})
+
+
 def test_a_missing_option_is_told(install: Install) -> None:
     install_fair(install, GOOD.replace("ageing: int = 3", "ageing: int"))
     with pytest.raises(ConfigError, match=r"scheduler\.options\.ageing: missing"):
