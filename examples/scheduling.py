@@ -2,8 +2,8 @@
 
     python examples/scheduling.py [--model demo]
 
-Needs the sjf scheduler: pip install "nanovllm-core[sjf]". A wait is counted in engine steps, from
-the arrival of a request to the step that starts to compute its prompt.
+Needs the sjf scheduler: pip install -e plugins/scheduler_sjf. A wait is counted in engine steps,
+from the arrival of a request to the step that starts to compute its prompt.
 """
 
 from __future__ import annotations

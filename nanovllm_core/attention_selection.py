@@ -20,13 +20,13 @@ from nanovllm_core.interfaces.attention import (
     KVLayout,
 )
 from nanovllm_core.interfaces.specs import AttentionSpec, ResolvedPlugin
+from nanovllm_core.plugin_discovery import install_command
 from nanovllm_core.plugin_manager import PluginManager
 
 SMALLEST_BLOCK = 16
 
 INSTALL_ONE = (
-    'pip install "nanovllm-core[sdpa]" (runs anywhere), "nanovllm-core[triton]" or '
-    '"nanovllm-core[flash]" (GPUs)'
+    f"{install_command('attention', 'sdpa')} (runs anywhere), or likewise triton or flash (GPUs)"
 )
 
 

@@ -29,6 +29,28 @@ MODEL_HINT = (
     "hub (Qwen/Qwen3-0.6B)"
 )
 
+EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "string_too_short": "text of {min_length} or more characters",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a section of `key: value` lines",
+    "model_type": "a section of `key: value` lines",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+}
+"""What a value must be, by the type of pydantic's error; its `ctx` holds the limits."""
+
 Location = tuple[int | str, ...]
 
 PluginTuple = tuple[NamedPlugin, ...]
@@ -99,10 +121,11 @@ def explain(
             allowed = str(detail["ctx"]["expected"])
             names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
             return f"{path}: {scalar}must be {allowed}{did_you_mean(str(value), names)}"
-        case "model_type":
-            return f"{path}: {value!r} must be a section of `key: value` lines"
         case "invalid_key":
             return f"{path}: the key {value!r} must be text"
+    if detail["type"] in EXPECTED:
+        expected = EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
+        return f"{path}: {value!r} must be {expected}"
     message = detail["msg"].replace("Input should", "must")
     return f"{path}: {value!r} {message[0].lower()}{message[1:]}"
 

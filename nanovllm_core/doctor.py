@@ -22,7 +22,7 @@ from nanovllm_core.errors import PluginError
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
 from nanovllm_core.plugin_checks import CORE, core_requirement
-from nanovllm_core.plugin_discovery import known_groups
+from nanovllm_core.plugin_discovery import install_command, known_groups
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import kernel_set_name
 from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
@@ -269,7 +269,11 @@ def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[Doctor
     checks = []
     for kind, what, remedy in (
         ("attention", "no attention backend can run here", INSTALL_ONE),
-        ("model", "no model architecture is installed", 'pip install "nanovllm-core[qwen3]"'),
+        (
+            "model",
+            "no model architecture is installed",
+            install_command("model", "Qwen3ForCausalLM"),
+        ),
     ):
         if kind not in kinds:
             checks.append(DoctorCheck(kind, False, what, remedy, fatal=True))

@@ -1,7 +1,7 @@
 """What a configuration chooses at each seam, and why each alternative was not: `nanovllm explain`.
 
 The decisions are those of `startup`, asked one by one: no weight is read, nothing is allocated.
-Where one fails, those that do not hang on it are still explained.
+Where one fails, those that do not depend on it are still explained.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nanovllm_core.kinds import EXTENSION
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import kernel_set_name, select_kernels, select_sampler
 from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+from nanovllm_core.worker.kv_cache import check_one_sequence_fits
 
 NOT_NAMED = "installed, and not named"
 
@@ -56,7 +57,9 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
             seams.append(decide(decisions, name))
         except NanoVLLMError as error:
             known = any(seam.problem == str(error) for seam in seams)
-            seams.append(Seam(name, problem="hangs on the problem above" if known else str(error)))
+            seams.append(
+                Seam(name, problem="depends on the problem above" if known else str(error))
+            )
     return seams
 
 
@@ -230,6 +233,10 @@ def _pages(decisions: Decisions, name: str) -> Seam:
     automatic = f"the first layout that {pair} can read: multiples of "
     automatic += f"{selection.layout.page_multiple}, and 16 at least"
     given = decisions.config.cache.block_size is not None
+    blocks = decisions.config.cache.num_blocks
+    if blocks is not None:
+        length = startup.resolve_max_model_len(decisions.config, decisions.shape)
+        check_one_sequence_fits(blocks, selection.block_size, length)
     return Seam(name, chosen, decisions.said("cache.block_size", "" if given else automatic))
 
 

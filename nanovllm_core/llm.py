@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -265,12 +266,14 @@ class LLM:
             # Lists of integers, but not of ids; and of words that would be taken for ids.
             if isinstance(prompt, bytes | bytearray | Mapping):
                 raise TypeError
-            return list(prompt)
+            ids = list(prompt)
         except TypeError:
             raise InvalidPromptError(
                 f"a prompt is text or a list of token ids; got {type(prompt).__name__} "
                 f"{prompt!r:.80}"
             ) from None
+        _check_whole(ids)
+        return ids
 
     # -- what it is made of -----------------------------------------------------------------------
 
@@ -336,6 +339,22 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def _check_whole(ids: Sequence[object]) -> None:
+    """InvalidPromptError with place and type of the first that is no whole number."""
+    if set(map(type, ids)) <= {int}:  # nearly always, and in no Python loop
+        return
+    for index, token_id in enumerate(ids):
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            operator.index(token_id)  # type: ignore[arg-type]  # numpy's integers too
+        except TypeError:
+            raise InvalidPromptError(
+                f"a prompt is a flat list of whole token ids; got {type(token_id).__name__} "
+                f"{token_id!r:.80} at index {index}"
+            ) from None
 
 
 def _spread(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.errors import PluginNotFoundError
@@ -27,6 +29,8 @@ KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
 }
 """Which extra of nanovllm-core installs a plugin of this project."""
 
+CHECKOUT = Path(__file__).parents[1]
+"""The checkout, if the core is imported from one; no `plugins` lies beside an installed wheel."""
 
 UNKNOWN = "?"
 """Distribution and version of an entry point that was given, not found installed."""
@@ -76,6 +80,22 @@ def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
         metadata = entry.dist.metadata  # parsed by each look at it
         distribution, version = metadata["Name"], metadata["Version"]
     return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
+
+
+def install_command(kind: str, name: str) -> str:
+    """What installs a plugin of this project, one of `KNOWN_EXTRAS`.
+
+    From a checkout it names the plugin's folder: what is not published has no extra on an index.
+    """
+    extra = KNOWN_EXTRAS[kind, name]
+    folder = CHECKOUT / "plugins" / f"{kind}_{extra}"
+    try:
+        project = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        project = ""
+    if f'\nname = "nanovllm-{kind}-{extra}"\n' in project:
+        return f"pip install -e {shlex.quote(str(folder))}"
+    return f'pip install "nanovllm-core[{extra}]"'
 
 
 def select_disabled(

@@ -51,6 +51,7 @@ from nanovllm_core.plugin_discovery import (
     KNOWN_EXTRAS,
     InstalledPlugin,
     find_plugins,
+    install_command,
     select_disabled,
 )
 
@@ -181,7 +182,7 @@ class PluginManager:
         match = name if name in known else like
         hint = f"; did you mean {match}?" if match and match != name else ""
         if match and match not in names:
-            hint += f'; pip install "nanovllm-core[{KNOWN_EXTRAS[kind, match]}]"'
+            hint += f"; {install_command(kind, match)}"
         return f"no {kind} {name!r} is installed{hint}; installed: {', '.join(names) or 'none'}"
 
     # ---------------------------------------------------------------------------------- kinds

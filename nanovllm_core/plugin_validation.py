@@ -101,10 +101,21 @@ def _read_project(folder: Path) -> Mapping[str, Any]:
         project: Mapping[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
     except (OSError, ValueError, KeyError) as error:
         raise PluginNotFoundError(
-            f"{file} cannot be read as a package's metadata ({type(error).__name__}: {error}); "
-            "give the folder of a package, or the name of an installed plugin"
+            f"{_why_no_package(file, error)}; give the folder of a package, or the name of an "
+            "installed plugin"
         ) from error
     return project
+
+
+def _why_no_package(file: Path, error: Exception) -> str:
+    if not file.parent.exists():
+        return f"the folder {str(file.parent)!r} does not exist"
+    if isinstance(error, FileNotFoundError):
+        return f"{str(file.parent)!r} holds no pyproject.toml"
+    if isinstance(error, KeyError):
+        return f"{file} has no [project] table"
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return f"{file} cannot be read: {reason}"
 
 
 def _check_file(folder: Path, name: str, remedy: str) -> DoctorCheck:

@@ -103,23 +103,28 @@ def start(config: EngineConfig) -> Startup:
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
     """The folder of a checkpoint: a path, a source's name, `source:reference`, or a hub id."""
-    source, reference = checkpoint_source(model)
-    try:
-        resolved = plugins.resolve("checkpoint", source, {}, path="model")
-    except PluginNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"model: {model!r} is no folder and no checkpoint plugin; give a path, a hub id "
-            f"(organisation/name) or an installed source. {error}"
-        ) from error
+    resolved = resolve_source(plugins, model)
     fetch = load_object(resolved)
     try:
-        return Path(fetch(reference))
+        return Path(fetch(checkpoint_source(model)[1]))
     except NanoVLLMError:
         raise
     except Exception as error:
         raise PluginLoadError(
             f"model: {model!r}: {describe(resolved)} gave no folder: {type(error).__name__}: "
             f"{error}; correct the reference, or update {resolved.distribution}"
+        ) from error
+
+
+def resolve_source(plugins: PluginManager, model: str) -> ResolvedPlugin:
+    """The checkpoint plugin that a `model` asks; nothing is fetched."""
+    source, _ = checkpoint_source(model)
+    try:
+        return plugins.resolve("checkpoint", source, {}, path="model")
+    except PluginNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"model: {model!r} is no folder and no checkpoint plugin; give a path, a hub id "
+            f"(organisation/name) or an installed source. {error}"
         ) from error
 
 

@@ -12,6 +12,7 @@ from nanovllm_core.attention_selection import Selection, select_attention, unmet
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ConfigError, PluginLoadError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionCapabilities, AttentionRequirements
+from nanovllm_core.plugin_discovery import install_command
 from nanovllm_core.plugin_manager import get_plugin_manager
 
 Install = Callable[..., None]
@@ -209,7 +210,7 @@ def test_auto_with_nothing_installed_says_what_to_install() -> None:
     with pytest.raises(UnsupportedError) as caught:
         select("auto")
     assert "None is installed" in str(caught.value)
-    assert 'pip install "nanovllm-core[sdpa]"' in str(caught.value)
+    assert install_command("attention", "sdpa") in str(caught.value)
 
 
 def test_auto_with_nothing_able_lists_every_reason(backend: Backend) -> None:

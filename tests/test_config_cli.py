@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+import nanovllm_core
 from nanovllm_core.cli.main import main, make_app
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_schema import config_schema
 from nanovllm_core.config_sources import load_config
-from nanovllm_core.errors import PluginFailedError
+from nanovllm_core.errors import ConfigError, PluginFailedError
+from nanovllm_core.plugin_discovery import install_command
 from nanovllm_core.plugin_manager import get_plugin_manager
 from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
 
@@ -102,8 +106,94 @@ def test_what_show_prints_is_a_configuration_file_of_the_same_meaning(tmp_path: 
 
 def test_check_says_ok(tmp_path: Path, fake: None) -> None:
     file = tmp_path / "engine.yaml"
-    file.write_text("attention: {prefill: fake, decode: auto}\nscheduler: fcfs\n")
+    file.write_text("model: a/b\nattention: {prefill: fake, decode: auto}\nscheduler: fcfs\n")
     assert run("config", "check", str(file)) == f"{file}: OK\n"
+    assert run("config", "check", "--config", str(file)) == f"{file}: OK\n"
+
+
+def test_check_takes_the_model_from_the_command_line_where_the_file_names_none(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("")
+    assert "OK" in run("config", "check", str(file), "--model", "a/b")
+    with pytest.raises(ConfigError, match=r"^model: missing; name a folder"):
+        run("config", "check", str(file))
+
+
+@pytest.fixture
+def demo_config() -> dict[str, Any]:
+    """The config.json of the embedded model, whose architecture has a plugin."""
+    pytest.importorskip("nanovllm_model_qwen3", reason="needs the plugin model_qwen3")
+    demo = pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin")
+    found = json.loads((Path(demo.__file__).parent / "checkpoint/config.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "text", "said"),
+    [
+        (None, "", "holds no config.json"),
+        ({"architectures": ["Nosuch"]}, "", "no installed plugin runs the architecture 'Nosuch'"),
+        ({"max_position_embeddings": 64}, "limits: {max_model_len: 65}", "65 is beyond the 64 pos"),
+        ({}, "limits: {max_model_len: 8}\nscheduler: nosuch", "no scheduler 'nosuch'"),
+        ({}, "limits: {max_model_len: 8}\ndevice: cuda:9\nkernels: triton", "OK"),
+    ],
+)
+def test_check_reads_the_checkpoint_and_leaves_the_device_to_explain(
+    tmp_path: Path,
+    demo_config: dict[str, Any],
+    changed: dict[str, Any] | None,
+    text: str,
+    said: str,
+) -> None:
+    if changed is not None:
+        (tmp_path / "config.json").write_text(json.dumps(demo_config | changed))
+    file = tmp_path / "engine.yaml"
+    file.write_text(f"model: {tmp_path}\n{text}\n")
+    result = CliRunner().invoke(make_app(), ["config", "check", str(file)])
+    assert said in f"{result.output} {result.exception}"
+    assert (result.exit_code == 0) == (said == "OK")
+
+
+def test_check_fetches_no_checkpoint(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source may download gigabytes: only that it is installed is asked."""
+    file = tmp_path / "engine.yaml"
+    monkeypatch.setattr("nanovllm_core.checkpoint_sources.from_hub", lambda reference: 1 / 0)
+    file.write_text("model: organisation/name")
+    assert "OK" in run("config", "check", str(file))
+    file.write_text("model: nosuch:name")
+    with pytest.raises(ConfigError, match="'nosuch:name' is no folder and no checkpoint plugin"):
+        run("config", "check", str(file))
+
+
+@pytest.mark.parametrize("command", [["config", "show"], ["config", "check"], ["explain"]])
+def test_a_file_is_named_by_place_or_by_flag_and_not_by_both(
+    command: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("seed: x")
+    for named in ([str(file)], ["--config", str(file)]):
+        with pytest.raises(ConfigError, match="seed: 'x' must be a whole number"):
+            run(*command, *named)
+    both = CliRunner().invoke(make_app(), [*command, str(file), "--config", str(file)])
+    assert both.exit_code == 2
+    assert "two files are named" in both.output
+
+
+def test_check_without_a_file_says_how_it_is_called() -> None:
+    result = CliRunner().invoke(make_app(), ["config", "check"])
+    assert result.exit_code == 2
+    assert "nanovllm config check engine.yaml" in result.output
+
+
+def test_version_prints_what_a_report_of_a_bug_needs() -> None:
+    shown = run("--version")
+    assert shown.startswith(f"nanovllm {nanovllm_core.__version__}, Python {sys.version_info[0]}.")
+    assert f"torch {metadata.version('torch')}" in shown
 
 
 @pytest.mark.parametrize(
@@ -138,7 +228,7 @@ def test_check_says_what_is_wrong_and_exits_with_1(
 ) -> None:
     file = tmp_path / "engine.yaml"
     file.write_text(text)
-    monkeypatch.setattr(sys, "argv", ["nanovllm", "config", "check", str(file)])
+    monkeypatch.setattr(sys, "argv", ["nanovllm", "config", "check", str(file), "-m", "a/b"])
     with pytest.raises(SystemExit) as caught:
         main()
     assert str(caught.value.code).startswith("error: ")
@@ -216,7 +306,8 @@ def test_without_an_attention_backend_the_listing_says_what_to_install(
 ) -> None:
     names = sorted({p.distribution for p in get_plugin_manager().installed()} - {"nanovllm-core"})
     monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", yaml.safe_dump(names))
-    assert 'pip install "nanovllm-core[sdpa]"' in run("plugins", "list").replace("\n", "")
+    shown = run("plugins", "list").replace("\n", "")
+    assert install_command("attention", "sdpa").replace(" ", "") in shown.replace(" ", "")
 
 
 def test_an_enabled_extension_adds_a_command(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import click
 import pytest
@@ -26,7 +27,7 @@ from nanovllm_core.cli.main import make_app
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_errors import FLAT_KEYWORDS
 from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
-from nanovllm_core.errors import ConfigError
+from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.interfaces.scheduler import SchedulerState
 from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
 from nanovllm_core.plugin_manager import get_plugin_manager
@@ -272,6 +273,51 @@ def test_the_keywords_of_nano_vllm_are_told_with_their_fields_and_defaults() -> 
         assert (str(value) == here) == (value is not None), f"{field} is {value}"
     text = COMING_FROM.read_text(encoding="utf-8")
     assert all(f"`{keyword}`" in text for keyword in REFUSED_KEYWORDS)
+
+
+REFUSALS: list[tuple[str, dict[str, Any]]] = [
+    ("ConfigError", {"dtype": "float23"}),
+    ("ConfigError", {"max_model_len": 999_999}),
+    ("PluginNotFoundError", {"scheduler": "nosuch"}),
+    ("UnsupportedError", {"kernels": "triton"}),
+    ("CheckpointNotFoundError", {"model": "/no/such"}),
+    ("DeviceError", {"device": "cuda:99"}),
+    ("ExecutorError", {"tensor_parallel_size": 2}),
+    ("OutOfMemoryError", {"num_kvcache_blocks": 1}),
+]
+
+
+@pytest.mark.usefixtures("demo_plugins")
+@pytest.mark.parametrize(("name", "wrong"), REFUSALS, ids=by_place)
+def test_a_configuration_that_cannot_run_gets_the_error_that_the_table_names(
+    name: str, wrong: dict[str, Any]
+) -> None:
+    from nanovllm_core import LLM
+
+    with pytest.raises(NanoVLLMError) as caught:
+        LLM(**{"model": "demo", **wrong})
+    assert type(caught.value).__name__ == name
+    told = {row[1]: row[2] for row in table_rows(CONFIGURATION, "what is wrong at start")}
+    assert told[f"`{name}`"] == f"`{type(caught.value).__base__.__name__}`"
+
+
+def test_the_defaults_of_the_commands_that_differ_are_told() -> None:
+    """`generate` and `chat` are greedy and write more than a request does by default."""
+    command: Any = typer.main.get_command(make_app())
+    found = {
+        name: {p.name: p.default for p in command.commands[name].params}
+        for name in ("generate", "chat")
+    }
+    assert {found[name]["temperature"] for name in found} == {0.0}
+    text = " ".join(CONFIGURATION.read_text(encoding="utf-8").split())
+    most = " and ".join(str(found[name]["max_tokens"]) for name in found)
+    assert f"temperature 0, and at most {most} output tokens" in text
+
+
+def test_the_readme_says_how_each_plugin_is_installed_from_a_checkout() -> None:
+    text = README.read_text(encoding="utf-8")
+    for folder in (ROOT / "plugins").glob("*/pyproject.toml"):
+        assert f"-e plugins/{folder.parent.name}" in text
 
 
 def test_the_kinds_of_plugins_are_told_with_group_hook_and_spec() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ import pytest
 
 import nanovllm_core
 from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
-from nanovllm_core.plugin_discovery import KNOWN_EXTRAS
+from nanovllm_core.plugin_discovery import KNOWN_EXTRAS, install_command
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {
@@ -90,6 +91,9 @@ def test_the_hints_name_extras_that_install_that_plugin() -> None:
     assert set(offered) == set(KNOWN_EXTRAS)
     for plugin, extra in KNOWN_EXTRAS.items():
         assert CORE["optional-dependencies"][extra] == [offered[plugin]]
+        folder = Path(shlex.split(install_command(*plugin))[-1])
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert f"{project['name']}=={project['version']}" == offered[plugin]
 
 
 def test_every_entry_point_group_is_one_that_the_core_reads() -> None:

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint, distribution, entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanovllm_core import plugin_discovery
 from nanovllm_core.errors import (
     ConfigError,
     PluginConflictError,
@@ -21,6 +23,7 @@ from nanovllm_core.plugin_manager import get_plugin_manager, load_object, parse_
 from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
 
 Install = Callable[..., None]
+ROOT = Path(__file__).parents[1]
 SCHEDULERS = "nanovllm.schedulers"
 
 GOOD = """
@@ -113,8 +116,18 @@ def test_a_wrong_option_names_path_plugin_version_and_the_nearest(install: Insta
 
 def test_a_wrong_value_of_an_option_names_what_is_allowed(install: Install) -> None:
     install_fair(install)
-    with pytest.raises(ConfigError, match=r"scheduler\.options\.ageing: 'x' must be a valid int"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler\.options\.ageing: 'x' must be a whole number"
+    ):
         get_plugin_manager().resolve("scheduler", "fair", {"ageing": "x"})
+
+
+def test_a_limit_that_we_have_no_words_for_is_told_in_those_of_pydantic(install: Install) -> None:
+    """A plugin's options may ask for what no field of the configuration does."""
+    text = GOOD.replace("ConfigDict\n", "ConfigDict, Field\n", 1)
+    install_fair(install, text.replace("ageing: int = 3", "ageing: int = Field(3, multiple_of=3)"))
+    with pytest.raises(ConfigError, match=r"scheduler\.options\.ageing: 5 must be a multiple of 3"):
+        get_plugin_manager().resolve("scheduler", "fair", {"ageing": 5})
 
 
 def test_a_missing_option_is_told(install: Install) -> None:
@@ -127,10 +140,10 @@ def test_a_missing_option_is_told(install: Install) -> None:
     ("kind", "name", "said"),
     [
         ("scheduler", "fcsf", "did you mean fcfs?; installed: fcfs"),
-        ("scheduler", "sjf", 'no scheduler \'sjf\' is installed; pip install "nanovllm-core[sjf]"'),
+        ("scheduler", "sjf", f"no scheduler 'sjf' is installed; pip install -e {ROOT}/plugins/"),
         ("attention", "tritn",
-         'did you mean triton?; pip install "nanovllm-core[triton]"; installed: none'),
-        ("model", "Qwen3ForCausalLM", 'pip install "nanovllm-core[qwen3]"'),
+         f"did you mean triton?; pip install -e {ROOT}/plugins/attention_triton; installed: none"),
+        ("model", "Qwen3ForCausalLM", f"pip install -e {ROOT}/plugins/model_qwen3"),
         ("model", "LlamaForCausalLM", "no model 'LlamaForCausalLM' is installed; installed: none"),
         ("attention", "zzz", "no attention 'zzz' is installed; installed: none"),
     ],
@@ -140,6 +153,22 @@ def test_an_unknown_name_says_what_helps(kind: str, name: str, said: str) -> Non
     with pytest.raises(PluginNotFoundError) as caught:
         get_plugin_manager(entry_points=core_alone).spec(kind, name)
     assert said in str(caught.value)
+
+
+def test_outside_a_checkout_the_extra_is_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder `plugins` beside an installed core that holds something else changes nothing."""
+    core_alone = distribution("nanovllm-core").entry_points
+    monkeypatch.setattr(plugin_discovery, "CHECKOUT", tmp_path)
+    for project in (None, 'name = "their-sjf"'):
+        if project is not None:
+            (tmp_path / "plugins/scheduler_sjf").mkdir(parents=True)
+            (tmp_path / "plugins/scheduler_sjf/pyproject.toml").write_text(
+                f"[project]\n{project}\n"
+            )
+        with pytest.raises(PluginNotFoundError, match=r'pip install "nanovllm-core\[sjf\]"'):
+            get_plugin_manager(entry_points=core_alone).spec("scheduler", "sjf")
 
 
 def test_two_distributions_of_one_name_conflict_when_it_is_selected(install: Install) -> None:

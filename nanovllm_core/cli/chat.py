@@ -28,13 +28,13 @@ from nanovllm_core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm_core.llm import LLM
 
-HELP = "/clear forgets the conversation, /exit leaves; Ctrl-C stops an answer."
+HELP = "/clear starts over, /exit quits; Ctrl-C stops an answer."
 
 
 def chat(
     model: options.Model = None,
     config: options.ConfigFile = None,
-    system: Annotated[str | None, typer.Option(help="Instructions ahead of everything.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -47,7 +47,7 @@ def chat(
     dtype: options.Dtype = None,
     settings: options.Settings = None,
 ) -> None:
-    """Talk with the model; the conversation so far is part of every prompt."""
+    """Chat with the model; each prompt holds the conversation so far."""
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,

@@ -3,56 +3,96 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
+from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, one_file
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import NamedPlugin
 from nanovllm_core.config_schema import config_schema
-from nanovllm_core.config_sources import load_with_sources, parse_setting, read_yaml
+from nanovllm_core.config_sources import load_with_sources, parse_setting
 from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
-from nanovllm_core.startup import check_tensor_parallel_size
+from nanovllm_core.startup import (
+    check_tensor_parallel_size,
+    checkpoint_source,
+    find_checkpoint,
+    find_model,
+    read_architecture,
+    read_model_config,
+    read_shape,
+    resolve_max_model_len,
+    resolve_source,
+)
 
-app = typer.Typer(no_args_is_help=True, help="The configuration: schema, values, check.")
+app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="A field, as path=value (repeat for more).")
+    list[str] | None, typer.Option("--set", help="A field, as path=value (repeatable).")
 ]
 
 
 @app.command()
 def schema() -> None:
-    """The JSON Schema of the file, with the options of the installed plugins."""
+    """Print the JSON Schema of the file, with the options of the installed plugins."""
     print(json.dumps(config_schema(get_plugin_manager()), indent=2))
 
 
 @app.command()
 def show(
-    file: Annotated[Path | None, typer.Argument(help="A YAML configuration file.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder, checkpoint plugin or hub id.")] = None,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    model: Model = None,
     settings: Settings = None,
 ) -> None:
-    """What is in effect, as YAML, and where each value comes from."""
+    """Print the values in effect as YAML, and where each comes from."""
     overrides = dict(map(parse_setting, settings or []))
-    loaded = load_with_sources(model, file=file, overrides=overrides)
+    loaded = load_with_sources(model, file=one_file(file, config), overrides=overrides)
     for line in render(loaded.config.model_dump(mode="json"), loaded.sources):
         print(line)
 
 
 @app.command()
-def check(file: Annotated[Path, typer.Argument(help="A YAML configuration file.")]) -> None:
-    """Say OK, or what is wrong: keys, values, plugins that are not installed, their options."""
-    # The file may leave the model to the command line.
-    model = None if "model" in read_yaml(file) else "demo"
-    config = load_with_sources(model, file=file, env={}).config
-    check_plugins(get_plugin_manager(disable=config.plugins.disable), config)
-    print(f"{file}: OK")
+def check(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="For a file that names no model.")
+    ] = None,
+) -> None:
+    """Say OK, or what is wrong: keys, values, the model, plugins and their options.
+
+    The device is left out, so that a file can be checked for another machine, and nothing is
+    downloaded; `nanovllm explain` does the rest on this one.
+    """
+    path = one_file(file, config)
+    if path is None:
+        raise typer.BadParameter("name a file, as in: nanovllm config check engine.yaml")
+    checked = load_with_sources(model, file=path, env={}).config
+    plugins = get_plugin_manager(disable=checked.plugins.disable)
+    raise_all([partial(check_plugins, plugins, checked), partial(check_model, plugins, checked)])
+    print(f"{path}: OK")
+
+
+def check_model(manager: PluginManager, config: EngineConfig) -> None:
+    """The checkpoint, its architecture and the longest sequence; raises what is wrong first.
+
+    Only what lies on this machine is opened: for a reference, as to the hub, the source need only
+    be installed.
+    """
+    source, reference = checkpoint_source(config.model)
+    resolve_source(manager, config.model)
+    if reference and source != "local":
+        return
+    checkpoint = find_checkpoint(manager, config.model)
+    model_config = read_model_config(checkpoint)
+    model = find_model(manager, read_architecture(model_config, checkpoint), checkpoint)
+    if config.limits.max_model_len is not None:  # only that needs the model's code, and torch
+        resolve_max_model_len(config, read_shape(model, model_config, checkpoint))
 
 
 def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
@@ -81,6 +121,11 @@ def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
     ]
     checks.append(partial(manager.enable, config.plugins.enable))
     checks.append(partial(check_tensor_parallel_size, manager, config))
+    raise_all(checks)
+
+
+def raise_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Run every check, and raise one ConfigError with what each that fails says."""
     wrong: list[str] = []
     for check_one in checks:
         try:

@@ -19,17 +19,30 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Folder, checkpoint plugin or hub id.")
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A YAML configuration file.")]
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", help="A YAML configuration file; also as --config."),
+]
 Attention = Annotated[
     str | None,
-    typer.Option(help="Backend, or PREFILL+DECODE for a pair (flash+triton)."),
+    typer.Option(help="Attention backend, or PREFILL+DECODE (flash+triton)."),
 ]
-Scheduler = Annotated[str | None, typer.Option(help="Who is served first: fcfs, sjf, ...")]
+Scheduler = Annotated[
+    str | None, typer.Option(help="Which request is served first: fcfs, sjf, ...")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or auto.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16, bfloat16 or auto.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Any other field, as path=value (repeat for more)."),
+    typer.Option("--set", help="Any other field, as path=value (repeatable)."),
 ]
+
+
+def one_file(argument: Path | None, option: Path | None) -> Path | None:
+    """The file of a command that takes it by place and as `--config`; a usage error for both."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"two files are named, {argument} and {option}; leave one out")
+    return argument or option
 
 
 def engine_config(

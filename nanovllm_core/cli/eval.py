@@ -1,4 +1,4 @@
-"""`nanovllm eval`: ask a checkpoint its own held-out questions, and count exact answers."""
+"""`nanovllm eval`: answer a checkpoint's own held-out questions, and count exact matches."""
 
 from __future__ import annotations
 
@@ -63,16 +63,14 @@ def evaluate(
     model: options.Model = None,
     config: options.ConfigFile = None,
     data: Annotated[
-        Path | None, typer.Option(help="Questions; default: eval.jsonl of the checkpoint.")
+        Path | None, typer.Option(help="Questions; default: the checkpoint's eval.jsonl.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="At most this many of each task.", min=1)
-    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum questions per task.", min=1)] = None,
     min_task: Annotated[
-        float, typer.Option(help="The least share that each task must get right.", min=0, max=1)
+        float, typer.Option(help="Minimum accuracy of each task.", min=0, max=1)
     ] = 0.90,
     min_overall: Annotated[
-        float, typer.Option(help="The least share that must be right in all.", min=0, max=1)
+        float, typer.Option(help="Minimum overall accuracy.", min=0, max=1)
     ] = 0.95,
     out: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
     attention: options.Attention = None,
@@ -81,7 +79,7 @@ def evaluate(
     dtype: options.Dtype = None,
     settings: options.Settings = None,
 ) -> None:
-    """Exact answers per task, greedily; exit status 1 where a threshold is missed."""
+    """Exact-match accuracy per task, decoded greedily; exit status 1 below a threshold."""
     engine_config = options.engine_config(
         model, config, attention, scheduler, device, dtype, settings
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,34 +11,39 @@ from rich.text import Text
 
 from nanovllm_core.cli.engine_options import (
     Attention,
+    ConfigFile,
     Device,
     Dtype,
+    FileArgument,
     Model,
     Scheduler,
     Settings,
     loaded_config,
+    one_file,
 )
 
 
 def explain(
-    config: Annotated[Path | None, typer.Argument(help="A YAML configuration file.")] = None,
+    file: FileArgument = None,
+    config: ConfigFile = None,
     model: Model = None,
     attention: Attention = None,
     scheduler: Scheduler = None,
     device: Device = None,
     dtype: Dtype = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what would run, and why each alternative would not; loads no weights.
+    """Show what would run, and why not the alternatives; loads no weights.
 
-    Exit status 1 where an engine would not start.
+    Exit status 1 if an engine would not start.
     """
     # It asks torch for devices, and plugins what they can do.
     from nanovllm_core.explain import Seam, problems
     from nanovllm_core.explain import explain as explain_config
 
-    loaded = loaded_config(model, config, attention, scheduler, device, dtype, settings)
+    path = one_file(file, config)
+    loaded = loaded_config(model, path, attention, scheduler, device, dtype, settings)
     seams = explain_config(loaded)
 
     def lines(seam: Seam) -> list[Text]:

@@ -1,4 +1,4 @@
-"""`nanovllm generate`: complete prompts, with the text as it comes."""
+"""`nanovllm generate`: complete prompts, with the text as it is generated."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from nanovllm_core.engine import RequestOutput
     from nanovllm_core.llm import LLM
 
-Prompts = Annotated[list[str] | None, typer.Argument(help="Texts; none: one read from stdin.")]
-MaxTokens = Annotated[int, typer.Option(help="At most this many output tokens.")]
-Temperature = Annotated[
-    float, typer.Option(help="0 always takes the likeliest token, 1 follows the model.")
+Prompts = Annotated[
+    list[str] | None, typer.Argument(help="Prompts; with none, one is read from stdin.")
 ]
-TopK = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Choose among the tokens that hold this probability.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the likeliest.")]
-Seed = Annotated[int | None, typer.Option(help="Fixes the random choices.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of output tokens.")]
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the likeliest token, 1 samples from the model as it is.")
+]
+TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that add up to this.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest one.")]
+Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
 
 
 def generate(
@@ -34,26 +36,26 @@ def generate(
     model: options.Model = None,
     config: options.ConfigFile = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Put prompts through the chat template.")
+        bool, typer.Option("--chat", help="Apply the chat template to the prompts.")
     ] = False,
     stream: Annotated[
         bool | None,
-        typer.Option(help="Print text as it comes; the default for one prompt on a terminal."),
+        typer.Option(help="Print text as it is generated; default for one prompt on a terminal."),
     ] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeat less.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Above 0: repeat less.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Above 0: repeat less.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens repeat less.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
     seed: Seed = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the output at this text (repeat for more).")
+        list[str] | None, typer.Option(help="End the output at this text (repeatable).")
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the end of the text.")
+        bool, typer.Option("--ignore-eos", help="Continue past end-of-sequence tokens.")
     ] = False,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
@@ -61,7 +63,7 @@ def generate(
     dtype: options.Dtype = None,
     settings: options.Settings = None,
 ) -> None:
-    """Complete prompts: print each prompt, its text, and how fast it came."""
+    """Complete prompts: print each with its completion; the speed goes to stderr."""
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,

@@ -5,11 +5,15 @@ Each command lives in its own file and imports what is heavy when it runs, so `-
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
+from nanovllm_core import __version__
 from nanovllm_core.cli import bench, chat, config, explain, generate, plugins
 from nanovllm_core.cli import eval as evaluation
 from nanovllm_core.cli.extensions import add_extensions
@@ -26,10 +30,10 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
     """
     app = typer.Typer(
         name="nanovllm",
-        help="A small LLM inference engine whose parts are plugins.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_common)
     app.command()(generate.generate)
     app.command()(chat.chat)
     app.command()(explain.explain)
@@ -40,6 +44,26 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
     if list(arguments[:2]) != DOCTOR:
         add_extensions(app)
     return app
+
+
+def _common(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=lambda wanted: _show_version() if wanted else None,
+            help="Print the versions of nanovllm, Python and torch.",
+        ),
+    ] = False,
+) -> None:
+    """A small LLM inference engine whose parts are plugins."""
+
+
+def _show_version() -> None:
+    torch = metadata.version("torch")  # of its metadata, as importing it takes a second
+    print(f"nanovllm {__version__}, Python {platform.python_version()}, torch {torch}")
+    raise typer.Exit
 
 
 def main() -> None:

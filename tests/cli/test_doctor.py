@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from nanovllm_core import __version__, doctor
 from nanovllm_core.cli.main import main, make_app
 from nanovllm_core.interfaces.doctor import DoctorCheck
+from nanovllm_core.plugin_discovery import install_command
 from nanovllm_core.plugin_manager import get_plugin_manager
 
 Install = Callable[..., None]
@@ -96,8 +97,8 @@ def test_without_attention_or_a_model_nothing_can_be_generated(
     status, shown = run()
     assert status == 1
     advice = shown.partition("What to do next:")[2].splitlines()
-    assert 'pip install "nanovllm-core[sdpa]"' in advice[1]
-    assert 'pip install "nanovllm-core[qwen3]"' in advice[2]
+    assert install_command("attention", "sdpa") in advice[1]
+    assert install_command("model", "Qwen3ForCausalLM") in advice[2]
     assert "nanovllm generate" not in "".join(advice)
 
 

@@ -72,6 +72,13 @@ def test_every_seam_is_explained_and_nothing_is_a_problem_for_the_demo() -> None
         assert not seam.problem, seam
 
 
+def test_a_cache_in_which_no_sequence_fits_is_a_problem() -> None:
+    """An engine would stop with it, so `explain` does not call it right."""
+    found = seams(**{"cache.num_blocks": 1})
+    assert "limits.max_model_len=2048 needs 128" in found["KV pages"].problem
+    assert not seams(**{"cache.num_blocks": 128})["KV pages"].problem
+
+
 def test_no_weights_are_loaded(tmp_path: Path) -> None:
     """A checkpoint of a config.json alone is explained."""
     import nanovllm_checkpoint_demo
@@ -136,7 +143,7 @@ def test_a_chosen_plugin_whose_code_cannot_be_imported_is_a_problem(install: Ins
     found = seams(attention="slow")
     for phase in ("prefill", "decode"):
         problem = found[f"attention, {phase}"].problem
-        assert "ZeroDivisionError" in problem or problem == "hangs on the problem above"
+        assert "ZeroDivisionError" in problem or problem == "depends on the problem above"
     assert not any(seam.problem for seam in seams(attention="sdpa").values())
 
 
@@ -195,7 +202,7 @@ def test_on_a_gpu_graphs_and_dtype_follow_it(monkeypatch: pytest.MonkeyPatch, sl
 def test_a_problem_is_told_once_and_what_does_not_hang_on_it_is_still_explained() -> None:
     found = seams("nosuchmodel")
     assert "'nosuchmodel' is no folder and no checkpoint plugin" in found["checkpoint"].problem
-    assert found["model"].problem == "hangs on the problem above"
+    assert found["model"].problem == "depends on the problem above"
     assert found["scheduler"].chosen.startswith("fcfs")
     assert found["kernels"].chosen.startswith("torch")
 

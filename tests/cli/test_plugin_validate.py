@@ -106,12 +106,18 @@ def test_a_missing_readme_is_named(package: Path) -> None:
     ]
 
 
-def test_what_is_no_package_is_an_error(tmp_path: Path) -> None:
-    for text in (None, "[tool]", "no toml ["):
+def test_what_is_no_package_is_told_in_words_and_not_as_an_errno(tmp_path: Path) -> None:
+    for text, why in (
+        (None, "holds no pyproject.toml; give the folder of a package"),
+        ("[tool]", r"has no \[project\] table"),
+        ("no toml [", "cannot be read: "),
+    ):
         if text is not None:
             (tmp_path / "pyproject.toml").write_text(text)
-        with pytest.raises(PluginNotFoundError, match="give the folder of a package"):
+        with pytest.raises(PluginNotFoundError, match=why):
             validate_package(tmp_path)
+    with pytest.raises(PluginNotFoundError, match=r"^the folder '.*nope' does not exist; give"):
+        validate_package(tmp_path / "nope")
 
 
 def test_a_package_in_a_src_folder_is_found(package: Path) -> None:

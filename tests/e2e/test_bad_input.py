@@ -162,7 +162,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
     "a length that holds no output": (
         {"max_model_len": 1},
         ConfigError,
-        r"limits\.max_model_len: 1 .*greater than or equal to 2",
+        r"limits\.max_model_len: 1 .*at least 2",
     ),
     "a budget below the number of sequences": (
         {"max_num_batched_tokens": 4},

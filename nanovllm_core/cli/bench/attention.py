@@ -12,24 +12,24 @@ from nanovllm_core.cli.bench.shared import Out, numbers, wide_console
 
 
 def attention(
-    phase: Annotated[Literal["prefill", "decode"], typer.Option(help="Which phase.")],
+    phase: Annotated[Literal["prefill", "decode"], typer.Option(help="Phase to measure.")],
     backends: Annotated[
         str | None,
-        typer.Option("--attention", help="Backends, with commas (also NAME.VALUE and naive)."),
+        typer.Option("--attention", help="Comma-separated backends (also NAME.VALUE and naive)."),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Keys of every sequence.")] = (
+    lengths: Annotated[str, typer.Option(help="Keys per sequence.")] = (
         "16,32,64,128,256,512,1024,2048,4096,8192"
     ),
-    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 8,
+    batch: Annotated[int, typer.Option(help="Number of sequences.", min=1)] = 8,
     num_heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 16,
     num_kv_heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8,
-    head_size: Annotated[int, typer.Option(help="Size of a head.", min=1)] = 128,
-    repeats: Annotated[int, typer.Option(help="Timed runs of a cell.", min=1)] = 5,
+    head_size: Annotated[int, typer.Option(help="Head size.", min=1)] = 128,
+    repeats: Annotated[int, typer.Option(help="Timed runs per cell.", min=1)] = 5,
     device: options.Device = None,
     dtype: options.Dtype = None,
     out: Out = None,
 ) -> None:
-    """Milliseconds, TFLOP/s or TB/s, grid and launches of each backend and of a naive attention."""
+    """Time each backend and a naive attention: ms, TFLOP/s or TB/s, grid and launches."""
     import torch
 
     from nanovllm_core.bench.attention import AttentionSetup, able_backends, measure_attention

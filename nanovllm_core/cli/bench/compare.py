@@ -25,14 +25,14 @@ def compare(
     model: options.Model = None,
     config: options.ConfigFile = None,
     against: Annotated[Literal["hf"], typer.Option(help="hf: transformers' generate.")] = "hf",
-    num_seqs: Annotated[int, typer.Option(help="How many requests.", min=1)] = 16,
-    shortest: Annotated[int, typer.Option(help="Least tokens of prompt, output.", min=1)] = 16,
-    longest: Annotated[int, typer.Option(help="Most tokens of prompt, output.", min=1)] = 256,
+    num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 16,
+    shortest: Annotated[int, typer.Option(help="Minimum tokens of prompt and output.", min=1)] = 16,
+    longest: Annotated[int, typer.Option(help="Maximum tokens of prompt and output.", min=1)] = 256,
     modes: Annotated[
         str, typer.Option(help="How transformers runs: one padded batch, single requests.")
     ] = "batch,single",
-    runs: Annotated[int, typer.Option(help="Counted runs, after one that is not.", min=1)] = 2,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of both.", min=1)] = None,
+    runs: Annotated[int, typer.Option(help="Measured runs, after one warm-up run.", min=1)] = 2,
+    threads: Annotated[int | None, typer.Option(help="CPU threads for each.", min=1)] = None,
     attention: options.Attention = None,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
@@ -41,7 +41,7 @@ def compare(
     settings: options.Settings = None,
     out: Out = None,
 ) -> None:
-    """Throughput, time to first token and memory beside transformers', on the same requests."""
+    """Compare throughput, time to first token and memory with transformers, same requests."""
     from nanovllm_core.bench.compare import compare_with_transformers
     from nanovllm_core.bench.record import write_record
     from nanovllm_core.bench.workloads import ragged_workload

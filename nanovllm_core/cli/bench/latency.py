@@ -23,14 +23,14 @@ from nanovllm_core.cli.bench.shared import (
 def latency(
     model: options.Model = None,
     config: options.ConfigFile = None,
-    num_seqs: Annotated[int, typer.Option(help="How many requests.", min=1)] = 64,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens of every request.", min=1)] = 512,
-    output_len: Annotated[int, typer.Option(help="Output tokens of every request.", min=2)] = 128,
+    num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 64,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens per request.", min=1)] = 512,
+    output_len: Annotated[int, typer.Option(help="Output tokens per request.", min=2)] = 128,
     rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = 8.0,
     arrivals: Annotated[
-        Literal["fixed", "poisson"], typer.Option(help="Evenly spaced, or as a Poisson process.")
+        Literal["fixed", "poisson"], typer.Option(help="Evenly spaced, or a Poisson process.")
     ] = "poisson",
-    seed: Annotated[int, typer.Option(help="Of the Poisson process.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the Poisson process.")] = 0,
     attention: options.Attention = None,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
@@ -41,7 +41,7 @@ def latency(
     settings: options.Settings = None,
     out: Out = None,
 ) -> None:
-    """Time to first token and between tokens, at fixed or Poisson arrivals."""
+    """Measure time to first token and between tokens, at fixed or Poisson arrivals."""
     from nanovllm_core.bench.latency import measure_latency
     from nanovllm_core.bench.record import write_record
     from nanovllm_core.bench.workloads import fixed_workload

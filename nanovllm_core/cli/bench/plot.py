@@ -12,11 +12,13 @@ import typer
 def plot(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Results of table, or of throughput with fixed lengths.", exists=True),
+        typer.Argument(
+            help="Result files of table, or of throughput with fixed lengths.", exists=True
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="An .svg or .png file.")] = Path("bench.svg"),
+    out: Annotated[Path, typer.Option(help="Output file, .svg or .png.")] = Path("bench.svg"),
 ) -> None:
-    """Throughput, share of the roofline and GPU utilisation as the batch grows."""
+    """Plot throughput, share of the roofline and GPU utilisation by batch size."""
     from nanovllm_core.bench.plots import draw, series_of
 
     draw(series_of([json.loads(file.read_text(encoding="utf-8")) for file in files]), out)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 LoadFormat = Annotated[
-    str | None, typer.Option(help="dummy: random weights, config.json alone is needed.")
+    str | None, typer.Option(help="dummy: random weights; needs only config.json.")
 ]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Maximum sequence length, in tokens.")]
 Out = Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")]
 
 

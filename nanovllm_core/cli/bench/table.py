@@ -23,15 +23,15 @@ def table(
     model: options.Model = None,
     config: options.ConfigFile = None,
     attention: Annotated[
-        str, typer.Option(help="Backends, with commas; NAME.VALUE gives an option: sdpa.math.")
+        str, typer.Option(help="Comma-separated backends; NAME.VALUE sets an option: sdpa.math.")
     ] = "flash,triton,sdpa.math",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,2,4,8,16,32,64",
-    lengths: Annotated[str, typer.Option(help="Prompt tokens; as many are put out.")] = (
+    lengths: Annotated[str, typer.Option(help="Prompt tokens; outputs are as long.")] = (
         "512,1024,2048"
     ),
-    runs: Annotated[int, typer.Option(help="Counted runs of a cell.", min=1)] = 1,
+    runs: Annotated[int, typer.Option(help="Measured runs per cell.", min=1)] = 1,
     max_seconds: Annotated[
-        float, typer.Option(help="Leave a cell out whose run would take longer.")
+        float, typer.Option(help="Skip cells whose run would take longer (seconds).")
     ] = 60.0,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
@@ -41,7 +41,7 @@ def table(
     settings: options.Settings = None,
     out: Out = None,
 ) -> None:
-    """Output tokens per second of backends over batch and length, output as long as the prompt."""
+    """Output tokens per second by backend, batch and length; outputs as long as prompts."""
     from nanovllm_core.bench.record import write_record
     from nanovllm_core.bench.table import TableCells, measure_table
 

@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 def throughput(
     model: options.Model = None,
     config: options.ConfigFile = None,
-    num_seqs: Annotated[int, typer.Option(help="How many requests.", min=1)] = 256,
+    num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 256,
     input_len: Annotated[
         int | None,
-        typer.Option(help="Prompt tokens of every request; default: the nano workload.", min=1),
+        typer.Option(help="Prompt tokens per request; default: the nano workload.", min=1),
     ] = None,
     output_len: Annotated[
         int | None,
-        typer.Option(help="Output tokens of every request; goes with --input-len.", min=1),
+        typer.Option(help="Output tokens per request; goes with --input-len.", min=1),
     ] = None,
     attention: options.Attention = None,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
-    runs: Annotated[int, typer.Option(help="Counted runs, after one that is not.", min=1)] = 3,
+    runs: Annotated[int, typer.Option(help="Measured runs, after one warm-up run.", min=1)] = 3,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
     out: Out = None,
 ) -> None:
-    """Output tokens per second of one batch, prefill included (default: nano-vllm's workload)."""
+    """Measure output tokens per second of one batch, prefill included."""
     from nanovllm_core.bench.record import write_record
     from nanovllm_core.bench.throughput import measure_throughput
 

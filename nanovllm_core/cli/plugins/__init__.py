@@ -6,7 +6,7 @@ import typer
 
 from nanovllm_core.cli.plugins import conformance, details, doctor, listing, new, validate
 
-app = typer.Typer(no_args_is_help=True, help="What is installed, and how to write one more.")
+app = typer.Typer(no_args_is_help=True, help="List, check, test and create plugins.")
 
 # In the order of `nanovllm plugins --help`.
 app.command("list")(listing.list_plugins)

@@ -12,9 +12,9 @@ from nanovllm_core.errors import PluginConflictError, PluginNotFoundError
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 
-Name = Annotated[str, typer.Argument(help="The plugin, by name.")]
+Name = Annotated[str, typer.Argument(help="Name of the plugin.")]
 KindOption = Annotated[
-    str | None, typer.Option("--kind", help="Its kind, where several have that name.")
+    str | None, typer.Option("--kind", help="Its kind, if several have that name.")
 ]
 
 

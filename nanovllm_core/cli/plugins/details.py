@@ -24,11 +24,11 @@ from nanovllm_core.plugin_status import plugin_status, typical_requirements
 def show(
     name: Name,
     kind: KindOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a plugin is, where it is defined, what it can do and whether it runs here.
+    """Show what a plugin is, where it is defined, what it can do and whether it runs here.
 
-    Attention backends are asked about grouped heads of size 128 on this device, in bfloat16 on a
+    Attention backends are checked for grouped heads of size 128 on this device, in bfloat16 on a
     GPU and float32 on a CPU.
     """
     manager = installed_plugins()
@@ -43,7 +43,7 @@ def show(
 
 
 def schema(name: Name, kind: KindOption = None) -> None:
-    """The JSON Schema of a plugin's options."""
+    """Print the JSON Schema of a plugin's options."""
     manager = installed_plugins()
     plugin = one_plugin(manager, name, kind)
     if plugin.kind in NO_SPEC:

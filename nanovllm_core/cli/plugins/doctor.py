@@ -16,11 +16,11 @@ from nanovllm_core.interfaces.doctor import DoctorCheck
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check Python, torch, GPUs and every plugin; say what to do next.
 
-    Exit status 1 where something stops generation.
+    Exit status 1 if something prevents generation.
     """
     checks = examine() + check_commands()
     steps = next_steps(checks)

@@ -17,11 +17,11 @@ from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_r
 
 
 def list_plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Every installed plugin, and whether this machine can run it.
+    """List the installed plugins, and whether this machine can run them.
 
-    Attention backends are asked about grouped heads of size 128 on this device, in bfloat16 on a
+    Attention backends are checked for grouped heads of size 128 on this device, in bfloat16 on a
     GPU and float32 on a CPU.
     """
     manager = installed_plugins()

@@ -13,16 +13,16 @@ from nanovllm_core.scaffold import TEMPLATES, new_plugin
 
 def new(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(TEMPLATES)}.")],
-    name: Annotated[str, typer.Argument(help="Its name in the configuration, as in my_plugin.")],
-    into: Annotated[Path, typer.Option(help="The folder in which KIND_NAME is made.")] = Path(),
+    name: Annotated[str, typer.Argument(help="Its name in the configuration, such as my_plugin.")],
+    into: Annotated[Path, typer.Option(help="The folder in which to create KIND_NAME.")] = Path(),
     level: Annotated[
         str | None,
         typer.Option(
-            help="Of a scheduler: policy (an order; the default) or scheduler (every step)."
+            help="For a scheduler: policy (an order; the default) or scheduler (every step)."
         ),
     ] = None,
 ) -> None:
-    """Write a plugin package that works: code, options, tests, README, CI."""
+    """Create a working plugin package: code, options, tests, README, CI."""
     if level is not None and kind != "scheduler":
         raise ConfigError(f"--level {level}: only schedulers have levels, not {kind}; leave it out")
     folder = new_plugin(kind, name, into, level or "policy")

@@ -15,11 +15,11 @@ from nanovllm_core.plugin_validation import validate_installed, validate_package
 
 def validate(
     target: Annotated[
-        str, typer.Argument(help="The folder of a package, or the name of an installed plugin.")
+        str, typer.Argument(help="A package's folder, or the name of an installed plugin.")
     ] = ".",
     kind: KindOption = None,
 ) -> None:
-    """Check entry points, spec, contract version, options and imports; exit status 1 if not right.
+    """Check entry points, spec, contract version, options and imports; exit status 1 on failure.
 
     `nanovllm plugins test NAME` then checks that it works.
     """
