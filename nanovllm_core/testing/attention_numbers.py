@@ -15,6 +15,8 @@ from nanovllm_core.testing.attention_backend import (
     assert_near,
 )
 
+LONG_AGO = 3001
+"""A context, in tokens, beyond what a kernel might keep by mistake for all there is."""
 NEEDLES = (0, 15, 16, 31, 32, 63, 64)
 """Positions at and around the tiles and pages that kernels use."""
 
@@ -63,6 +65,14 @@ class AttentionNumbers(AttentionSubject):
         needles = [*NEEDLES, 69]
         case = subject.case([70] * len(needles), [40] * len(needles), needle=needles)
         subject.check(case, f"needles at {needles}, which only queries from there on see")
+
+    def test_early_keys_of_a_long_context_count(self, subject: BackendUnderTest) -> None:
+        """Of thousands of keys one from long ago outweighs the rest: for a row, and for a chunk."""
+        for seq_lens, needles in (([LONG_AGO], [0]), ([2100, 2500], [3, 700])):
+            case = subject.case(seq_lens, needle=needles)
+            subject.check(case, f"needles at {needles} of {seq_lens}", phases=("decode",))
+        case = subject.case([LONG_AGO, 2100], [3, 5], needle=[0, 700])
+        subject.check(case, "needles at 0 and 700, long before the chunks")
 
     def test_large_scores_neither_overflow_nor_vanish(self, subject: BackendUnderTest) -> None:
         """Only differences of scores count: the largest is subtracted before the exponential."""
