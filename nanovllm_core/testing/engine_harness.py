@@ -139,7 +139,12 @@ class Harness:
                 break
             self.step()
         else:
-            raise AssertionError(f"requests are still unfinished after {MAX_STEPS} steps")
+            stats = self.engine.stats
+            raise AssertionError(
+                f"no end after {MAX_STEPS} steps: {stats.running} requests run, {stats.waiting} "
+                f"wait, and requests gave way {stats.preemptions} times; the scheduler goes in "
+                "circles, or gives out nothing"
+            )
         assert self.engine.stats.free_blocks == self.setting.num_blocks, "pages leaked"
         assert not self.executor.results, "a result was never collected"
         assert self.engine.stats.running == self.engine.stats.waiting == 0
