@@ -21,6 +21,9 @@ def list_plugins(
 ) -> None:
     """Every installed plugin, and whether this machine can run it.
 
+    By what it declares, and whether its code is there; nothing of that is imported, so what fails
+    on import shows in `nanovllm plugins doctor` and `test`.
+
     Attention backends are asked about grouped heads of size 128 on this device, in bfloat16 on a
     GPU and float32 on a CPU.
     """
