@@ -214,6 +214,13 @@ def test_a_scheduler_that_begins_what_cannot_be_held_is_told_so(steps_ahead: int
         check(plugin, steps_ahead)
 
 
+def test_traffic_without_end_is_no_fault_of_the_rules_for_one_decision() -> None:
+    """It fails the checks that are about an end, and not whichever is the first to meet it."""
+    spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Eager")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    SchedulerConformance().test_only_work_that_is_there_is_given_out(plugin)
+
+
 def test_the_rules_say_which_number_broke_which_limit() -> None:
     decision = Decision(
         step=10,
