@@ -14,6 +14,7 @@ from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, Sampler
 from nanovllm_core.kinds import EXTENSION, KIND
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager
+from nanovllm_core.plugin_probe import missing_code
 
 State = Literal["ready", "unsupported", "broken", "disabled"]
 
@@ -73,13 +74,18 @@ def plugin_statuses(
 def plugin_status(
     manager: PluginManager, plugin: InstalledPlugin, requirements: AttentionRequirements
 ) -> PluginStatus:
-    """The state of one plugin, by its light module alone."""
+    """The state of one plugin, by its light module, and whether its code is where that says.
+
+    The code is not imported: one that fails when it is stays "ready" here.
+    """
     if plugin.kind == EXTENSION:
         return PluginStatus(plugin, "ready", note="loaded when plugins.enable names it")
     try:
         if plugin.kind == KIND:
             return PluginStatus(plugin, "ready", note=manager.declaration(plugin.name).summary)
         spec = manager.spec(plugin.kind, plugin.name)
+        if missing := missing_code(spec.impl):
+            return PluginStatus(plugin, "broken", (missing,))
         if isinstance(spec, AttentionSpec):
             return _attention_status(manager, plugin, spec, requirements)
     except NanoVLLMError as error:

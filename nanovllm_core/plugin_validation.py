@@ -41,7 +41,7 @@ def validate_package(folder: Path) -> list[DoctorCheck]:
     """
     project = _read_project(folder)
     checks = [
-        _check_file(folder, "README.md", "say what the plugin does and how to configure it"),
+        _check_readme(folder, project),
         _check_requires_core(project),
     ]
     groups: Mapping[str, Mapping[str, str]] = project.get("entry-points", {})
@@ -118,9 +118,18 @@ def _why_no_package(file: Path, error: Exception) -> str:
     return f"{file} cannot be read: {reason}"
 
 
-def _check_file(folder: Path, name: str, remedy: str) -> DoctorCheck:
-    there = (folder / name).is_file()
-    return DoctorCheck(name, there, "there" if there else "missing", "" if there else remedy)
+def _check_readme(folder: Path, project: Mapping[str, Any]) -> DoctorCheck:
+    """A package works without one; one that its metadata names and that is not there stops pip."""
+    named = project.get("readme")
+    named = named.get("file") if isinstance(named, dict) else named
+    name = str(named or "README.md")
+    if (folder / name).is_file():
+        return DoctorCheck(name, True, "there")
+    if named:
+        remedy = "write it, or take readme out of pyproject.toml: as it is, pip cannot install it"
+        return DoctorCheck(name, False, "missing, and pyproject.toml names it", remedy)
+    detail = "none; whoever chooses the plugin looks there for what it does and its options"
+    return DoctorCheck(name, False, detail)
 
 
 def _check_requires_core(project: Mapping[str, Any]) -> DoctorCheck:

@@ -43,7 +43,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="fake", impl="x:Y", contract=1, options=Options, summary="Made up.",
+        name="fake", impl="fake_code:Fake", contract=1, options=Options, summary="Made up.",
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True
         ),
@@ -71,7 +71,8 @@ def run(*arguments: str) -> str:
 
 @pytest.fixture
 def fake(install: Install) -> None:
-    install("fake-attention", {"nanovllm.attention": {"fake": "fake_cli"}}, {"fake_cli": ATTENTION})
+    modules = {"fake_cli": ATTENTION, "fake_code": "class Fake: pass"}
+    install("fake-attention", {"nanovllm.attention": {"fake": "fake_cli"}}, modules)
 
 
 def test_show_prints_the_effective_values_with_their_sources(

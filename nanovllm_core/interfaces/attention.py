@@ -120,12 +120,16 @@ class AttentionConfig:
 
 @dataclass(slots=True)
 class DecodeMetadata:
-    """A batch of rows that each bring one query token, in device tensors.
+    """A batch of rows that each bring `query_len` query tokens, one today, in device tensors.
 
     `block_table` [B, M] int32; `seq_lens` [B] int32, the keys to attend to, the query's own
     included; 0 marks a padded row, which must read nothing and whose output is ignored. A row's
     table is stale behind its own pages. B may be 0.
     `max_seq_len` is a host bound on `seq_lens`: the configured maximum inside a captured graph.
+
+    `query_len` is 1 in every step of the engine, and no capability says more: `plan_decode` raises
+    UnsupportedError, with the number, for one that the backend does not compute. One that computes
+    more gets B * query_len queries in q_BHD, row after row, each row's its last positions; causal.
     """
 
     block_table: Tensor
@@ -174,6 +178,10 @@ class AttentionBackend(ABC):
 
         Inside a captured graph the call is captured too: host values may come from
         `metadata.max_seq_len` and shapes only, and no tensor may be created that a kernel keeps.
+
+        Raises UnsupportedError where `metadata.query_len` is not what `run_decode` computes: 1 for
+        most backends. No engine asks for another yet, so an engine of tomorrow is refused by name
+        and not answered wrongly.
         """
 
     def plan_prefill(self, metadata: PrefillMetadata) -> None:  # noqa: B027 - optional

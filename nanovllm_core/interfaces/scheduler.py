@@ -120,7 +120,9 @@ class Scheduler(ABC):
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
         """Share the token budget among prompts. Called only when a prompt waits or is unfinished.
 
-        The core refuses shares beyond the budget, the free rows or the free pages.
+        The core refuses shares beyond the budget, the free rows or the free pages. Where nothing
+        runs, something must be given out. Prompts that were begun and cannot go on give way to each
+        other: begin one once the pages for all of it are free, or that may never end.
         """
 
     @abstractmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,8 +91,10 @@ if not TYPE_CHECKING:  # A type checker would take any name to be there.
         try:
             import pytest
 
-            if module not in sys.modules:  # A failing check shows the values that it compared.
-                pytest.register_assert_rewrite(module)
+            if module not in sys.modules:
+                # A failing check shows the values that it compared, whichever module they are in.
+                beside = (f"{__name__}.{found.name}" for found in iter_modules(__path__))
+                pytest.register_assert_rewrite(*(one for one in beside if one not in sys.modules))
             return getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             if error.name not in ("pytest", "hypothesis"):

@@ -19,7 +19,9 @@ from nanovllm_core.testing.attention_replay import AttentionReplay
 from nanovllm_core.testing.attention_replay_prefill import AttentionPrefillReplay
 
 
+# pytest runs the last base's checks first: what is declared, then the numbers of plain batches, so
+# that the first failure is the one that tells most, and what needs a plan or a graph behind them.
 class AttentionConformance(
-    AttentionDeclarations, AttentionNumbers, AttentionPages, AttentionReplay, AttentionPrefillReplay
+    AttentionPrefillReplay, AttentionReplay, AttentionPages, AttentionNumbers, AttentionDeclarations
 ):
     """What every attention backend must hold."""

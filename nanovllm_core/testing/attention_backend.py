@@ -179,6 +179,7 @@ class BackendUnderTest:
 
     def decode(self, case: PagedCase, backend: AttentionBackend | None = None) -> Tensor:
         """Plan and run a decode step; the host's bound is the longest row that could be."""
+        __tracebackhide__ = True
         backend = backend or self.backend(case.config())
         missing = backend.config.max_blocks_per_seq - case.block_table.shape[1]
         if missing > 0:  # a case of other sequences; the core's tables are as wide as was said
@@ -189,6 +190,7 @@ class BackendUnderTest:
 
     def prefill(self, case: PagedCase, backend: AttentionBackend | None = None) -> Tensor:
         """Plan and run a prefill step."""
+        __tracebackhide__ = True
         return run_prefill(backend or self.backend(case.config()), case)
 
     def ways(self, case: PagedCase) -> list[tuple[Phase, Run]]:
@@ -209,6 +211,7 @@ class BackendUnderTest:
         rel_norm: float | None = None,
     ) -> None:
         """Fail, naming the batch, where a phase that may serve it is off the reference."""
+        __tracebackhide__ = True
         expected = case.expected()
         for phase, run in self.ways(case):
             if phase in phases:
@@ -250,11 +253,12 @@ def assert_near(
     expected: Tensor | None = None,
     rel_norm: float | None = None,
 ) -> None:
-    """`case.assert_close`, with the batch in the message."""
+    """`case.assert_close`, with the batch in the message; a failure shows who asked, not this."""
+    __tracebackhide__ = True
     try:
         case.assert_close(out, expected, rel_norm)
     except AssertionError as error:
-        raise AssertionError(f"{what}: {describe(case)}: {error}") from error
+        raise AssertionError(f"{what}: {describe(case)}: {error}") from None
 
 
 def describe(case: PagedCase) -> str:
@@ -266,7 +270,13 @@ def describe(case: PagedCase) -> str:
         if value is not None
     )
     return (
-        f"query_lens {list(case.query_lens)}, seq_lens {list(case.seq_lens)}, "
+        f"query_lens {_some(case.query_lens)}, seq_lens {_some(case.seq_lens)}, "
         f"{case.q_THD.shape[1]}/{num_kv_heads} heads of {head_size}, pages of {page}, "
         f"{str(case.q_THD.dtype).removeprefix('torch.')}{reach}"
     )
+
+
+def _some(lens: Sequence[int]) -> str:
+    """All of them, or the first of very many and how many they are."""
+    shown = ", ".join(map(str, lens[:20]))
+    return f"[{shown}, ... {len(lens)} in all]" if len(lens) > 20 else f"[{shown}]"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import product
 from typing import cast, get_args
 
-import pytest
 import torch
 
 from nanovllm_core.interfaces.attention import (
@@ -21,7 +20,6 @@ from nanovllm_core.testing.attention_backend import (
     HEAD_SIZES,
     AttentionSubject,
     BackendUnderTest,
-    UnavailableError,
 )
 from nanovllm_core.testing.conformance import PluginUnderTest
 
@@ -110,23 +108,6 @@ class AttentionDeclarations(AttentionSubject):
             by_phase.setdefault(requirements.phase, set()).update(layouts)
         if not set.intersection(*by_phase.values()):
             raise AssertionError(f"its phases have no layout in common: {by_phase}")
-
-    def test_every_declared_device_runs(self, plugin: PluginUnderTest) -> None:
-        """On each that this machine has: decode rows and chunks, near the reference."""
-        here = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
-        ran, reasons = [], []
-        for device in sorted(_spec(plugin).capabilities.devices & here):
-            try:
-                subject = BackendUnderTest(plugin, device)
-            except UnavailableError as error:
-                reasons.append(str(error))
-                continue
-            subject.check(subject.case([40, 3]), f"decode rows on {device}")
-            subject.check(subject.case([40, 3], [20, 3]), f"chunks on {device}")
-            ran.append(device)
-        if not ran:
-            declared = ", ".join(sorted(_spec(plugin).capabilities.devices))
-            pytest.skip("; ".join(reasons) or f"runs on {declared}, which is not here")
 
     def test_what_runs_is_named(self, subject: BackendUnderTest) -> None:
         """`describe()` is what listings and benchmarks print."""

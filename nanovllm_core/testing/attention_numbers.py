@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
+from nanovllm_core.interfaces.specs import AttentionSpec
 from nanovllm_core.testing.attention_backend import (
     EDGES,
     AttentionSubject,
     BackendUnderTest,
+    UnavailableError,
     assert_near,
 )
+from nanovllm_core.testing.conformance import PluginUnderTest
 
+LONG_AGO = 3001
+"""A context, in tokens, beyond what a kernel might keep by mistake for all there is."""
 NEEDLES = (0, 15, 16, 31, 32, 63, 64)
 """Positions at and around the tiles and pages that kernels use."""
 
@@ -24,6 +30,7 @@ class AttentionNumbers(AttentionSubject):
 
     def test_decode_equals_the_reference(self, decoder: BackendUnderTest) -> None:
         """One query per row, over lengths around every tile and page, short rows beside long."""
+        decoder.check(decoder.case([decoder.block_size]), "one page", phases=("decode",))
         case = decoder.case([*EDGES, decoder.longest])
         decoder.check(case, "ragged rows", phases=("decode",))
         # Alone, a long row is worth cutting in parts that are merged.
@@ -31,8 +38,28 @@ class AttentionNumbers(AttentionSubject):
 
     def test_prefill_equals_the_reference(self, prefiller: BackendUnderTest) -> None:
         """Whole prompts: a query sees the keys up to its own, and no later one."""
+        page = [prefiller.block_size]
+        prefiller.check(prefiller.case(page, page), "one page")
         lengths = [*(n for n in EDGES if n < 100), prefiller.longest // 2]
         prefiller.check(prefiller.case(lengths, lengths), "whole prompts")
+
+    def test_query_heads_read_their_own_kv_head(self, subject: BackendUnderTest) -> None:
+        """Query head h reads KV head h // group, in groups of every size that is declared."""
+        groups = [(1, 1), (3, 3)]
+        if subject.capabilities.gqa:
+            groups += [(4, 1), (6, 2), (16, 2), (20, 1)]
+        for num_heads, num_kv_heads in groups:
+            heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+            if not subject.reasons(subject.requirements(**heads)):
+                subject.check(subject.case([40, 17], **heads), "decode rows")
+                subject.check(subject.case([40, 17], [20, 17], **heads), "chunks")
+
+    def test_the_scale_is_applied_once(self, subject: BackendUnderTest) -> None:
+        """The configuration gives the softmax scale; it need not be 1 / sqrt(head size)."""
+        for scale in (0.25, 1.0):
+            subject.check(replace(subject.case([40, 17]), scale=scale), f"scale {scale}")
+            chunks = replace(subject.case([40, 17], [20, 17]), scale=scale)
+            subject.check(chunks, f"scale {scale}")
 
     def test_chunks_continue_the_context_in_the_pages(self, prefiller: BackendUnderTest) -> None:
         """A chunk's queries are the last positions of its sequence, behind what came before."""
@@ -64,6 +91,14 @@ class AttentionNumbers(AttentionSubject):
         case = subject.case([70] * len(needles), [40] * len(needles), needle=needles)
         subject.check(case, f"needles at {needles}, which only queries from there on see")
 
+    def test_early_keys_of_a_long_context_count(self, subject: BackendUnderTest) -> None:
+        """Of thousands of keys one from long ago outweighs the rest: for a row, and for a chunk."""
+        for seq_lens, needles in (([LONG_AGO], [0]), ([2100, 2500], [3, 700])):
+            case = subject.case(seq_lens, needle=needles)
+            subject.check(case, f"needles at {needles} of {seq_lens}", phases=("decode",))
+        case = subject.case([LONG_AGO, 2100], [3, 5], needle=[0, 700])
+        subject.check(case, "needles at 0 and 700, long before the chunks")
+
     def test_large_scores_neither_overflow_nor_vanish(self, subject: BackendUnderTest) -> None:
         """Only differences of scores count: the largest is subtracted before the exponential."""
         case = subject.case([40, 40, 300, 1])
@@ -88,24 +123,6 @@ class AttentionNumbers(AttentionSubject):
         for head_size in subject.head_sizes:
             subject.check(subject.case([70, 16, 33], head_size=head_size), "decode rows")
             subject.check(subject.case([70, 16], [40, 16], head_size=head_size), "chunks")
-
-    def test_query_heads_read_their_own_kv_head(self, subject: BackendUnderTest) -> None:
-        """Query head h reads KV head h // group, in groups of every size that is declared."""
-        groups = [(1, 1), (3, 3)]
-        if subject.capabilities.gqa:
-            groups += [(4, 1), (6, 2), (16, 2), (20, 1)]
-        for num_heads, num_kv_heads in groups:
-            heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-            if not subject.reasons(subject.requirements(**heads)):
-                subject.check(subject.case([40, 17], **heads), "decode rows")
-                subject.check(subject.case([40, 17], [20, 17], **heads), "chunks")
-
-    def test_the_scale_is_applied_once(self, subject: BackendUnderTest) -> None:
-        """The configuration gives the softmax scale; it need not be 1 / sqrt(head size)."""
-        for scale in (0.25, 1.0):
-            subject.check(replace(subject.case([40, 17]), scale=scale), f"scale {scale}")
-            chunks = replace(subject.case([40, 17], [20, 17]), scale=scale)
-            subject.check(chunks, f"scale {scale}")
 
     def test_sliding_windows_end_where_they_should(self, subject: BackendUnderTest) -> None:
         """A window of w holds w keys with the query's own; the key before them is not seen."""
@@ -132,3 +149,21 @@ class AttentionNumbers(AttentionSubject):
                 bent: dict[str, Any] = {"soft_cap": soft_cap, "sliding_window": reach}
                 subject.check(subject.case([1, 40, 130], **bent), "decode rows")
                 subject.check(subject.case([40, 70], [40, 30], **bent), "chunks")
+
+    def test_every_declared_device_runs(self, plugin: PluginUnderTest) -> None:
+        """On each that this machine has: decode rows and chunks, near the reference."""
+        here = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
+        devices = cast(AttentionSpec, plugin.spec).capabilities.devices
+        ran, reasons = [], []
+        for device in sorted(devices & here):
+            try:
+                subject = BackendUnderTest(plugin, device)
+            except UnavailableError as error:
+                reasons.append(str(error))
+                continue
+            subject.check(subject.case([40, 3]), f"decode rows on {device}")
+            subject.check(subject.case([40, 3], [20, 3]), f"chunks on {device}")
+            ran.append(device)
+        if not ran:
+            elsewhere = f"runs on {', '.join(sorted(devices))}, which is not here"
+            pytest.skip("; ".join(reasons) or elsewhere)

@@ -186,12 +186,29 @@ class AttentionPages(AttentionSubject):
                 if not (beside[0] == 5).all() or not (beside[-1] == 5).all():
                     raise AssertionError("memory beside the output was written to")
 
-    def test_more_queries_per_row_are_refused(self, decoder: BackendUnderTest) -> None:
-        """Nothing declares decode steps of several queries per row; they raise UnsupportedError."""
-        case = decoder.case([40])
-        metadata = replace(case.decode_metadata(), query_len=2)
-        with pytest.raises(UnsupportedError, match="2"):
-            decoder.backend(case.config()).plan_decode(metadata)
+    def test_more_queries_per_row_are_refused_or_right(self, decoder: BackendUnderTest) -> None:
+        """`plan_decode` raises UnsupportedError for a `query_len` that is not computed."""
+        # Whoever takes each query for a row reads on behind the two: padding, not others' memory.
+        padded = decoder.case([40, 17, 0, 0], [2, 2, 0, 0])
+        case, four = _part(padded, 0, 2), padded.decode_metadata(padded.config().max_model_len)
+        metadata = replace(
+            four, block_table=case.block_table, seq_lens=four.seq_lens[:2], query_len=2
+        )
+        backend, out = decoder.backend(case.config()), torch.full_like(case.q_THD, float("nan"))
+        try:
+            backend.plan_decode(metadata)
+        except UnsupportedError as error:
+            if "2" not in str(error):
+                raise AssertionError(f"the refusal does not name query_len 2: {error}") from error
+            return
+        try:
+            backend.run_decode(case.q_THD, case.k_cache, case.v_cache, metadata, out)
+            case.assert_close(out)
+        except Exception as error:
+            raise AssertionError(
+                f"plan_decode took query_len 2, which run_decode does not compute ({error}); let "
+                "plan_decode raise UnsupportedError where metadata.query_len is not 1"
+            ) from error
 
 
 def _part(case: PagedCase, first: int, stop: int) -> PagedCase:

@@ -60,6 +60,10 @@ def letters(token_ids: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
 
 
+class NoEndError(AssertionError):
+    """Requests are left after more steps than any of these runs takes."""
+
+
 class Harness:
     """An engine in debug mode, its fake worker, and what came out so far."""
 
@@ -123,6 +127,7 @@ class Harness:
         return samples
 
     def step(self) -> list[RequestOutput]:
+        __tracebackhide__ = True
         outputs = self.engine.step()
         self.outputs += outputs
         for output in outputs:
@@ -133,13 +138,19 @@ class Harness:
         return outputs
 
     def run(self) -> dict[tuple[str, int], RequestOutput]:
-        """Step until nothing is left, then check that nothing leaked."""
+        """Step until nothing is left, then check that nothing leaked; NoEndError if it stays."""
+        __tracebackhide__ = True
         for _ in range(MAX_STEPS):
             if not self.engine.has_unfinished():
                 break
             self.step()
         else:
-            raise AssertionError(f"requests are still unfinished after {MAX_STEPS} steps")
+            stats = self.engine.stats
+            raise NoEndError(
+                f"no end after {MAX_STEPS} steps: {stats.running} requests run, {stats.waiting} "
+                f"wait, and requests gave way {stats.preemptions} times; the scheduler goes in "
+                "circles, or gives out nothing"
+            )
         assert self.engine.stats.free_blocks == self.setting.num_blocks, "pages leaked"
         assert not self.executor.results, "a result was never collected"
         assert self.engine.stats.running == self.engine.stats.waiting == 0

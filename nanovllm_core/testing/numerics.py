@@ -22,6 +22,7 @@ def assert_close_report(
     element. Shapes must be equal; dtypes and devices may differ. A NaN or an infinity in either
     tensor never passes, since neither has a finite error; two empty tensors pass.
     """
+    __tracebackhide__ = True
     if actual.shape != expected.shape:
         raise AssertionError(f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()

@@ -111,6 +111,7 @@ class PagedCase:
         for inputs that are harder than most. The output of a sequence without keys is
         ignored, as the contract says.
         """
+        __tracebackhide__ = True
         expected = self.expected() if expected is None else expected
         if expected.numel() == 0:
             return

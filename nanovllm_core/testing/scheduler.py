@@ -36,7 +36,7 @@ from nanovllm_core.interfaces.scheduler import RequestView, Scheduler, Schedulin
 from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.testing.engine_harness import Harness, NoEndError, Setting
 from nanovllm_core.testing.scheduler_views import hours_pass, views
 from nanovllm_core.testing.scheduler_watch import (
     ReadOnlyRequest,
@@ -55,6 +55,7 @@ SETTINGS = settings(
     deadline=None,
     derandomize=True,  # a plugin is right or wrong, today as tomorrow
     database=None,
+    report_multiple_bugs=False,  # the first failure itself, not a group of all
     phases=(Phase.generate,),  # a verdict in seconds; shrinking a failing run takes minutes
     suppress_health_check=[
         HealthCheck.too_slow,
@@ -62,6 +63,9 @@ SETTINGS = settings(
         HealthCheck.differing_executors,  # a suite's checks are inherited
     ],
 )
+AHEAD = "{}_steps_ahead".format
+STEPS_TO_END = 1000
+"""For a few short prompts; one token of one prompt a step would take a fifth of it."""
 LONGEST_BOUND = 200
 """Steps that the suite waits for a declared bound; for a longer one it skips."""
 
@@ -77,11 +81,11 @@ FEW_ROWS = Setting(
 )
 FEW_PAGES = replace(FEW_ROWS, num_blocks=26, max_num_seqs=8, max_num_batched_tokens=40)
 ENDLESS = [
-    (FEW_ROWS, 1, 3),
-    (FEW_ROWS, 9, 3),
-    (FEW_ROWS, 30, 2),
-    (FEW_PAGES, 13, 4),
-    (FEW_PAGES, 30, 2),
+    pytest.param(FEW_ROWS, 1, 3, id="few_rows_3_prompts_of_1"),
+    pytest.param(FEW_ROWS, 9, 3, id="few_rows_3_prompts_of_9"),
+    pytest.param(FEW_ROWS, 30, 2, id="few_rows_2_prompts_of_30"),
+    pytest.param(FEW_PAGES, 13, 4, id="few_pages_4_prompts_of_13"),
+    pytest.param(FEW_PAGES, 30, 2, id="few_pages_2_prompts_of_30"),
 ]
 """Engines that prompts of so many tokens, so many a step, keep busy for ever."""
 
@@ -124,9 +128,9 @@ class _SchedulingConformance(SpecConformance):
         raise NotImplementedError
 
     def run(self, plugin: PluginUnderTest, case: Traffic, rule: Rule) -> Watch:
-        """Drive one case to its end, or to a decision that breaks another rule than this one."""
+        """Drive one case to its end, unless that does not come or another rule is broken before."""
         watch = Watch(self.make_scheduler(plugin), rule)
-        with suppress(SchedulerError):
+        with suppress(SchedulerError, NoEndError):
             drive(Harness(case.setting, watch, engine_class=self.engine_class), case.arrivals)
         return watch
 
@@ -135,16 +139,7 @@ class _SchedulingConformance(SpecConformance):
         watch = Watch(self.make_scheduler(plugin))
         return Harness(setting, watch, engine_class=self.engine_class)
 
-    # -- any traffic
-
-    @given(case=traffic())
-    @SETTINGS
-    def test_every_request_ends_with_the_tokens_that_its_ids_decide(
-        self, plugin: PluginUnderTest, case: Traffic
-    ) -> None:
-        """Whatever arrives, is aborted or gives way: nothing is lost, leaked or refused."""
-        harness = self.harness(plugin, case.setting)
-        drive(harness, case.arrivals)
+    # -- any traffic: a rule at a time, then whether it ends
 
     @given(case=traffic())
     @SETTINGS
@@ -181,7 +176,37 @@ class _SchedulingConformance(SpecConformance):
     def test_a_victim_is_one_of_the_running(self, plugin: PluginUnderTest, case: Traffic) -> None:
         """`choose_victim` names someone whose pages can be taken."""
         for running, victim in self.run(plugin, case, anything_goes).victims:
-            assert victim in running, f"{victim!r} is none of {running}"
+            assert victim in running, f"choose_victim gave {victim!r}, no id of {running}"
+
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
+    def test_prompts_that_do_not_fit_together_all_end(
+        self, plugin: PluginUnderTest, steps_ahead: int
+    ) -> None:
+        """Eight prompts of six pages in a cache of ten: what is begun can go on, none circles."""
+        setting = replace(FEW_PAGES, num_blocks=10, block_size=4, steps_ahead=steps_ahead)
+        harness = self.harness(plugin, setting)
+        for name in "abcdefgh":
+            harness.add(name, [ord(name) % 50] * 24, ONE_TOKEN)
+        for _ in range(STEPS_TO_END):
+            if harness.engine.has_unfinished():
+                harness.step()
+        stats = harness.engine.stats
+        unfinished = harness.engine.has_unfinished()
+        assert not unfinished, (
+            f"after {STEPS_TO_END} steps {stats.finished} of 8 prompts have ended, and prompts "
+            f"gave way to each other {stats.preemptions} times; begin a prompt only once the pages "
+            "for all of it are free (num_new_blocks, free_blocks)"
+        )
+        harness.check_all()
+
+    @given(case=traffic())
+    @SETTINGS
+    def test_every_request_ends_with_the_tokens_that_its_ids_decide(
+        self, plugin: PluginUnderTest, case: Traffic
+    ) -> None:
+        """Whatever arrives, is aborted or gives way: nothing is lost, leaked or refused."""
+        harness = self.harness(plugin, case.setting)
+        drive(harness, case.arrivals)
 
     @given(case=traffic())
     @SETTINGS
@@ -197,7 +222,7 @@ class _SchedulingConformance(SpecConformance):
 
     # -- who comes and goes
 
-    @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
     def test_an_aborted_request_that_waits_is_forgotten(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
@@ -223,8 +248,8 @@ class _SchedulingConformance(SpecConformance):
             harness.requests.clear()
             harness.finished.clear()
 
-    @pytest.mark.parametrize("steps", [1, 2, 5])
-    @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+    @pytest.mark.parametrize("steps", [1, 2, 5], ids="aborted_after_{}".format)
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
     def test_an_aborted_request_that_runs_makes_room(
         self, plugin: PluginUnderTest, steps_ahead: int, steps: int
     ) -> None:
@@ -240,7 +265,7 @@ class _SchedulingConformance(SpecConformance):
         harness.engine.abort("first")
         _assert_all_end(harness)
 
-    @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
     def test_a_request_that_gave_way_waits_again_and_ends(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
@@ -252,7 +277,7 @@ class _SchedulingConformance(SpecConformance):
             harness.add(name, [ord(name) % 50] * 8, answer, stream=name in "ac")
         _assert_all_end(harness)
 
-    @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
     def test_a_request_as_large_as_the_cache_ends(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
@@ -274,9 +299,9 @@ class _SchedulingConformance(SpecConformance):
 
     # -- nobody starves
 
-    @pytest.mark.parametrize("priority", [0, -1])
-    @pytest.mark.parametrize("before", [0, 3])
-    @pytest.mark.parametrize("length", [2, 33, 400])
+    @pytest.mark.parametrize("priority", [0, -1], ids="priority_{}".format)
+    @pytest.mark.parametrize("before", [0, 3], ids="after_{}".format)
+    @pytest.mark.parametrize("length", [2, 33, 400], ids="length_{}".format)
     @pytest.mark.parametrize(("setting", "others", "per_step"), ENDLESS)
     def test_nobody_is_passed_over_for_longer_than_declared(
         self,
@@ -296,7 +321,7 @@ class _SchedulingConformance(SpecConformance):
         spec = plugin.spec
         assert isinstance(spec, SchedulerSpec)
         if spec.max_overtaking_steps is None:
-            pytest.skip(f"{spec.name} declares no max_overtaking_steps")
+            pytest.skip(f"{spec.name} declares no max_overtaking_steps, so nothing is promised")
         harness = self.harness(plugin, setting)
         arrive = _arrivals(harness, others, per_step, priority)
         for _ in range(before):

@@ -25,6 +25,9 @@ class ReadOnlyRequest:
     def __init__(self, request: RequestView) -> None:
         self.__request = request
 
+    def __repr__(self) -> str:
+        return f"<RequestView {self.request_id!r}>"
+
     @property
     def request_id(self) -> str:
         return self.__request.request_id
@@ -86,31 +89,40 @@ def anything_goes(_decision: Decision) -> None:
 
 def keeps_the_budget(decision: Decision) -> None:
     """All shares together."""
-    assert decision.num_tokens <= decision.token_budget, decision
+    given, most = decision.num_tokens, decision.token_budget
+    assert given <= most, f"step {decision.step}: {given} tokens given out, {most} in the budget"
 
 
 def keeps_the_rows(decision: Decision) -> None:
     """Everybody who is admitted takes one."""
-    assert decision.num_rows <= decision.free_rows, decision
+    given, free = decision.num_rows, decision.free_rows
+    assert given <= free, f"step {decision.step}: {given} rows given out, {free} free"
 
 
 def keeps_the_pages(decision: Decision) -> None:
     """As the core counts them."""
-    assert decision.num_blocks <= decision.free_blocks, decision
+    given, free = decision.num_blocks, decision.free_blocks
+    assert given <= free, f"step {decision.step}: {given} pages given out, {free} free"
 
 
 def gives_real_work(decision: Decision) -> None:
     """To requests that were shown, one share each, at least a token and at most what is left."""
-    names = [share.request_id for share in decision.shares]
-    assert len(set(names)) == len(names), f"two shares for one request: {decision}"
-    for share in decision.shares:
-        assert share.request_id in decision.missing, f"{share} is for nobody: {decision}"
-        assert 1 <= share.num_tokens <= decision.missing[share.request_id], f"{share}: {decision}"
+    names: set[str] = set()
+    for name, given in ((share.request_id, share.num_tokens) for share in decision.shares):
+        where = f"step {decision.step}: {name!r}"
+        assert name not in names, f"{where} got two shares"
+        names.add(name)
+        assert name in decision.missing, f"{where} neither waits nor has an unfinished prompt"
+        left = decision.missing[name]
+        assert 1 <= given <= left, f"{where} got {given} tokens, of 1 to {left} that are left"
 
 
 @dataclass
 class Watch(Scheduler):
-    """Asks `scheduler`, and checks each decision by `rule` before the core sees it."""
+    """Asks `scheduler`, and checks each decision by `rule` before the core sees it.
+
+    Its class is called as the scheduler's is, since the core's errors name the scheduler by that.
+    """
 
     scheduler: Scheduler
     rule: Rule = anything_goes
@@ -118,6 +130,9 @@ class Watch(Scheduler):
     victims: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """Who ran when someone had to give way, and who did."""
     _views: dict[str, ReadOnlyRequest] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.__class__ = type(type(self.scheduler).__name__, (type(self),), {})
 
     def add(self, request: RequestView) -> None:
         self._views[request.request_id] = ReadOnlyRequest(request)

@@ -93,6 +93,7 @@ def traffic(draw: st.DrawFn, most: int = 9) -> Traffic:
 
 def drive(harness: Harness, requests: Sequence[Arrival]) -> None:
     """Let requests arrive and be aborted between steps, then run all to the end and check them."""
+    __tracebackhide__ = True
     aborts: dict[int, list[str]] = {}
     step = 0
     for i, arrival in enumerate(requests):
@@ -116,6 +117,7 @@ def drive(harness: Harness, requests: Sequence[Arrival]) -> None:
 
 
 def _step(harness: Harness, aborts: dict[int, list[str]], step: int) -> int:
+    __tracebackhide__ = True
     for request_id in aborts.pop(step, []):
         harness.engine.abort(request_id)
         harness.engine.abort(request_id)  # twice is fine

@@ -129,7 +129,8 @@ def test_a_name_in_plugins_disable_that_fits_nothing_is_told(
 def test_a_plugin_whose_code_cannot_be_imported_is_broken(install: Install) -> None:
     """Its light module is fine, and `plugins list` calls it ready."""
     group = {"nanovllm.attention": {"fake": "fake_spec"}}
-    install("fake-attention", group, {"fake_spec": BACKEND, "fake_code": "import nosuchmodule"})
+    code = "import nosuchmodule\nclass Backend: pass"
+    install("fake-attention", group, {"fake_spec": BACKEND, "fake_code": code})
     check = examine()["attention fake"]
     assert not check.ok
     assert "nosuchmodule" in check.detail

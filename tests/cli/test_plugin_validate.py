@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,11 +100,27 @@ def test_a_module_that_ends_the_process_quietly_is_told(package: Path) -> None:
     assert "importing nanovllm_scheduler_fair.plugin ended the process: exit status 0" in found
 
 
-def test_a_missing_readme_is_named(package: Path) -> None:
+def test_a_missing_readme_is_wrong_only_where_the_metadata_names_it(package: Path) -> None:
+    """pip refuses to install such a package; one that names none works, and is told."""
     (package / "README.md").unlink()
-    assert wrong(package) == [
-        "README.md: missing -> say what the plugin does and how to configure it"
-    ]
+    [found] = wrong(package)
+    assert found.startswith("README.md: missing, and pyproject.toml names it -> write it, or")
+    assert validate(str(package)).exit_code == 1
+    change(package / "pyproject.toml", 'readme = "README.md"\n', "")
+    result = validate(str(package))
+    assert result.exit_code == 0, result.output
+    assert "-      README.md: none; whoever chooses the plugin looks there" in result.output
+
+
+def test_the_package_of_the_documents_page_is_right(tmp_path: Path) -> None:
+    """With no file more than docs/write/attention.md shows."""
+    page = Path(__file__).parents[2] / "docs/write/attention.md"
+    shown = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page.read_text(), re.M | re.S)
+    for name, text in shown:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    result = validate(str(tmp_path))
+    assert result.exit_code == 0, result.output
 
 
 def test_what_is_no_package_is_told_in_words_and_not_as_an_errno(tmp_path: Path) -> None:

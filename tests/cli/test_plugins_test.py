@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,24 @@ def nanovllm_attention():
 """
 
 
+UNEVEN = """
+from nanovllm_core.api import SchedulerSpec, SchedulingPolicy, hookimpl
+
+@hookimpl
+def nanovllm_schedulers():
+    return [SchedulerSpec(name="uneven", impl="uneven_plugin:Uneven", contract=1, level="policy")]
+
+class Uneven(SchedulingPolicy):
+    def __init__(self, options):
+        self.options = options
+
+    def service_key(self, request):
+        return (0,) * (1 + request.num_prompt_tokens % 2)
+"""
+NO_VICTIM = """
+    def victim_key(self, request):
+        raise TypeError("no key")
+"""
 DECLARED = """
 from nanovllm_core.api import KindSpec, PluginSpec, hookimpl
 
@@ -98,14 +118,163 @@ def test_a_plugin_that_breaks_its_contract_fails_with_the_details(install: Insta
     install(
         "broken", {"nanovllm.attention": {"broken": "broken_plugin"}}, {"broken_plugin": BROKEN}
     )
-    result = run("broken", "-k", "layouts or implementation")
+    result = run("broken", "-k", "layouts")
     assert result.exit_code == 1
     assert re.search("FAILED   layouts name pages .*: AssertionError: no layout for", result.output)
-    assert re.search(
-        "FAILED   the implementation can be imported: .*PluginLoadError", result.output
-    )
     assert re.search("_ layouts name pages that both phases read _", result.output)
     assert result.output.splitlines()[-1].startswith("broken BREAKS the contract of attention")
+
+
+@pytest.mark.parametrize("chosen", [(), ("-k", "reference or scale")])
+def test_code_that_cannot_be_loaded_is_said_once_and_ends_the_run(
+    chosen: tuple[str, ...], install: Install
+) -> None:
+    source = BROKEN.replace("options: []", "options: [KVLayout('NPKD', 16)]")
+    install(
+        "broken", {"nanovllm.attention": {"broken": "broken_plugin"}}, {"broken_plugin": source}
+    )
+    result = run("broken", *chosen)
+    assert result.exit_code == 1
+    [failed] = [line for line in result.output.splitlines() if line.startswith("FAILED")]
+    assert "cannot load 'broken_plugin:Backend'" in failed
+    assert re.search(r"1 failed, \d skipped; \d+ not run, for its code cannot be", result.output)
+
+
+def install_wrong(install: Install, method: str, bug: str) -> None:
+    """The backend `wrong`: sdpa, with a line of its own behind one of its methods."""
+    source = f"""
+from dataclasses import replace
+from nanovllm_attention_sdpa.backend import SdpaAttention
+from nanovllm_attention_sdpa import plugin
+from nanovllm_core.api import hookimpl
+
+@hookimpl
+def nanovllm_attention():
+    [spec] = plugin.nanovllm_attention()
+    return [replace(spec, name="wrong", impl="wrong_plugin:Wrong")]
+
+class Wrong(SdpaAttention):
+    def {method}(self, *args):
+        super().{method}(*args)
+        {bug}
+"""
+    install("wrong", {"nanovllm.attention": {"wrong": "wrong_plugin"}}, {"wrong_plugin": source})
+
+
+def test_the_first_failure_is_of_the_plainest_batch_and_the_report_is_short(
+    install: Install,
+) -> None:
+    """A bug that fails a dozen checks: a line for each, and one traceback without tensors."""
+    install_wrong(install, "run_prefill", "args[-1].mul_(2)")
+    result = run("wrong", "-k", "not imports nothing heavy")
+    lines = result.output.splitlines()
+    failed = [line for line in lines if line.startswith("FAILED")]
+    assert failed[0].startswith(
+        "FAILED   prefill equals the reference: AssertionError: prefill, one page: query_lens [16]"
+    )
+    assert len(failed) > 10
+    assert len(lines) < 75
+    assert "tensor(" not in result.output
+    assert result.output.count("_ prefill equals the reference _") == 1
+    assert "def assert_near" not in result.output, "the suite's own code says nothing"
+    assert "--verbose has every failure in full" in lines[-1]
+
+
+def test_all_failures_are_shown_in_full_where_that_is_asked_for(install: Install) -> None:
+    install_wrong(install, "run_prefill", "args[-1].mul_(2)")
+    result = run("wrong", "-k", "prefill equals the reference or a batch may have many", "-v")
+    assert "_ prefill equals the reference _" in result.output
+    assert "_ a batch may have many rows _" in result.output
+    assert "def test_a_batch_may_have_many_rows" in result.output
+    assert "--verbose" not in result.output
+
+
+def test_an_error_of_the_author_s_code_is_shown_where_it_happened(install: Install) -> None:
+    install_wrong(install, "run_decode", "1 / 0")
+    result = run("wrong", "-k", "decode equals the reference")
+    assert re.search(r"wrong_plugin\.py:\d+: in run_decode\n    1 / 0\n", result.output)
+    assert "attention_checks.py" not in result.output, "the suite's helpers only lead there"
+
+
+@pytest.mark.parametrize(
+    ("words", "checks"),
+    [
+        ("behind the last", ["nothing is read behind the last key"]),
+        (
+            "behind_the_last or (rows own pages and not caches)",
+            ["only the rows own pages are read", "nothing is read behind the last key"],
+        ),
+        (
+            "both parts of a step and all its layers",
+            ["both parts of a step and all its layers"],
+        ),
+    ],
+)
+def test_checks_are_chosen_by_the_words_that_are_printed(words: str, checks: list[str]) -> None:
+    _, *lines, _ = run("sdpa", "-k", words).output.splitlines()
+    assert [line[9:].partition(":")[0] for line in lines] == checks
+
+
+def test_a_printed_name_with_not_in_it_is_no_expression() -> None:
+    result = run("fcfs", "-k", "a cached prefix is not computed again")
+    assert "passed   a cached prefix is not computed again" in result.output.splitlines()
+
+
+def test_words_that_cannot_be_read_are_refused() -> None:
+    assert "-k 'tail or (' cannot be read" in str(refused("sdpa", "-k", "tail or ("))
+
+
+def in_its_own_process(*arguments: str) -> str:
+    """What the command prints where no suite was imported before."""
+    command = [sys.executable, "-m", "nanovllm_core.cli.main", "plugins", "test", *arguments]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False
+    ).stdout
+
+
+def test_a_failed_assert_of_a_suite_shows_the_values(install: Install) -> None:
+    """Of the core's suites, and of a suite that belongs to a declared kind."""
+    install(
+        "uneven", {"nanovllm.schedulers": {"uneven": "uneven_plugin"}}, {"uneven_plugin": UNEVEN}
+    )
+    assert "assert 2 == 1" in in_its_own_process("uneven", "-k", "keys are tuples").splitlines()[1]
+    install(
+        "nanovllm-cups",
+        {"nanovllm.kinds": {"cup": "cup_plugin"}, "nanovllm.cups": {"mug": "cup_plugin"}},
+        {
+            "cup_plugin": DECLARED.replace("holds = 3", "holds = 2"),
+            "cup_hookspecs": CUP_HOOKSPECS,
+            "cup_tests": CUP_TESTS,
+        },
+    )
+    assert "assert 2 >= 3" in in_its_own_process("mug", "-k", "enough").splitlines()[1]
+
+
+def test_cases_that_are_skipped_for_one_reason_are_one_line(install: Install) -> None:
+    install(
+        "uneven", {"nanovllm.schedulers": {"uneven": "uneven_plugin"}}, {"uneven_plugin": UNEVEN}
+    )
+    why = "uneven declares no max_overtaking_steps, so nothing is promised"
+    _, line, verdict = run("uneven", "-k", "passed over and length_2").output.splitlines()
+    assert line == f"skipped  nobody is passed over for longer than declared (20 cases): {why}"
+    assert verdict.endswith("0 passed, 0 failed, 20 skipped")
+    _, *lines, _ = run("uneven", "-k", "passed over and length_2", "--verbose").output.splitlines()
+    assert len(lines) == 20
+    assert lines[0].startswith(
+        "skipped  nobody is passed over for longer than declared"
+        "[few_rows_3_prompts_of_1-length_2-after_0-priority_0]: "
+    )
+
+
+def test_of_cases_that_fail_the_first_is_named(install: Install) -> None:
+    source = UNEVEN + NO_VICTIM
+    install(
+        "uneven", {"nanovllm.schedulers": {"uneven": "uneven_plugin"}}, {"uneven_plugin": source}
+    )
+    result = run("uneven", "-k", "a request as large as the cache ends")
+    cases = r"\(3 cases, first \[0_steps_ahead\]\): TypeError: no key"
+    assert re.search(f"FAILED   a request as large as the cache ends {cases}", result.output)
 
 
 def test_a_plugin_of_a_declared_kind_is_tested_by_the_suite_that_the_kind_names(

@@ -19,13 +19,22 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulingPolicy,
 )
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing import (
     PluginUnderTest,
     SchedulerConformance,
     SchedulingPolicyConformance,
     installed_plugin,
 )
+from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_core.testing.scheduler import FEW_ROWS
+from nanovllm_core.testing.scheduler_watch import (
+    Decision,
+    gives_real_work,
+    keeps_the_budget,
+    keeps_the_pages,
+    keeps_the_rows,
+)
 
 TOKEN_BUDGET = SchedulerSpec(
     name="token_budget",
@@ -101,6 +110,47 @@ class Forgetless(TokenBudgetScheduler):
         return [s for s in shares if self.served[s.request_id] == indices[s.request_id]]
 
 
+class Eager(TokenBudgetScheduler):
+    """Everybody begins at once, with one token; prompts that are begun get what is left."""
+
+    def __init__(self, options: NoOptions) -> None:
+        super().__init__(FcfsPolicy())
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        shares: list[PrefillShare] = []
+        tokens, rows, pages = state.token_budget, state.free_rows, state.free_blocks
+        for request in (*sorted(state.waiting, key=lambda r: r.arrival_index), *state.prefilling):
+            begun = request in state.prefilling
+            given = min(tokens, request.num_tokens - request.num_scheduled if begun else 1)
+            while given and state.num_new_blocks(request, given) > pages:
+                given -= 1
+            if given and (begun or rows):
+                shares.append(PrefillShare(request.request_id, given))
+                tokens, rows = tokens - given, rows - (not begun)
+                pages -= state.num_new_blocks(request, given)
+        return shares
+
+
+class NamesNobody(TokenBudgetScheduler):
+    """A victim by its view, where the contract asks for its id."""
+
+    def __init__(self, options: NoOptions) -> None:
+        super().__init__(FcfsPolicy())
+
+    def choose_victim(self, running: Sequence[RequestView]) -> Any:
+        return running[0]
+
+
+class Idle(TokenBudgetScheduler):
+    """Nothing for anybody."""
+
+    def __init__(self, options: NoOptions) -> None:
+        super().__init__(FcfsPolicy())
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        return []
+
+
 class Impatient(TokenBudgetScheduler):
     """Whoever has waited for a minute of the clock comes before the others, newest first."""
 
@@ -118,6 +168,7 @@ class Impatient(TokenBudgetScheduler):
     [
         (Lazy, "test_every_request_ends_with_the_tokens_that_its_ids_decide"),
         (Forgetless, "test_an_id_may_come_again"),
+        (NamesNobody, "test_a_victim_is_one_of_the_running"),
         (Impatient, "test_the_same_traffic_is_decided_the_same_way"),
     ],
 )
@@ -129,6 +180,72 @@ def test_a_wrong_scheduler_fails_the_check_that_is_about_it(
     plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
     with pytest.raises((AssertionError, SchedulerError)):
         getattr(SchedulerConformance(), check)(plugin)
+
+
+def harness_of(scheduler: type[Scheduler], **sizes: Any) -> Harness:
+    """An engine as the suite makes it, with four answers that outgrow its cache together."""
+    plugin = PluginUnderTest(
+        replace(TOKEN_BUDGET, impl=f"{__name__}:{scheduler.__name__}"),
+        NoOptions(),
+        "nanovllm_core.builtins",
+    )
+    harness = SchedulerConformance().harness(plugin, Setting(num_blocks=14, **sizes))
+    for name in "abcd":
+        harness.add(name, [ord(name) % 50] * 8, SamplingParams(temperature=0, max_tokens=30))
+    return harness
+
+
+def test_the_core_s_errors_name_the_author_s_class_and_requests() -> None:
+    """Not what the suite wraps around them."""
+    with pytest.raises(SchedulerError, match=r"^Idle scheduled nothing while nothing runs"):
+        harness_of(Idle).run()
+    with pytest.raises(SchedulerError, match=r"^NamesNobody chose <RequestView 'a'> to give way"):
+        harness_of(NamesNobody).run()
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+def test_a_scheduler_that_begins_what_cannot_be_held_is_told_so(steps_ahead: int) -> None:
+    spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Eager")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    check = SchedulerConformance().test_prompts_that_do_not_fit_together_all_end
+    with pytest.raises(SchedulerError, match=r"^Eager goes round in circles: .*begin a prompt on"):
+        check(plugin, steps_ahead)
+
+
+def test_traffic_without_end_is_no_fault_of_the_rules_for_one_decision() -> None:
+    """It fails the checks that are about an end, and not whichever is the first to meet it."""
+    spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Eager")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    SchedulerConformance().test_only_work_that_is_there_is_given_out(plugin)
+
+
+def test_the_rules_say_which_number_broke_which_limit() -> None:
+    decision = Decision(
+        step=10,
+        waiting=("a", "b"),
+        prefilling=("c",),
+        missing={"a": 5, "b": 9, "c": 1},
+        token_budget=4,
+        free_rows=1,
+        free_blocks=1,
+        shares=(PrefillShare("a", 6), PrefillShare("b", 1)),
+        num_tokens=7,
+        num_rows=2,
+        num_blocks=3,
+    )
+    twice = replace(decision, shares=(PrefillShare("b", 1), PrefillShare("b", 2)))
+    nobody = replace(decision, shares=(PrefillShare("x", 1),))
+    for rule, broken, message in (
+        (keeps_the_pages, decision, "step 10: 3 pages given out, 1 free"),
+        (keeps_the_rows, decision, "step 10: 2 rows given out, 1 free"),
+        (keeps_the_budget, decision, "step 10: 7 tokens given out, 4 in the budget"),
+        (gives_real_work, decision, "step 10: 'a' got 6 tokens, of 1 to 5 that are left"),
+        (gives_real_work, twice, "step 10: 'b' got two shares"),
+        (gives_real_work, nobody, "step 10: 'x' neither waits nor has an unfinished prompt"),
+    ):
+        with pytest.raises(AssertionError) as caught:
+            rule(broken)
+        assert str(caught.value).partition("\n")[0] == message
 
 
 def test_a_bound_is_broken_by_more_urgent_requests() -> None:

@@ -16,6 +16,7 @@ from nanovllm_core.hookspecs import hookimpl
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionCapabilities,
+    AttentionConfig,
     AttentionRequirements,
     DecodeMetadata,
     KVLayout,
@@ -118,6 +119,10 @@ class TestPlain(AttentionConformance):
         return plugin_under_test(SPEC)
 
 
+def _impl(backend: type[AttentionBackend]) -> AttentionSpec:
+    return replace(SPEC, impl=f"{__name__}:{backend.__name__}")
+
+
 class FirstRows(Plain):
     """A launch of sixteen rows at most."""
 
@@ -189,9 +194,43 @@ class FirstLayersQueries(Plain):
         super().run_prefill(self.queries, *args)
 
 
+class Recent(Plain):
+    """Keys older than the last 516 are dropped, as if there were a window."""
+
+    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
+        super().__init__(replace(config, sliding_window=516), options)
+
+
+class RecentInPrefill(Plain):
+    """The same, of prompts alone."""
+
+    def run_prefill(self, *args: Any) -> None:
+        self.config = replace(self.config, sliding_window=516)
+        super().run_prefill(*args)
+
+
+class Heedless(Plain):
+    """Every query is a row, whatever `query_len` says; the tables end before."""
+
+    def plan_decode(self, metadata: DecodeMetadata) -> None:
+        pass
+
+
+class Several(Heedless):
+    """Several queries per row, as the contract lays them out."""
+
+    def run_decode(self, q: Tensor, k: Tensor, v: Tensor, metadata: Any, out: Tensor) -> None:
+        lens = metadata.seq_lens.tolist()
+        starts = [row * metadata.query_len for row in range(len(lens) + 1)]
+        self._attend(q, k, v, metadata.block_table, lens, starts, out)
+
+
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
+        (Recent, "test_early_keys_of_a_long_context_count"),
+        (RecentInPrefill, "test_early_keys_of_a_long_context_count"),
+        (Heedless, "test_more_queries_per_row_are_refused_or_right"),
         (FirstRows, "test_a_batch_may_have_many_rows"),
         (FirstSequences, "test_a_batch_may_have_many_rows"),
         (WrongAt128, "test_every_declared_head_size_computes"),
@@ -205,11 +244,21 @@ def test_a_wrong_backend_fails_the_check_that_is_about_it(
     wrong: type[AttentionBackend], check: str
 ) -> None:
     """Bugs that other checks let through."""
-    spec = replace(SPEC, impl=f"{__name__}:{wrong.__name__}")
     with pytest.raises(AssertionError):
         getattr(AttentionConformance(), check)(
-            BackendUnderTest(replace(plugin_under_test(SPEC), spec=spec))
+            BackendUnderTest(replace(plugin_under_test(SPEC), spec=_impl(wrong)))
         )
+
+
+def test_a_backend_that_computes_several_queries_per_row_need_not_refuse_them() -> None:
+    it = BackendUnderTest(replace(plugin_under_test(SPEC), spec=_impl(Several)))
+    AttentionConformance().test_more_queries_per_row_are_refused_or_right(it)
+
+
+def test_what_several_queries_per_row_ask_for_is_said_to_whoever_takes_them() -> None:
+    it = BackendUnderTest(replace(plugin_under_test(SPEC), spec=_impl(Heedless)))
+    with pytest.raises(AssertionError, match=r"let plan_decode raise UnsupportedError where"):
+        AttentionConformance().test_more_queries_per_row_are_refused_or_right(it)
 
 
 def test_heads_are_what_the_backend_accepts() -> None:

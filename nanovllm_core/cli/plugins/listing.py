@@ -21,6 +21,9 @@ def list_plugins(
 ) -> None:
     """List the installed plugins, and whether this machine can run them.
 
+    Plugins are judged by what they declare and by whether their code exists. It is not imported:
+    what fails on import shows in `nanovllm plugins doctor` and `test`.
+
     Attention backends are checked for grouped heads of size 128 on this device, in bfloat16 on a
     GPU and float32 on a CPU.
     """

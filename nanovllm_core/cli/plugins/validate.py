@@ -21,6 +21,8 @@ def validate(
 ) -> None:
     """Check entry points, spec, contract version, options and imports; exit status 1 on failure.
 
+    A line that begins with `-` is a note.
+
     `nanovllm plugins test NAME` then checks that it works.
     """
     folder = Path(target)
@@ -34,5 +36,5 @@ def validate(
         console.print(line(check))
         if check.remedy:
             console.print(f"       -> {check.remedy}", markup=False)
-    if not all(check.ok for check in checks):
+    if any(check.remedy for check in checks if not check.ok):
         raise typer.Exit(1)
