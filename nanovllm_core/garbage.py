@@ -18,9 +18,9 @@ _num_engines = 0
 def freeze_objects() -> None:
     """Set aside every object there is, once more for each engine that starts."""
     global _num_engines
-    _num_engines += 1
     gc.collect()
     gc.freeze()
+    _num_engines += 1  # Not before: an interrupted collection leaves no engine to be counted.
 
 
 @contextmanager

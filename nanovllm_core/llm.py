@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
+import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
+from threading import RLock
 from time import perf_counter
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,6 +17,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from nanovllm_core.closing import EngineParts, close_parts
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.engine import Engine, EngineLimits, EngineStats, RequestOutput
@@ -25,7 +29,7 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     RequestError,
 )
-from nanovllm_core.garbage import freeze_objects, thawed_objects
+from nanovllm_core.garbage import freeze_objects
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.startup import Startup, start
@@ -41,7 +45,10 @@ class LLM:
 
     `model` is a folder, the name of a checkpoint plugin (`demo`), or a hub id. Keywords are the
     fields of `EngineConfig` (nested mappings, or nano-vllm's flat names); `config_file` is a YAML
-    file beneath them. Use it as a context manager, or call `close()`; closing twice is fine.
+    file beneath them. Use it as a context manager, or call `close()`; closing twice is fine. One
+    that nobody holds any more is closed.
+
+    Threads may share one: a step runs on one of them at a time, with the requests of all.
     """
 
     def __init__(self, model: str | None = None, *, config_file: str | None = None, **kwargs: Any):
@@ -56,7 +63,8 @@ class LLM:
 
     def _open(self, config: EngineConfig) -> None:
         self.config = config
-        self._closed = False
+        self._lock = RLock()
+        self._pid = os.getpid()
         self._next_id = 0
         self._awaited: set[str] = set()
         """Requests whose caller wants their outputs."""
@@ -64,8 +72,11 @@ class LLM:
         """By request and sample: the news that came while another caller ran the steps, as one."""
         began = perf_counter()
         startup = start(config)
-        self._plugins, self._executor = startup.plugins, startup.executor
+        self._executor = startup.executor
         self._observation = Observation(startup.observers) if startup.observers else None
+        parts = EngineParts(startup.plugins, startup.executor, self._observation)
+        self._closing = weakref.finalize(self, close_parts, parts)
+        self._closing.atexit = False  # A program that ends frees the device in any case.
         try:
             self._tokenizer = Tokenizer.find(startup.setup.tokenizer)
             # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
@@ -78,18 +89,12 @@ class LLM:
                 info, start_seconds={"plan": planned, **info.start_seconds}
             )
             self._engine = self._make_engine(startup, eos)
-            self._plugins.hook.nanovllm_engine_started(info=self.info)
+            freeze_objects()
+            parts.is_ready = True
+            startup.plugins.hook.nanovllm_engine_started(info=self.info)
         except BaseException:
-            self._close_parts()
+            self._closing()
             raise
-        freeze_objects()
-
-    def _close_parts(self) -> None:
-        try:
-            self._executor.close()
-        finally:
-            if self._observation is not None:
-                self._observation.close()
 
     def _make_engine(self, startup: Startup, eos_token_ids: Iterable[int]) -> Engine:
         config, info = self.config, self.info
@@ -215,15 +220,16 @@ class LLM:
 
     def _step(self, mine: Container[str]) -> list[RequestOutput]:
         """The news of the requests in `mine`, by a step if none is there; others' is kept."""
-        self._check_open()
-        kept = [self._kept.pop(key) for key in tuple(self._kept) if key[0] in mine]
-        if kept:
-            return kept
-        news = self._engine.step()
-        for output in news:
-            if output.request_id in self._awaited and output.request_id not in mine:
-                self._keep(output)
-        return [output for output in news if output.request_id in mine]
+        with self._lock:
+            self._check_open()
+            kept = [self._kept.pop(key) for key in tuple(self._kept) if key[0] in mine]
+            if kept:
+                return kept
+            news = self._engine.step()
+            for output in news:
+                if output.request_id in self._awaited and output.request_id not in mine:
+                    self._keep(output)
+            return [output for output in news if output.request_id in mine]
 
     def _keep(self, output: RequestOutput) -> None:
         """Add to what is kept of the same sample: an output holds all so far, and what is new."""
@@ -238,12 +244,13 @@ class LLM:
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more; what is unfinished of them is aborted."""
-        for request_id in request_ids:
-            self._engine.abort(request_id)
-            self._awaited.discard(request_id)
-        for key in tuple(self._kept):
-            if key[0] not in self._awaited:
-                self._kept.pop(key, None)
+        with self._lock:
+            for request_id in request_ids:
+                self._engine.abort(request_id)
+                self._awaited.discard(request_id)
+            for key in tuple(self._kept):
+                if key[0] not in self._awaited:
+                    self._kept.pop(key, None)
 
     def _add(self, ids: Sequence[int], params: SamplingParams, stream: bool = False) -> str:
         self._check_open()
@@ -252,11 +259,14 @@ class LLM:
                 f"expected SamplingParams, got {type(params).__name__} {params!r:.80}; make one, "
                 "as in SamplingParams(temperature=0.6)"
             )
-        request_id = str(self._next_id)
-        self._next_id += 1
         detokenizer = self._tokenizer.detokenizer if self._tokenizer is not None else None
-        self._engine.add_request(request_id, ids, params, stream=stream, detokenizer=detokenizer)
-        self._awaited.add(request_id)
+        with self._lock:
+            request_id = str(self._next_id)
+            self._next_id += 1
+            self._engine.add_request(
+                request_id, ids, params, stream=stream, detokenizer=detokenizer
+            )
+            self._awaited.add(request_id)
         return request_id
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -299,22 +309,24 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, as if no prompt had been seen."""
-        self._engine.reset_prefix_cache()
+        with self._lock:
+            self._engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Free the device. Closing twice is fine."""
-        if self._closed:
-            return
-        self._closed = True
-        with thawed_objects():
-            self._close_parts()
-        self._plugins.hook.nanovllm_engine_closed()
+        """Free the device, once a step of another thread has ended. Closing twice is fine."""
+        with self._lock:
+            self._closing()
 
     exit = close  # nano-vllm's name
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._closing.alive:
             raise EngineClosedError("this LLM is closed; create a new one")
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                f"this LLM was created in process {self._pid}, and this is {os.getpid()}: neither "
+                "threads nor a GPU outlive a fork; create a new one here"
+            )
 
     def __enter__(self) -> LLM:
         return self

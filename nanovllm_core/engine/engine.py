@@ -303,12 +303,13 @@ class Engine:
 
     def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
         """Accept the tokens of one step; share, stream and finish what they complete."""
-        batch, token_ids = planned.batch, result.token_ids
         expected = len(planned.plan.sampled_rows)
-        if len(token_ids) != expected:
+        if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
             raise InconsistentStateError(
-                f"the executor returned {len(token_ids)} tokens for a step of {expected}"
+                f"{type(self._executor).__name__} returned {result!r:.80} for a step of {expected} "
+                "tokens; collect() must return a StepResult with one for each of sampled_rows"
             )
+        batch, token_ids = planned.batch, result.token_ids
         ended: set[int] = set()
         if np.count_nonzero(result.finished):
             ended.update(np.flatnonzero(result.finished).tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from time import perf_counter
 
 from nanovllm_core.engine.planner import PlannedStep
@@ -58,14 +59,15 @@ class Observation:
 
     def close(self) -> None:
         """The last call: every observer that is left is closed, whatever the others raise."""
-        for label in tuple(self._observers):
-            self._drop(label)
+        observers, self._observers = self._observers, {}
+        close_observers(observers)
 
 
 def close_observers(observers: Mapping[str, StepObserver]) -> None:
-    """Close each, by its label; what one raises goes to the log."""
-    for label, observer in observers.items():
-        _survives(label, observer.close)
+    """Close each, by its label; what one raises goes to the log, an exit waits for the others."""
+    with ExitStack() as closing:
+        for label, observer in reversed(tuple(observers.items())):
+            closing.callback(_survives, label, observer.close)
 
 
 def _survives(label: str, call: Callable[[], None]) -> bool:

@@ -67,23 +67,6 @@ class PagedAttention:
             qkv_TX, layer.prep, positions_T, batch.slot_mapping, k_cache, v_cache
         )
         out_THD = torch.empty_like(q_THD)
-        try:
-            self._run_backends(q_THD, k_cache, v_cache, batch, out_THD)
-        except Exception as error:
-            backends = dict.fromkeys((type(self.decode_backend), type(self.prefill_backend)))
-            names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in backends)
-            error.add_note(f"while the attention of layer {layer.layer_index} ran: {names}")
-            raise
-        return out_THD.flatten(1)
-
-    def _run_backends(
-        self,
-        q_THD: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-        out_THD: Tensor,
-    ) -> None:
         num_decode = 0
         if batch.decode is not None:
             num_decode = batch.decode.num_rows
@@ -94,3 +77,4 @@ class PagedAttention:
             self.prefill_backend.run_prefill(
                 q_THD[num_decode:], k_cache, v_cache, batch.prefill, out_THD[num_decode:]
             )
+        return out_THD.flatten(1)

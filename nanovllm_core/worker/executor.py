@@ -11,7 +11,12 @@ import torch
 from pydantic import BaseModel
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.errors import EngineClosedError, OutOfMemoryError, UnsupportedError
+from nanovllm_core.errors import (
+    EngineClosedError,
+    NanoVLLMError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from nanovllm_core.interfaces.attention import AttentionBackend, AttentionConfig
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
@@ -19,6 +24,7 @@ from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.layers import Attention
+from nanovllm_core.plugin_checks import describe
 from nanovllm_core.plugin_manager import load_object, parse_options
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.graphs import StepGraphs
@@ -45,10 +51,12 @@ class SingleProcessExecutor(Executor):
         self._on_device: AbstractContextManager[object] = nullcontext()
         """Makes the GPU the current one: kernels are launched there, whatever else is going on."""
         self._graphs: StepGraphs | None = None
+        self._parts = ""
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
         """Load the model, size the KV cache by a trial step, capture the graphs."""
         laps = Laps()
+        self._parts = ", ".join(dict.fromkeys(map(describe, _parts_of_a_step(setup))))
         num_blocks = setup.config.cache.num_blocks
         if num_blocks is not None:  # known to be too few before anything is loaded
             check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len)
@@ -91,8 +99,14 @@ class SingleProcessExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> None:
         runner = self._running()
-        with self._on_device:
-            runner.submit(plan)
+        try:
+            with self._on_device:
+                runner.submit(plan)
+        except NanoVLLMError:
+            raise
+        except Exception as error:
+            error.add_note(f"in a step of {self._parts}")
+            raise
 
     def collect(self) -> StepResult:
         return self._running().collect()
@@ -116,6 +130,12 @@ class SingleProcessExecutor(Executor):
         if self._runner is None:
             raise EngineClosedError("the executor is closed; create a new LLM")
         return self._runner
+
+
+def _parts_of_a_step(setup: WorkerSetup) -> tuple[ResolvedPlugin, ...]:
+    """The plugins whose code runs in a step, but for logits processors, which name themselves."""
+    attention = setup.prefill_attention, setup.decode_attention
+    return setup.model, *attention, setup.kernels, setup.sampler
 
 
 @contextmanager

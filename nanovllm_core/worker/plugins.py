@@ -51,5 +51,7 @@ def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -
         options = plugins.parse_options(resolved)
         spec = cast(LogitsProcessorSpec, plugins.spec(resolved.kind, resolved.name))
         made = make_plugin(resolved, options, LogitsProcessor, context)
-        loaded[resolved.name] = LoadedProcessor(describe(resolved), spec.arguments, made)
+        loaded[resolved.name] = LoadedProcessor(
+            describe(resolved), spec.arguments, made, checks=setup.config.debug
+        )
     return RowProcessors(loaded)

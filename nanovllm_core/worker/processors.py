@@ -5,6 +5,7 @@ They run in the tail, eagerly: once per step for all rows that asked, on copies 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +23,14 @@ Asked = Sequence[tuple[str, Mapping[str, Any]]]
 class LoadedProcessor:
     """A processor, the model of its arguments, and the rows that asked, with their state.
 
-    `label` names the plugin and its distribution.
+    `label` names the plugin and its distribution. `checks`: look at what it leaves of each row, and
+    wait for the device to do so.
     """
 
     label: str
     arguments: type[BaseModel]
     processor: LogitsProcessor
+    checks: bool = False
     rows: dict[int, tuple[BaseModel, object]] = field(default_factory=dict)
 
 
@@ -89,6 +92,8 @@ def run_processor(
         loaded.processor.process(logits_NV, requests)
     except Exception as error:
         raise _failure(loaded, "process", error) from error
+    if loaded.checks and not (logits_NV > -math.inf).any(dim=1).all():
+        raise PluginFailedError(f"{loaded.label}: process left a row no id above -inf")
     logits_SV.index_copy_(0, which_N, logits_NV)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,9 @@ def test_a_stream_that_gives_way_repeats_no_token(
     with open_tiny(tiny, steps_ahead=steps_ahead, **{"cache.num_blocks": 20}) as llm:
         streams = {i: llm.stream(case.prompt, case.params) for i, case in cases.items()}
         tokens: dict[int, list[int]] = {i: [] for i in cases}
-        for outputs in zip(*streams.values(), strict=True):
+        for outputs in zip_longest(*streams.values()):  # one that missed steps catches up at once
             for i, output in zip(cases, outputs, strict=True):
-                tokens[i] += output.new_token_ids
+                tokens[i] += output.new_token_ids if output else []
         assert llm.stats.preemptions > 0
     assert tokens == {i: expected[i] for i in cases}
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from nanovllm_core.errors import ConfigError, PluginLoadError, WeightsError
+from nanovllm_core import SamplingParams, garbage
+from nanovllm_core.errors import ConfigError, EngineClosedError, PluginLoadError, WeightsError
 from nanovllm_core.worker.executor import SingleProcessExecutor
 
 from .tiny import open_tiny, write_config
@@ -165,3 +168,61 @@ def test_a_plugin_that_is_not_what_its_kind_needs_is_named(
         PluginLoadError, match=r"'backwards' \(odd 1\.2\.3\): odd_plugin:Made " + message
     ):
         open_tiny(tiny, scheduler="backwards")
+
+
+def test_one_that_nobody_holds_is_closed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file is: the device is free for the next one, as in a notebook whose cell runs again."""
+    closed: list[SingleProcessExecutor] = []
+    close = SingleProcessExecutor.close
+    monkeypatch.setattr(
+        SingleProcessExecutor, "close", lambda executor: (closed.append(executor), close(executor))
+    )
+    before = garbage._num_engines
+    llm = open_tiny(tiny)
+    assert garbage._num_engines == before + 1
+    next(llm.stream([1, 2, 3]))  # a step may be in flight
+    del llm
+    assert len(closed) == 1
+    assert garbage._num_engines == before
+
+
+def test_an_interrupt_at_the_end_of_the_start_closes_what_had_started(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collection before the first request takes a while: a Ctrl-C may come in it."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    closed: list[object] = []
+    before = garbage._num_engines
+    with monkeypatch.context() as patch:
+        patch.setattr(SingleProcessExecutor, "close", lambda executor: closed.append(executor))
+        patch.setattr(garbage.gc, "freeze", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            open_tiny(tiny)
+    assert len(closed) == 1
+    assert garbage._num_engines == before
+
+
+def test_an_engine_is_of_no_use_after_a_fork(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's threads are not there, and a GPU's context neither: said, and not waited for."""
+    with open_tiny(tiny) as llm:
+        parent = os.getpid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: parent + 1)
+            with pytest.raises(EngineClosedError, match=f"created in process {parent}.* here"):
+                llm.generate([[1, 2, 3]])
+        assert llm.generate([[1, 2, 3]])
+
+
+def test_threads_may_share_an_engine(tiny: Path) -> None:
+    """Six callers at once: each gets the texts that it would get alone."""
+    prompts = [[i + 1] * (4 + i) for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with open_tiny(tiny, debug=True) as llm:
+        alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+        with ThreadPoolExecutor(6) as pool:
+            for _ in range(3):
+                together = pool.map(lambda prompt: llm.generate([prompt], params), prompts)
+                assert [outputs[0].token_ids for outputs in together] == alone

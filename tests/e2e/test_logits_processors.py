@@ -218,6 +218,15 @@ def test_a_row_that_the_device_has_ended_is_shown_with_lengths_that_can_be(
     assert ((1, 1) in seen) == (steps_ahead > 0), "no row was shown after its end"
 
 
+def test_a_row_that_may_choose_no_id_is_an_error_in_debug_mode(
+    open_engine: Callable[..., LLM],
+) -> None:
+    """To look costs a wait in every step, so it is done only there; the error names the plugin."""
+    everything = greedy({"ban": {"ids": list(range(VOCAB_SIZE))}})
+    with pytest.raises(PluginFailedError, match=r"'ban' \(nanovllm-changes .*no id above -inf"):
+        open_engine(debug=True).generate([PROMPT], everything)
+
+
 def test_arguments_are_taken_by_their_aliases(open_engine: Callable[..., LLM]) -> None:
     """What was valid for the request is valid for the worker, which reads it again."""
     [output] = open_engine().generate([PROMPT], greedy({"named": {"banned-ids": [1]}}))

@@ -56,11 +56,16 @@ class Unmade(Keep):
     def __init__(self, options, context):
         raise OSError("no such folder")
 
+class Exits(Keep):
+    def close(self):
+        super().close()
+        raise SystemExit(3)
+
 @hookimpl
 def nanovllm_observers():
     return [
         ObserverSpec(name=name.lower(), impl=__name__ + ":" + name, contract=1, options=Options)
-        for name in ("Keep", "Fails", "Unmade")
+        for name in ("Keep", "Fails", "Unmade", "Exits")
     ]
 """
 
@@ -68,7 +73,7 @@ def nanovllm_observers():
 @pytest.fixture
 def made(install: Install) -> Callable[[], list[Any]]:
     """The observers that were made, once something has loaded them."""
-    entries = dict.fromkeys(("keep", "fails", "unmade"), "watchers")
+    entries = dict.fromkeys(("keep", "fails", "unmade", "exits"), "watchers")
     install("nanovllm-watchers", {GROUP: entries}, {"watchers": SOURCE})
     return lambda: sys.modules["watchers"].Keep.made
 
@@ -142,6 +147,16 @@ def test_closing_twice_closes_an_observer_once(made: Callable[[], list[Any]], ti
     llm.close()
     llm.close()
     assert [observer.closed for observer in made()] == [1, 1]
+
+
+def test_an_observer_that_exits_while_it_is_closed_keeps_no_other_open(
+    made: Callable[[], list[Any]], tiny: Path
+) -> None:
+    """The exit goes on once the others are closed."""
+    llm = open_tiny(tiny, observers=["keep", "exits", "keep"])
+    with pytest.raises(SystemExit):
+        llm.close()
+    assert [observer.closed for observer in made()] == [1, 1, 1]
 
 
 def test_where_the_start_fails_the_observers_are_closed(

@@ -188,7 +188,7 @@ def test_an_abort_may_come_between_any_two_lines(act: str) -> None:
 
 def at_line(number: int, interruption: Callable[[], None], act: Callable[[], object]) -> bool:
     """Run `act`, and `interruption` before the line `number` of the engine; True if it has one."""
-    left = number
+    left, before = number, sys.gettrace()
 
     def count(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
@@ -197,7 +197,7 @@ def at_line(number: int, interruption: Callable[[], None], act: Callable[[], obj
         if event == "line":
             left -= 1
             if left == -1:
-                sys.settrace(None)
+                sys.settrace(before)
                 interruption()
         return count
 
@@ -205,7 +205,7 @@ def at_line(number: int, interruption: Callable[[], None], act: Callable[[], obj
     try:
         act()
     finally:
-        sys.settrace(None)
+        sys.settrace(before)  # a measurement of coverage goes on
     return left < 0
 
 
@@ -324,7 +324,8 @@ def test_missing_logprobs_are_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"), [([1, 2], "returned 2 tokens for a step of 1"), ([-1], "padding")]
+    ("tokens", "message"),
+    [([1, 2], r"FakeExecutor returned .*array\(\[1, 2\].* for a step of 1"), ([-1], "padding")],
 )
 def test_results_that_cannot_be_are_an_error(tokens: list[int], message: str) -> None:
     """A result of the wrong size, or padding for a row that runs, is a worker's mistake."""
@@ -334,6 +335,15 @@ def test_results_that_cannot_be_are_an_error(tokens: list[int], message: str) ->
     wrong = StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.bool_))
     harness.executor._reply = lambda *_: harness.executor.results.append(wrong)  # type: ignore[method-assign]
     with pytest.raises(InconsistentStateError, match=message):
+        harness.step()
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "tokens"])
+def test_what_is_no_result_is_an_error_that_names_the_executor(wrong: object) -> None:
+    harness = Harness(Setting(steps_ahead=0))
+    harness.add("a", [1])
+    harness.executor._reply = lambda *_: harness.executor.results.append(wrong)  # type: ignore[method-assign,arg-type]
+    with pytest.raises(InconsistentStateError, match=f"FakeExecutor returned {wrong!r}"):
         harness.step()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from random import Random
 from time import perf_counter
@@ -146,6 +147,8 @@ def alarm() -> Iterator[Callable[[float], None]]:
     def arm(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
+    trace = sys.gettrace()
+    sys.settrace(None)  # an interrupt inside coverage's tracer would leave its lock held
     before = signal.getitimer(signal.ITIMER_REAL)
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -154,3 +157,4 @@ def alarm() -> Iterator[Callable[[float], None]]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *before)
+        sys.settrace(trace)
