@@ -40,6 +40,9 @@ class QKPrep:
 class KernelSet(Protocol):
     """Fused operations on one device. Inputs have their last dimension contiguous.
 
+    An operation leaves its inputs and weights as they are, for others read them after it: it writes
+    to `out_TX`, `residual_TE` and the caches alone, and returns no view of any other input.
+
     All compute in float32 and round once to the dtype of their input, unless said otherwise. On
     CUDA none waits for the device, so all may be captured in a graph. Weights are contiguous.
     Equal inputs give equal bits; another number of rows may be summed in another order.
@@ -50,19 +53,23 @@ class KernelSet(Protocol):
         """For listings and benchmarks: "torch" or "triton"."""
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
-        """Rows `ids_T` (int32 or int64, below V) of a contiguous weight [V, E] -> [T, E]."""
+        """Rows `ids_T` (int32 or int64, below V) of a contiguous weight [V, E] -> [T, E].
+
+        A copy, never a view of the weight: layers add to it.
+        """
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """x / rms(x), rounded to x's dtype, then times the weight and rounded again.
 
-        The double rounding is that of transformers' Qwen3RMSNorm.
+        The double rounding is that of transformers' Qwen3RMSNorm. x is the residual: it is read
+        again, and its squares overflow float16.
         """
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """silu(gate) * up -> [T, F]; the gate is the first half."""
 
     def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-        """x W^T -> [T, X], into `out_TX` where it is given."""
+        """x W^T -> [T, X], into `out_TX` where it is given, which is then returned."""
 
     def norm_linear(
         self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor

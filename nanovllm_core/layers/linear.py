@@ -171,9 +171,9 @@ class RowParallelLinear(Layer):
         return out if self.bias is None else out.add_(self.bias)
 
     def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual` += x W^T + b, in place; returns `residual`."""
+        """residual + x W^T + b. The residual is overwritten: use only what is returned."""
         if self.context.tp.size == 1:
-            self.context.kernels.linear_add(x, self.weight, residual)
+            residual = self.context.kernels.linear_add(x, self.weight, residual)
         else:
             residual.add_(self.context.tp.all_reduce(linear(x, self.weight)))
         return residual if self.bias is None else residual.add_(self.bias)

@@ -126,6 +126,23 @@ def test_qkv_replicates_kv_heads_where_there_are_fewer_than_ranks(
         assert_close_report(kv[1], v[:, needed], rel_norm=1e-6)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_sum_of_a_kernel_set_is_what_it_returns(bias: bool) -> None:
+    """A set may give new memory: the contract promises nothing about the residual's."""
+
+    class NewMemory(TorchKernels):
+        def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
+            return super().linear_add(x_TF, weight_EF, residual_TE.clone())
+
+    layer = RowParallelLinear(
+        LayerContext(CPU, torch.float32, SingleRank(), NewMemory()), 8, 6, bias=bias
+    )
+    fill(layer)
+    x_TF, residual_TE = random(3, 8), random(3, 6, seed=9)
+    expected = residual_TE + layer(x_TF)
+    assert_close_report(linear_add(x_TF, layer, residual_TE), expected, rel_norm=1e-6)
+
+
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_row_parallel_linear_adds_its_bias_once(size: int, bias: bool) -> None:

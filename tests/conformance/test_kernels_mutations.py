@@ -1,0 +1,164 @@
+"""Bugs planted in the torch kernel set: the suite of kernel sets catches each.
+
+Each gives right results for a few rows of a test and wrong text in an engine: work that ends after
+some rows or columns, results written over inputs that others read, sums that overflow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .mutation import Mutation, Subject
+
+KERNELS = Subject(
+    package="nanovllm_core.kernels",
+    suite="""
+from dataclasses import replace
+import pytest
+from nanovllm_core.testing import KernelSetConformance, PluginUnderTest, installed_plugin
+
+class TestCopy(KernelSetConformance):
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        core = installed_plugin("kernels", "torch")
+        return replace(core, spec=replace(core.spec, impl="COPY.reference:TorchKernels"))
+""",
+)
+
+EMBED = "test_embed_copies_rows"
+NORM = "test_rms_norm_equals_the_reference"
+FLOAT32_NORM = "test_rms_norm_is_computed_in_float32"
+ACTIVATION = "test_silu_and_mul_equals_the_reference"
+PRODUCTS = "test_products_equal_the_reference"
+OUT = "test_linear_writes_where_it_is_told"
+ADDED = "test_linear_add_adds_to_the_residual"
+QKV = "test_qkv_is_prepared_as_by_the_reference"
+MANY_TOKENS = "test_many_tokens_are_prepared_as_few_are"
+FLOAT32_HEADS = "test_heads_are_normed_in_float32"
+PADDING = "test_a_slot_of_minus_one_stores_nothing"
+
+
+def bug(name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
+    return Mutation(name=name, file="reference.py", edits=edits, caught_by=caught_by)
+
+
+EMBEDDED = "return embedding(ids_T, weight_VE)"
+NORMED = "return _normalised(x_TE.float(), eps).to(x_TE.dtype).mul_(weight_E)"
+MULTIPLIED = "return torch.mm(x_TE, weight_XE.t(), out=out_TX)"
+SUMMED = "return residual_TE.addmm_(x_TF, weight_EF.t())"
+SCALED = "return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)"
+SCALED_IN_PLACE = "return x.mul_(torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps))"
+STORED = "stored_T = slot_mapping_T >= 0"
+
+
+def before(statement: str, *more: str) -> tuple[str, str]:
+    """The edit that puts `more` above a statement of an operation."""
+    return statement, "\n        ".join((*more, statement))
+
+
+def after(returned: str, *more: str, result: str = "y") -> tuple[str, str]:
+    """The edit that puts `more` between the making of a result y and its return."""
+    return returned, "\n        ".join(
+        (returned.replace("return", "y ="), *more, f"return {result}")
+    )
+
+
+ENDS_EARLY = [
+    bug("embed knows 128 ids", EMBED, after(EMBEDDED, "y[128:] = 0")),
+    bug("rms_norm ends after 16 rows", NORM, after(NORMED, "y[16:] = 0")),
+    bug(
+        "silu_and_mul ends after 512 rows",
+        ACTIVATION,
+        ("gate_up_T2F.float().chunk", "gate_up_T2F.float().clone().chunk"),
+        before("return silu(gate_TF)", "up_TF[512:] = 0"),
+    ),
+    bug(
+        "linear drops its last inputs from 9 rows on",
+        PRODUCTS,
+        before(
+            MULTIPLIED,
+            "kept = x_TE.shape[1] - 16 * (len(x_TE) > 8)",
+            "x_TE, weight_XE = x_TE[:, :kept], weight_XE[:, :kept]",
+        ),
+    ),
+    bug(
+        "linear computes whole tiles of 64 outputs",
+        PRODUCTS,
+        after(MULTIPLIED, "y[:, max(len(weight_XE) // 64, 1) * 64 :] = 0"),
+    ),
+    bug(
+        "linear_add ends after 128 rows",
+        ADDED,
+        (SUMMED, "residual_TE[:128].addmm_(x_TF[:128], weight_EF.t()); return residual_TE"),
+    ),
+    bug(
+        "prepare_qkv stores 128 tokens", MANY_TOKENS, (STORED, f"{STORED}; stored_T[128:] = False")
+    ),
+]
+
+SIDE_EFFECTS = [
+    bug(
+        "embed of one id gives the weight itself",
+        EMBED,
+        before(EMBEDDED, "if len(ids_T) == 1: return weight_VE[ids_T[0]][None]"),
+    ),
+    bug("rms_norm overwrites its input", NORM, after(NORMED, "x_TE.copy_(y)")),
+    bug("rms_norm gives its input back", NORM, after(NORMED, result="x_TE.copy_(y)")),
+    bug("rms_norm overwrites a float32 input", NORM, (SCALED, SCALED_IN_PLACE)),
+    bug("norm_linear overwrites a float32 input", PRODUCTS, (SCALED, SCALED_IN_PLACE)),
+    bug(
+        "prepare_qkv turns q and k where they lie",
+        QKV,
+        before("k_TKD = qk_THD[:, num_heads:]", "heads_THD[:, : qk_THD.shape[1]] = qk_THD"),
+    ),
+    bug(
+        "prepare_qkv turns -1 to 0 for the layers after it",
+        PADDING,
+        (STORED, f"{STORED}; slot_mapping_T.clamp_(min=0)"),
+    ),
+    bug(
+        "silu_and_mul overwrites a float32 gate",
+        ACTIVATION,
+        ("silu(gate_TF)", "silu(gate_TF, inplace=True)"),
+    ),
+    bug("linear overwrites its input", PRODUCTS, after(MULTIPLIED, "x_TE.zero_()")),
+    bug("linear_add overwrites its input", ADDED, after(SUMMED, "x_TF.zero_()")),
+    bug(
+        "linear returns nothing where it is told where to write",
+        OUT,
+        after(MULTIPLIED, result="y if out_TX is None else None"),
+    ),
+]
+
+FLOAT32 = "_normalised(x_TE.float(), eps)"
+ROUNDS_EARLY = [
+    bug("rms_norm computes in x's dtype", FLOAT32_NORM, (FLOAT32, "_normalised(x_TE, eps)")),
+    bug(
+        "rms_norm computes in bfloat16",
+        FLOAT32_NORM,
+        (FLOAT32, f"({FLOAT32} if x_TE.dtype != torch.bfloat16 else _normalised(x_TE, eps))"),
+    ),
+    bug(
+        "prepare_qkv norms in the dtype of q and k",
+        FLOAT32_HEADS,
+        ("num_kv_heads].float(), prep", "num_kv_heads], prep"),
+    ),
+]
+
+MUTATIONS = ENDS_EARLY + SIDE_EFFECTS + ROUNDS_EARLY
+
+
+@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
+    """By the check that is about it."""
+    KERNELS.assert_caught(tmp_path, number, MUTATIONS[number])
+
+
+def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
+    """Copying breaks nothing, so what a check catches is the bug; TestTorchKernels runs all."""
+    checks = [EMBED, FLOAT32_NORM, OUT, FLOAT32_HEADS]
+    outcomes = KERNELS.run(tmp_path, "kernels_copy", None, checks)
+    ends = {check: outcomes.of[check] & {"passed", "failed"} for check in checks}
+    assert ends == {check: {"passed"} for check in checks}
