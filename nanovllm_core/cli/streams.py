@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import TextIO, cast
 
 
 def prepare_streams() -> None:
@@ -12,12 +13,15 @@ def prepare_streams() -> None:
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            mode = "r" if name == "stdin" else "w"
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, _nothing("r" if name == "stdin" else "w"))
         elif isinstance(stream, io.TextIOWrapper) and name != "stderr":  # which escapes already
             stream.reconfigure(errors="replace")
 
 
 def give_up_stdout() -> None:
     """Drop what could not be written: Python would try again at exit, and complain."""
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it lives until exit
+    sys.stdout = _nothing("w")
+
+
+def _nothing(mode: str) -> TextIO:
+    return cast(TextIO, open(os.devnull, mode, encoding="utf-8"))

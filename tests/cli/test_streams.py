@@ -41,23 +41,22 @@ class Echo:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs `main()` with streams of its own; gives its status and what it wrote."""
     monkeypatch.setattr("nanovllm_core.llm.LLM", Echo)
 
-    def run(*arguments: str, stdin: bytes | None, encoding: str = "utf-8", out: Any = None) -> Any:
-        written = out or io.BytesIO()
+    def run(*arguments: str, stdin: Any = b"", stdout: Any = b"", encoding: str = "utf-8") -> Any:
+        written = io.BytesIO() if stdout == b"" else stdout
         reader = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
-        writer = None if out is Ellipsis else io.TextIOWrapper(written, encoding)
         monkeypatch.setattr(sys, "stdin", reader)
-        monkeypatch.setattr(sys, "stdout", writer)
+        monkeypatch.setattr(sys, "stdout", written and io.TextIOWrapper(written, encoding))
         monkeypatch.setattr(sys, "argv", ["nanovllm", *arguments, "-m", "m"])
         with pytest.raises(SystemExit) as ended:
             main()
         text = written.getvalue() if isinstance(written, io.BytesIO) else b""
         return SimpleNamespace(status=ended.value.code, text=text)
 
-    yield run
+    return run
 
 
 @pytest.mark.parametrize("name", ["generate", "chat"])
@@ -69,14 +68,14 @@ def test_bytes_on_stdin_that_are_no_utf8_become_replacement_marks(command: Any, 
 
 
 def test_a_character_that_stdout_cannot_write_becomes_a_question_mark(command: Any) -> None:
-    done = command("generate", "café", stdin=b"", encoding="ascii")
+    done = command("generate", "café", encoding="ascii")
     assert (done.status, done.text) == (0, b"caf?caf?\n")
 
 
 def test_closed_streams_are_empty_ones(command: Any) -> None:
     """`nanovllm generate <&-` gets no prompt, `>&-` writes to nowhere."""
     assert command("generate", stdin=None).status == 0
-    assert command("generate", "hi", stdin=b"", out=...).status == 0
+    assert command("generate", "hi", stdout=None).status == 0
 
 
 class FullDisk(io.RawIOBase):
@@ -92,6 +91,6 @@ class FullDisk(io.RawIOBase):
 @pytest.mark.parametrize("arguments", [("generate", "hi"), ("config", "show")])
 def test_a_full_disk_is_one_message_and_status_1(command: Any, arguments: tuple[str, ...]) -> None:
     """Whether text is flushed by the command or left to the end; nothing is left to fail again."""
-    done = command(*arguments, stdin=b"", out=io.BufferedWriter(FullDisk()))
+    done = command(*arguments, stdout=io.BufferedWriter(FullDisk()))
     assert done.status == "error: [Errno 28] No space left on device"
     sys.stdout.flush()

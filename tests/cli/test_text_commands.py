@@ -324,11 +324,12 @@ def test_eval_takes_the_questions_of_the_checkpoint(llm):
         ('{"task": "t", "messages": []}', "line 1: KeyError"),
         ("[1]", "line 1: TypeError"),
         ("\n\n", "holds no questions"),
+        ("\udcff", "not UTF-8 text (byte 0)"),
     ],
 )
 def test_eval_names_what_is_wrong_with_its_questions(llm, tmp_path, text, message):
     file = tmp_path / "bad.jsonl"
-    file.write_text(text, encoding="utf-8")
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
     error = run("eval", "-m", "m", "--data", str(file)).exception
     assert isinstance(error, CheckpointError)
     assert message in str(error)
