@@ -52,7 +52,8 @@ def show(
     """Print the values in effect as YAML, and where each comes from."""
     overrides = dict(map(parse_setting, settings or []))
     loaded = load_with_sources(model, file=one_file(file, config), overrides=overrides)
-    for line in render(loaded.config.model_dump(mode="json"), loaded.sources):
+    # Not as JSON, which has no dates, bytes and infinities; options may be such.
+    for line in render(loaded.config.model_dump(), loaded.sources):
         print(line)
 
 
