@@ -152,10 +152,14 @@ def render(
     for key, value in values.items():
         here = f"{path}.{key}".removeprefix(".")
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
+            yield f"{indent}{_flow(key)}:"
             yield from render(value, sources, here, f"{indent}  ")
         else:
-            pair = yaml.safe_dump(
-                {key: value}, default_flow_style=True, width=10**6, sort_keys=False
-            )
-            yield f"{indent}{pair.strip()[1:-1]}  # {sources.get(here, 'default')}"
+            yield f"{indent}{_flow(key)}: {_flow(value)}  # {sources.get(here, 'default')}"
+
+
+def _flow(value: Any) -> str:
+    """The value as YAML on one line."""
+    # In a list, for alone a scalar is followed by an end mark, and an empty key by a question mark.
+    text = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False)
+    return text.strip()[1:-1]

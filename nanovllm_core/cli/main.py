@@ -77,6 +77,9 @@ def main() -> None:
             sys.stdout.flush()  # so that a full disk is told here, not as Python ends
     except NanoVLLMError as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:  # as of `| head`, which has read enough
+        give_up_stdout()
+        sys.exit(1)
     except (OSError, UnicodeError) as error:
         give_up_stdout()
         sys.exit(f"error: {error}")

@@ -78,19 +78,33 @@ def test_closed_streams_are_empty_ones(command: Any) -> None:
     assert command("generate", "hi", stdout=None).status == 0
 
 
-class FullDisk(io.RawIOBase):
-    """As /dev/full: what is flushed does not fit."""
+class Refusing(io.RawIOBase):
+    """As /dev/full, or a pipe that nobody reads: each write fails."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
 
     def writable(self) -> bool:
         return True
 
     def write(self, _data: Any) -> int:
-        raise OSError(28, "No space left on device")
+        raise self.error
 
 
 @pytest.mark.parametrize("arguments", [("generate", "hi"), ("config", "show")])
 def test_a_full_disk_is_one_message_and_status_1(command: Any, arguments: tuple[str, ...]) -> None:
     """Whether text is flushed by the command or left to the end; nothing is left to fail again."""
-    done = command(*arguments, stdout=io.BufferedWriter(FullDisk()))
+    full = OSError(28, "No space left on device")
+    done = command(*arguments, stdout=io.BufferedWriter(Refusing(full)))
     assert done.status == "error: [Errno 28] No space left on device"
     sys.stdout.flush()
+
+
+@pytest.mark.parametrize("arguments", [("generate", "hi"), ("config", "show")])
+def test_a_pipe_that_is_read_no_further_ends_the_command_without_a_word(
+    command: Any, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = BrokenPipeError(32, "Broken pipe")
+    done = command(*arguments, stdout=io.BufferedWriter(Refusing(gone)))
+    assert done.status == 1
+    assert "Broken" not in capsys.readouterr().err
