@@ -179,8 +179,9 @@ class PluginSettings(Section):
         return self
 
 
-def _is_device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+def check_device(value: str) -> str:
+    """The name of a device as it is; ValueError for what can be none."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
         raise ValueError("must be auto, cpu, cuda or cuda:N (N the number of the GPU, from 0)")
     return value
 
@@ -203,7 +204,7 @@ class EngineConfig(Section):
         description="`auto` reads the checkpoint's weights; `dummy` makes up random ones of the "
         "right shapes, to measure speed with a config.json alone.",
     )
-    device: Annotated[str, AfterValidator(_is_device)] = Field(
+    device: Annotated[str, AfterValidator(check_device)] = Field(
         default="auto",
         description="Where to compute: `cpu`, `cuda` (the first GPU), `cuda:1` (the second), or "
         "`auto`: a GPU where there is one.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -94,8 +95,8 @@ def explain_options(
 ) -> str:
     """One line for each wrong option; `plugin` is its name, version and distribution."""
 
-    def hint(location: Location) -> str:
-        return did_you_mean(str(location[-1]), options.model_fields)
+    def hint(detail: ErrorDetails) -> str:
+        return did_you_mean(str(detail["loc"][-1]), options.model_fields)
 
     lines = []
     for detail in error.errors(include_url=False):
@@ -105,14 +106,14 @@ def explain_options(
 
 
 def explain(
-    detail: ErrorDetails, path: str, key_hint: Callable[[Location], str], noun: str = "key"
+    detail: ErrorDetails, path: str, key_hint: Callable[[ErrorDetails], str], noun: str = "key"
 ) -> str:
     """`path: value, and what is allowed` for one error of pydantic's."""
     value = detail["input"]
     scalar = "" if isinstance(value, Mapping | BaseModel) else f"{value!r} "
     match detail["type"]:
         case "extra_forbidden":
-            return f"{path}: unknown {noun} (value {value!r}){key_hint(detail['loc'])}"
+            return f"{path}: unknown {noun} (value {value!r}){key_hint(detail)}"
         case "missing":
             return f"{path}: missing; it has no default"
         case "value_error":
@@ -160,8 +161,9 @@ def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]
         yield from ((path, "backend"), (path, "options"))
 
 
-def _key_hint(location: Location) -> str:
-    """The right key: the same name elsewhere, a sibling of a like name, a like name elsewhere."""
+def _key_hint(detail: ErrorDetails) -> str:
+    """How to write a dotted key; else the same name elsewhere, or a like one here or elsewhere."""
+    location = detail["loc"]
     key, parent = str(location[-1]), dotted(location[:-1])
     parent = re.sub(r"\[\d+\]", "[]", parent)
     siblings = [name for path, name in _fields(EngineConfig) if path == parent]
@@ -170,11 +172,21 @@ def _key_hint(location: Location) -> str:
         for path, name in _fields(EngineConfig)
         if not path.endswith("[]")
     }
+    known = [f"{path}.{name}." for path, name in _fields(EngineConfig) if path]
+    if f"{key}.".startswith((*known,)):
+        return f"; in a file, write {_as_section(key, detail['input'])}"
     elsewhere |= FLAT_KEYWORDS
     if key in elsewhere:
         return f"; did you mean {elsewhere[key]}?"
     match = nearest(key, siblings) or elsewhere.get(nearest(key, elsewhere) or "")
     return f"; did you mean {match}?" if match else f"; known here: {', '.join(siblings)}"
+
+
+def _as_section(path: str, value: object) -> str:
+    """`("cache.block_size", 32)` -> `cache: {block_size: 32}`."""
+    first, *rest = path.split(".")
+    inside = "".join(f"{{{name}: " for name in rest)
+    return f"{first}: {inside}{json.dumps(value, default=str)}{'}' * len(rest)}"
 
 
 def _source_of(path: str, sources: Mapping[str, str]) -> str | None:

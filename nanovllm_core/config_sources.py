@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import expand_attention, expand_name
-from nanovllm_core.config_errors import FLAT_KEYWORDS, explain_config
+from nanovllm_core.config_errors import EXPECTED, FLAT_KEYWORDS, explain_config
 from nanovllm_core.errors import ConfigError
 
 ENV_PREFIX = "NANOVLLM_"
@@ -114,16 +114,24 @@ def load_with_sources(
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key written twice, of which YAML would silently keep the last."""
+    """Refuses a key written twice, of which YAML would silently keep the last.
+
+    Also an anchor within what it names: `deep_construct` makes each node whole before its parent.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.deep_construct = True
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value:
+        scalars = (key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key in scalars:  # the base class refuses lists and mappings as keys
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark
                 )
-            seen.add(str(key.value))
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -137,6 +145,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: nested too deeply to be read") from None
 
 
 def read_yaml(file: str | os.PathLike[str]) -> dict[str, Any]:
@@ -249,7 +259,18 @@ def merge(
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            value = merge(below, value, (*path, key))
+        if isinstance(value, Mapping):
+            if isinstance(below, Mapping):
+                value = merge(below, value, (*path, key))
+            elif "options" not in path:  # whose form is the plugin's affair
+                _refuse_scalar(below, (*path, key))
         merged[key] = value
     return merged
+
+
+def _refuse_scalar(below: Any, path: TreePath) -> None:
+    """ConfigError where a key of a section would hide that the layer below has no section there."""
+    value = untag(below)
+    if value is not None:
+        source = f" [{below.source}]" if isinstance(below, Sourced) else ""
+        raise ConfigError(f"{'.'.join(path)}: {value!r} must be {EXPECTED['model_type']}{source}")

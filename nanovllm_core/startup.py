@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nanovllm_core.attention_selection import Selection, select_attention
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config import EngineConfig, check_device
 from nanovllm_core.errors import (
     ArchitectureError,
     CheckpointNotFoundError,
@@ -207,6 +207,10 @@ def resolve_device(device: str) -> str:
     """`auto` -> the first GPU, or the CPU; DeviceError for a GPU that is not there."""
     import torch
 
+    try:
+        check_device(device)
+    except ValueError as error:
+        raise DeviceError(f"device: {device!r} {error}") from None
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

@@ -167,6 +167,11 @@ def test_keywords_without_a_field_say_what_to_do(keyword: str) -> None:
         ("attention: {bakend: triton}", "attention.bakend: unknown key (value 'triton'); "
          "did you mean backend?"),
         ("attention: {prefill: {bakend: 1}}", "attention.prefill.bakend: unknown key"),
+        ("cache.block_size: 32", "cache.block_size: unknown key (value 32); in a file, write "
+         "cache: {block_size: 32}"),
+        ("attention.decode.backend: flash", 'write attention: {decode: {backend: "flash"}}'),
+        ("scheduler.options.x: [1]", "write scheduler: {options: {x: [1]}}"),
+        ("cache.blok: 32", "cache.blok: unknown key (value 32); "),
         ("cache: {zzz: 1}", "known here: block_size, gpu_memory_utilization"),
         ("dtype: bfloat61", "dtype: 'bfloat61' must be 'auto', 'float32', 'float16' or 'bfloat16'; "
          "did you mean bfloat16?"),
@@ -225,6 +230,11 @@ def test_a_missing_model_is_told_with_what_it_may_be() -> None:
         ("seed: 1\nseed: 2\n", "line 2, column 1: not valid YAML: the key 'seed' is there twice"),
         ("- demo", "holds list ['demo']; expected `key: value` lines"),
         ("seed: \x00", "engine.yaml: not valid YAML"),
+        ("? [a]\n: 1\n", "line 1, column 3: not valid YAML: found unhashable key"),
+        ("limits: &a {x: *a}", "line 1, column 9: not valid YAML: found unconstructable recursive"),
+        ("observers: &a [*a]", "line 1, column 12: not valid YAML"),
+        ("[" * 3000, "engine.yaml: not valid YAML: nested too deeply"),
+        ("a: " + "{a: " * 400 + "}" * 400, "engine.yaml: not valid YAML: nested too deeply"),
     ],
 )
 def test_unreadable_yaml_names_file_line_and_problem(
@@ -233,6 +243,42 @@ def test_unreadable_yaml_names_file_line_and_problem(
     with pytest.raises(ConfigError) as caught:
         load(write(text))
     assert said in str(caught.value)
+
+
+def test_an_anchor_that_does_not_hold_itself_is_what_it_names(write: WriteYaml) -> None:
+    config = load(write("limits: &a {max_num_seqs: 3}\ncache: {<<: {block_size: 32}}\n"))
+    assert (config.limits.max_num_seqs, config.cache.block_size) == (3, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "said"),
+    [
+        ("", {"LIMITS": "5", "LIMITS__MAX_NUM_SEQS": "3"}, "limits: 5 .*NANOVLLM_LIMITS]"),
+        ("limits: 5", {"LIMITS__MAX_NUM_SEQS": "3"}, "limits: 5 .*engine.yaml]"),
+        ("scheduler: {options: 5}", {"SCHEDULER__OPTIONS__X": "3"}, "scheduler.options: 5 "),
+    ],
+)
+def test_a_wrong_section_is_an_error_though_a_key_of_it_is_set_above(
+    write: WriteYaml, text: str, env: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(write(text), {f"NANOVLLM_{name}": value for name, value in env.items()})
+
+
+def test_an_argument_for_a_whole_section_and_one_for_a_key_of_it_are_refused_too() -> None:
+    with pytest.raises(ConfigError, match="limits: 5 must be a section"):
+        load(**{"limits": 5, "limits.max_num_seqs": 3})
+
+
+def test_a_section_that_is_empty_and_an_option_of_another_form_are_laid_over(
+    write: WriteYaml,
+) -> None:
+    """An option's form is the plugin's affair: a mapping may take the place of a number."""
+    file = write("limits:\nscheduler: {name: s, options: {x: 5}}\n")
+    env = {"NANOVLLM_LIMITS__MAX_NUM_SEQS": "3", "NANOVLLM_SCHEDULER__OPTIONS__X__Y": "1"}
+    config = load(file, env)
+    assert config.limits.max_num_seqs == 3
+    assert config.scheduler.options == {"x": {"y": 1}}
 
 
 def test_an_unreadable_environment_variable_is_named() -> None:

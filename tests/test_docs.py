@@ -310,8 +310,10 @@ def test_the_defaults_of_the_commands_that_differ_are_told() -> None:
     }
     assert {found[name]["temperature"] for name in found} == {0.0}
     text = " ".join(CONFIGURATION.read_text(encoding="utf-8").split())
-    most = " and ".join(str(found[name]["max_tokens"]) for name in found)
-    assert f"temperature 0, and at most {most} output tokens" in text
+    most = found["generate"]["max_tokens"]
+    assert f"temperature 0, at most {most} output tokens for `generate`" in text
+    assert found["chat"]["max_tokens"] is None
+    assert "for `chat` as many as fit" in text
 
 
 def test_the_readme_says_how_each_plugin_is_installed_from_a_checkout() -> None:

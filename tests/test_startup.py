@@ -225,6 +225,16 @@ def test_a_device_is_resolved_by_what_is_there(
     assert resolve_device(device) == resolved
 
 
+@pytest.mark.parametrize("device", ["mars", "cpu:0", "mps", "xpu:1", "cuda:-1", "cuda:", ""])
+def test_what_names_no_device_is_not_taken_for_a_gpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DeviceError, match=f"device: '{device}' must be auto, cpu, cuda or cuda:N"):
+        resolve_device(device)
+
+
 def test_a_gpu_beyond_the_last_is_named_with_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

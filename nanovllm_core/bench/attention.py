@@ -25,7 +25,7 @@ from nanovllm_core.bench.rates import measure_rates, times_of
 from nanovllm_core.bench.roofline import Rates
 from nanovllm_core.bench.table import OOM, OUT_OF_MEMORY, attention_named
 from nanovllm_core.config_choices import AttentionChoice
-from nanovllm_core.errors import NanoVLLMError, OutOfMemoryError, UnsupportedError
+from nanovllm_core.errors import ConfigError, NanoVLLMError, OutOfMemoryError, UnsupportedError
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionRequirements,
@@ -104,6 +104,8 @@ def able_backends(setup: AttentionSetup) -> list[str]:
 
 def _backend(setup: AttentionSetup, name: str) -> Contender:
     plugins = get_plugin_manager()
+    if "+" in name:
+        raise ConfigError(f"attention {name!r}: one phase has one backend; name the two by a comma")
     choice = attention_named(name)
     choice = AttentionChoice(**(choice if isinstance(choice, dict) else {"backend": choice}))
     found = evaluate(plugins, choice, setup.requirements())
@@ -143,7 +145,8 @@ class NaiveAttention:
     def attend(self, case: AttentionCase, layer: int) -> None:
         """Attend the last `Q` positions of every sequence to the keys up to each."""
         rows, queries, length = case.batch, case.queries_per_row, case.length
-        _check_host_memory(case, 3 * 4 * rows * case.num_heads * queries * length)
+        num_bytes = 3 * 4 * rows * case.num_heads * queries * length
+        _check_host_memory(case.q_THD.device, "scores", num_bytes)
         group = case.num_heads // case.num_kv_heads
         k_BHLD, v_BHLD = (
             x.repeat_interleave(group, dim=1) for x in case.dense_keys_and_values(layer)
@@ -157,13 +160,13 @@ class NaiveAttention:
         case.out_THD.copy_(out_BHQD.transpose(1, 2).flatten(0, 1))
 
 
-def _check_host_memory(case: AttentionCase, num_bytes: int) -> None:
+def _check_host_memory(device: torch.device, what: str, num_bytes: int) -> None:
     """A CPU grants memory that it does not have and then kills the process; refuse before."""
-    if case.q_THD.device.type == "cpu":
+    if device.type == "cpu":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if num_bytes > free:
             raise OutOfMemoryError(
-                f"scores need {num_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
+                f"{what} need {num_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
                 "measure shorter lengths or a smaller batch"
             )
 
@@ -219,6 +222,7 @@ def _measure(
     layers = 1
     if contender.captured or setup.phase == "decode":
         layers = min(MAX_LAYERS, max(1, CACHE_BYTES // max(1, setup.kv_bytes(length))))
+    _check_host_memory(setup.device, "keys and values", layers * setup.kv_bytes(length))
     case = make_case(setup, contender.block_size, length, layers)
     inputs = _allocated(setup.device)
     backend = contender.make(case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +34,32 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
+def read_record(file: Path) -> dict[str, Any]:
+    """The record of a result file; ConfigError for a file that holds none."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no result file of `nanovllm bench`: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"{file} is no result file of `nanovllm bench`: it holds {type(record).__name__}, not "
+            "an object"
+        )
+    return record
+
+
 def series_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
     """Points by series ("triton 512/512"), by growing batch; ConfigError where there are none."""
     series: dict[str, list[Point]] = defaultdict(list)
     for record in records:
-        for name, point in _points(record):
-            series[name].append(point)
+        try:
+            for name, point in _points(record):
+                series[name].append(point)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"a record of {record.get('benchmark', 'a throughput')!r} is not as `nanovllm "
+                f"bench` writes it: {error!r}; leave its file out, or measure again"
+            ) from None
     if not series:
         raise ConfigError(
             "none of the files has a throughput by batch; give results of `bench table`, or of "

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.generate import (
-    MaxTokens,
     MinP,
     Seed,
     Speed,
@@ -35,7 +34,9 @@ def chat(
     model: options.Model = None,
     config: options.ConfigFile = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: MaxTokens = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum output tokens of an answer; default: all that fit.")
+    ] = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -78,7 +79,8 @@ def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) ->
             except RequestError as error:
                 # The conversation may have grown too long: it goes on without this line.
                 history.pop()
-                Console(stderr=True).print(f"error: {error}", style="red", markup=False)
+                note = f"error: {error}; /clear starts over"
+                Console(stderr=True).print(note, style="red", markup=False)
             else:
                 history.append({"role": "assistant", "content": text})
 
@@ -94,18 +96,20 @@ def read_line() -> str | None:
 
 def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> str:
     """Print the model's answer as it comes, and return it; Ctrl-C ends it early."""
-    speed, text = Speed.start(), ""
+    speed, text, reason = Speed.start(), "", None
     with interruptions() as interrupted:
         outputs = llm.stream(history, params)
         for output in outputs:
             speed.add(len(output.new_token_ids))
             text += output.new_text
             write_text(output.new_text)
+            reason = output.finish_reason
             if interrupted.is_set():
                 break
         outputs.close()  # Leaving early aborts the request; closing makes that happen now.
     write_text("\n")
-    speed.report()
+    limit = "limits.max_model_len" if params.max_tokens is None else "--max-tokens"
+    speed.report(f" (cut off by {limit})" if reason == "length" else "")
     return text
 
 

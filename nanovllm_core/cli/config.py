@@ -52,7 +52,8 @@ def show(
     """Print the values in effect as YAML, and where each comes from."""
     overrides = dict(map(parse_setting, settings or []))
     loaded = load_with_sources(model, file=one_file(file, config), overrides=overrides)
-    for line in render(loaded.config.model_dump(mode="json"), loaded.sources):
+    # Not as JSON, which has no dates, bytes and infinities; options may be such.
+    for line in render(loaded.config.model_dump(), loaded.sources):
         print(line)
 
 
@@ -151,10 +152,14 @@ def render(
     for key, value in values.items():
         here = f"{path}.{key}".removeprefix(".")
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
+            yield f"{indent}{_flow(key)}:"
             yield from render(value, sources, here, f"{indent}  ")
         else:
-            pair = yaml.safe_dump(
-                {key: value}, default_flow_style=True, width=10**6, sort_keys=False
-            )
-            yield f"{indent}{pair.strip()[1:-1]}  # {sources.get(here, 'default')}"
+            yield f"{indent}{_flow(key)}: {_flow(value)}  # {sources.get(here, 'default')}"
+
+
+def _flow(value: Any) -> str:
+    """The value as YAML on one line."""
+    # In a list, for alone a scalar is followed by an end mark, and an empty key by a question mark.
+    text = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False)
+    return text.strip()[1:-1]

@@ -72,7 +72,7 @@ def evaluate(
     min_overall: Annotated[
         float, typer.Option(help="Minimum overall accuracy.", min=0, max=1)
     ] = 0.95,
-    out: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
+    out: options.Out = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
@@ -113,6 +113,10 @@ def read_items(file: Path, limit: int | None) -> list[Item]:
     """The items of a file of JSON lines, `{"task", "messages", "answer"}`, by task."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{file} is not UTF-8 text (byte {error.start}); name a file of questions with --data"
+        ) from None
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read ({error.strerror}); name a file of questions with --data"

@@ -137,7 +137,10 @@ def write_text(text: str) -> None:
 
 
 def show_prompt(text: str, end: str = "") -> None:
-    """Print a prompt, set off from the answer where stdout is a terminal."""
+    """Print a prompt: on a terminal set off from the answer, elsewhere as it is."""
+    if not sys.stdout.isatty():  # rich would expand tabs and drop control characters
+        write_text(text + end)
+        return
     Console().print(text, style="bold", markup=False, highlight=False, soft_wrap=True, end=end)
 
 

@@ -17,6 +17,7 @@ from nanovllm_core import __version__
 from nanovllm_core.cli import bench, chat, config, explain, generate, plugins
 from nanovllm_core.cli import eval as evaluation
 from nanovllm_core.cli.extensions import add_extensions
+from nanovllm_core.cli.streams import give_up_stdout, prepare_streams
 from nanovllm_core.errors import NanoVLLMError
 
 DOCTOR = ["plugins", "doctor"]
@@ -67,10 +68,20 @@ def _show_version() -> None:
 
 
 def main() -> None:
-    """Run the command; an error of ours is one message and exit status 1, not a traceback."""
+    """Run the command; an error of ours, or of a file, is one message and exit status 1."""
+    prepare_streams()
     try:
-        make_app(sys.argv[1:])()
+        try:
+            make_app(sys.argv[1:])()
+        finally:
+            sys.stdout.flush()  # so that a full disk is told here, not as Python ends
     except NanoVLLMError as error:
+        sys.exit(f"error: {error}")
+    except BrokenPipeError:  # as of `| head`, which has read enough
+        give_up_stdout()
+        sys.exit(1)
+    except (OSError, UnicodeError) as error:
+        give_up_stdout()
         sys.exit(f"error: {error}")
 
 

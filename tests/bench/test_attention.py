@@ -74,12 +74,17 @@ def test_rates_are_of_the_bytes_and_operations_that_attention_needs() -> None:
 
 
 def test_scores_that_do_not_fit_are_a_cell_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.os, "sysconf", lambda _name: 100)
+    monkeypatch.setattr(bench.os, "sysconf", lambda _name: 300)
     result = bench.measure_attention(setup("prefill"), ["sdpa", "naive"], [64], repeats=1)
     [row] = result["rows"]
     assert row["backends"]["naive"]["ms"] == "OOM"
     assert "GiB" in row["backends"]["naive"]["reason"]
     assert row["winner"] == "sdpa"
+
+
+def test_keys_that_do_not_fit_are_a_cell_too() -> None:
+    result = bench.measure_attention(setup("decode"), ["sdpa"], [2**31 - 1], repeats=1)
+    assert "keys and values need" in result["rows"][0]["backends"]["sdpa"]["reason"]
 
 
 def test_a_backend_that_cannot_serve_is_refused_with_its_reason() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from nanovllm_core.cli.bench.shared import names_of, numbers
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.errors import ConfigError
+from nanovllm_core.errors import ConfigError, DeviceError
 
 for plugin in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
@@ -20,6 +21,11 @@ CACHE = ("--set", "cache.num_blocks=64")
 
 def bench(*arguments: str) -> Result:
     return CliRunner().invoke(make_app(), ["bench", *arguments])
+
+
+def words(result: Result) -> str:
+    """The output on one line, without the frames around usage errors."""
+    return " ".join(result.output.replace("│", "").split())
 
 
 def test_latency_prints_percentiles_and_writes_raw_times(tmp_path: Path) -> None:
@@ -86,6 +92,81 @@ def test_attention_alone_prints_each_backend(tmp_path: Path) -> None:
     assert set(json.loads(out.read_text())["ran"]) == {"sdpa", "naive"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "nope"], "'nope' is not one of"),
+        (["--num-heads", "3", "--num-kv-heads", "2"], "3 is no multiple of the 2"),
+        (["--lengths", "16,99999999999999999999999"], "is above 2147483647"),
+        (["--attention", "sdpa,,naive"], "no list of names"),
+    ],
+)
+def test_attention_refuses_flags_that_it_cannot_measure(arguments: list[str], said: str) -> None:
+    result = bench("attention", "--phase", "decode", "--device", "cpu", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in words(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [(["--device", "mars"], DeviceError), (["--attention", "a+b"], ConfigError)],
+)
+def test_attention_names_a_device_or_a_pair_that_it_does_not_take(
+    arguments: list[str], error: type[Exception]
+) -> None:
+    result = bench("attention", "--phase", "decode", "--device", "cpu", *arguments)
+    assert isinstance(result.exception, error)
+
+
+def test_a_backend_and_a_length_named_twice_are_measured_once() -> None:
+    assert names_of("sdpa, naive,sdpa", "--attention") == ["sdpa", "naive"]
+    assert numbers("16,8,16", "--lengths") == [16, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--attention", ","], "no list of names"),
+        (["--max-seconds", "nan"], "nan must be above 0"),
+        (["--max-seconds", "-1"], "-1.0 must be above 0"),
+    ],
+)
+def test_the_table_refuses_what_would_measure_nothing(arguments: list[str], said: str) -> None:
+    result = bench("table", *DEMO, *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in words(result)
+
+
+def test_the_table_says_which_half_of_a_pair_is_missing() -> None:
+    result = bench("table", *DEMO, "--attention", "sdpa+")
+    assert isinstance(error := result.exception, ConfigError)
+    assert "attention.decode.backend: '' must be text of 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "attention", "--phase", "decode"],
+        ["bench", "throughput", "-m", "none"],
+        ["bench", "latency", "-m", "none"],
+        ["bench", "table", "-m", "none"],
+        ["bench", "compare", "-m", "none"],
+        ["eval", "-m", "none"],
+    ],
+    ids=" ".join,
+)
+def test_a_result_that_cannot_be_written_is_told_before_the_work(
+    command: list[str], tmp_path: Path
+) -> None:
+    """The model is not there either: looking for it would be the first of the work."""
+    file = tmp_path / "file"
+    file.touch()
+    for out in (tmp_path, file / "below.json"):
+        result = CliRunner().invoke(make_app(), [*command, "--out", str(out)])
+        assert result.exit_code == 2, (out, result.exception)
+        assert "Invalid value for '--out'" in result.output
+
+
 def test_compare_prints_how_many_times_as_fast_we_are() -> None:
     result = bench(
         *("compare", "--against", "hf", *DEMO, *CACHE, "--attention", "sdpa", "--num-seqs", "2"),
@@ -93,6 +174,35 @@ def test_compare_prints_how_many_times_as_fast_we_are() -> None:
     )
     assert result.exit_code == 0, result.output
     assert "× as fast" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{", "is no result file"),
+        (b"\xff", "is no result file"),
+        (b"[" * 9999, "is no result file"),
+        (b"[1]", "it holds list, not an object"),
+        (b'{"benchmark": "table"}', "KeyError('cells')"),
+        (b'{"tokens_per_second": 1.0, "workload": 3}', "TypeError"),
+    ],
+)
+def test_plot_names_a_file_that_is_no_result(text: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(text)
+    assert isinstance(error := bench("plot", str(file)).exception, ConfigError)
+    assert said in str(error)
+
+
+def test_plot_takes_no_folder_and_writes_no_other_format(tmp_path: Path) -> None:
+    """matplotlib would add .png to a name without an ending, and write a file that is not told."""
+    assert "is a directory" in words(bench("plot", str(tmp_path)))
+    file = tmp_path / "a.json"
+    file.touch()
+    for out in ("a", "a.pdf", "a.SVG"):
+        result = bench("plot", str(file), "--out", str(tmp_path / out))
+        assert "must end in .svg or .png" in words(result)
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_plot_writes_the_file(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from nanovllm_core.cli.main import make_app
 from nanovllm_core.engine import RequestOutput
 from nanovllm_core.errors import CheckpointError, ConfigError, InvalidSamplingError, RequestError
 
+ENDS = "stop"
 WORDS = ["Hel", "lo ", "[bold]", "you"]
 
 
@@ -30,7 +31,7 @@ def output(words: list[str], upto: int) -> RequestOutput:
         new_token_ids=[upto - 1],
         text="".join(words[:upto]),
         new_text=words[upto - 1],
-        finish_reason="stop" if done else None,
+        finish_reason=ENDS if done else None,
     )
 
 
@@ -157,6 +158,12 @@ def test_generate_puts_prompts_through_the_chat_template_on_request(llm):
     assert result.stdout == "hi\nHello [bold]you\n"
 
 
+def test_generate_echoes_a_prompt_into_a_pipe_as_it_is():
+    """Tabs, bells and lines of any length included."""
+    prompt = "a\tb\a " + "long " * 100
+    assert ok("generate", prompt, "-m", "m").stdout == prompt + "".join(WORDS) + "\n"
+
+
 def test_generate_reads_a_prompt_from_stdin(llm):
     ok("generate", "-m", "m", stdin="from a pipe")
     assert llm.made[0].calls[0][0] == ["from a pipe"]
@@ -215,8 +222,20 @@ def test_chat_forgets_on_clear_but_keeps_its_instructions(llm):
 
 def test_chat_goes_on_after_a_request_that_is_refused(llm):
     result = ok("chat", "-m", "m", stdin="too long\nhello\n")
-    assert "at most 16 fit" in result.stderr
+    assert "at most 16 fit; /clear starts over" in result.stderr
     assert [message["content"] for message in llm.made[0].calls[1][0]] == ["hello"]
+
+
+def test_chat_has_no_limit_of_its_own_and_says_where_an_answer_is_cut_off(llm, monkeypatch):
+    """A fixed limit would refuse every request that it does not fit behind."""
+    ended = ok("chat", "-m", "m", stdin="hello\n")
+    assert llm.made[0].calls[0][1].max_tokens is None
+    assert "cut off" not in ended.stderr
+    monkeypatch.setattr(f"{__name__}.ENDS", "length")
+    assert "cut off by limits.max_model_len" in ok("chat", "-m", "m", stdin="hello\n").stderr
+    limited = ok("chat", "-m", "m", "--max-tokens", "7", stdin="hello\n")
+    assert "cut off by --max-tokens" in limited.stderr
+    assert llm.made[2].calls[0][1].max_tokens == 7
 
 
 def test_an_interrupted_answer_stops_and_the_conversation_goes_on(llm):
@@ -305,11 +324,12 @@ def test_eval_takes_the_questions_of_the_checkpoint(llm):
         ('{"task": "t", "messages": []}', "line 1: KeyError"),
         ("[1]", "line 1: TypeError"),
         ("\n\n", "holds no questions"),
+        ("\udcff", "not UTF-8 text (byte 0)"),
     ],
 )
 def test_eval_names_what_is_wrong_with_its_questions(llm, tmp_path, text, message):
     file = tmp_path / "bad.jsonl"
-    file.write_text(text, encoding="utf-8")
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
     error = run("eval", "-m", "m", "--data", str(file)).exception
     assert isinstance(error, CheckpointError)
     assert message in str(error)

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from nanovllm_core.cli import engine_options as options
-from nanovllm_core.cli.bench.shared import Out, numbers, wide_console
+from nanovllm_core.cli.bench.shared import names_of, numbers, wide_console
 
 
 def attention(
@@ -26,8 +26,10 @@ def attention(
     head_size: Annotated[int, typer.Option(help="Head size.", min=1)] = 128,
     repeats: Annotated[int, typer.Option(help="Timed runs per cell.", min=1)] = 5,
     device: options.Device = None,
-    dtype: options.Dtype = None,
-    out: Out = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16", "auto"], typer.Option(help="Number format.")
+    ] = "auto",
+    out: options.Out = None,
 ) -> None:
     """Time each backend and a naive attention: ms, TFLOP/s or TB/s, grid and launches."""
     import torch
@@ -37,18 +39,23 @@ def attention(
     from nanovllm_core.bench.record import write_record
     from nanovllm_core.startup import resolve_device
 
+    if num_heads % num_kv_heads:
+        raise typer.BadParameter(
+            f"--num-heads: {num_heads} is no multiple of the {num_kv_heads} of --num-kv-heads, "
+            "each of which serves as many"
+        )
     place = torch.device(resolve_device(device or "auto"))
     default_dtype = "bfloat16" if place.type == "cuda" else "float32"
     setup = AttentionSetup(
         phase=phase,
         device=place,
-        dtype=getattr(torch, default_dtype if dtype in (None, "auto") else dtype),
+        dtype=getattr(torch, default_dtype if dtype == "auto" else dtype),
         batch=batch,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
     )
-    names = backends.split(",") if backends else able_backends(setup)
+    names = names_of(backends, "--attention") if backends is not None else able_backends(setup)
     with torch.inference_mode():
         result = measure_attention(setup, names, numbers(lengths, "--lengths"), repeats)
     result["device"] = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"

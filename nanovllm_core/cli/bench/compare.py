@@ -11,7 +11,6 @@ from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.bench.shared import (
     LoadFormat,
     MaxModelLen,
-    Out,
     engine_rows,
     given,
     percent,
@@ -39,7 +38,7 @@ def compare(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: Out = None,
+    out: options.Out = None,
 ) -> None:
     """Compare throughput, time to first token and memory with transformers, same requests."""
     from nanovllm_core.bench.compare import compare_with_transformers

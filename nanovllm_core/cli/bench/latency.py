@@ -10,7 +10,6 @@ from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.bench.shared import (
     LoadFormat,
     MaxModelLen,
-    Out,
     engine_rows,
     given,
     memory,
@@ -39,7 +38,7 @@ def latency(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: Out = None,
+    out: options.Out = None,
 ) -> None:
     """Measure time to first token and between tokens, at fixed or Poisson arrivals."""
     from nanovllm_core.bench.latency import measure_latency

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,9 @@ LoadFormat = Annotated[
     str | None, typer.Option(help="dummy: random weights; needs only config.json.")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Maximum sequence length, in tokens.")]
-Out = Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")]
+
+MAX_NUMBER = 2**31 - 1
+"""Lengths and positions are 32 bits wide on the device."""
 
 
 def given(*, load_format: str | None, max_model_len: int | None) -> list[str]:
@@ -24,14 +25,24 @@ def given(*, load_format: str | None, max_model_len: int | None) -> list[str]:
 
 
 def numbers(text: str, flag: str) -> list[int]:
-    """`1,16,64` -> [1, 16, 64]; a usage error for anything else."""
+    """`1,16,64` -> [1, 16, 64], each once; a usage error for anything else."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         values = []
     if not values or min(values) < 1:
         raise typer.BadParameter(f"{flag}: {text!r} is no list of whole numbers such as 1,16,64")
-    return values
+    if max(values) > MAX_NUMBER:
+        raise typer.BadParameter(f"{flag}: {max(values)} is above {MAX_NUMBER}; give less")
+    return [*dict.fromkeys(values)]
+
+
+def names_of(text: str, flag: str) -> list[str]:
+    """`flash,sdpa` -> ["flash", "sdpa"], each once; a usage error where one is empty."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise typer.BadParameter(f"{flag}: {text!r} is no list of names such as flash,sdpa.math")
+    return [*dict.fromkeys(names)]
 
 
 def engine_rows(result: Mapping[str, Any]) -> dict[str, str]:

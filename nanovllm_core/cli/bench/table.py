@@ -5,18 +5,27 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.table import Table
 
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.bench.shared import (
     LoadFormat,
     MaxModelLen,
-    Out,
     engine_rows,
+    names_of,
     numbers,
     wide_console,
 )
 from nanovllm_core.cli.bench.shared import given as given_settings
+from nanovllm_core.config_errors import explain_config
+from nanovllm_core.errors import ConfigError
+
+
+def _above_zero(seconds: float) -> float:
+    if not seconds > 0:  # which nan is not either
+        raise typer.BadParameter(f"{seconds} must be above 0")
+    return seconds
 
 
 def table(
@@ -31,7 +40,10 @@ def table(
     ),
     runs: Annotated[int, typer.Option(help="Measured runs per cell.", min=1)] = 1,
     max_seconds: Annotated[
-        float, typer.Option(help="Skip cells whose run would take longer (seconds).")
+        float,
+        typer.Option(
+            help="Skip cells whose run would take longer (seconds).", callback=_above_zero
+        ),
     ] = 60.0,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
@@ -39,14 +51,14 @@ def table(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: Out = None,
+    out: options.Out = None,
 ) -> None:
     """Output tokens per second by backend, batch and length; outputs as long as prompts."""
     from nanovllm_core.bench.record import write_record
     from nanovllm_core.bench.table import TableCells, measure_table
 
     cells = TableCells(
-        backends=attention.split(","),
+        backends=names_of(attention, "--attention"),
         batches=numbers(batch, "--batch"),
         lengths=numbers(lengths, "--lengths"),
         runs=runs,
@@ -59,7 +71,10 @@ def table(
     def make_config(choice: Any) -> Any:
         changed = [rows, *(settings or []), *given]
         base = options.engine_config(model, config, None, None, device, dtype, changed)
-        return base.model_validate({**base.model_dump(), "attention": choice})
+        try:
+            return base.model_validate({**base.model_dump(), "attention": choice})
+        except ValidationError as error:
+            raise ConfigError(explain_config(error, {"attention": "--attention"})) from None
 
     def on_cell(text: str, record: dict[str, Any]) -> None:
         typer.echo(text, err=True)

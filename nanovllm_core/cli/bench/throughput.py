@@ -10,7 +10,6 @@ from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.bench.shared import (
     LoadFormat,
     MaxModelLen,
-    Out,
     engine_rows,
     given,
     memory,
@@ -44,7 +43,7 @@ def throughput(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: Out = None,
+    out: options.Out = None,
 ) -> None:
     """Measure output tokens per second of one batch, prefill included."""
     from nanovllm_core.bench.record import write_record
