@@ -204,7 +204,7 @@ def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
             False,
             f"{CORE} {__version__} reads no group {entry.group!r}, so this plugin is never found",
             f"in {entry.dist.name if entry.dist else 'its package'}, correct the group"
-            f"{did_you_mean(entry.group, known)} (or update {CORE})",
+            f"{did_you_mean(entry.group, known, 'nanovllm.')} (or update {CORE})",
         )
         for entry in entries
         if entry.group not in known

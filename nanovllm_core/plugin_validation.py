@@ -157,7 +157,9 @@ def _check_entry(group: str, name: str, target: str, others: Sequence[Entry]) ->
     mine += [e for e in entry_points(group=KIND_GROUP) if e.name not in declared]
     kinds = known_groups(entry.name for entry in mine if entry.group == KIND_GROUP)
     if group not in kinds:
-        problem = f"the group {group!r} is no kind of plugin{did_you_mean(group, kinds)}"
+        problem = (
+            f"the group {group!r} is no kind of plugin{did_you_mean(group, kinds, 'nanovllm.')}"
+        )
         return [_wrong(name, f"{problem}; groups: {', '.join(sorted(kinds))}")]
     kind = kinds[group]
     label = f"{kind} {name}"
