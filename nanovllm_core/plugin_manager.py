@@ -53,6 +53,7 @@ from nanovllm_core.plugin_discovery import (
     InstalledPlugin,
     find_plugins,
     install_command,
+    misplaced,
     select_disabled,
 )
 
@@ -124,7 +125,8 @@ class PluginManager:
     """The plugins of this environment. Make one with `get_plugin_manager`."""
 
     def __init__(self, given: Iterable[EntryPoint] | None, disable: Iterable[str] = ()) -> None:
-        installed = find_plugins(given)
+        self._given = None if given is None else tuple(given)
+        installed = find_plugins(self._given)
         self._disabled = select_disabled(installed, disable)
         self._entries = {
             plugin: entry for plugin, entry in installed.items() if plugin not in self._disabled
@@ -176,6 +178,8 @@ class PluginManager:
                     f"{kind} {name!r} ({plugin.distribution} {plugin.version}) is disabled; take "
                     "it out of plugins.disable"
                 )
+        if elsewhere := self.misplaced(name):
+            return f"no {kind} {name!r} is installed{elsewhere}"
         names = self.names(kind)
         known = [name_ for kind_, name_ in KNOWN_EXTRAS if kind_ == kind]
         # An architecture is read from a checkpoint, not typed: another one is no help.
@@ -185,6 +189,10 @@ class PluginManager:
         if match and match not in names:
             hint += f"; {install_command(kind, match)}"
         return f"no {kind} {name!r} is installed{hint}; installed: {', '.join(names) or 'none'}"
+
+    def misplaced(self, name: str) -> str:
+        """Which group, of no kind, holds an entry point of that name; empty where none does."""
+        return misplaced(name, self._given)
 
     # ---------------------------------------------------------------------------------- kinds
 

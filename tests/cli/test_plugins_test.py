@@ -395,6 +395,27 @@ def test_what_cannot_be_run_is_refused_by_name(install: Install) -> None:
     assert "say which with --kind attention or scheduler" in str(refused("sdpa"))
 
 
+def test_a_plugin_whose_group_is_misspelt_is_found_out(install: Install) -> None:
+    """Nearer than any plugin of a like name: the one of that very name, where nobody looks."""
+    install("odd", {"nanovllm.observer": {"singular": "odd_plugin"}}, {"odd_plugin": ""})
+    why = (
+        "'singular' is in the group 'nanovllm.observer' of odd 1.2.3, which is that of no "
+        "installed kind; did you mean nanovllm.observers?"
+    )
+    for arguments in (["singular"], ["singular", "--kind", "observer"]):
+        error = refused(*arguments)
+        assert isinstance(error, PluginNotFoundError)
+        assert why in str(error)
+        assert "single?" not in str(error)
+
+
+def test_a_plugin_whose_kind_is_not_installed_is_found_out(install: Install) -> None:
+    install("cups", {"nanovllm.cups": {"mug": "cup_plugin"}}, {"cup_plugin": ""})
+    error = str(refused("mug"))
+    assert "'mug' is in the group 'nanovllm.cups' of cups 1.2.3, which is that of no" in error
+    assert "did you mean" not in error
+
+
 def test_an_option_that_cannot_be_read_is_refused() -> None:
     assert "--option ageing, line 1, column 2: not valid YAML" in str(
         refused("fcfs", "--option", "ageing=[")
