@@ -64,10 +64,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean block_size?`, or nothing."""
-    match = nearest(name, known)
-    return f"; did you mean {match}?" if match else ""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean block_size?`, or nothing. A `prefix` that all have makes no two alike."""
+    match = nearest(name.removeprefix(prefix), (each.removeprefix(prefix) for each in known))
+    return f"; did you mean {prefix}{match}?" if match else ""
 
 
 def dotted(location: Location) -> str:

@@ -22,12 +22,10 @@ from nanovllm_core.errors import PluginError
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
 from nanovllm_core.plugin_checks import CORE, core_requirement
-from nanovllm_core.plugin_discovery import install_command, known_groups
+from nanovllm_core.plugin_discovery import GROUP_PREFIX, install_command, known_groups
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import kernel_set_name
 from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
-
-GROUP_PREFIX = "nanovllm."
 
 
 def examine() -> list[DoctorCheck]:
@@ -204,7 +202,7 @@ def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
             False,
             f"{CORE} {__version__} reads no group {entry.group!r}, so this plugin is never found",
             f"in {entry.dist.name if entry.dist else 'its package'}, correct the group"
-            f"{did_you_mean(entry.group, known)} (or update {CORE})",
+            f"{did_you_mean(entry.group, known, GROUP_PREFIX)} (or update {CORE})",
         )
         for entry in entries
         if entry.group not in known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence, Set
+from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -11,6 +12,7 @@ from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
 from nanovllm_core.errors import PluginLoadError
+from nanovllm_core.hookspecs import PROJECT
 from nanovllm_core.interfaces.attention import AttentionCapabilities
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
@@ -105,6 +107,14 @@ def _unusable_field(spec: PluginSpec, kind: str) -> str | None:
     if isinstance(spec, ModelSpec | CheckpointSpec) and spec.options.model_fields:
         return f"options {spec.options.__name__} are given by no configuration to a {kind}"
     return None
+
+
+def missing_hook(module: ModuleType, hook: str) -> str | None:
+    """Why a kind's module of hook specifications lacks its hook; None where it does not."""
+    # pluggy marks what @hookspec decorates with an attribute named after the project.
+    if hasattr(getattr(module, hook, None), f"{PROJECT}_spec"):
+        return None
+    return f"{module.__name__} must declare the hook {hook}, marked @hookspec"
 
 
 def _names_object(text: object) -> bool:

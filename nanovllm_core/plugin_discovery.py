@@ -32,6 +32,9 @@ KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
 CHECKOUT = Path(__file__).parents[1]
 """The checkout, if the core is imported from one; no `plugins` lies beside an installed wheel."""
 
+GROUP_PREFIX = "nanovllm."
+"""What the entry-point group of every kind begins with."""
+
 UNKNOWN = "?"
 """Distribution and version of an entry point that was given, not found installed."""
 
@@ -80,6 +83,21 @@ def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
         metadata = entry.dist.metadata  # parsed by each look at it
         distribution, version = metadata["Name"], metadata["Version"]
     return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
+
+
+def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
+    """Where a plugin of that name is and is not looked for: a group that is that of no kind."""
+    found = entry_points() if given is None else EntryPoints(given)
+    groups = known_groups(entry.name for entry in found.select(group=KIND_GROUP))
+    for entry in found.select(name=name):
+        if entry.group.startswith(GROUP_PREFIX) and entry.group not in groups:
+            plugin = _installed("", entry)
+            return (
+                f"; {name!r} is in the group {entry.group!r} of {plugin.distribution} "
+                f"{plugin.version}, which is that of no installed kind"
+                f"{did_you_mean(entry.group, groups, GROUP_PREFIX)}"
+            )
+    return ""
 
 
 def install_command(kind: str, name: str) -> str:

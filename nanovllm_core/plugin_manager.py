@@ -20,7 +20,7 @@ import pluggy
 from pydantic import BaseModel, ValidationError
 
 from nanovllm_core import hookspecs
-from nanovllm_core.config_errors import explain_options, nearest
+from nanovllm_core.config_errors import did_you_mean, explain_options, nearest
 from nanovllm_core.errors import (
     ConfigError,
     NanoVLLMError,
@@ -45,6 +45,7 @@ from nanovllm_core.plugin_checks import (
     check_spec,
     describe,
     load_error,
+    missing_hook,
     the_one,
 )
 from nanovllm_core.plugin_discovery import (
@@ -52,6 +53,7 @@ from nanovllm_core.plugin_discovery import (
     InstalledPlugin,
     find_plugins,
     install_command,
+    misplaced,
     select_disabled,
 )
 
@@ -123,7 +125,8 @@ class PluginManager:
     """The plugins of this environment. Make one with `get_plugin_manager`."""
 
     def __init__(self, given: Iterable[EntryPoint] | None, disable: Iterable[str] = ()) -> None:
-        installed = find_plugins(given)
+        self._given = None if given is None else tuple(given)
+        installed = find_plugins(self._given)
         self._disabled = select_disabled(installed, disable)
         self._entries = {
             plugin: entry for plugin, entry in installed.items() if plugin not in self._disabled
@@ -175,6 +178,8 @@ class PluginManager:
                     f"{kind} {name!r} ({plugin.distribution} {plugin.version}) is disabled; take "
                     "it out of plugins.disable"
                 )
+        if elsewhere := self.misplaced(name):
+            return f"no {kind} {name!r} is installed{elsewhere}"
         names = self.names(kind)
         known = [name_ for kind_, name_ in KNOWN_EXTRAS if kind_ == kind]
         # An architecture is read from a checkpoint, not typed: another one is no help.
@@ -184,6 +189,10 @@ class PluginManager:
         if match and match not in names:
             hint += f"; {install_command(kind, match)}"
         return f"no {kind} {name!r} is installed{hint}; installed: {', '.join(names) or 'none'}"
+
+    def misplaced(self, name: str) -> str:
+        """Which group, of no kind, holds an entry point of that name; empty where none does."""
+        return misplaced(name, self._given)
 
     # ---------------------------------------------------------------------------------- kinds
 
@@ -222,11 +231,10 @@ class PluginManager:
         except Exception as error:
             raise load_error(plugin, f"hookspecs {spec.hookspecs!r} fail", error) from error
         ours = [name for name in HOOKS if hasattr(module, name)]
-        hook = declared_hook(spec.name)
         if ours:
             raise load_error(plugin, f"{spec.hookspecs} declares {ours[0]}, a hook of {CORE}")
-        if not hasattr(module, hook):
-            raise load_error(plugin, f"{spec.hookspecs} must declare the hook {hook}")
+        if problem := missing_hook(module, declared_hook(spec.name)):
+            raise load_error(plugin, problem)
         try:
             self._pluggy.add_hookspecs(module)
         except (ValueError, pluggy.PluginValidationError) as error:
@@ -296,7 +304,13 @@ class PluginManager:
         for caller in self._pluggy.get_hookcallers(module) or ():
             mine = [one for one in caller.get_hookimpls() if one.plugin is module]
             if not caller.has_spec() and not all(one.optionalhook for one in mine):
-                raise pluggy.PluginValidationError(module, f"unknown hook {caller.name!r}")
+                hint = did_you_mean(caller.name, self._known_hooks(), "nanovllm_")
+                raise pluggy.PluginValidationError(module, f"unknown hook {caller.name!r}{hint}")
+
+    def _known_hooks(self) -> set[str]:
+        """Those of the core and of the kinds loaded so far, and the hook of each other kind."""
+        specified = {name for name, caller in vars(self.hook).items() if caller.has_spec()}
+        return specified | {declared_hook(name) for name in self.names(KIND)}
 
     def _forget(self, module: Any) -> None:
         if self._pluggy.is_registered(module):

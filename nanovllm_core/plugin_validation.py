@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import NanoVLLMError, PluginNotFoundError
+from nanovllm_core.errors import NanoVLLMError, PluginLoadError, PluginNotFoundError
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
 from nanovllm_core.plugin_checks import CORE, core_requirement
-from nanovllm_core.plugin_discovery import InstalledPlugin, known_groups
+from nanovllm_core.plugin_discovery import GROUP_PREFIX, InstalledPlugin, known_groups
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 
 HEAVY = ("torch", "triton", "transformers")
@@ -48,7 +48,7 @@ def validate_package(folder: Path) -> list[DoctorCheck]:
     entries = [
         (group, name, target)
         for group, named in groups.items()
-        if group.startswith("nanovllm.")
+        if group.startswith(GROUP_PREFIX)
         for name, target in named.items()
     ]
     if not entries:
@@ -157,7 +157,9 @@ def _check_entry(group: str, name: str, target: str, others: Sequence[Entry]) ->
     mine += [e for e in entry_points(group=KIND_GROUP) if e.name not in declared]
     kinds = known_groups(entry.name for entry in mine if entry.group == KIND_GROUP)
     if group not in kinds:
-        problem = f"the group {group!r} is no kind of plugin{did_you_mean(group, kinds)}"
+        problem = (
+            f"the group {group!r} is no kind of plugin{did_you_mean(group, kinds, GROUP_PREFIX)}"
+        )
         return [_wrong(name, f"{problem}; groups: {', '.join(sorted(kinds))}")]
     kind = kinds[group]
     label = f"{kind} {name}"
@@ -169,7 +171,11 @@ def _check_entry(group: str, name: str, target: str, others: Sequence[Entry]) ->
         if kind == KIND:
             declaration = manager.kind(name)
             detail = f"declares {declaration.group}, contract {declaration.contract}"
-            return [DoctorCheck(label, True, detail), *_check_light(label, target)]
+            return [
+                DoctorCheck(label, True, detail),
+                *_check_light(label, target),
+                _check_suite(label, declaration.conformance),
+            ]
         spec = manager.spec(kind, name)
         checks = [
             DoctorCheck(label, True, f"{type(spec).__name__}, contract {spec.contract}"),
@@ -190,6 +196,18 @@ def _check_light(label: str, target: str) -> Iterable[DoctorCheck]:
     detail = f"importing {target} imports {', '.join(heavy)}, and so would every listing"
     remedy = 'name the code by impl="package.module:Object" and import it there'
     return [DoctorCheck(label, False, detail, remedy)]
+
+
+def _check_suite(label: str, suite: str) -> DoctorCheck:
+    """The suite of a declared kind can be imported, where pytest is there to import it with."""
+    try:
+        load_object(suite)
+    except PluginLoadError as error:
+        if getattr(error.__cause__, "name", None) == "pytest":
+            need = 'needs pytest to be looked at: pip install "nanovllm-core[testing]"'
+            return DoctorCheck(label, False, f"its suite {suite} {need}")
+        return _wrong(label, f"its suite cannot be loaded: {error}")
+    return DoctorCheck(label, True, f"its suite {suite} can be imported")
 
 
 def _check_options(label: str, options: Any) -> Iterable[DoctorCheck]:

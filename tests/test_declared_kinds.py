@@ -236,7 +236,7 @@ def test_a_declaration_that_cannot_be_used_is_refused_by_name(
     ("hookspecs", "said"),
     [
         (HOOKSPECS.replace("def nanovllm_sinks()", "def nanovllm_sink()"), "must declare the hook"),
-        (HOOKSPECS.replace("@hookspec", ""), "does not fit: ValueError"),
+        (HOOKSPECS.replace("@hookspec", ""), "declare the hook nanovllm_sinks, marked @hookspec"),
         (HOOKSPECS + "\ndef nanovllm_cli(): pass\n", "declares nanovllm_cli, a hook of nanovllm"),
         (HOOKSPECS.replace("flushed(count)", "flushed()"), "it does not fit the hooks"),
     ],
@@ -298,6 +298,17 @@ def test_the_listing_tells_a_declared_kind_and_a_broken_declaration(install: Ins
     assert told["sink", "lines"].state == "ready"
     assert told["kind", "bad"].state == "broken"
     assert "ZeroDivisionError" in told["kind", "bad"].reasons[0]
+
+
+@pytest.mark.parametrize("meant", ["nanovllm_sinks", "nanovllm_sinks_flushed"])
+def test_an_unknown_hook_may_be_meant_for_one_of_a_declared_kind(
+    install: Install, meant: str
+) -> None:
+    """Of the kind's own module too, where the kind is read."""
+    declare(install)
+    add_plugin(install, PLUGIN.replace(f"def {meant}(", f"def {meant.replace('sinks', 'sinkz')}("))
+    with pytest.raises(PluginLoadError, match=rf"unknown hook .*; did you mean {meant}\?"):
+        get_plugin_manager().spec("sink", "lines")
 
 
 def test_a_hook_that_only_may_exist_is_no_error(install: Install) -> None:

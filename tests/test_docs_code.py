@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -87,9 +88,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, *arguments: str | Path, **variables: str) -> str:
     """Run Python where the pages' packages are installed; all that it prints."""
+    path = os.pathsep.join(filter(None, [str(installed / "site"), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": str(installed / "site")} | variables,
+        env=os.environ | {"PYTHONPATH": path} | variables,
         cwd=installed,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -112,6 +114,14 @@ def test_the_plugins_of_all_pages_pass_their_suites(installed: Path) -> None:
     names = [case.get("classname", "") for case in cases if not len(case)]
     passed = {part for name in names for part in name.split(".")}
     assert passed >= {test.stem for test in tests}, "nothing passed in the others"
+
+
+def test_an_installed_processor_is_tested_whole_by_the_command_of_its_page(installed: Path) -> None:
+    """With the arguments that it requires, nothing is skipped."""
+    text = (FOLDER / "logits_processor.md").read_text(encoding="utf-8")
+    [command] = re.findall(r"^\$ nanovllm (.*)$", text, re.MULTILINE)
+    printed = run(installed, "-m", "nanovllm_core.cli.main", *shlex.split(command))
+    assert re.search("favour keeps the contract .* 0 failed, 0 skipped", printed), printed
 
 
 ALL_AT_ONCE = """

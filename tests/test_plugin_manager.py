@@ -259,6 +259,22 @@ def test_a_plugin_that_breaks_the_contract_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("hook", "hint"),
+    [
+        ("nanovllm_scheduler", "; did you mean nanovllm_schedulers?"),
+        ("nanovllm_engine_close", "; did you mean nanovllm_engine_closed?"),
+        ("nanovllm_zzz", ""),
+    ],
+)
+def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, hint: str) -> None:
+    """By what stands behind `nanovllm_`: that much every hook has in common."""
+    install_fair(install, GOOD.replace("def nanovllm_schedulers", f"def {hook}"))
+    with pytest.raises(PluginLoadError) as caught:
+        get_plugin_manager().spec("scheduler", "fair")
+    assert str(caught.value).endswith(f"unknown hook {hook!r}{hint}")
+
+
+@pytest.mark.parametrize(
     ("kind", "hook", "spec", "said"),
     [
         ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=1,"

@@ -6,10 +6,11 @@ executor is started with the set-up that the core resolves for it, on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, get_ident
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPTS = ((9, 8, 7, 6, 5), (3, 3, 1))
 NUM_DECODES = 5
+PATIENCE = 5.0
+"""Seconds in which any `submit` has returned that does not wait."""
 
 
 class ExecutorConformance(SpecConformance):
@@ -98,15 +101,41 @@ class ExecutorConformance(SpecConformance):
     def test_results_are_those_of_the_core(
         self, plugin: PluginUnderTest, setup: WorkerSetup
     ) -> None:
-        """The same tokens and flags as from the core's own executor, step by step."""
+        """The same tokens, flags and log-probabilities as from the core's own, step by step."""
         with self.started(plugin, setup) as (executor, _):
             actual = run(executor, two_prompts(), ahead=0)
         reference = SingleProcessExecutor(plugin.options)
         try:
             reference.start(setup)
-            assert actual == run(reference, two_prompts(), ahead=0)
+            assert_same(actual, run(reference, two_prompts(), ahead=0))
         finally:
             reference.close()
+
+    def test_submit_does_not_wait_for_the_step(
+        self, plugin: PluginUnderTest, setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A worker gives no result before `submit` has returned; so who waits, waits in vain."""
+        asked: list[SingleProcessExecutor] = []
+        waited: list[SingleProcessExecutor] = []
+        engine, returned, collect = get_ident(), Event(), SingleProcessExecutor.collect
+        returned.set()
+
+        def held_back(worker: SingleProcessExecutor) -> StepResult:
+            asked.append(worker)
+            if not returned.wait(0 if get_ident() == engine else PATIENCE):
+                waited.append(worker)
+            return collect(worker)
+
+        monkeypatch.setattr(SingleProcessExecutor, "collect", held_back)
+        with self.started(plugin, setup) as (executor, _):
+            for plan in two_prompts()[: SETTINGS["steps_ahead"]]:
+                returned.clear()
+                executor.submit(plan)
+                returned.set()
+                assert not waited, "submit waited for the result of a step: the device would idle"
+            executor.collect()
+        if not asked:
+            pytest.skip("its worker is no SingleProcessExecutor of this process, so out of reach")
 
     @pytest.mark.parametrize("ahead", [1, 3])
     def test_results_come_in_the_order_of_the_plans_however_late(
@@ -117,7 +146,7 @@ class ExecutorConformance(SpecConformance):
         for depth in (0, ahead):
             with self.started(plugin, setup) as (executor, _):
                 outcomes.append(run(executor, two_prompts(), ahead=depth))
-        assert outcomes[0] == outcomes[1]
+        assert_same(*outcomes)
 
     def test_a_row_ends_at_its_length_and_is_padding_from_then_on(
         self, plugin: PluginUnderTest, setup: WorkerSetup
@@ -126,18 +155,18 @@ class ExecutorConformance(SpecConformance):
         with self.started(plugin, setup) as (executor, _):
             plans = [admit({0: PROMPTS[0]}, max_length=len(PROMPTS[0]) + 2), *decodes((0,), 3)]
             results = run(executor, plans, ahead=3)
-        flags = [finished for _, finished in results]
-        assert flags[:2] == [(False,), (True,)]
-        assert all(token_ids == (PADDED,) for token_ids, _ in results[2:])
+        assert [result.finished for result in results[:2]] == [(False,), (True,)]
+        assert all(result.token_ids == (PADDED,) for result in results[2:])
 
     def test_a_row_ends_at_a_stop_id(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
         """The device checks the ids that the row was admitted with."""
         with self.started(plugin, setup) as (executor, _):
-            [(first, _)] = run(executor, [admit({0: PROMPTS[0]})], ahead=0)
+            [first] = run(executor, [admit({0: PROMPTS[0]})], ahead=0)
         with self.started(plugin, setup) as (executor, _):
-            plans = [admit({0: PROMPTS[0]}, stop=first), *decodes((0,), 1)]
-            results = run(executor, plans, ahead=1)
-        assert results == [(first, (True,)), ((PADDED,), results[1][1])]
+            plans = [admit({0: PROMPTS[0]}, stop=first.token_ids), *decodes((0,), 1)]
+            last, padding = run(executor, plans, ahead=1)
+        assert (last.token_ids, last.finished) == (first.token_ids, (True,))
+        assert padding.token_ids == (PADDED,)
 
     def test_a_row_may_change_hands(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
         """A second request in the row and pages of a first one: as if it ran alone."""
@@ -147,7 +176,7 @@ class ExecutorConformance(SpecConformance):
                 for prompt in prompts:
                     result = run(executor, [admit({0: prompt}), *decodes((0,), 3)], ahead=2)
                 outcomes.append(result)
-        assert outcomes[0] == outcomes[1]
+        assert_same(*outcomes)
 
     def test_closing_twice_is_fine(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
         """After work, with steps in flight, and before a start."""
@@ -166,7 +195,7 @@ class ExecutorConformance(SpecConformance):
             self.started(plugin, setup) as (first, _),
             self.started(plugin, setup) as (second, _),
         ):
-            assert run(first, two_prompts(), ahead=1) == run(second, two_prompts(), ahead=1)
+            assert_same(run(first, two_prompts(), ahead=1), run(second, two_prompts(), ahead=1))
 
     def test_a_start_that_fails_is_an_error_of_the_project(
         self, plugin: PluginUnderTest, setup: WorkerSetup
@@ -195,12 +224,44 @@ class ExecutorConformance(SpecConformance):
                 calls[call]()
 
 
-Outcome = tuple[tuple[int, ...], tuple[bool, ...]]
-"""Token ids and finish flags of one step."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step gave.
+
+    `logprobs` by entry and id: those of the most likely ids, and of the sampled one under `None`.
+    """
+
+    token_ids: tuple[int, ...]
+    finished: tuple[bool, ...]
+    logprobs: Mapping[tuple[int, int | None], float]
+
+
+def outcome_of(result: StepResult) -> Outcome:
+    """The same as plain data."""
+    assert isinstance(result.logprobs, Mapping), f"logprobs is {result.logprobs!r}, not a mapping"
+    logprobs: dict[tuple[int, int | None], float] = {}
+    for entry, each in result.logprobs.items():
+        logprobs[entry, None] = each.token_logprob
+        logprobs |= {(entry, token_id): value for token_id, value in each.top}
+    return Outcome(tuple(result.token_ids.tolist()), tuple(result.finished.tolist()), logprobs)
+
+
+def assert_same(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
+    """Step by step; log-probabilities may be computed by other threads, in another order."""
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert one.token_ids == other.token_ids, f"token ids of step {number}"
+        assert one.finished == other.finished, f"finish flags of step {number}"
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4), (
+            f"log-probabilities of step {number}"
+        )
 
 
 def admit(
-    prompts: dict[int, Sequence[int]], *, max_length: int = 32, stop: tuple[int, ...] = ()
+    prompts: dict[int, Sequence[int]],
+    *,
+    max_length: int = 32,
+    stop: tuple[int, ...] = (),
+    logprobs: int | None = None,
 ) -> StepPlan:
     """A step that computes whole prompts, each in a row of its own with two pages of its own."""
     admissions = tuple(
@@ -211,7 +272,7 @@ def admit(
             num_computed=0,
             block_ids=(3 + 2 * row, 2 * row),
             max_length=max_length,
-            sampling=RowSampling(stop_token_ids=stop),
+            sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
         )
         for row, prompt in prompts.items()
     )
@@ -225,18 +286,21 @@ def decodes(rows: tuple[int, ...], count: int) -> list[StepPlan]:
 
 
 def two_prompts() -> list[StepPlan]:
-    """Two requests, the second joining while the first decodes, then steady steps of both."""
-    join = admit({2: PROMPTS[1]})
+    """Two requests, the second joining while the first decodes, then steady steps of both.
+
+    The second asks for log-probabilities, the first does not.
+    """
+    join = admit({2: PROMPTS[1]}, logprobs=2)
     mixed = StepPlan(admissions=join.admissions, decode_rows=(0,), prefill=join.prefill)
     return [admit({0: PROMPTS[0]}), *decodes((0,), 1), mixed, *decodes((0, 2), NUM_DECODES)]
 
 
 def run(executor: Executor, plans: Sequence[StepPlan], ahead: int) -> list[Outcome]:
     """Submit all plans and collect all results, `ahead` steps behind."""
-    results: list[StepResult] = []
+    results: list[Outcome] = []
     for number, plan in enumerate(plans):
         executor.submit(plan)
         if number >= ahead:
-            results.append(executor.collect())
-    results += [executor.collect() for _ in range(min(ahead, len(plans)))]
-    return [(tuple(r.token_ids.tolist()), tuple(r.finished.tolist())) for r in results]
+            results.append(outcome_of(executor.collect()))
+    results += [outcome_of(executor.collect()) for _ in range(min(ahead, len(plans)))]
+    return results

@@ -5,16 +5,22 @@ Shape suffixes as in `nanovllm_core.interfaces.logits_processor`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import tokenizers
 import torch
 from pydantic import BaseModel, ValidationError
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm_core.config_errors import explain_options
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.interfaces.logits_processor import (
     LogitsContext,
     LogitsProcessor,
@@ -23,7 +29,9 @@ from nanovllm_core.interfaces.logits_processor import (
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 
-VOCAB, LENGTH = 50, 32
+END = "<end>"
+VOCAB, LENGTH = 257, 32
+"""An id for each byte and one for the end of a text; what a row may hold."""
 PROMPT = (7, 3, 3, 11)
 OUTPUTS: Sequence[tuple[int, ...]] = ((), (4,), (9, 9, 2, 30, 1, 12), (5,) * 28)
 """What four rows have given so far; the last one's ids fill the table."""
@@ -43,14 +51,15 @@ class LogitsProcessorConformance(SpecConformance):
     """What requests ask, as in `SamplingParams.logits_processors`; row i takes number i, round."""
 
     @pytest.fixture
-    def context(self) -> LogitsContext:
-        """A small engine on the CPU without a tokenizer; override it where one is needed."""
+    def context(self, tmp_path: Path) -> LogitsContext:
+        """A small engine on the CPU, with a tokenizer that has an id for every byte."""
+        write_tokenizer(tmp_path)
         return LogitsContext(
             device=torch.device("cpu"),
             vocab_size=VOCAB,
             max_model_len=LENGTH,
             max_num_seqs=len(OUTPUTS),
-            tokenizer="",
+            tokenizer=str(tmp_path),
         )
 
     @pytest.fixture
@@ -61,12 +70,20 @@ class LogitsProcessorConformance(SpecConformance):
         try:
             valid = [model.model_validate(dict(each)) for each in self.arguments]
         except ValidationError as error:
-            pytest.skip(f"state `arguments` that a request may ask: {error.errors()[0]['msg']}")
+            problem = explain_options(error, model, "arguments", plugin.spec.name)
+            if self.arguments is not LogitsProcessorConformance.arguments:
+                raise ConfigError(problem) from None
+            pytest.skip(
+                "state what a request may ask, in `arguments` of the test class or with "
+                f"--argument KEY=VALUE: {problem}".replace("\n", "; ")
+            )
         return [valid[i % len(valid)] for i in range(len(OUTPUTS))]
 
     @pytest.fixture
-    def processor(self, plugin: PluginUnderTest, context: LogitsContext) -> LogitsProcessor:
-        """Made as the worker makes it."""
+    def processor(
+        self, plugin: PluginUnderTest, context: LogitsContext, asked: list[BaseModel]
+    ) -> LogitsProcessor:
+        """Made as the worker makes it; only where there is something to ask of it."""
         made = plugin.load()(plugin.options, context)
         assert isinstance(made, LogitsProcessor), f"{type(made).__name__} is no LogitsProcessor"
         return made
@@ -104,7 +121,10 @@ class LogitsProcessorConformance(SpecConformance):
         returned: object = processor.process(logits_SV, make_requests(processor, asked))
         assert returned is None, f"process returned {type(returned).__name__}, which is ignored"
         if torch.equal(logits_SV, random_logits()):
-            pytest.skip("it changed no logit: state `arguments` with which it does something")
+            pytest.skip(
+                "it changed no logit: state `arguments`, or --argument KEY=VALUE, with which it "
+                "does something"
+            )
 
     def test_a_row_is_changed_by_its_own_request_alone(
         self, processor: LogitsProcessor, asked: list[BaseModel]
@@ -176,6 +196,19 @@ class RefuseWaiting(TorchDispatchMode):
         ):
             raise AssertionError("indexing with a mask waits for the device; use torch.where")
         return func(*args, **(kwargs or {}))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The files of a tokenizer for any text, of `VOCAB` ids: an id for each byte, no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {byte: token_id for token_id, byte in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def random_logits() -> Tensor:

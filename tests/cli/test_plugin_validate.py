@@ -150,6 +150,31 @@ def test_an_installed_plugin_is_validated_by_name() -> None:
     assert isinstance(validate("fcsf").exception, PluginNotFoundError)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("conformance:", "conformances:", "No module named"),
+        (":SinkConformance", ":SinkKonformance", "has no attribute 'SinkKonformance'"),
+    ],
+)
+def test_a_kind_s_suite_must_be_there(old: str, new: str, said: str, tmp_path: Path) -> None:
+    """No plugin of the kind could be tested."""
+    folder = new_plugin("kind", "sink", tmp_path)
+    change(folder / "nanovllm_kind_sink/plugin.py", old, new)
+    [found] = [problem for problem in wrong(folder) if said in problem]
+    assert found.startswith("kind sink: its suite cannot be loaded: ")
+    assert validate(str(folder)).exit_code == 1
+
+
+def test_without_pytest_a_kind_s_suite_is_not_judged(tmp_path: Path) -> None:
+    """It is for who tests; a note says what to install."""
+    folder = new_plugin("kind", "sink", tmp_path)
+    (folder / "pytest.py").write_text("raise ModuleNotFoundError('hidden', name='pytest')")
+    [found] = wrong(folder)
+    assert 'pip install "nanovllm-core[testing]"' in found
+    assert validate(str(folder)).exit_code == 0
+
+
 def test_a_package_that_declares_a_kind_and_uses_it_is_right_before_it_is_installed(
     tmp_path: Path,
 ) -> None:

@@ -88,6 +88,39 @@ class CupConformance(SpecConformance):
 """
 
 
+WORDY = """
+from pydantic import BaseModel, ConfigDict, Field
+from nanovllm_core.api import LogitsProcessor, LogitsProcessorSpec, hookimpl
+
+class Wanted(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    words: list[str] = Field(min_length=1)
+
+@hookimpl
+def nanovllm_logits_processors():
+    return [LogitsProcessorSpec(name="wordy", impl="wordy_code:Wordy", contract=1,
+                                arguments=Wanted)]
+"""
+WORDY_CODE = """
+from pathlib import Path
+import tokenizers
+import torch
+from nanovllm_core.api import LogitsProcessor
+
+class Wordy(LogitsProcessor):
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(context.tokenizer, FILE)))
+
+    def prepare(self, arguments):
+        return torch.tensor([self.tokenizer.encode(word).ids[0] for word in arguments.words])
+
+    def process(self, logits_SV, requests):
+        for logits_V, request in zip(logits_SV, requests, strict=True):
+            logits_V.index_fill_(0, request.state, 30.0)
+""".replace("FILE", "'tokenizer.json'")
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(make_app(), ["plugins", "test", *arguments])
 
@@ -293,6 +326,43 @@ def test_a_plugin_of_a_declared_kind_is_tested_by_the_suite_that_the_kind_names(
     assert verdict.startswith("mug keeps the contract of cup plugins here: ")
 
 
+def install_wordy(install: Install) -> None:
+    """A processor that reads the tokenizer, and that requests must tell something."""
+    modules = {"wordy_plugin": WORDY, "wordy_code": WORDY_CODE}
+    install("wordy", {"nanovllm.logits_processors": {"wordy": "wordy_plugin"}}, modules)
+
+
+def test_a_processor_that_reads_the_tokenizer_is_tested_with_stated_arguments(
+    install: Install,
+) -> None:
+    """There is a tokenizer, and rows ask for what `--argument` says."""
+    install_wordy(install)
+    asked = ("--argument", "words=[fox, Mia, \U0001f98a]")
+    result = run("wordy", *asked, "-k", "every row keeps an id or rows are changed in place")
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith("here: 2 passed, 0 failed, 0 skipped\n")
+
+
+def test_a_missing_argument_is_named_with_how_to_state_it(install: Install) -> None:
+    """And not taken for a fault of the processor's, which is not even made."""
+    install_wordy(install)
+    (Path(sys.path[0]) / "wordy_code.py").write_text("class Wordy:\n    pass\n")
+    result = run("wordy", "-k", "every row keeps an id")
+    assert result.exit_code == 0, result.output
+    assert "words: missing; it has no default (wordy)" in result.output
+    assert "--argument KEY=VALUE" in result.output
+
+
+def test_arguments_that_no_request_may_ask_are_refused(install: Install) -> None:
+    install_wordy(install)
+    assert "did you mean words?" in str(refused("wordy", "--argument", "wrods=[fox]"))
+    assert "--argument.words: 3 must be a list" in str(refused("wordy", "--argument", "words=3"))
+    assert "--argument 'words' must be KEY=VALUE" in str(refused("wordy", "--argument", "words"))
+    error = refused("sdpa", "--argument", "words=[fox]")
+    assert "sdpa is of the kind attention" in str(error)
+    assert "--option KEY=VALUE" in str(error)
+
+
 def test_a_plugin_that_cannot_run_here_is_not_said_to_keep_its_contract() -> None:
     result = run("flash", "-k", "devices or device_runs or in_chunks or reference")
     if "runs on cuda, which is not here" not in result.output:
@@ -323,6 +393,27 @@ def test_what_cannot_be_run_is_refused_by_name(install: Install) -> None:
     assert "'kernel' must be KEY=VALUE" in str(refused("sdpa", "--option", "kernel"))
     install("two", {"nanovllm.schedulers": {"sdpa": "two_plugin"}}, {"two_plugin": ""})
     assert "say which with --kind attention or scheduler" in str(refused("sdpa"))
+
+
+def test_a_plugin_whose_group_is_misspelt_is_found_out(install: Install) -> None:
+    """Nearer than any plugin of a like name: the one of that very name, where nobody looks."""
+    install("odd", {"nanovllm.observer": {"singular": "odd_plugin"}}, {"odd_plugin": ""})
+    why = (
+        "'singular' is in the group 'nanovllm.observer' of odd 1.2.3, which is that of no "
+        "installed kind; did you mean nanovllm.observers?"
+    )
+    for arguments in (["singular"], ["singular", "--kind", "observer"]):
+        error = refused(*arguments)
+        assert isinstance(error, PluginNotFoundError)
+        assert why in str(error)
+        assert "single?" not in str(error)
+
+
+def test_a_plugin_whose_kind_is_not_installed_is_found_out(install: Install) -> None:
+    install("cups", {"nanovllm.cups": {"mug": "cup_plugin"}}, {"cup_plugin": ""})
+    error = str(refused("mug"))
+    assert "'mug' is in the group 'nanovllm.cups' of cups 1.2.3, which is that of no" in error
+    assert "did you mean" not in error
 
 
 def test_an_option_that_cannot_be_read_is_refused() -> None:

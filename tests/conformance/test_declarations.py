@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-import pluggy
 import pytest
 
-from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.errors import NanoVLLMError, PluginLoadError
 from nanovllm_core.testing import (
     ExtensionConformance,
     KindConformance,
@@ -92,16 +91,45 @@ class TestKind(KindConformance):
 def test_a_misspelt_hook_of_an_extension_is_caught(install: Install) -> None:
     source = EXTENSION.replace("nanovllm_engine_closed", "nanovllm_engine_close")
     install("hello", {}, {"hello_typo": source})
-    with pytest.raises(pluggy.PluginValidationError, match="nanovllm_engine_close"):
-        TestExtension().test_every_hook_is_one_of_the_core(import_module("hello_typo"))
+    with pytest.raises(AssertionError, match="did you mean nanovllm_engine_closed"):
+        TestExtension().test_every_hook_is_one_that_is_called(import_module("hello_typo"))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_extension_may_answer_the_hooks_of_a_declared_kind(
+    install: Install, installed: bool
+) -> None:
+    """Of an installed one, and of its own module's, which may not be installed yet."""
+    answers = """
+@hookimpl
+def nanovllm_bells():
+    return []
+"""
+    install("bells", {"nanovllm.kinds": {"bell": "bell_plugin"}} if installed else {}, KIND)
+    source = answers if installed else KIND["bell_plugin"] + answers
+    install("ringing", {}, {"ringing_ext": EXTENSION + source})
+    TestExtension().test_every_hook_is_one_that_is_called(import_module("ringing_ext"))
 
 
 def test_a_kind_whose_hook_is_not_specified_is_caught(install: Install) -> None:
     broken = KIND | {"bell_hookspecs": KIND["bell_hookspecs"].replace("_bells", "_chimes")}
     install("bells", {"nanovllm.kinds": {"bell": "bell_plugin"}}, broken)
     kind = kind_under_test(import_module("bell_plugin").KIND, "bell_plugin")
-    with pytest.raises(AssertionError):
+    expected = "must declare the hook nanovllm_bells, marked @hookspec"
+    with pytest.raises(AssertionError, match=f"bell_hookspecs {expected}"):
         TestKind().test_the_hook_is_specified(kind)
+
+
+def test_a_hook_that_is_not_marked_is_named(install: Install) -> None:
+    """pluggy's own error names the module alone."""
+    broken = KIND | {"bell_hookspecs": KIND["bell_hookspecs"].replace("@hookspec", "")}
+    install("bells", {"nanovllm.kinds": {"bell": "bell_plugin"}}, broken)
+    kind = kind_under_test(import_module("bell_plugin").KIND, "bell_plugin")
+    expected = "bell_hookspecs must declare the hook nanovllm_bells, marked @hookspec"
+    with pytest.raises(AssertionError, match=expected):
+        TestKind().test_the_hook_is_specified(kind)
+    with pytest.raises(PluginLoadError, match=expected):
+        TestKind().test_the_core_takes_the_declaration(kind)
 
 
 def test_a_kind_that_no_hook_declares_is_refused(install: Install) -> None:

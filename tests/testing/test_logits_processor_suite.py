@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.interfaces.logits_processor import LogitsProcessor, LogitsRequest
-from nanovllm_core.testing import LogitsProcessorConformance
-from nanovllm_core.testing.logits_processor import OUTPUTS
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec, NoOptions
+from nanovllm_core.testing import LogitsProcessorConformance, PluginUnderTest
+from nanovllm_core.testing.logits_processor import OUTPUTS, VOCAB, write_tokenizer
+from nanovllm_core.tokenizer import Tokenizer
 
 Process = Callable[[Tensor, Sequence[LogitsRequest]], Any]
 
@@ -65,6 +69,34 @@ def test_work_on_the_device_does_not_wait() -> None:
     suite.test_it_does_not_wait_for_the_device(
         Processor(lambda logits, requests: logits.where(logits > 0, 0).sum()), ASKED
     )
+
+
+def test_the_suite_s_tokenizer_writes_any_text_in_ids_of_the_suite_s_vocabulary(
+    tmp_path: Path,
+) -> None:
+    """For whoever reads the folder: the engine's own tokenizer, or transformers."""
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path)
+    ours = Tokenizer.load(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    assert ours.vocab_size == len(theirs) == VOCAB
+    assert ours.eos_token_ids == (theirs.eos_token_id,) == (VOCAB - 1,)
+    for text in (" fox", "Mia\n", "naïve 狐"):
+        assert ours.decode(ours.encode(text)) == text
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+
+
+def test_stated_arguments_that_no_request_may_ask_are_an_error() -> None:
+    """A skip would hide that nothing was tested."""
+
+    class Suite(LogitsProcessorConformance):
+        arguments = ({"bias": 1},)
+
+    spec = LogitsProcessorSpec(name="plain", impl="a:B", contract=1)
+    plugin = PluginUnderTest(spec, NoOptions(), "a")
+    with pytest.raises(ConfigError, match=r"arguments\.bias: unknown option"):
+        Suite.asked.__wrapped__(Suite(), plugin)  # type: ignore[attr-defined]
 
 
 def test_logits_that_are_returned_and_not_changed_are_caught() -> None:

@@ -34,9 +34,9 @@ def one_plugin(manager: PluginManager, name: str, kind: str | None) -> Installed
     kinds = kinds or sorted({plugin.kind for plugin in manager.disabled() if plugin.name == name})
     if not kinds:
         names = sorted({plugin.name for plugin in installed})
+        hint = manager.misplaced(name) or did_you_mean(name, names)
         raise PluginNotFoundError(
-            f"no plugin {name!r} is installed{did_you_mean(name, names)}; installed: "
-            f"{', '.join(names) or 'none'}"
+            f"no plugin {name!r} is installed{hint}; installed: {', '.join(names) or 'none'}"
         )
     if len(kinds) > 1:
         raise PluginConflictError(

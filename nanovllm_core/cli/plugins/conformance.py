@@ -11,12 +11,14 @@ from typing import Annotated, Any
 from unittest import mock
 
 import typer
+from pydantic import ValidationError
 
 from nanovllm_core.cli.plugins.choice import KindOption, Name, installed_plugins, one_plugin
 from nanovllm_core.cli.plugins.report import Report
+from nanovllm_core.config_errors import explain_options
 from nanovllm_core.config_sources import parse_yaml
 from nanovllm_core.errors import ConfigError, PluginError
-from nanovllm_core.interfaces.specs import SchedulerSpec
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec, SchedulerSpec
 from nanovllm_core.kinds import EXTENSION, KIND, NO_SPEC
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager
@@ -49,6 +51,13 @@ def run_conformance_suite(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of the plugin's own; may be repeated."),
     ] = None,
+    argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="What requests ask of a logits processor; may be repeated.",
+        ),
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -77,15 +86,18 @@ def run_conformance_suite(
         ) from None
     manager = installed_plugins()
     plugin = one_plugin(manager, name, kind)
-    options = dict(_parse(text) for text in option or ())
+    options = dict(_parse(text, "--option") for text in option or ())
+    arguments = dict(_parse(text, "--argument") for text in argument or ())
     if plugin.kind not in NO_SPEC:
         manager.resolve(plugin.kind, name, options, "--option")
+    if arguments:
+        _check_arguments(manager, plugin, arguments)
     suite = _suite(manager, plugin)
     typer.echo(f"{plugin.kind} {plugin}: {suite.partition(':')[2]}")
     report = Report(verbose)
     more = ["-k", _expression(only)] if only else []
     more += [f"--junit-xml={junit.absolute()}"] if junit else []
-    status = _run(_test_file(plugin, suite, options), more, report)
+    status = _run(_test_file(plugin, suite, options, arguments), more, report)
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         what = f"no check of {suite} has a name with {only!r}" if only else f"{suite} has no checks"
         raise ConfigError(what)
@@ -100,12 +112,32 @@ def run_conformance_suite(
     raise typer.Exit(int(bool(report.failures)))
 
 
-def _test_file(plugin: InstalledPlugin, suite: str, options: Mapping[str, Any]) -> str:
+def _check_arguments(
+    manager: PluginManager, plugin: InstalledPlugin, arguments: Mapping[str, Any]
+) -> None:
+    """ConfigError for what no request may ask of this plugin."""
+    spec = None if plugin.kind in NO_SPEC else manager.spec(plugin.kind, plugin.name)
+    if not isinstance(spec, LogitsProcessorSpec):
+        raise ConfigError(
+            "--argument is what requests ask of a logits processor, and "
+            f"{plugin.name} is of the kind {plugin.kind}; its settings are --option KEY=VALUE"
+        )
+    try:
+        spec.arguments.model_validate(dict(arguments))
+    except ValidationError as error:
+        what = explain_options(error, spec.arguments, "--argument", str(plugin))
+        raise ConfigError(what) from None
+
+
+def _test_file(
+    plugin: InstalledPlugin, suite: str, options: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> str:
     """What an author would write, for the installed plugin."""
     module, _, name = suite.partition(":")
-    return TEST_FILE.format(
+    source = TEST_FILE.format(
         module=module, suite=name, kind=plugin.kind, name=plugin.name, options=options
     )
+    return source + (f"    arguments = ({arguments!r},)\n" if arguments else "")
 
 
 def _expression(words: str) -> str:
@@ -141,11 +173,11 @@ def _run(source: str, more: Sequence[str], report: Report) -> int:
             return int(pytest.main(arguments, plugins=[report]))
 
 
-def _parse(text: str) -> tuple[str, Any]:
+def _parse(text: str, flag: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--option {text!r} must be KEY=VALUE")
-    return key, parse_yaml(value, f"--option {key}")
+        raise ConfigError(f"{flag} {text!r} must be KEY=VALUE")
+    return key, parse_yaml(value, f"{flag} {key}")
 
 
 def _suite(manager: PluginManager, plugin: InstalledPlugin) -> str:
