@@ -172,7 +172,7 @@ def test_a_setting_that_a_model_misses_or_cannot_compute_with_is_named(
     model = startup.find_model(get_plugin_manager(), "Mine", tmp_path)
     with pytest.raises(ArchitectureError, match=r"Mine \(mine 1\.2\.3\): KeyError: 'hidden_sise'"):
         startup.read_shape(model, {}, tmp_path)
-    with pytest.raises(ArchitectureError, match="ZeroDivisionError: .*correct that setting"):
+    with pytest.raises(ArchitectureError, match=r"ZeroDivisionError: .*correct that setting"):
         startup.read_shape(model, {"hidden_sise": 64, "num_heads": 0}, tmp_path)
 
 

@@ -51,9 +51,10 @@ class RopeConfig:
         """Read config.json, in transformers' forms before and since version 5.
 
         Since 5 all is in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`, whose
-        kind is called `type` or `rope_type`; of the two, `rope_scaling` counts. `max_position` is the longest context that the
-        settings allow: yarn stretches it beyond `max_position_embeddings`. Raises
-        ArchitectureError for kinds that are unknown or would be wrong here.
+        kind is called `type` or `rope_type`. Where both are there, `rope_scaling` counts.
+        `max_position` is the longest context that the settings allow: yarn stretches it beyond
+        `max_position_embeddings`. Raises ArchitectureError for kinds that are unknown or would be
+        wrong here, and for numbers that are.
         """
         rope = _rope_settings(config)
         if kinds := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):

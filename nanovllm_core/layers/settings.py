@@ -26,12 +26,11 @@ def positive_int(
 def positive_float(
     settings: Mapping[str, Any], key: str, default: float | None = None, *, where: str = FILE
 ) -> float:
-    """A finite number above 0; absent and null mean `default`."""
+    """A finite number above 0, which NaN is not; absent and null mean `default`."""
     value = settings.get(key)
     if value is None:
         value = default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # not a number is refused too
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise _wrong(where, key, "number", value)
     return float(value)
 

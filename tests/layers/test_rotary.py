@@ -95,7 +95,7 @@ def test_with_two_rope_settings_theta_stands_beside_them() -> None:
 def test_a_theta_that_the_scaling_would_drop_is_refused() -> None:
     """Transformers falls back to 10,000, with which the model writes nonsense."""
     config = {**SIZES, "rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}
-    with pytest.raises(ArchitectureError, match="1000000.0.*add rope_theta to rope_scaling"):
+    with pytest.raises(ArchitectureError, match=r"1000000.0.*add rope_theta to rope_scaling"):
         RopeConfig.from_config(config, HEAD_SIZE)
 
 

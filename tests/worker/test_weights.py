@@ -270,7 +270,7 @@ def test_an_unreadable_index_is_named(text: str, tmp_path: Path) -> None:
 def test_a_name_longer_than_any_files_is_a_missing_file(tmp_path: Path) -> None:
     """The file system itself refuses to look for it."""
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "a" * 300}}))
-    with pytest.raises(WeightsError, match="1 of the 1 files.*are missing: aaa"):
+    with pytest.raises(WeightsError, match=r"1 of the 1 files.*are missing: aaa"):
         load_weights(TinyModel(), tmp_path, tied=False)
 
 

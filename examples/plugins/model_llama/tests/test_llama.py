@@ -109,7 +109,7 @@ def test_a_mistral_configuration_without_kv_heads_has_those_of_transformers() ->
 )
 def test_layers_that_no_model_here_has_are_refused(model: Any, changes: dict[str, Any]) -> None:
     """They were computed as full attention."""
-    with pytest.raises(ArchitectureError, match="layer_types .* only 'full_attention'"):
+    with pytest.raises(ArchitectureError, match=r"layer_types .* only 'full_attention'"):
         model.read_config({**MISTRAL_7B, **changes})
 
 
