@@ -11,6 +11,7 @@ import transformers
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ArchitectureError
+from nanovllm_core.testing.model_weights import assert_same_logits
 from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
 from nanovllm_example_model_llama.model import LlamaForCausalLM, MistralForCausalLM
 
@@ -90,6 +91,16 @@ def test_a_mistral_configuration_that_says_nothing_has_the_window_of_transformer
     config = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
     expected = transformers.MistralConfig(**config).sliding_window
     assert MistralForCausalLM.read_config(config).sliding_window == expected == 4096
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_a_mistral_with_layer_types_has_the_logits_of_ministral(kind: str, tmp_path: Path) -> None:
+    """Which is the model that transformers makes of it."""
+    settings = {**SMALL, "sliding_window": 12, "layer_types": [kind] * 2}
+    reference = ReferenceCheckpoint.save(tmp_path, transformers.MinistralForCausalLM, settings)
+    ids = torch.tensor(PROMPTS[3])
+    logits = run_model(load_model(MistralForCausalLM, tmp_path, reference.config), ids)
+    assert_same_logits(logits, reference.logits(ids))
 
 
 def test_a_mistral_configuration_without_kv_heads_has_those_of_transformers() -> None:

@@ -33,9 +33,9 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
             qkv_bias=True,
             sliding_window=window,
         )
-        if window is not None and settings.sliding_window is None:
-            return settings
         kinds = _layer_kinds(config, settings)
+        if window is not None and settings.sliding_window is None and kinds <= {_FULL, _SLIDING}:
+            return settings
         if kinds == {_FULL}:
             return replace(settings, sliding_window=None)
         if kinds == {_SLIDING} and window is not None:
