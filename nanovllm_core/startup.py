@@ -159,7 +159,7 @@ def read_model_config(checkpoint: Path) -> Mapping[str, Any]:
             f"{checkpoint} holds no config.json, so it is no checkpoint; `model` must name a "
             "folder with config.json, a tokenizer and safetensors files"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointNotFoundError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointNotFoundError(f"{file} holds {type(config).__name__}, not an object")
@@ -195,7 +195,7 @@ def read_shape(
     implementation = load_object(model)
     try:
         return cast(ModelShape, implementation.shape(model_config))
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ArchitectureError(
             f"{checkpoint}/config.json cannot be read by {model.name} ({model.distribution} "
             f"{model.version}): {type(error).__name__}: {error}; correct that setting, or fetch "

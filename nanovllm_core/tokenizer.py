@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 """What stands for bytes that are no character, and for those of an incomplete one."""
 OTHER_FORMATS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LONGEST_VOCABULARY = 2**31  # the engine keeps ids as int32
 
 
 class Tokenizer:
@@ -207,7 +208,12 @@ class Detokenizer:
 
 
 def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of generation_config.json, then those that only config.json has."""
+    """The end-of-sequence ids of generation_config.json, then those that only config.json has.
+
+    Without those beyond config.json's `vocab_size`: of a vocabulary that was cut, some checkpoints
+    name tokens that can no longer be sampled.
+    """
+    end = _vocabulary_end(Path(folder))
     ids: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -218,8 +224,14 @@ def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
                 raise CheckpointError(
                     f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them"
                 )
-            ids[token_id] = None
+            if token_id < end:
+                ids[token_id] = None
     return tuple(ids)
+
+
+def _vocabulary_end(folder: Path) -> int:
+    size = _read_json(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else _LONGEST_VOCABULARY
 
 
 def _merge_eos(
@@ -228,7 +240,7 @@ def _merge_eos(
     ids = dict.fromkeys(checkpoint_eos_token_ids(folder))
     token = _content(config.get("eos_token"))
     token_id = None if token is None else backend.token_to_id(token)
-    if token_id is not None:
+    if token_id is not None and token_id < _vocabulary_end(folder):
         ids[token_id] = None
     return tuple(ids)
 
@@ -264,13 +276,25 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; change its permissions") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{path} is not readable text: {error}; fetch the file again"
+        ) from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one where there is no file."""
     if not path.is_file():
         return {}
+    text = _read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not readable JSON: {error}; fetch the file again"
         ) from error
@@ -283,7 +307,7 @@ def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the (default) template of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template}

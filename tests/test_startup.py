@@ -116,7 +116,9 @@ def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(tmp_path: Path)
         (None, "holds no config.json, so it is no checkpoint"),
         ("{", "cannot be read"),
         ("[]", "holds list, not an object"),
+        ("[" * 100_000, "cannot be read"),
     ],
+    ids=["no file", "no JSON", "a list", "too deep"],
 )
 def test_a_config_that_is_none_is_named(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
@@ -159,15 +161,19 @@ def nanovllm_models():
 class Mine:
     @staticmethod
     def shape(config):
-        return config["hidden_sise"]
+        return config["hidden_sise"] / config["num_heads"]
 """
 
 
-def test_a_setting_that_a_model_misses_is_named(install: Install, tmp_path: Path) -> None:
+def test_a_setting_that_a_model_misses_or_cannot_compute_with_is_named(
+    install: Install, tmp_path: Path
+) -> None:
     install("mine", {"nanovllm.models": {"Mine": "mine_model"}}, {"mine_model": MODEL})
     model = startup.find_model(get_plugin_manager(), "Mine", tmp_path)
     with pytest.raises(ArchitectureError, match=r"Mine \(mine 1\.2\.3\): KeyError: 'hidden_sise'"):
         startup.read_shape(model, {}, tmp_path)
+    with pytest.raises(ArchitectureError, match=r"ZeroDivisionError: .*correct that setting"):
+        startup.read_shape(model, {"hidden_sise": 64, "num_heads": 0}, tmp_path)
 
 
 SCHEDULERS = """

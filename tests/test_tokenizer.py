@@ -237,6 +237,48 @@ def test_end_of_sequence_ids_may_be_none_one_or_many(copied, value):
     assert checkpoint_eos_token_ids(copied) == (() if value is None else (5,))
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_an_end_of_sequence_id_beyond_the_vocabulary_is_left_out(copied, name):
+    """It can never be sampled, as where a vocabulary was cut; without a size, what fits counts."""
+    for file in ("generation_config.json", "config.json"):
+        write_json(copied / file, {})
+    write_json(copied / name, {"eos_token_id": [5, 99, 100, 2**31, 2**70]})
+    assert checkpoint_eos_token_ids(copied) == (5, 99, 100)
+    config = {"vocab_size": 100, **({"eos_token_id": [99, 100]} if name == "config.json" else {})}
+    write_json(copied / "config.json", config)
+    assert checkpoint_eos_token_ids(copied) == ((99,) if name == "config.json" else (5, 99))
+
+
+def test_the_tokenizers_own_end_beyond_the_vocabulary_is_left_out(copied):
+    """A tokenizer may hold tokens for which the model has no row."""
+    write_json(copied / "config.json", {"vocab_size": 3, "eos_token_id": 0})
+    assert Tokenizer.load(copied).eos_token_ids == (2, 0)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, b"\xff"], ids=["cut", "too deep", "bytes"])
+def test_settings_that_are_no_json_are_named(copied, text):
+    path = copied / "generation_config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not readable"):
+        checkpoint_eos_token_ids(copied)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
+def test_a_file_that_may_not_be_read_is_named(copied, name, monkeypatch):
+    """Root may read all, so the refusal is played."""
+    (copied / name).write_text("{}")
+    read = Path.read_text
+
+    def refused(path, *args, **kwargs):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied")
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read.*denied.*permissions"):
+        Tokenizer.load(copied)
+
+
 def test_the_chat_template_is_applied_without_doubling_special_tokens(tokenizer):
     messages = [{"role": "user", "content": "hello"}]
     user, stop = 2, 3

@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.rotary import RopeConfig
+from nanovllm_core.layers.settings import positive_float, positive_int
 
 _DEFAULT_EPS = 1e-6
 
@@ -54,38 +55,45 @@ class DecoderConfig:
         mlp_bias: bool = False,
         qk_norm: bool = False,
         sliding_window: int | None = None,
+        partial_rotary: bool = False,
     ) -> DecoderConfig:
         """Read and check a config.json; the arguments are the architecture's answers.
 
         A setting that is absent or null has its usual value. `sliding_window` becomes None where
-        the longest context fits in it, so that it hides nothing. Raises ArchitectureError, which
-        names the setting, its value and what to do: for one that is missing or wrong, another
-        activation than SiLU, layers that differ, a quantised checkpoint, a rope that is not served.
+        the longest context fits in it, so that it hides nothing. `partial_rotary`: the architecture
+        honours `partial_rotary_factor`. Raises ArchitectureError, which names the setting, its
+        value and what to do: for one that is missing or wrong, another activation than SiLU, layers
+        that differ, a quantised checkpoint, a rope that is not served.
         """
         _refuse_what_no_decoder_here_computes(config)
-        hidden_size = _positive(config, "hidden_size")
-        num_heads = _positive(config, "num_attention_heads")
-        num_kv_heads = _positive(config, "num_key_value_heads", default=num_heads)
+        hidden_size = positive_int(config, "hidden_size")
+        num_heads = positive_int(config, "num_attention_heads")
+        num_kv_heads = positive_int(config, "num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads != 0:
             raise ArchitectureError(
                 f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
                 f"({num_kv_heads}); check the checkpoint's config.json"
             )
-        head_dim = _positive(config, "head_dim", default=hidden_size // num_heads)
+        head_dim = positive_int(config, "head_dim", default=hidden_size // num_heads)
         rope = RopeConfig.from_config(config, head_dim)
+        if rope.rotary_size != head_dim and not partial_rotary:
+            raise ArchitectureError(
+                f"config.json: by partial_rotary_factor only {rope.rotary_size} of a head's "
+                f"{head_dim} dimensions rotate, which is not supported for this architecture; "
+                "remove the setting, or use another plugin for its architecture"
+            )
         if sliding_window is not None:
-            window = _positive({"sliding_window": sliding_window}, "sliding_window")
+            window = positive_int({"sliding_window": sliding_window}, "sliding_window")
             sliding_window = window if window < rope.max_position else None
-        eps = config.get("rms_norm_eps")
         return cls(
-            vocab_size=_positive(config, "vocab_size"),
+            vocab_size=positive_int(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_positive(config, "intermediate_size"),
-            num_hidden_layers=_positive(config, "num_hidden_layers"),
+            intermediate_size=positive_int(config, "intermediate_size"),
+            num_hidden_layers=positive_int(config, "num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_DEFAULT_EPS if eps is None else float(eps),
+            rms_norm_eps=positive_float(config, "rms_norm_eps", default=_DEFAULT_EPS),
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             rope=rope,
             qkv_bias=qkv_bias,
@@ -129,7 +137,7 @@ def refuse_unless(config: Mapping[str, Any], **served: Any) -> None:
 
 
 def _refuse_what_no_decoder_here_computes(config: Mapping[str, Any]) -> None:
-    refuse_unless(config, hidden_act="silu")
+    refuse_unless(config, hidden_act="silu", is_causal=True)
     kinds = sorted(set(config.get("layer_types") or ()))
     if len(kinds) > 1:
         raise ArchitectureError(
@@ -141,15 +149,3 @@ def _refuse_what_no_decoder_here_computes(config: Mapping[str, Any]) -> None:
             f"the checkpoint is quantised ({quantization.get('quant_method', 'unknown')}), which "
             "is not supported; use the one in bfloat16 or float16"
         )
-
-
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArchitectureError(
-            f"config.json: {key} must be a positive integer, not {value!r}; "
-            "check the checkpoint's config.json"
-        )
-    return value

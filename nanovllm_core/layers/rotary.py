@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.layers.settings import positive_float, positive_int
 
 _DEFAULT_THETA = 10_000.0
 _REFUSED = {
@@ -50,14 +51,15 @@ class RopeConfig:
         """Read config.json, in transformers' forms before and since version 5.
 
         Since 5 all is in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`, whose
-        kind is called `type` or `rope_type`. `max_position` is the longest context that the
-        settings allow: yarn stretches it beyond `max_position_embeddings`. Raises
-        ArchitectureError for kinds that are unknown or would be wrong here.
+        kind is called `type` or `rope_type`. Where both are there, `rope_scaling` counts.
+        `max_position` is the longest context that the settings allow: yarn stretches it beyond
+        `max_position_embeddings`. Raises ArchitectureError for kinds that are unknown or would be
+        wrong here, and for numbers that are.
         """
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        if any(isinstance(value, Mapping) for value in rope.values()):
+        rope = _rope_settings(config)
+        if kinds := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):
             raise ArchitectureError(
-                f"rope_parameters differ between layer types ({', '.join(sorted(rope))}), "
+                f"rope_parameters differ between layer types ({', '.join(kinds)}), "
                 "which is not supported: all layers must rotate alike"
             )
         kind = rope.get("rope_type", rope.get("type")) or "default"
@@ -69,20 +71,29 @@ class RopeConfig:
             )
         if "mrope_section" in rope:
             raise ArchitectureError("mrope_section (multimodal rope) is not supported")
-        partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-        theta = rope.get("rope_theta", config.get("rope_theta"))
         plain = cls(
-            theta=float(_DEFAULT_THETA if theta is None else theta),
-            rotary_size=_rotary_size(head_size, partial),
-            max_position=int(_require(config, "max_position_embeddings", "config.json")),
+            theta=positive_float(rope, "rope_theta", _DEFAULT_THETA),
+            rotary_size=_rotary_size(head_size, positive_float(rope, "partial_rotary_factor", 1.0)),
+            max_position=positive_int(config, "max_position_embeddings"),
         )
         return plain if kind == "default" else _stretched(plain, kind, config, rope)
 
 
-def _require(settings: Mapping[str, Any], key: str, where: str) -> Any:
-    if settings.get(key) is None:
-        raise ArchitectureError(f"{where} has no {key!r}; add it to the checkpoint's config.json")
-    return settings[key]
+def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """One mapping for all; `rope_scaling` replaces `rope_parameters`, as it does in transformers.
+
+    A theta that this would drop for the default is refused: to use it would be to guess.
+    """
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    shared = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    rope = {**shared, **(scaling or parameters or {})}
+    dropped = parameters.get("rope_theta") if scaling and parameters else None
+    if rope["rope_theta"] is None and dropped not in (None, _DEFAULT_THETA):
+        raise ArchitectureError(
+            f"config.json: rope_scaling replaces rope_parameters, and has no rope_theta ("
+            f"rope_parameters: {dropped!r}); add rope_theta to rope_scaling"
+        )
+    return rope
 
 
 def _rotary_size(head_size: int, partial: float) -> int:
@@ -99,38 +110,58 @@ def _stretched(
     plain: RopeConfig, kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]
 ) -> RopeConfig:
     """The settings that linear, yarn and llama3 add to a plain rope."""
+    where = f"config.json, {kind} rope"
     key = "original_max_position_embeddings"
-    original = int(config.get(key) or rope.get(key) or plain.max_position)
+    lengths = {key: config.get(key) or rope.get(key)}
+    original = positive_int(lengths, key, plain.max_position, where=where)
     # A yarn config without a factor means the ratio of the two lengths.
     ratio = plain.max_position / original if kind == "yarn" else None
-    factor = float(rope.get("factor") or ratio or _require(rope, "factor", f"{kind} rope"))
+    factor = positive_float(rope, "factor", ratio, where=where)
     scaled = replace(plain, kind=kind, factor=factor, original_max_position=original)
     if kind == "yarn":
-        return replace(
-            scaled,
-            attention_factor=_yarn_attention_factor(rope, factor),
-            beta_fast=float(rope.get("beta_fast") or 32.0),
-            beta_slow=float(rope.get("beta_slow") or 1.0),
-            truncate=bool(rope.get("truncate", True)),
-            max_position=max(plain.max_position, int(original * factor)),
-        )
+        return _with_yarn(scaled, rope, where)
     if kind == "llama3":
-        return replace(
-            scaled,
-            low_freq_factor=float(_require(rope, "low_freq_factor", "llama3 rope")),
-            high_freq_factor=float(_require(rope, "high_freq_factor", "llama3 rope")),
+        low, high = (
+            positive_float(rope, name, where=where)
+            for name in ("low_freq_factor", "high_freq_factor")
         )
+        if low > high:
+            raise ArchitectureError(
+                f"{where}: low_freq_factor ({low}) must not be above high_freq_factor ({high}); "
+                "check the checkpoint's config.json"
+            )
+        return replace(scaled, low_freq_factor=low, high_freq_factor=high)
     return scaled
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+def _with_yarn(scaled: RopeConfig, rope: Mapping[str, Any], where: str) -> RopeConfig:
+    if scaled.theta <= 1:
+        raise ArchitectureError(
+            f"{where}: rope_theta must be above 1, not {scaled.theta}; "
+            "check the checkpoint's config.json"
+        )
+    stretched = int(scaled.original_max_position * scaled.factor)
+    # For a bound of the ramp 0 means the usual value, as in transformers.
+    bounds = {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}
+    return replace(
+        scaled,
+        attention_factor=_yarn_attention_factor(rope, scaled.factor, where),
+        beta_fast=positive_float(bounds, "beta_fast", 32.0, where=where),
+        beta_slow=positive_float(bounds, "beta_slow", 1.0, where=where),
+        truncate=bool(rope.get("truncate", True)),
+        max_position=max(scaled.max_position, stretched),
+    )
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> float:
     def mscale(weight: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    of, over = rope.get("mscale"), rope.get("mscale_all_dim")
-    return mscale(of) / mscale(over) if of and over else mscale()
+    usual = mscale()
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        of, over = (positive_float(rope, key, where=where) for key in ("mscale", "mscale_all_dim"))
+        usual = mscale(of) / mscale(over)
+    return positive_float(rope, "attention_factor", usual, where=where)
 
 
 def _default_frequencies(rope: RopeConfig) -> Tensor:

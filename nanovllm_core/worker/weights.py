@@ -7,6 +7,7 @@ milliseconds; only then are tensors copied, one at a time, to where the paramete
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,13 +40,15 @@ def load_weights(
     `tied`: the embedding and the head share a parameter; it is loaded under its first name, and a
     second copy in the checkpoint is left out. Tensors are converted to the parameter's dtype.
     Raises WeightsError, before anything is copied, for weights that are missing, unexpected,
-    double, quantised or of the wrong shape, and for files that are missing or cannot be read.
+    double, quantised or of the wrong shape, for a second copy that differs, and for files that are
+    missing or cannot be read.
     The caller calls `finalize_layers` afterwards.
     """
     folder = Path(checkpoint_dir)
     slots, unwanted = _slots(model, tied)
     contents = {file: _read_header(file) for file in _weight_files(folder)}
     _check(folder, slots, unwanted, contents)
+    _check_copies(model, contents)
     done = 0
     for file, header in contents.items():
         with _open(file) as tensors:
@@ -136,18 +139,20 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise WeightsError(_no_files_message(folder))
+            raise WeightsError(_denied(folder) or _no_files_message(folder))
         return files
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise WeightsError(
-            f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
+            _denied(index)
+            or f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
         ) from error
-    outside = [name for name in names if Path(name).name != name]
     if outside:
         raise WeightsError(f"{index} names files outside its folder: {_some(outside)}")
-    missing = [name for name in names if not (folder / name).is_file()]
+    # Path.is_file raises where a name is longer than the file system takes.
+    missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         raise WeightsError(
             f"{len(missing)} of the {len(names)} files that {index} lists are missing: "
@@ -177,8 +182,16 @@ def _open(file: Path) -> Iterator[Any]:
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise WeightsError(
-            f"{file} ({size} bytes) is truncated or damaged ({error}); download it again"
+            _denied(file)
+            or f"{file} ({size} bytes) is truncated or damaged ({error}); download it again"
         ) from error
+
+
+def _denied(path: Path) -> str | None:
+    """What to say of a path that exists and may not be read; None for any other."""
+    if not path.exists() or os.access(path, os.R_OK):
+        return None
+    return f"this user may not read {path}; change its permissions"
 
 
 def _read_header(file: Path) -> dict[str, _TensorInfo]:
@@ -240,6 +253,23 @@ def _check(
             f"the weights in {folder} do not fit the model: {'; '.join(reasons)}. Check that "
             "config.json belongs to these weights, or download the checkpoint again"
         )
+
+
+def _check_copies(model: nn.Module, contents: dict[Path, dict[str, _TensorInfo]]) -> None:
+    """A tied head that the checkpoint stores too must be the embedding: only one is loaded."""
+    files = {name: file for file, header in contents.items() for name in header}
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        source = first.setdefault(parameter, name)
+        if name == source or name not in files or source not in files:
+            continue
+        with _open(files[source]) as sources, _open(files[name]) as copies:
+            loaded = sources.get_tensor(source).to(parameter.dtype)
+            if not torch.equal(loaded, copies.get_tensor(name).to(parameter.dtype)):
+                raise WeightsError(
+                    f"{name} (in {files[name].name}) differs from {source}, with which config.json "
+                    "ties it; set tie_word_embeddings: false there to use it"
+                )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -268,7 +268,7 @@ MUTATIONS = [
     config(
         "another activation is computed as silu",
         HONOURED,
-        ('refuse_unless(config, hidden_act="silu")', "pass"),
+        ('refuse_unless(config, hidden_act="silu", is_causal=True)', "pass"),
     ),
     own(
         "a sliding window is ignored",
@@ -283,7 +283,7 @@ MUTATIONS = [
     config(
         "the width of heads is always hidden_size / heads",
         HONOURED,
-        ('_positive(config, "head_dim", default=hidden_size // num_heads)',
+        ('positive_int(config, "head_dim", default=hidden_size // num_heads)',
          "hidden_size // num_heads"),
     ),
     model(

@@ -89,7 +89,12 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], st
     "a setting of another type": (
         changed_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}),
         ArchitectureError,
-        r"config\.json cannot be read by Qwen3ForCausalLM \(nanovllm-model-qwen3 .*'x'; correct",
+        r"config\.json, linear rope: factor must be a positive number, not 'x'; check",
+    ),
+    "a setting that no code expects": (
+        changed_config(rope_parameters="linear"),
+        ArchitectureError,
+        r"config\.json cannot be read by Qwen3ForCausalLM \(nanovllm-model-qwen3 .*; correct",
     ),
     "config.json that is not JSON": (
         broken_json,

@@ -94,7 +94,17 @@ WRONG: dict[str, dict[str, Any]] = {
     r"quantised \(fp8\).*; use the one in bfloat16": {
         "quantization_config": {"quant_method": "fp8"}
     },
-    "no 'max_position_embeddings'": {"max_position_embeddings": None},
+    "max_position_embeddings must be a positive integer, not None": {
+        "max_position_embeddings": None
+    },
+    "only 12 of a head's 24 dim.*remove the setting": {"partial_rotary_factor": 0.5},
+    "only 6 of a head's 24 dim.*remove the setting": {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}
+    },
+    "is_causal False is not supported, only True": {"is_causal": False},
+    "rms_norm_eps must be a positive number, not -1": {"rms_norm_eps": -1},
+    "rms_norm_eps must be a positive number, not nan": {"rms_norm_eps": float("nan")},
+    "rope_theta must be a positive number, not 0": {"rope_theta": 0},
     "rope type 'dynamic' is not supported": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
 }
 
@@ -104,6 +114,12 @@ def test_what_no_decoder_here_computes_is_refused(message: str) -> None:
     """With the setting, its value and what to do."""
     with pytest.raises(ArchitectureError, match=message):
         DecoderConfig.from_config({**CONFIG, **WRONG[message]})
+
+
+def test_an_architecture_may_say_that_part_of_a_head_rotates() -> None:
+    """The others ignore `partial_rotary_factor` in transformers, so it is refused for them."""
+    config = {**CONFIG, "partial_rotary_factor": 0.5}
+    assert DecoderConfig.from_config(config, partial_rotary=True).rope.rotary_size == 12
 
 
 @pytest.mark.parametrize(("window", "kept"), [(None, None), (63, 63), (64, None), (4096, None)])

@@ -70,6 +70,35 @@ def test_older_configs_are_read_as_transformers_reads_them(kind: str, key: str) 
     assert_equals_transformers(config, reference)
 
 
+def test_of_two_rope_settings_the_scaling_counts() -> None:
+    """A card's yarn, added to a config.json that transformers 5 wrote."""
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "rope_scaling": {**YARN, "rope_theta": 50.0},
+    }
+    reference = Qwen3Config(**SIZES, **both)
+    assert reference.rope_parameters["rope_type"] == "yarn"
+    assert_equals_transformers({**SIZES, **both}, reference)
+
+
+def test_with_two_rope_settings_theta_stands_beside_them() -> None:
+    """As in transformers, which takes none of `rope_parameters`."""
+    both = {
+        "rope_theta": 500.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "rope_scaling": {**YARN},  # transformers writes into it
+    }
+    assert RopeConfig.from_config({**SIZES, **both}, HEAD_SIZE).theta == 500.0
+    assert_equals_transformers({**SIZES, **both}, Qwen3Config(**SIZES, **both))
+
+
+def test_a_theta_that_the_scaling_would_drop_is_refused() -> None:
+    """Transformers falls back to 10,000, with which the model writes nonsense."""
+    config = {**SIZES, "rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}
+    with pytest.raises(ArchitectureError, match=r"1000000.0.*add rope_theta to rope_scaling"):
+        RopeConfig.from_config(config, HEAD_SIZE)
+
+
 def test_scaling_is_not_ignored() -> None:
     """Each kind gives another table: none falls back to the default one."""
     tables = [
@@ -119,9 +148,16 @@ REFUSED: dict[str, dict[str, Any]] = {
     "'spiral'.*unknown": {"type": "spiral"},
     "differ between layer types": {"full_attention": {"rope_type": "default"}},
     "mrope_section": {"rope_type": "default", "mrope_section": [8, 12, 12]},
-    "linear rope has no 'factor'": {"rope_type": "linear"},
-    "llama3 rope has no 'high_freq_factor'": {
+    "linear rope: factor must be a positive number, not None": {"rope_type": "linear"},
+    "llama3 rope: high_freq_factor must be a positive number, not None": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    },
+    r"low_freq_factor \(4.0\) must not be above high_freq_factor \(1.0\)": {
+        **LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
+    },
+    "yarn rope: rope_theta must be above 1, not 1.0": {**YARN, "rope_theta": 1},
+    "original_max_position_embeddings must be a positive integer, not -64": {
+        **YARN, "original_max_position_embeddings": -64,
     },
     "even and between": {"rope_type": "default", "partial_rotary_factor": 1.5},
 }  # fmt: skip
@@ -134,7 +170,28 @@ def test_what_would_be_wrong_is_refused_with_a_reason(message: str) -> None:
         RopeConfig.from_config({**SIZES, "rope_parameters": REFUSED[message]}, HEAD_SIZE)
 
 
-def test_a_config_without_a_maximum_position_is_refused() -> None:
+@pytest.mark.parametrize("length", [None, 0, -1, True, 2.7, "256"])
+def test_a_config_without_a_maximum_position_is_refused(length: Any) -> None:
     """The table's length comes from it."""
-    with pytest.raises(ArchitectureError, match="max_position_embeddings"):
-        RopeConfig.from_config({}, HEAD_SIZE)
+    with pytest.raises(ArchitectureError, match="max_position_embeddings must be a positive int"):
+        RopeConfig.from_config({"max_position_embeddings": length}, HEAD_SIZE)
+
+
+@pytest.mark.parametrize("value", [0, -2.0, math.nan, math.inf, True, "4"])
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"rope_type": "default"}, "rope_theta"),
+        ({"rope_type": "linear"}, "factor"),
+        (YARN, "factor"),
+        (YARN, "attention_factor"),
+        (LLAMA3, "low_freq_factor"),
+    ],
+)
+def test_a_number_that_would_give_nonsense_is_refused(
+    settings: dict[str, Any], key: str, value: Any
+) -> None:
+    """Not a number, infinite, 0 or negative: the tables would hold no angles."""
+    config = {**SIZES, "rope_parameters": {**settings, key: value}}
+    with pytest.raises(ArchitectureError, match=f"{key} must be a positive number, not {value!r}"):
+        RopeConfig.from_config(config, HEAD_SIZE)

@@ -138,14 +138,28 @@ def test_several_files_without_an_index_are_read_too(tmp_path: Path) -> None:
     assert_holds(model, tensors)
 
 
-@pytest.mark.parametrize("with_copy", [False, True])
-def test_tied_embeddings_need_no_head(with_copy: bool, tmp_path: Path) -> None:
-    """A copy of the head in the checkpoint changes nothing."""
-    changes = {} if with_copy else {"head__weight": None}
-    tensors, model = checkpoint(**changes), TinyModel(tied=True)
-    save(tmp_path, tensors)
+@pytest.mark.parametrize("head", ["none", "a copy", "a copy in another dtype"])
+def test_tied_embeddings_need_no_head(head: str, tmp_path: Path) -> None:
+    """A copy of the embedding in the checkpoint changes nothing."""
+    tensors, model = checkpoint(head__weight=None), TinyModel(tied=True)
+    tensors["embed.weight"] = tensors["embed.weight"].bfloat16().float()
+    if head != "none":
+        dtype = torch.float32 if head == "a copy" else torch.bfloat16
+        tensors["head.weight"] = tensors["embed.weight"].to(dtype, copy=True)
+    save_sharded(tmp_path, tensors)
     load_weights(model, tmp_path, tied=True)
     assert_holds(model, tensors)
+
+
+@pytest.mark.parametrize("head", [torch.ones(6, 8), torch.ones(8, 6)], ids=["number", "shape"])
+def test_a_tied_head_of_its_own_is_refused(head: Tensor, tmp_path: Path) -> None:
+    """Transformers uses the stored head, so leaving it out would give other logits."""
+    save_sharded(tmp_path, checkpoint(head__weight=head))
+    model = TinyModel(tied=True)
+    message = r"head\.weight \(in model-.*\) differs from embed\.weight.*tie_word_embeddings: false"
+    with pytest.raises(WeightsError, match=message):
+        load_weights(model, tmp_path, tied=True)
+    assert_untouched(model)
 
 
 def test_weights_are_converted_to_the_models_dtype(tmp_path: Path) -> None:
@@ -241,11 +255,38 @@ def test_a_file_that_the_index_lists_must_be_there(tmp_path: Path) -> None:
         load_weights(TinyModel(), tmp_path, tied=False)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {"a": 1, "b": 2}}', "[" * 100_000],
+    ids=["no JSON", "a list", "no map", "nothing", "numbers for names", "too deep"],
+)
 def test_an_unreadable_index_is_named(text: str, tmp_path: Path) -> None:
     """Whether it is not JSON or not an index."""
     (tmp_path / INDEX_NAME).write_text(text)
     with pytest.raises(WeightsError, match=f"{INDEX_NAME} cannot be read"):
+        load_weights(TinyModel(), tmp_path, tied=False)
+
+
+def test_a_name_longer_than_any_files_is_a_missing_file(tmp_path: Path) -> None:
+    """The file system itself refuses to look for it."""
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "a" * 300}}))
+    with pytest.raises(WeightsError, match=r"1 of the 1 files.*are missing: aaa"):
+        load_weights(TinyModel(), tmp_path, tied=False)
+
+
+@pytest.mark.parametrize("what", ["the file", "the folder"])
+def test_weights_that_may_not_be_read_are_not_called_damaged(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download would not help; root may read all, so the answer of the system is replaced."""
+    file = save(tmp_path, checkpoint())
+    if what == "the folder":
+        file.unlink()
+    else:
+        file.write_bytes(b"")  # unreadable for another reason, as a test of root's has it
+    denied = file if what == "the file" else tmp_path
+    monkeypatch.setattr("os.access", lambda path, mode: path != denied)
+    with pytest.raises(WeightsError, match=rf"this user may not read {denied}; .*permissions$"):
         load_weights(TinyModel(), tmp_path, tied=False)
 
 

@@ -1,4 +1,7 @@
-"""Qwen3 dense (arXiv:2505.09388): nanovllm's decoder with an RMS norm of each head of q and k."""
+"""Qwen3 dense (arXiv:2505.09388): nanovllm's decoder with an RMS norm of each head of q and k.
+
+What config.json leaves out has the value that transformers gives it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, refuse_unless
+
+_HEADS = {"num_key_value_heads": 32, "head_dim": 128}
+"""What is meant where config.json leaves them out."""
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
@@ -16,4 +22,6 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         """Windows are refused: Qwen3 has them, if at all, in some of its layers."""
         refuse_unless(config, use_sliding_window=False, layer_types="full_attention")
         bias = bool(config.get("attention_bias"))
-        return DecoderConfig.from_config(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
+        return DecoderConfig.from_config(
+            {**_HEADS, **config}, qkv_bias=bias, output_bias=bias, qk_norm=True
+        )

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
+import transformers
 
 from nanovllm_core.api import ArchitectureError, ModelShape
 from nanovllm_model_qwen3.model import Qwen3ForCausalLM
@@ -41,12 +42,21 @@ def test_the_shape_of_qwen3_0_6b() -> None:
     )
 
 
-def test_head_settings_that_are_absent_follow_from_the_others() -> None:
-    """As many KV heads as query heads, and heads that fill the hidden size."""
+def test_head_settings_that_are_absent_have_the_values_of_transformers() -> None:
+    """They do not follow from the others."""
     config = {k: v for k, v in CONFIG.items() if k not in ("head_dim", "num_key_value_heads")}
-    shape = Qwen3ForCausalLM.shape(config)
-    assert (shape.head_size, shape.num_kv_heads) == (64, 16)
+    config["num_attention_heads"] = 64
+    shape, expected = Qwen3ForCausalLM.shape(config), transformers.Qwen3Config(**config)
+    assert shape.head_size == expected.head_dim == 128
+    assert shape.num_kv_heads == expected.num_key_value_heads == 32
     assert not Qwen3ForCausalLM.shape({**config, "tie_word_embeddings": False}).tied_embeddings
+
+
+def test_null_means_a_kv_head_for_each_head() -> None:
+    """As in transformers."""
+    config = {**CONFIG, "num_key_value_heads": None}
+    expected = transformers.Qwen3Config(**config).num_key_value_heads
+    assert Qwen3ForCausalLM.shape(config).num_kv_heads == expected == 16
 
 
 def test_yarn_lengthens_the_context() -> None:
@@ -66,6 +76,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "vocab_size must be a positive integer, not '9'": {"vocab_size": "9"},
     "num_attention_heads \\(16\\).*num_key_value_heads \\(3\\)": {"num_key_value_heads": 3},
     "max_position_embeddings": {"max_position_embeddings": None},
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "is_causal False": {"is_causal": False},
 }
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, LayerContext
+from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, LayerContext, refuse_unless
 
-_MISTRAL_WINDOW = 4096
-"""What a Mistral config.json without `sliding_window` means; null means no window."""
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
+"""What a Mistral config.json without them means; null means a KV head for each head, no window."""
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
@@ -21,6 +21,7 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        refuse_unless(config, layer_types="full_attention")
         bias = bool(config.get("attention_bias"))
         return DecoderConfig.from_config(
             config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias"))
@@ -36,9 +37,17 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Llama without biases, and with a sliding window where config.json has one."""
+    """Llama without biases, and with a sliding window where config.json has one.
+
+    `layer_types`, where it is there, says whether the layers have it: the model is then what
+    transformers calls Ministral.
+    """
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        window = config.get("sliding_window", _MISTRAL_WINDOW)
-        return DecoderConfig.from_config(config, sliding_window=window)
+        config = {**_MISTRAL, **config}
+        window, kinds = config["sliding_window"], set(config.get("layer_types") or ())
+        slides = kinds <= {"sliding_attention"}
+        if not slides or window is None:
+            refuse_unless(config, layer_types="full_attention")
+        return DecoderConfig.from_config(config, sliding_window=window if slides else None)

@@ -10,6 +10,8 @@ import torch
 import transformers
 
 from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.api import ArchitectureError
+from nanovllm_core.testing.model_weights import assert_same_logits
 from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
 from nanovllm_example_model_llama.model import LlamaForCausalLM, MistralForCausalLM
 
@@ -73,6 +75,8 @@ def test_the_shape_of_llama_3_1_8b() -> None:
         ({}, 4096),
         ({"sliding_window": None}, None),  # Mistral 7B v0.2 and later
         ({"max_position_embeddings": 4096}, None),
+        ({"layer_types": ["full_attention"] * 32}, None),
+        ({"layer_types": ["sliding_attention"] * 32}, 4096),
         ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 2.0}}, 4096),
     ],
 )
@@ -87,6 +91,37 @@ def test_a_mistral_configuration_that_says_nothing_has_the_window_of_transformer
     config = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
     expected = transformers.MistralConfig(**config).sliding_window
     assert MistralForCausalLM.read_config(config).sliding_window == expected == 4096
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_a_mistral_with_layer_types_has_the_logits_of_ministral(kind: str, tmp_path: Path) -> None:
+    """Which is the model that transformers makes of it."""
+    settings = {**SMALL, "sliding_window": 12, "layer_types": [kind] * 2}
+    reference = ReferenceCheckpoint.save(tmp_path, transformers.MinistralForCausalLM, settings)
+    ids = torch.tensor(PROMPTS[3])
+    logits = run_model(load_model(MistralForCausalLM, tmp_path, reference.config), ids)
+    assert_same_logits(logits, reference.logits(ids))
+
+
+def test_a_mistral_configuration_without_kv_heads_has_those_of_transformers() -> None:
+    config = {key: value for key, value in MISTRAL_7B.items() if key != "num_key_value_heads"}
+    expected = transformers.MistralConfig(**config).num_key_value_heads
+    assert MistralForCausalLM.shape(config).num_kv_heads == expected == 8
+
+
+@pytest.mark.parametrize("model", [LlamaForCausalLM, MistralForCausalLM])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["chunked_attention"] * 32},
+        {"layer_types": ["sliding_attention"] * 32, "sliding_window": None},
+    ],
+    ids=["an unknown kind", "a window without a length"],
+)
+def test_layers_that_no_model_here_has_are_refused(model: Any, changes: dict[str, Any]) -> None:
+    """They were computed as full attention."""
+    with pytest.raises(ArchitectureError, match=r"layer_types .* only 'full_attention'"):
+        model.read_config({**MISTRAL_7B, **changes})
 
 
 def test_llama_has_no_window_and_mistral_no_biases() -> None:

@@ -16,6 +16,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _FIRST_SLIDING_LAYER = 4096, 28
 """What `use_sliding_window: true` means without `sliding_window` and `max_window_layers`."""
 
+_KV_HEADS = 32
+"""What a config.json without `num_key_value_heads` means; null means one for each head."""
+
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """One window for all layers, or none; a mix of windows and full attention is refused."""
@@ -26,11 +29,13 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
         window = config.get("sliding_window", _WINDOW) if slides else None
         # Layers of different kinds are judged here: they are alike if the window hides nothing.
         settings = DecoderConfig.from_config(
-            {**config, "layer_types": None}, qkv_bias=True, sliding_window=window
+            {"num_key_value_heads": _KV_HEADS, **config, "layer_types": None},
+            qkv_bias=True,
+            sliding_window=window,
         )
-        if window is not None and settings.sliding_window is None:
-            return settings
         kinds = _layer_kinds(config, settings)
+        if window is not None and settings.sliding_window is None and kinds <= {_FULL, _SLIDING}:
+            return settings
         if kinds == {_FULL}:
             return replace(settings, sliding_window=None)
         if kinds == {_SLIDING} and window is not None:

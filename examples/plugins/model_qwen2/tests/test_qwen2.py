@@ -70,10 +70,26 @@ def test_one_window_for_all_layers_or_none(changes: dict[str, Any], window: int 
     assert slides is (window is not None)
 
 
+def test_a_configuration_without_kv_heads_has_those_of_transformers() -> None:
+    """32, whatever the number of heads; null means one for each."""
+    config = {k: v for k, v in QWEN2_5_0_5B.items() if k != "num_key_value_heads"}
+    for changes in ({"num_attention_heads": 64}, {"num_key_value_heads": None}):
+        theirs = transformers.Qwen2Config(**{**config, **changes})
+        ours = Qwen2ForCausalLM.shape({**config, **changes})
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+
+
 def test_layers_that_slide_without_a_window_are_refused() -> None:
     """layer_types and use_sliding_window contradict each other."""
     config = {**QWEN2_5_0_5B, "layer_types": ["sliding_attention"] * 24}
     with pytest.raises(ArchitectureError, match="sliding_window None"):
+        Qwen2ForCausalLM.read_config(config)
+
+
+def test_layers_of_an_unknown_kind_are_refused_beside_a_window_that_hides_nothing() -> None:
+    """Such a window makes only full and sliding layers alike."""
+    config = {**QWEN2_5_0_5B, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 24}
+    with pytest.raises(ArchitectureError, match="chunked_attention"):
         Qwen2ForCausalLM.read_config(config)
 
 

@@ -1,0 +1,42 @@
+"""Numbers of config.json, checked: with a wrong one a model would start and write nonsense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm_core.errors import ArchitectureError
+
+FILE = "config.json"
+
+
+def positive_int(
+    settings: Mapping[str, Any], key: str, default: int | None = None, *, where: str = FILE
+) -> int:
+    """A size or a length; absent and null mean `default`."""
+    value = settings.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _wrong(where, key, "integer", value)
+    return value
+
+
+def positive_float(
+    settings: Mapping[str, Any], key: str, default: float | None = None, *, where: str = FILE
+) -> float:
+    """A finite number above 0, which NaN is not; absent and null mean `default`."""
+    value = settings.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise _wrong(where, key, "number", value)
+    return float(value)
+
+
+def _wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:
+    return ArchitectureError(
+        f"{where}: {key} must be a positive {kind}, not {value!r}; "
+        "check the checkpoint's config.json"
+    )
