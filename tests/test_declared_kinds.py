@@ -336,8 +336,8 @@ def test_the_light_modules_of_a_declared_kind_need_no_torch(
     assert result.stdout.strip() == "False", result.stderr
 
 
-def test_a_plugin_that_also_serves_a_broken_kind_is_refused_each_time(install: Install) -> None:
-    """Its other hooks are not called either: it is not half loaded."""
+def add_feeder(install: Install) -> None:
+    """A module with an observer beside its sink."""
     observer = """
 from nanovllm_core.api import ObserverSpec
 
@@ -345,11 +345,24 @@ from nanovllm_core.api import ObserverSpec
 def nanovllm_observers():
     return [ObserverSpec(name="feeder", impl="line_sink:Sink", contract=1)]
 """
-    declare(install, "1/0")
     install(
         "nanovllm-feeder", {"nanovllm.observers": {"feeder": "line_sink"}},
         {"line_sink": PLUGIN + observer},
     )  # fmt: skip
+
+
+def test_hookspecs_that_do_not_fit_a_plugin_loaded_before_are_refused(install: Install) -> None:
+    """The observer is asked for first; its module answers the kind's hooks too."""
+    declare(install, hookspecs=HOOKSPECS.replace("flushed(count)", "flushed()"))
+    add_feeder(install)
+    with pytest.raises(PluginLoadError, match="sink_hookspecs does not fit: PluginValidation"):
+        get_plugin_manager().spec("observer", "feeder")
+
+
+def test_a_plugin_that_also_serves_a_broken_kind_is_refused_each_time(install: Install) -> None:
+    """Its other hooks are not called either: it is not half loaded."""
+    declare(install, "1/0")
+    add_feeder(install)
     manager = get_plugin_manager()
     for _ in range(2):
         with pytest.raises(PluginLoadError, match=r"nanovllm-sinks .* ZeroDivisionError"):
