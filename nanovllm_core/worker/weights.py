@@ -25,6 +25,7 @@ from nanovllm_core.layers.module import ShardId
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES = 8
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_PARTS = ("weight_loader", "shard_shapes", "dummy_mean", "dummy_std")
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all)."""
@@ -113,12 +114,12 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
 
 
 def _checked(name: str, parameter: nn.Parameter) -> ModelParameter:
-    if not isinstance(parameter, ModelParameter):
+    if missing := [part for part in _PARTS if not hasattr(parameter, part)]:
         raise PluginLoadError(
-            f"parameter {name} has no weight_loader; build it with make_parameter of "
-            "nanovllm_core.layers.module"
+            f"parameter {name} has no {', '.join(missing)}; build it with make_parameter of "
+            "nanovllm_core.api"
         )
-    return parameter
+    return cast(ModelParameter, parameter)
 
 
 def _checkpoint_name(name: str, shard_id: ShardId, parts: dict[tuple[str, str | int], str]) -> str:

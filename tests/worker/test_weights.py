@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from nanovllm_core import api
 from nanovllm_core.errors import PluginLoadError, WeightsError
 from nanovllm_core.kernels import get_kernels
 from nanovllm_core.layers import (
     LayerContext,
     MergedColumnParallelLinear,
+    ModelParameter,
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
@@ -288,6 +290,23 @@ def test_a_parameter_without_a_loader_is_the_plugins_fault(tmp_path: Path) -> No
         load_weights(model, tmp_path, tied=False)
     with pytest.raises(PluginLoadError, match="extra has no weight_loader"):
         init_dummy_weights(model, 0)
+
+
+def test_a_parameter_that_lacks_what_loading_needs_is_the_plugins_fault(tmp_path: Path) -> None:
+    """Made by its class, without `make_parameter`, which is public."""
+    model = TinyModel()
+    model.extra = ModelParameter(torch.zeros(1), requires_grad=False)
+    model.extra.weight_loader = lambda param, tensor, shard_id: None
+    save(tmp_path, checkpoint())
+    for action in (
+        lambda: load_weights(model, tmp_path, tied=False),
+        lambda: init_dummy_weights(model, 0),
+    ):
+        with pytest.raises(
+            PluginLoadError, match=r"extra has no shard_shapes, dummy_mean.*core\.api$"
+        ):
+            action()
+    assert "make_parameter" in api.__all__
 
 
 def test_a_shard_without_a_source_is_the_plugins_fault(tmp_path: Path) -> None:
