@@ -188,7 +188,7 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
         build_model(model_class, config)
         of_class = type(reference.model.config)
         known = of_class().to_dict().keys() - PreTrainedConfig().to_dict().keys()
-        varied = [self.tiny_config, *SETTINGS.values()]
+        varied = [self.tiny_config, *SETTINGS.values(), *ROPE_KINDS.values()]
         varied += [*self.variants.values(), *self.refused.values()]
         overlooked = known - config.read - HARMLESS - self.harmless - {k for s in varied for k in s}
         if overlooked:
