@@ -117,6 +117,7 @@ if TYPE_CHECKING:
         gated_mlp,
         heads_per_rank,
         linear_add,
+        make_parameter,
         norm_linear,
         refuse_unless,
     )
@@ -219,6 +220,7 @@ __all__ = [
     "hookspec",
     "launch_options",
     "linear_add",
+    "make_parameter",
     "norm_linear",
     "refuse_unless",
     "supports_dependent_launch",
@@ -250,6 +252,7 @@ _NEED_TORCH = {
         "gated_mlp",
         "heads_per_rank",
         "linear_add",
+        "make_parameter",
         "norm_linear",
         "refuse_unless",
     ),

@@ -57,11 +57,12 @@ class CausalLM(Protocol):
     host values, since it is captured.
 
     `packed_modules` maps a module name of the checkpoint to the parameter that holds it and the
-    shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. `ignored_weights` are
-    full names the checkpoint may hold and the model does not want.
+    shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. One that holds several
+    shards, one below the other, names them in order: `{"wqkv": ("qkv_proj", ("q", "k", "v"))}`.
+    `ignored_weights` are full names the checkpoint may hold and the model does not want.
     """
 
-    packed_modules: Mapping[str, tuple[str, str | int]]
+    packed_modules: Mapping[str, tuple[str, str | int | tuple[str | int, ...]]]
     ignored_weights: Sequence[str]
 
     @classmethod

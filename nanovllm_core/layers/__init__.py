@@ -20,7 +20,7 @@ from nanovllm_core.layers.linear import (
     RowParallelLinear,
     heads_per_rank,
 )
-from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers
+from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers, make_parameter
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import RopeConfig, build_cos_sin_cache
 
@@ -49,6 +49,7 @@ __all__ = [
     "gated_mlp",
     "heads_per_rank",
     "linear_add",
+    "make_parameter",
     "norm_linear",
     "refuse_unless",
 ]

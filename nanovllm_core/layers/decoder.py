@@ -132,8 +132,9 @@ class DecoderForCausalLM(nn.Module):
     `nanovllm_core.interfaces.model.CausalLM` is the contract that this keeps.
     """
 
-    # A module of the checkpoint that is a part of one of ours: (our module, which part).
-    packed_modules: Mapping[str, tuple[str, str | int]] = {
+    # A module of the checkpoint that is a part of one of ours: (our module, which part), or several
+    # parts in one tensor: "qkv_proj": ("qkv_proj", ("q", "k", "v")).
+    packed_modules: Mapping[str, tuple[str, str | int | tuple[str | int, ...]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),

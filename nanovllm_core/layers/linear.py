@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.layers.context import LayerContext
-from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, load_whole, make_parameter
+from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, make_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,7 @@ class RowParallelLinear(Layer):
         )
         self.bias: ModelParameter | None = None
         if bias:
-            shapes: dict[ShardId, tuple[int, ...]] = {None: (output_size,)}
-            self.bias = make_parameter(context, (output_size,), load_whole, shapes)
+            self.bias = make_parameter(context, (output_size,))
 
     def _load(self, param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
         size = param.shape[1]

@@ -34,17 +34,21 @@ class ModelParameter(nn.Parameter):
 def make_parameter(
     context: LayerContext,
     shape: tuple[int, ...],
-    weight_loader: WeightLoader,
-    shard_shapes: Mapping[ShardId, tuple[int, ...]],
+    weight_loader: WeightLoader | None = None,
+    shard_shapes: Mapping[ShardId, tuple[int, ...]] | None = None,
     *,
     dummy_mean: float = 0.0,
     dummy_std: float = 0.02,
 ) -> ModelParameter:
-    """A parameter of this rank's `shape`, not yet filled."""
+    """A parameter of this rank's `shape`, not yet filled.
+
+    Without a loader every rank holds it whole, as the checkpoint does. One that is split over ranks
+    or holds several tensors of the checkpoint has both, as `ModelParameter` describes them.
+    """
     data = torch.empty(shape, dtype=context.dtype, device=context.device)
     parameter = ModelParameter(data, requires_grad=False)
-    parameter.weight_loader = weight_loader
-    parameter.shard_shapes = shard_shapes
+    parameter.weight_loader = weight_loader or load_whole
+    parameter.shard_shapes = shard_shapes or {None: shape}
     parameter.dummy_mean = dummy_mean
     parameter.dummy_std = dummy_std
     return parameter

@@ -1,6 +1,7 @@
 """A new plugin package, complete: `nanovllm plugins new KIND NAME`.
 
     folder = new_plugin("scheduler", "fair", into=Path("."))      # ./scheduler_fair
+    folder = new_plugin("model", "Phi3ForCausalLM", into=Path("."))  # ./model_phi3
 
 A template is a package that works, under the name `my_plugin`; what is written is the template with
 the author's name in the place of that one. So the templates are code, linted and tested as code.
@@ -23,6 +24,9 @@ from nanovllm_core.plugin_manager import get_plugin_manager
 
 MAX_NAME = 20
 """Longer names would break the templates' lines."""
+
+_ARCHITECTURE = re.compile(r"([A-Z][A-Za-z0-9]*?)(ForCausalLM|LMHeadModel)?")
+"""A class of transformers; packages, modules and tests are named by its first part."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _SHARED = _FOLDER / "shared"
@@ -78,17 +82,19 @@ WHOLE_SCHEDULER = Template("whole_scheduler", "A scheduler for nanovllm: prompts
 def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
     """Write the package of a new plugin into `into`; the folder that was written.
 
-    `level` chooses among the two contracts of schedulers, and means nothing to other kinds. Raises
-    ScaffoldError for a kind without a template, a name that cannot be one or is taken by what is
-    installed, or a folder that exists.
+    A model may be named by its architecture; its tests then compare with transformers' class of
+    that name. `level` chooses among the two contracts of schedulers, and means nothing to other
+    kinds. Raises ScaffoldError for a kind without a template, a name that cannot be one or is taken
+    by what is installed, or a folder that exists.
     """
     template = _template(kind, level)
-    check_name(name)
-    folder = into / f"{kind}_{name}"
+    names = _names(kind, name, template)
+    stem = names["my_plugin"]
+    check_name(stem)
+    folder = into / f"{kind}_{stem}"
     if folder.exists():
         raise ScaffoldError(f"{folder} exists already; choose another name, or another --into")
-    names = _names(kind, name, template)
-    _refuse_taken(kind, name, [(group, _rename(e, names)) for group, e in _entries(kind, template)])
+    _refuse_taken(kind, stem, [(group, _rename(e, names)) for group, e in _entries(kind, template)])
     # Everything is read before anything is written.
     files = {folder / _rename(str(path), names): text for path, text in _files(template)}
     try:
@@ -165,7 +171,13 @@ def _refuse_declared(kind: str) -> None:
 def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
     """What stands in the templates -> what is written."""
     camel = "".join(word.capitalize() for word in name.split("_"))
+    architecture, reference = f"{camel}ForCausalLM", "LlamaForCausalLM"
+    if kind == "model" and (match := _ARCHITECTURE.fullmatch(name)):
+        architecture = reference = name
+        camel, name = match[1], match[1].lower()
     names = {
+        "MyPluginForCausalLM": architecture,
+        "LlamaForCausalLM": reference,
         "my_plugin": name,
         "my-plugin": name.replace("_", "-"),
         "MyPlugin": camel,

@@ -117,16 +117,20 @@ class Conformance:
     """What every suite has: the fixture `plugin`, and expected failures that are strict."""
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Check -> why it fails for now. One that passes after all fails, and so does a wrong name."""
+    """Check -> why it fails for now. One that passes after all fails, and so does a wrong name.
+
+    `test_name` for all its parameters, `test_name[id]`, as pytest prints it, for one set of them.
+    """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         checks = [name for name in dir(cls) if name.startswith("test_")]
         for name, reason in cls.expected_failures.items():
-            if name not in checks:
+            check = name.partition("[")[0]
+            if check not in checks:
                 raise TypeError(
-                    f"{cls.__name__}.expected_failures: the suite has no check {name!r}"
-                    f"{did_you_mean(name, checks)}"
+                    f"{cls.__name__}.expected_failures: the suite has no check {check!r}"
+                    f"{did_you_mean(check, checks)}"
                 )
             if not reason.strip():
                 raise TypeError(f"{cls.__name__}.expected_failures: {name} needs a reason")
@@ -142,10 +146,11 @@ class Conformance:
     @pytest.fixture(autouse=True)
     def _expect_failure(self, request: pytest.FixtureRequest) -> None:
         """Mark a check that is expected to fail; strict, so that a mended one is noticed."""
-        name = getattr(request.node, "originalname", request.node.name)
-        if name in self.expected_failures:
-            reason = self.expected_failures[name]
-            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+        node = request.node
+        for name in {node.name, getattr(node, "originalname", node.name)}:
+            if name in self.expected_failures:
+                reason = self.expected_failures[name]
+                node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 class SpecConformance(Conformance):

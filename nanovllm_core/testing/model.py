@@ -36,11 +36,13 @@ from nanovllm_core.layers import Attention, TensorParallel
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.model_runtime import CaptureChecks
 from nanovllm_core.testing.model_settings import (
+    HARMLESS,
     LLAMA_LIKE,
     REFUSED,
     ROPE_KINDS,
     SETTINGS,
     Settings,
+    WatchedConfig,
 )
 from nanovllm_core.testing.model_weights import WeightChecks, assert_same_logits
 from nanovllm_core.testing.ranks import run_ranks
@@ -68,6 +70,8 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
     """The kinds of `ROPE_KINDS` that the model must serve; it may refuse the others."""
     refused: ClassVar[Mapping[str, Settings]] = {}
     """Name -> settings to change in config.json that the model must refuse."""
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Settings of the reference that change nothing, so that the model need not read them."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One check per setting of the suite and of the class that inherits it."""
@@ -119,12 +123,15 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
     def save_served(
         self, reference_class: Any, model_class: Any, folder: Path, changes: Settings
     ) -> ReferenceCheckpoint:
-        """The same, or a skip: the reference knows no such setting, or the model refuses it."""
+        """The same, or a skip: the reference knows no such setting, or it or the model refuses."""
         known = reference_class.config_class().to_dict()
         relevant = {key: value for key, value in changes.items() if key in known}
         if not relevant:
             pytest.skip(f"{reference_class.__name__} has no {', '.join(changes)}")
-        reference = self.save(reference_class, folder, relevant)
+        try:
+            reference = self.save(reference_class, folder, relevant)
+        except Exception as error:  # transformers has many kinds
+            pytest.skip(f"transformers refuses: {' '.join(str(error).split())}")
         try:
             model_class.shape(reference.config)
         except ArchitectureError as error:
@@ -169,6 +176,27 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
         reference = self.save_served(reference_class, model_class, tmp_path, setting)
         model = load_model(model_class, tmp_path, reference.config)
         assert_same_logits(run_model(model, ids), reference.logits(ids))
+
+    def test_no_setting_of_the_reference_is_overlooked(
+        self, model_class: Any, reference: ReferenceCheckpoint
+    ) -> None:
+        """Each that transformers knows is read by the model, or varied by a check of this suite."""
+        from transformers import PreTrainedConfig
+
+        config = WatchedConfig(reference.config)
+        model_class.shape(config)
+        build_model(model_class, config)
+        of_class = type(reference.model.config)
+        known = of_class().to_dict().keys() - PreTrainedConfig().to_dict().keys()
+        varied = [self.tiny_config, *SETTINGS.values(), *ROPE_KINDS.values()]
+        varied += [*self.variants.values(), *self.refused.values()]
+        overlooked = known - config.read - HARMLESS - self.harmless - {k for s in varied for k in s}
+        if overlooked:
+            raise AssertionError(
+                f"{of_class.__name__} of transformers knows {', '.join(sorted(overlooked))}: never "
+                "read. Honour them, or refuse them (refuse_unless); what changes nothing here "
+                f"belongs into {type(self).__name__}.harmless"
+            )
 
     def test_a_kind_of_rope_is_honoured_or_refused(
         self, model_class: Any, reference_class: Any, rope: Settings, ids: Tensor, tmp_path: Path

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Settings = Mapping[str, Any]
@@ -14,16 +14,37 @@ LLAMA_LIKE: Settings = {
     "vocab_size": 131,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "rms_norm_eps": 1e-2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     "tie_word_embeddings": False,
 }
-"""Sizes that share no factor by chance, and no default of anybody's: what is ignored shows."""
+"""Sizes that share no factor by chance, and no default of anybody's: what is ignored shows.
+
+Five layers: every fourth may be of another kind. The special tokens are within the vocabulary.
+"""
+
+HARMLESS = frozenset(
+    {
+        "attention_dropout",
+        "embd_pdrop",
+        "embedding_dropout",
+        "hidden_dropout",
+        "initializer_range",
+        "pretraining_tp",
+        "resid_pdrop",
+        "residual_dropout",
+        "use_cache",
+    }
+)
+"""Settings for training, or for how transformers computes the same: no model has to read them."""
 
 ROPE_KINDS: Mapping[str, Settings] = {
     "default": {"rope_type": "default", "rope_theta": 300.0},
@@ -86,3 +107,33 @@ REFUSED: Mapping[str, Settings] = {
     "no longest position": {"max_position_embeddings": None},
 }
 """What no model can serve; each must be refused by `shape()`, before any weight is read."""
+
+
+class WatchedConfig(dict[str, Any]):
+    """A config.json that knows which of its settings were asked for: `read`. A copy asks for all.
+
+    `__iter__` is here because Python copies a dict without asking, unless its class has one.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.read.update(self)
+        return super().items()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ class ReferenceCheckpoint:
         configuration class takes. Norm weights and biases are around 1, so that none is neutral.
         """
         torch.manual_seed(0)
-        model = model_class(model_class.config_class(**settings)).float().eval()
+        # A copy: a configuration class may write into what it is given.
+        config = model_class.config_class(**copy.deepcopy(dict(settings)))
+        model = model_class(config).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)

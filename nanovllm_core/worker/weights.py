@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm_core.errors import PluginLoadError, WeightsError
 from nanovllm_core.interfaces.model import CausalLM
@@ -26,6 +26,10 @@ from nanovllm_core.layers.module import ShardId
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES = 8
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_PARTS = ("weight_loader", "shard_shapes", "dummy_mean", "dummy_std")
+
+_Sources = dict[tuple[str, ShardId], tuple[str, tuple[ShardId, ...]]]
+"""(our module, shard) -> the checkpoint's module, and all shards that it holds, in order."""
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all)."""
@@ -56,9 +60,7 @@ def load_weights(
                 slot = slots.get(name)
                 if slot is None:
                     continue
-                slot.parameter.weight_loader(
-                    slot.parameter, tensors.get_tensor(name), slot.shard_id
-                )
+                slot.load(tensors.get_tensor(name))
                 done += 1
                 if progress is not None:
                     progress(done, len(slots))
@@ -80,14 +82,25 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What one tensor of the checkpoint must fill."""
+    """What one tensor of the checkpoint must fill: a shard, or several, one below the other."""
 
     parameter: ModelParameter
-    shard_id: ShardId
+    shard_ids: tuple[ShardId, ...]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [self.parameter.shard_shapes[shard_id] for shard_id in self.shard_ids]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.parameter.shard_shapes[self.shard_id]
+        first, *more = self.shapes
+        return (sum(shape[0] for shape in self.shapes), *first[1:]) if more else first
+
+    def load(self, tensor: Tensor) -> None:
+        alone = len(self.shard_ids) == 1
+        parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])
+        for shard_id, part in zip(self.shard_ids, parts, strict=True):
+            self.parameter.weight_loader(self.parameter, part, shard_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,7 @@ class _TensorInfo:
 def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
     """Every name a checkpoint must hold, and the names it may hold in vain."""
     contract = cast(CausalLM, model)
-    parts = {target: source for source, target in contract.packed_modules.items()}
+    sources = _sources(contract)
     parameters = dict(model.named_parameters())
     aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
     if aliases and not tied:
@@ -110,28 +123,51 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
     slots: dict[str, _Slot] = {}
     for name, parameter in parameters.items():
         checked = _checked(name, parameter)
-        for shard_id in checked.shard_shapes:
-            slots[_checkpoint_name(name, shard_id, parts)] = _Slot(checked, shard_id)
+        own = dict(_checkpoint_tensor(name, one, sources) for one in checked.shard_shapes)
+        named = [shard_id for shard_ids in own.values() for shard_id in shard_ids]
+        if len(named) != len(checked.shard_shapes) or set(named) != set(checked.shard_shapes):
+            raise PluginLoadError(
+                f"packed_modules names the shards {named} of {name}, which has "
+                f"{list(checked.shard_shapes)}; name each of them once"
+            )
+        slots |= {source: _Slot(checked, shard_ids) for source, shard_ids in own.items()}
     return slots, aliases | set(contract.ignored_weights)
 
 
 def _checked(name: str, parameter: nn.Parameter) -> ModelParameter:
-    if not isinstance(parameter, ModelParameter):
+    if missing := [part for part in _PARTS if not hasattr(parameter, part)]:
         raise PluginLoadError(
-            f"parameter {name} has no weight_loader; build it with make_parameter of "
-            "nanovllm_core.layers.module"
+            f"parameter {name} has no {', '.join(missing)}; build it with make_parameter of "
+            "nanovllm_core.api"
         )
-    return parameter
+    return cast(ModelParameter, parameter)
 
 
-def _checkpoint_name(name: str, shard_id: ShardId, parts: dict[tuple[str, str | int], str]) -> str:
-    """ "a.qkv_proj.weight" and "q" -> "a.q_proj.weight": one whole component is exchanged."""
+def _sources(model: CausalLM) -> _Sources:
+    found: _Sources = {}
+    for source, (module, shards) in model.packed_modules.items():
+        together = shards if isinstance(shards, tuple) else (shards,)
+        found |= {(module, shard_id): (source, together) for shard_id in together}
+    return found
+
+
+def _checkpoint_tensor(
+    name: str, shard_id: ShardId, sources: _Sources
+) -> tuple[str, tuple[ShardId, ...]]:
+    """The tensor that brings a shard, and all that it brings.
+
+    "a.qkv_proj.weight" and "q" -> "a.q_proj.weight", ("q",): one whole component is exchanged.
+    """
     if shard_id is None:
-        return name
+        return name, (None,)
     *path, module, kind = name.split(".")
-    if (module, shard_id) not in parts:
-        raise PluginLoadError(f"packed_modules names no source for shard {shard_id!r} of {name}")
-    return ".".join((*path, parts[module, shard_id], kind))
+    if (module, shard_id) not in sources:
+        raise PluginLoadError(
+            f"packed_modules names no source for shard {shard_id!r} of {name}; name the module of "
+            "the checkpoint that holds it, alone or with others (docs/write/model.md, Weights)"
+        )
+    source, together = sources[module, shard_id]
+    return ".".join((*path, source, kind)), together
 
 
 def _weight_files(folder: Path) -> list[Path]:

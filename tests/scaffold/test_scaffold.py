@@ -60,6 +60,57 @@ def test_a_package_has_all_its_parts_and_no_place_holder_is_left(
         assert not any(word in written for word in PLACEHOLDERS), path
 
 
+@pytest.mark.parametrize(
+    ("architecture", "stem", "test"),
+    [
+        ("Phi3ForCausalLM", "phi3", "TestPhi3"),
+        ("SmolLM3ForCausalLM", "smollm3", "TestSmolLM3"),
+        ("GPT2LMHeadModel", "gpt2", "TestGPT2"),
+        ("ChatGLMModel", "chatglmmodel", "TestChatGLMModel"),
+    ],
+)
+def test_a_model_may_be_named_by_its_architecture(
+    architecture: str, stem: str, test: str, tmp_path: Path
+) -> None:
+    """As config.json has it, letter for letter; its tests compare with transformers' class."""
+    folder = new_plugin("model", architecture, tmp_path)
+    assert folder == tmp_path / f"model_{stem}"
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    package = f"nanovllm_model_{stem}"
+    assert project["entry-points"]["nanovllm.models"] == {architecture: f"{package}.plugin"}
+    assert f'name="{architecture}"' in (folder / package / "plugin.py").read_text()
+    assert f"class {architecture}(" in (folder / package / "model.py").read_text()
+    tests = (folder / f"tests/test_{stem}.py").read_text()
+    assert f"from transformers import {architecture}\n" in tests
+    assert f"class {test}(" in tests
+    assert "Llama" not in tests
+    assert [check for check in validate_package(folder) if not check.ok] == []
+
+
+def test_a_model_of_another_name_is_compared_with_a_class_that_there_is(tmp_path: Path) -> None:
+    """Until its author says which."""
+    tests = new_plugin("model", "blue_moon", tmp_path) / "tests/test_blue_moon.py"
+    assert "from transformers import LlamaForCausalLM\n" in tests.read_text()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "problem"),
+    [
+        ("Qwen3ForCausalLM", "has the model 'Qwen3ForCausalLM' already"),
+        (f"{'X' * (MAX_NAME + 1)}ForCausalLM", f"at most {MAX_NAME} characters"),
+        ("Phi-3ForCausalLM", "cannot name a plugin"),
+    ],
+)
+def test_an_architecture_that_cannot_name_a_package_is_refused(
+    architecture: str, problem: str, tmp_path: Path
+) -> None:
+    """Taken, too long, or not the name of a class."""
+    pytest.importorskip("nanovllm_model_qwen3", reason="needs the qwen3 plugin")
+    with pytest.raises(ScaffoldError, match=problem):
+        new_plugin("model", architecture, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["a", "sample", "x" * MAX_NAME])
 def test_packages_of_short_and_long_names_are_linted_and_formatted(
     name: str, tmp_path: Path
@@ -67,6 +118,7 @@ def test_packages_of_short_and_long_names_are_linted_and_formatted(
     """By the settings that they are written with, not by this repository's."""
     for kind, level in PACKAGES:
         new_plugin(kind, name, tmp_path / level, level)
+    new_plugin("model", f"{name.upper()}LMHeadModel", tmp_path / "architecture")
     for command in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
         result = subprocess.run(
             [sys.executable, "-m", "ruff", *command, tmp_path],

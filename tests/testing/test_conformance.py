@@ -35,6 +35,10 @@ class TwoChecks(SpecConformance):
     def test_skipped(self, plugin):
         pytest.skip("not declared")
 
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_sizes(self, plugin, size):
+        assert size == 1
+
 class TestIt(TwoChecks):
     expected_failures: ClassVar = {failures}
 
@@ -50,21 +54,24 @@ def outcomes(pytester: pytest.Pytester, **failures: str) -> dict[str, int]:
 
 
 def test_a_check_that_fails_fails_the_suite(pytester: pytest.Pytester) -> None:
-    assert outcomes(pytester) == {"failed": 1, "passed": 4, "skipped": 1}
+    assert outcomes(pytester) == {"failed": 2, "passed": 5, "skipped": 1}
 
 
 def test_an_expected_failure_is_no_failure(pytester: pytest.Pytester) -> None:
-    assert outcomes(pytester, test_wrong="a known gap") == {
-        "xfailed": 1,
-        "passed": 4,
+    """Of a check, or of one set of its parameters: the others must pass as before."""
+    assert outcomes(pytester, **{"test_wrong": "a known gap", "test_sizes[2]": "too large"}) == {
+        "xfailed": 2,
+        "passed": 5,
         "skipped": 1,
     }
 
 
 def test_an_expected_failure_that_passes_fails(pytester: pytest.Pytester) -> None:
-    assert outcomes(pytester, test_right="mended", test_wrong="a known gap") == {
-        "failed": 1,
-        "xfailed": 1,
+    wrong = {"test_wrong": "a known gap", "test_sizes[2]": "too large"}
+    mended = {"test_right": "mended", "test_sizes[1]": "mended"}
+    assert outcomes(pytester, **wrong, **mended) == {
+        "failed": 2,
+        "xfailed": 2,
         "passed": 3,
         "skipped": 1,
     }
@@ -72,17 +79,21 @@ def test_an_expected_failure_that_passes_fails(pytester: pytest.Pytester) -> Non
 
 def test_a_skip_stays_a_skip_where_a_failure_was_expected(pytester: pytest.Pytester) -> None:
     """A check that does not apply here says nothing about the failure elsewhere."""
-    assert outcomes(pytester, test_skipped="fails on a GPU", test_wrong="a known gap") == {
-        "xfailed": 1,
-        "passed": 4,
+    failures = {"test_skipped": "fails on a GPU", "test_wrong": "a known gap", "test_sizes[2]": "x"}
+    assert outcomes(pytester, **failures) == {
+        "xfailed": 2,
+        "passed": 5,
         "skipped": 1,
     }
 
 
 def test_an_expected_failure_of_an_unknown_check_is_refused() -> None:
-    failures = {"test_the_options_model_forbids": "x"}
-    with pytest.raises(TypeError, match=r"'test_the_options_model_forbids'; did you mean test_"):
-        type("T", (SpecConformance,), {"expected_failures": failures})
+    for parameters in ("", "[1-2]"):
+        failures = {f"test_the_options_model_forbids{parameters}": "x"}
+        with pytest.raises(
+            TypeError, match=r"check 'test_the_options_model_forbids'; did you mean"
+        ):
+            type("T", (SpecConformance,), {"expected_failures": failures})
 
 
 def test_an_expected_failure_needs_a_reason() -> None:

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from nanovllm_core import api
 from nanovllm_core.errors import PluginLoadError, WeightsError
 from nanovllm_core.kernels import get_kernels
 from nanovllm_core.layers import (
     LayerContext,
     MergedColumnParallelLinear,
+    ModelParameter,
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
@@ -30,7 +32,7 @@ CPU = torch.device("cpu")
 class TinyModel(nn.Module):
     """The loader's view of a model: packed parameters, a norm, a tied or untied head."""
 
-    packed_modules: Mapping[str, tuple[str, str | int]] = {
+    packed_modules: Mapping[str, tuple[str, str | int | tuple[str | int, ...]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
@@ -331,11 +333,76 @@ def test_a_parameter_without_a_loader_is_the_plugins_fault(tmp_path: Path) -> No
         init_dummy_weights(model, 0)
 
 
+def test_a_parameter_that_lacks_what_loading_needs_is_the_plugins_fault(tmp_path: Path) -> None:
+    """Made by its class, without `make_parameter`, which is public."""
+    model = TinyModel()
+    model.extra = ModelParameter(torch.zeros(1), requires_grad=False)
+    model.extra.weight_loader = lambda param, tensor, shard_id: None
+    save(tmp_path, checkpoint())
+    for action in (
+        lambda: load_weights(model, tmp_path, tied=False),
+        lambda: init_dummy_weights(model, 0),
+    ):
+        with pytest.raises(
+            PluginLoadError, match=r"extra has no shard_shapes, dummy_mean.*core\.api$"
+        ):
+            action()
+    assert "make_parameter" in api.__all__
+
+
 def test_a_shard_without_a_source_is_the_plugins_fault(tmp_path: Path) -> None:
     """`packed_modules` must name every shard."""
     model = TinyModel()
     model.packed_modules = {"q_proj": ("qkv_proj", "q")}
-    with pytest.raises(PluginLoadError, match="no source for shard 'k' of qkv_proj"):
+    with pytest.raises(PluginLoadError, match=r"no source for shard 'k' of qkv_proj.*model\.md"):
+        load_weights(model, tmp_path, tied=False)
+
+
+FUSED = {"wqkv": ("qkv_proj", ("q", "k", "v")), "up_and_gate": ("gate_up_proj", (1, 0))}
+
+
+def fused_checkpoint() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One tensor for q, k and v, and one for up and gate; and the same one by one."""
+    apart = checkpoint()
+    fused = {name: tensor for name, tensor in apart.items() if "_proj" not in name}
+    for kind in ("weight", "bias"):
+        fused[f"wqkv.{kind}"] = torch.cat([apart[f"{x}_proj.{kind}"] for x in "qkv"])
+    fused["up_and_gate.weight"] = torch.cat([apart["up_proj.weight"], apart["gate_proj.weight"]])
+    return fused, apart
+
+
+def test_one_tensor_may_hold_several_shards(tmp_path: Path) -> None:
+    """In the order that `packed_modules` says, which need not be ours."""
+    fused, apart = fused_checkpoint()
+    save(tmp_path, fused)
+    model = TinyModel()
+    model.packed_modules = FUSED
+    load_weights(model, tmp_path, tied=False)
+    assert_holds(model, apart)
+
+
+@pytest.mark.parametrize("rows", [15, 17])
+def test_a_tensor_of_several_shards_has_the_rows_of_all(rows: int, tmp_path: Path) -> None:
+    """Neither fewer nor more; the message says how many."""
+    fused, _ = fused_checkpoint()
+    save(tmp_path, fused | {"wqkv.weight": torch.zeros(rows, 8)})
+    model = TinyModel()
+    model.packed_modules = FUSED
+    with pytest.raises(WeightsError, match=rf"wqkv\.weight .*\[{rows}, 8\].*wants \[16, 8\]"):
+        load_weights(model, tmp_path, tied=False)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("shards", [("q", "k"), ("q", "k", "v", "w"), ("q", "k", "k", "v")])
+def test_a_tensor_of_shards_that_are_not_there_is_the_plugins_fault(
+    shards: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Too few, unknown, or twice: with what the parameter has."""
+    fused, _ = fused_checkpoint()
+    save(tmp_path, fused)
+    model = TinyModel()
+    model.packed_modules = FUSED | {"wqkv": ("qkv_proj", shards)}
+    with pytest.raises(PluginLoadError, match=r"packed_modules.*qkv_proj\.weight"):
         load_weights(model, tmp_path, tied=False)
 
 

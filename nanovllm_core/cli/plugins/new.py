@@ -13,7 +13,13 @@ from nanovllm_core.scaffold import TEMPLATES, new_plugin
 
 def new(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(TEMPLATES)}.")],
-    name: Annotated[str, typer.Argument(help="Its name in the configuration, such as my_plugin.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Its name in the configuration, such as my_plugin; of a model, its architecture, "
+            "such as Phi3ForCausalLM."
+        ),
+    ],
     into: Annotated[Path, typer.Option(help="The folder in which to create KIND_NAME.")] = Path(),
     level: Annotated[
         str | None,

@@ -20,7 +20,7 @@ class TestQwen2(ModelConformance):
         "a window that no layer has": {
             "use_sliding_window": True,
             "sliding_window": 5,
-            "max_window_layers": 2,
+            "max_window_layers": 5,
         },
         "a window in every layer": {
             "use_sliding_window": True,

@@ -18,5 +18,5 @@ class TestMyPlugin(ModelConformance):
 
     @pytest.fixture
     def reference_class(self) -> Any:
-        """The same computation under another name; replace it by your own reference."""
+        """The class of transformers whose logits the model must give."""
         return LlamaForCausalLM
