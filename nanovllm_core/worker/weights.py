@@ -146,7 +146,7 @@ def _checked(name: str, parameter: nn.Parameter) -> ModelParameter:
 def _sources(model: CausalLM) -> _Sources:
     found: _Sources = {}
     for source, (module, shards) in model.packed_modules.items():
-        together = shards if isinstance(shards, tuple) else (shards,)
+        together = (shards,) if isinstance(shards, str | int) else tuple(shards)
         found |= {(module, shard_id): (source, together) for shard_id in together}
     return found
 
