@@ -37,7 +37,7 @@ def test_ids_outside_the_vocabulary_are_refused(prompt: list[int]) -> None:
         Harness().add("a", prompt)
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], np.zeros((1, 2), np.int64)])
+@pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], [[1], [2, 3]], np.zeros((1, 2), np.int64)])
 def test_a_prompt_that_is_not_a_flat_list_of_ids_is_refused(prompt: list[int]) -> None:
     with pytest.raises(InvalidPromptError, match="flat list of whole token ids"):
         Harness().add("a", prompt)
