@@ -93,11 +93,16 @@ class AttentionNumbers(AttentionSubject):
 
     def test_early_keys_of_a_long_context_count(self, subject: BackendUnderTest) -> None:
         """Of thousands of keys one from long ago outweighs the rest: for a row, and for a chunk."""
+        # Page after page is added to what the needle gave: each rounds, and a lost one shows anyway.
+        rel_norm = 1e-4 if subject.dtype == "float32" else None
         for seq_lens, needles in (([LONG_AGO], [0]), ([2100, 2500], [3, 700])):
-            case = subject.case(seq_lens, needle=needles)
-            subject.check(case, f"needles at {needles} of {seq_lens}", phases=("decode",))
+            case, what = (
+                subject.case(seq_lens, needle=needles),
+                f"needles at {needles} of {seq_lens}",
+            )
+            subject.check(case, what, phases=("decode",), rel_norm=rel_norm)
         case = subject.case([LONG_AGO, 2100], [3, 5], needle=[0, 700])
-        subject.check(case, "needles at 0 and 700, long before the chunks")
+        subject.check(case, "needles at 0 and 700, long before the chunks", rel_norm=rel_norm)
 
     def test_large_scores_neither_overflow_nor_vanish(self, subject: BackendUnderTest) -> None:
         """Only differences of scores count: the largest is subtracted before the exponential."""
