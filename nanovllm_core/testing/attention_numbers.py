@@ -93,7 +93,7 @@ class AttentionNumbers(AttentionSubject):
 
     def test_early_keys_of_a_long_context_count(self, subject: BackendUnderTest) -> None:
         """Of thousands of keys one from long ago outweighs the rest: for a row, and for a chunk."""
-        # Page after page is added to what the needle gave: each rounds, and a lost one shows anyway.
+        # Each page that is added to what the needle gave rounds; a lost needle shows anyway.
         rel_norm = 1e-4 if subject.dtype == "float32" else None
         for seq_lens, needles in (([LONG_AGO], [0]), ([2100, 2500], [3, 700])):
             case, what = (
