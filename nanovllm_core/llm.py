@@ -64,7 +64,6 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         self.config = config
         self._lock = RLock()
-        self._pid = os.getpid()
         self._next_id = 0
         self._awaited: set[str] = set()
         """Requests whose caller wants their outputs."""
@@ -75,6 +74,7 @@ class LLM:
         self._executor = startup.executor
         self._observation = Observation(startup.observers) if startup.observers else None
         parts = EngineParts(startup.plugins, startup.executor, self._observation)
+        self._pid = parts.pid
         self._closing = weakref.finalize(self, close_parts, parts)
         self._closing.atexit = False  # A program that ends frees the device in any case.
         try:
