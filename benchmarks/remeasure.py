@@ -13,18 +13,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from nanovllm_core import LLM, EngineConfig
 from nanovllm_core.bench.record import write_record
 from nanovllm_core.bench.throughput import measure_throughput
 from nanovllm_core.bench.workloads import recorded_workload
-from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.errors import ConfigError, NanoVLLMError
 
 TOLERANCE = 0.05
 
 
 def measure_again(record: Mapping[str, Any], runs: int) -> dict[str, Any]:
-    """The same configuration and workload, now."""
-    config = EngineConfig.model_validate_json(json.dumps(record["config"]))
+    """The same configuration and workload, now; ConfigError where they cannot be made again."""
+    if record.get("benchmark") != "throughput":
+        raise ConfigError(f"it is a record of {record.get('benchmark')!r}, not of 'throughput'")
+    try:
+        config = EngineConfig.model_validate_json(json.dumps(record["config"]))
+    except ValidationError as error:
+        raise ConfigError(f"its configuration is of another version: {error}") from None
     with LLM.from_config(config) as llm:
         return measure_throughput(
             llm, recorded_workload(record), temperature=record["temperature"], runs=runs
@@ -34,8 +41,7 @@ def measure_again(record: Mapping[str, Any], runs: int) -> dict[str, Any]:
 def compare(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Print both; False where it is slower than tolerated."""
     if now["attention"] != then["attention"]:
-        print(f"{name:28s} not comparable: {now['attention']} now, {then['attention']} then")
-        return True
+        print(f"{name:28s} ran {now['attention']}, the file says {then['attention']}")
     ratio = now["tokens_per_second"] / then["tokens_per_second"]
     print(
         f"{name:28s} {then['workload']:16s} {then['tokens_per_second']:>10,.0f} -> "

@@ -11,7 +11,6 @@ call take beyond their inputs.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from nanovllm_core.attention_selection import SMALLEST_BLOCK, evaluate
 from nanovllm_core.bench.attention_cases import AttentionCase, make_case
+from nanovllm_core.bench.device import available_memory_bytes
 from nanovllm_core.bench.launches import count_launches
 from nanovllm_core.bench.rates import measure_rates, times_of
 from nanovllm_core.bench.roofline import Rates
@@ -69,6 +69,11 @@ class AttentionSetup:
         """Bytes of keys and values that one layer reads."""
         row = 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
         return self.batch * length * row
+
+    def query_bytes(self, length: int) -> int:
+        """Bytes of the queries; what attention gives for them takes as many."""
+        rows = self.batch * (length if self.phase == "prefill" else 1)
+        return rows * self.num_heads * self.head_size * self.dtype.itemsize
 
     def flops(self, length: int) -> int:
         """Two products, of half the square in causal prefill, of one row in decode."""
@@ -163,7 +168,7 @@ class NaiveAttention:
 def _check_host_memory(device: torch.device, what: str, num_bytes: int) -> None:
     """A CPU grants memory that it does not have and then kills the process; refuse before."""
     if device.type == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = available_memory_bytes()
         if num_bytes > free:
             raise OutOfMemoryError(
                 f"{what} need {num_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
@@ -222,7 +227,8 @@ def _measure(
     layers = 1
     if contender.captured or setup.phase == "decode":
         layers = min(MAX_LAYERS, max(1, CACHE_BYTES // max(1, setup.kv_bytes(length))))
-    _check_host_memory(setup.device, "keys and values", layers * setup.kv_bytes(length))
+    needed = layers * setup.kv_bytes(length) + 2 * setup.query_bytes(length)
+    _check_host_memory(setup.device, "queries, keys and values", needed)
     case = make_case(setup, contender.block_size, length, layers)
     inputs = _allocated(setup.device)
     backend = contender.make(case)

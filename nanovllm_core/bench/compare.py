@@ -109,7 +109,6 @@ def _load(config: EngineConfig, place: torch.device, dtype: torch.dtype) -> Any:
     """The checkpoint as transformers loads it, or random weights of its shapes."""
     gc.collect()
     checkpoint: Path = find_checkpoint(get_plugin_manager(), config.model)
-    reset_peak_memory(place)
     if config.load_format == "dummy":
         shape = AutoConfig.from_pretrained(checkpoint)
         make: Any = AutoModelForCausalLM.from_config  # not annotated by transformers
@@ -182,8 +181,9 @@ def generate_padded(model: Any, prompts: Sequence[Sequence[int]], num_tokens: in
 def _measure(
     run: Callable[[], list[float]], workload: Workload, place: torch.device, runs: int
 ) -> dict[str, Any]:
-    """Run `runs` times; a synchronised wall time each."""
+    """Run `runs` times; a synchronised wall time each, and the peak of these runs alone."""
     seconds, first = [], []
+    reset_peak_memory(place)
     for _ in range(runs):
         started = time.perf_counter()
         first = run()

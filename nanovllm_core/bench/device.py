@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import os
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMINFO = Path("/proc/meminfo")
 SAMPLE_SECONDS = 0.05
 
 
@@ -36,6 +38,16 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return None
     kib = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
     return kib[0] * 1024 if kib else None
+
+
+def available_memory_bytes() -> int:
+    """What the system can give a process: on Linux also what it keeps of files and can drop."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    [kib] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kib * 1024
 
 
 def gib(num_bytes: int | None) -> float | None:

@@ -7,6 +7,7 @@ the engine is busy in a step at that moment.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -115,7 +116,8 @@ def measure_latency(
 ) -> dict[str, Any]:
     """One run of the workload at `rate` requests per second; the record of a result file.
 
-    A few of the requests run first, all at once, and are not counted. The share is the floor of a
+    A few of the requests run first, all at once, and are not counted. `rate` is None in the record
+    where all arrive at once. The share is the floor of a
     decode step of the mean running batch and context, over the median time between tokens.
     """
     shortest = min(workload.output_lens)
@@ -145,7 +147,7 @@ def measure_latency(
         "output_tokens": workload.num_output_tokens,
         "temperature": temperature,
         "arrivals": arrivals,
-        "rate": rate,
+        "rate": rate if math.isfinite(rate) else None,
         "seed": seed,
         "ttft_ms": percentiles(first),
         "inter_token_ms": percentiles(between),

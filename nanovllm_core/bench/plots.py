@@ -49,38 +49,52 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def series_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Points by series ("triton 512/512"), by growing batch; ConfigError where there are none."""
-    series: dict[str, list[Point]] = defaultdict(list)
+    """Points by series ("triton 512/512"), by growing batch; ConfigError where there are none.
+
+    A series names its model and device where the records have several. Of two results of one batch
+    the faster counts, as the best of several runs does.
+    """
+    found: list[tuple[str, tuple[str, str], Point]] = []
     for record in records:
         try:
-            for name, point in _points(record):
-                series[name].append(point)
+            found += _points(record)
         except (LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"a record of {record.get('benchmark', 'a throughput')!r} is not as `nanovllm "
                 f"bench` writes it: {error!r}; leave its file out, or measure again"
             ) from None
-    if not series:
+    if not found:
         raise ConfigError(
             "none of the files has a throughput by batch; give results of `bench table`, or of "
             "`bench throughput` with --input-len and --output-len"
         )
-    return {name: sorted(series[name], key=lambda p: p.batch) for name in sorted(series)}
+    one_place = len({place for _, place, _ in found}) == 1
+    series: dict[str, dict[int, Point]] = defaultdict(dict)
+    for name, place, point in found:
+        points = series[name if one_place else ", ".join([name, *place])]
+        known = points.get(point.batch, point)
+        points[point.batch] = max(known, point, key=lambda p: p.tokens_per_second)
+    return {name: [series[name][b] for b in sorted(series[name])] for name in sorted(series)}
 
 
-def _points(record: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
-    if record.get("benchmark") == "table":
+def _points(record: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str], Point]]:
+    """(series, model and device, point) of each throughput of fixed lengths in a record."""
+    kind = record.get("benchmark")
+    if kind == "table":
         for cell in record["cells"]:
             for name, measured in cell["backends"].items():
                 if isinstance(measured["result"], float):
-                    length = cell["length"]
-                    yield (
-                        f"{name} {length}/{length}",
-                        _point(cell["batch"], measured["result"], measured),
-                    )
-    elif "tokens_per_second" in record and (lengths := fixed_lengths(record["workload"])):
-        name = f"{record.get('backend', 'measured')} {lengths[0]}/{lengths[1]}"
-        yield name, _point(record["num_seqs"], record["tokens_per_second"], record)
+                    series = f"{name} {cell['length']}/{cell['length']}"
+                    point = _point(cell["batch"], measured["result"], measured)
+                    yield series, _place(record["engines"][name]), point
+    elif kind == "throughput" and (lengths := fixed_lengths(record["workload"])):
+        series = f"{record['backend']} {lengths[0]}/{lengths[1]}"
+        point = _point(record["num_seqs"], record["tokens_per_second"], record)
+        yield series, _place(record), point
+
+
+def _place(engine: Mapping[str, Any]) -> tuple[str, str]:
+    return engine["config"]["model"], engine["device"]
 
 
 def _point(batch: int, rate: float, measured: Mapping[str, Any]) -> Point:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -48,6 +49,7 @@ def model_costs(config: EngineConfig, dtype: torch.dtype) -> ModelCosts:
         vocab_size=shape.vocab_size,
         tied_embeddings=shape.tied_embeddings,
         itemsize=dtype.itemsize,
+        sliding_window=shape.sliding_window,
     )
 
 
@@ -97,7 +99,7 @@ def times_of(call: Callable[[], object], device: torch.device, repeats: int) -> 
     if device.type != "cuda":
         return [_host_seconds(call) for _ in range(repeats)]
     with torch.cuda.device(device):
-        return [_device_seconds(call) for _ in range(repeats)]
+        return _device_seconds(call, repeats)
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
@@ -106,10 +108,12 @@ def _host_seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _device_seconds(call: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3
+def _device_seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    """By events, and nobody waits between runs: else all but the first would count a launch."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    marks[-1].synchronize()
+    return [1e-3 * start.elapsed_time(end) for start, end in pairwise(marks)]

@@ -1,6 +1,7 @@
 """Tables of docs/performance.md, from result files alone. Rows without a file are left out.
 
-Every rate and share is computed here from raw times; a test holds that the files agree.
+Rates and shares of throughputs are computed here from raw times. What is printed as it is stored,
+percentiles, shares and winners, a test computes anew from the same file.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def nano_table(results: Results) -> str:
     rows = [
         (
             f"`{_backend(r)}`: {r['attention']}",
+            f"{r['config']['limits']['max_model_len']:,}",
+            f"{len(r['seconds'])}",
             f"{rate_of(r):,.0f}",
             f"{min(r['seconds']):.2f} s",
             share_of(r),
@@ -79,8 +82,8 @@ def nano_table(results: Results) -> str:
         )
         for r in records
     ]
-    head = ("attention", "output tok/s", "time", "share of roofline", "GPU busy")
-    return table((*head, "host per steady step", "load and capture"), rows)
+    head = ("attention", "max_model_len", "runs", "output tok/s", "time", "share of roofline")
+    return table((*head, "GPU busy", "host per steady step", "load and capture"), rows)
 
 
 def _backend(record: Record) -> str:
@@ -129,8 +132,11 @@ def peers_table(results: Results) -> str:
 
 
 def floor_table(results: Results) -> str:
-    """The arithmetic of the roofline for the peers' workloads, at the rates cited with them."""
-    costs, rates = ModelCosts(**results.peers["costs"]), Rates(**results.peers["rates"])
+    """The arithmetic of the roofline for the peers' workloads, at the rates of our nano run."""
+    record = results.records.get("throughput_triton")
+    if record is None:
+        return NOTHING
+    costs, rates = ModelCosts(**results.peers["costs"]), Rates(**record["roofline"]["rates"])
     rows = []
     for workload in sorted(results.peers["tokens_per_second"], key=_workload_order):
         num_seqs = 256 if workload == "nano" else int(workload.split()[0])
@@ -172,7 +178,7 @@ def fixed_table(results: Results) -> str:
 def start_table(results: Results) -> str:
     """From the start of the process to an engine that is ready; the quickest of equal starts."""
     peers = [
-        (results.peers["engines"][name], "empty", f"{seconds} s", "–", "–", "–")
+        (results.peers["engines"][name], results.peers["start_caches"], f"{seconds} s", *"–––")
         for name, seconds in results.peers["start_seconds"].items()
     ]
     ours = []
@@ -190,7 +196,7 @@ def start_table(results: Results) -> str:
                 )
             )
     head = ("engine", "compile caches", "start to ready", "imports and choices")
-    return table((*head, "weights and pages", "warm-up and capture"), [*ours, *peers])
+    return table((*head, "weights, trial step, pages", "warm-up and capture"), [*ours, *peers])
 
 
 _CAPTURE = ("warm_up", "capture")
@@ -200,7 +206,8 @@ def latency_table(results: Results) -> str:
     """Percentiles of time to first token and between tokens."""
     rows = []
     for record in results.named("latency").values():
-        arrival = f"{record['rate']:g} per second, {record['arrivals']}"
+        rate = record["rate"]
+        arrival = "all at once" if rate is None else f"{rate:g} per second, {record['arrivals']}"
         sizes = record.get("prompt_graph_sizes")
         ran = (f"`{_backend(record)}`", f"up to {sizes[-1]:,} tokens" if sizes else "none")
         for key, what in (("ttft_ms", "first token"), ("inter_token_ms", "between tokens")):
@@ -349,8 +356,7 @@ def files_table(results: Results) -> str:
         environment = record.get("environment") or next(
             (engine["environment"] for engine in record.get("engines", {}).values()), None
         )
-        is_benchmark = "benchmark" in record or "host_us_per_step" in record
-        if environment is None or not is_benchmark:
+        if environment is None or "outcomes" in record:  # not measured, or tests
             continue
         state = {True: "clean", False: "changed", None: "not known"}[environment["clean_tree"]]
         packages = environment["packages"]

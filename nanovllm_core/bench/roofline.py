@@ -1,10 +1,10 @@
 """The roofline of a `generate` call: what its bytes and its arithmetic take on a device at best.
 
-Every decode step reads each weight once and the keys and values of all live contexts once; every
-prompt token is multiplied with the weights of all layers once. The floor divides these by the rates
-that the device was measured at, and leaves out everything else: activations, writes, sampling,
-launches, the host. No engine reaches it as a whole, and its share says how far one is; a kernel
-that only reads can exceed the rate of a copy by a few percent.
+Every decode step reads each weight once and the keys and values of all live contexts, or of their
+sliding window, once; every prompt token is multiplied with the weights of all layers once. The
+floor divides these by the rates that the device was measured at, and leaves out everything else:
+activations, writes, sampling, launches, the host. No engine reaches it as a whole, and its share
+says how far one is; a kernel that only reads can exceed the rate of a copy by a few percent.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class ModelCosts:
     vocab_size: int
     tied_embeddings: bool
     itemsize: int
+    sliding_window: int | None = None
+    """The number of last keys that a query sees, None for all."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -58,8 +60,19 @@ class ModelCosts:
         return 2 * self.embedding_parameters
 
     def attention_flops(self, prompt_tokens: int) -> int:
-        """Causal attention of a whole prompt in all layers: two products of half a square."""
-        return 2 * self.num_layers * self.num_heads * self.head_size * prompt_tokens**2
+        """Causal attention of a whole prompt in all layers: two products of half a square.
+
+        With a window, of the band that it leaves of the half.
+        """
+        seen = min(prompt_tokens, self.sliding_window or prompt_tokens)
+        twice_the_pairs = 2 * seen * prompt_tokens - seen**2
+        return 2 * self.num_layers * self.num_heads * self.head_size * twice_the_pairs
+
+    def keys_read(self, prompt_tokens: int, steps: int) -> int:
+        """Tokens that `steps` decode steps after a prompt attend to: step k to prompt + k."""
+        window = self.sliding_window or prompt_tokens + steps
+        growing = min(steps, max(0, window - prompt_tokens))
+        return growing * prompt_tokens + growing * (growing + 1) // 2 + (steps - growing) * window
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +112,7 @@ def generate_floor(
     decoded = [max(0, output - 1) for _, output in lengths]
     steps = max(max(decoded, default=0), -(-sum(decoded) // max_num_seqs))
     read_tokens = sum(
-        count * prompt + count * (count + 1) // 2
-        for (prompt, _), count in zip(lengths, decoded, strict=True)
+        costs.keys_read(prompt, count) for (prompt, _), count in zip(lengths, decoded, strict=True)
     )
     kv_bytes = read_tokens * costs.kv_bytes_per_token
     weight_bytes = steps * costs.weight_bytes_per_step
@@ -128,7 +140,8 @@ def generate_floor(
 
 def decode_step_seconds(costs: ModelCosts, rows: float, context: float, rates: Rates) -> float:
     """The floor of one decode step of `rows` rows that attend to `context` tokens on average."""
-    num_bytes = costs.weight_bytes_per_step + rows * context * costs.kv_bytes_per_token
+    seen = min(context, costs.sliding_window or context)
+    num_bytes = costs.weight_bytes_per_step + rows * seen * costs.kv_bytes_per_token
     flops = rows * (costs.layer_flops_per_token + costs.head_flops_per_token)
     return max(num_bytes / rates.copy_bytes_per_s, flops / rates.matmul_flops_per_s)
 

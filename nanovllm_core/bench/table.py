@@ -18,7 +18,9 @@ from nanovllm_core.bench.record import describe_engine
 from nanovllm_core.bench.throughput import Gauge, measure_runs, timed_generate
 from nanovllm_core.bench.workloads import Workload, fixed_workload
 from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_sources import LoadedConfig
 from nanovllm_core.errors import ConfigError, OutOfMemoryError
+from nanovllm_core.explain import Decisions
 from nanovllm_core.llm import LLM
 from nanovllm_core.plugin_manager import get_plugin_manager
 
@@ -87,9 +89,10 @@ def measure_table(
     `on_cell` gets a line and the record so far, so that an interrupted table keeps its cells.
     """
     configs = {name: make_config(attention_named(name)) for name in cells.backends}
-    for config in configs.values():
-        if config.limits.max_model_len is not None:  # known before anything is loaded
+    for config in configs.values():  # what is wrong is known before anything is loaded
+        if config.limits.max_model_len is not None:
             cells.check(config.limits.max_model_len)
+        _ = Decisions(LoadedConfig(config, {})).attention
     engines: dict[str, Any] = {}
     rows: dict[tuple[int, int], dict[str, Any]] = {
         (batch, length): {} for batch in cells.batches for length in cells.lengths

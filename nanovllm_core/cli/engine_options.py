@@ -66,20 +66,23 @@ def one_file(argument: Path | None, option: Path | None) -> Path | None:
 def engine_config(
     model: str | None,
     config: Path | None,
-    attention: str | None,
+    attention: Any,
     scheduler: str | None,
     device: str | None,
     dtype: str | None,
     settings: list[str] | None,
 ) -> EngineConfig:
-    """The configuration that these flags give on top of the file and the environment."""
+    """The configuration that these flags give on top of the file and the environment.
+
+    `attention` is the text of the flag, or what a file would say in its place.
+    """
     return loaded_config(model, config, attention, scheduler, device, dtype, settings).config
 
 
 def loaded_config(
     model: str | None,
     config: Path | None,
-    attention: str | None,
+    attention: Any,
     scheduler: str | None,
     device: str | None,
     dtype: str | None,
@@ -88,7 +91,7 @@ def loaded_config(
     """The same, with who said each value."""
     overrides: dict[str, Any] = dict(map(parse_setting, settings or []))
     flags = {
-        "attention": None if attention is None else attention_choice(attention),
+        "attention": attention_choice(attention) if isinstance(attention, str) else attention,
         "scheduler": scheduler,
         "device": device,
         "dtype": dtype,

@@ -74,7 +74,7 @@ def test_rates_are_of_the_bytes_and_operations_that_attention_needs() -> None:
 
 
 def test_scores_that_do_not_fit_are_a_cell_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.os, "sysconf", lambda _name: 300)
+    monkeypatch.setattr(bench, "available_memory_bytes", lambda: 200_000)
     result = bench.measure_attention(setup("prefill"), ["sdpa", "naive"], [64], repeats=1)
     [row] = result["rows"]
     assert row["backends"]["naive"]["ms"] == "OOM"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from nanovllm_core.cli.bench.shared import names_of, numbers
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.errors import ConfigError, DeviceError
+from nanovllm_core.errors import ConfigError, DeviceError, UnsupportedError
 
 for plugin in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
@@ -57,6 +57,45 @@ def test_the_table_has_a_winner_in_every_cell(tmp_path: Path) -> None:
     ran = {name: engine["attention"] for name, engine in record["engines"].items()}
     assert ran["sdpa"].endswith("kernel auto")
     assert ran["sdpa.math"].endswith("kernel math"), "the option reached the backend"
+
+
+def test_the_table_keeps_the_options_of_the_configuration(tmp_path: Path) -> None:
+    """For the backend that it names, as every command does; another has its own."""
+    out, config = tmp_path / "table.json", tmp_path / "engine.yaml"
+    config.write_text("attention: {backend: sdpa, options: {kernel: math}}")
+    result = bench(
+        *("table", *DEMO, *CACHE, "--config", str(config), "--attention", "sdpa"),
+        *("--batch", "1", "--lengths", "8", "--out", str(out)),
+    )
+    assert result.exit_code == 0, result.output
+    engine = json.loads(out.read_text())["engines"]["sdpa"]
+    assert engine["attention"].endswith("kernel math")
+
+
+def test_the_table_names_a_backend_that_cannot_serve_before_it_measures() -> None:
+    result = bench("table", *DEMO, *CACHE, "--attention", "sdpa,sdpa.cudnn", "--lengths", "8")
+    assert isinstance(result.exception, UnsupportedError)
+    assert "cudnn" in str(result.exception)
+    assert "sdpa 1 x" not in result.output
+
+
+@pytest.mark.parametrize("rate", ["0", "nan"])
+def test_a_rate_is_above_zero_before_anything_starts(rate: str) -> None:
+    result = bench("latency", *DEMO, "--rate", rate)
+    assert result.exit_code == 2, result.output
+    assert "must be above 0" in words(result)
+
+
+def test_all_at_once_has_no_rate(tmp_path: Path) -> None:
+    """Infinity is no number of JSON."""
+    out = tmp_path / "latency.json"
+    result = bench(
+        *("latency", *DEMO, *CACHE, "--attention", "sdpa", "--rate", "inf", "--num-seqs", "2"),
+        *("--input-len", "8", "--output-len", "2", "--out", str(out)),
+    )
+    assert result.exit_code == 0, result.output
+    assert "all at once" in result.output
+    assert json.loads(out.read_text(), parse_constant=pytest.fail)["rate"] is None
 
 
 def test_a_cell_that_would_take_too_long_is_left_out() -> None:
@@ -184,7 +223,7 @@ def test_compare_prints_how_many_times_as_fast_we_are() -> None:
         (b"[" * 9999, "is no result file"),
         (b"[1]", "it holds list, not an object"),
         (b'{"benchmark": "table"}', "KeyError('cells')"),
-        (b'{"tokens_per_second": 1.0, "workload": 3}', "TypeError"),
+        (b'{"benchmark": "throughput", "workload": 3}', "TypeError"),
     ],
 )
 def test_plot_names_a_file_that_is_no_result(text: bytes, said: str, tmp_path: Path) -> None:
@@ -207,7 +246,15 @@ def test_plot_takes_no_folder_and_writes_no_other_format(tmp_path: Path) -> None
 
 def test_plot_writes_the_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra bench")
-    record = {"workload": "2 x 8/8", "num_seqs": 2, "backend": "sdpa", "tokens_per_second": 9.0}
+    record = {
+        "benchmark": "throughput",
+        "workload": "2 x 8/8",
+        "num_seqs": 2,
+        "backend": "sdpa",
+        "device": "cpu",
+        "config": {"model": "demo"},
+        "tokens_per_second": 9.0,
+    }
     file = tmp_path / "a.json"
     file.write_text(json.dumps(record))
     result = bench("plot", str(file), "--out", str(tmp_path / "a.svg"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from nanovllm_core.bench import compare
 from nanovllm_core.bench.compare import compare_with_transformers
-from nanovllm_core.bench.workloads import Workload
+from nanovllm_core.bench.workloads import Workload, fixed_workload
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import ConfigError
 
@@ -39,3 +41,17 @@ def test_an_unknown_way_to_run_transformers_is_refused() -> None:
     config = load_config("demo", overrides=SMALL, env={})
     with pytest.raises(ConfigError, match=r"as batch or single, not as \['stream'\]"):
         compare_with_transformers(config, WORKLOAD, modes=["stream"])
+
+
+def test_a_peak_is_of_its_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran before in the process, as the other way to run transformers, is forgotten."""
+    peak = [7 * 2**30]
+    monkeypatch.setattr(compare, "reset_peak_memory", lambda _place: peak.__setitem__(0, 0))
+    monkeypatch.setattr(compare, "peak_memory_bytes", lambda _place: peak[0])
+
+    def run() -> list[float]:
+        peak[0] = max(peak[0], 2**30)
+        return [0.1]
+
+    result = compare._measure(run, fixed_workload(1, 4, 4), torch.device("cpu"), runs=2)
+    assert result["peak_memory_gib"] == 1.0

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm_core.bench.latency import percentiles
 from nanovllm_core.bench.plots import Point, draw, series_of
 from nanovllm_core.bench.rates import model_costs
 from nanovllm_core.bench.record import write_record
 from nanovllm_core.bench.report import NOTHING, PERFORMANCE, Results
-from nanovllm_core.bench.roofline import ModelCosts, recompute
+from nanovllm_core.bench.roofline import ModelCosts, Rates, recompute
+from nanovllm_core.bench.table import judge
 from nanovllm_core.bench.workloads import fixed_workload, recorded_workload
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import ConfigError, UnsupportedError
@@ -82,6 +84,15 @@ def test_every_cell_follows_from_its_raw_times(record: dict[str, Any]) -> None:
             rows = record["engines"][name]["max_num_seqs"]
             floor = recompute(one["roofline"], workload.lengths, rows)
             assert one["roofline"]["share"] == pytest.approx(floor.seconds / best, abs=2e-3)
+        winner = {name: cell[name] for name in ("winner", "speed_up")}
+        assert winner == judge(cell["backends"])
+
+
+@pytest.mark.parametrize("record", measured("latency"))
+def test_percentiles_follow_from_the_raw_times(record: dict[str, Any]) -> None:
+    for name in ("ttft_ms", "inter_token_ms"):
+        computed = percentiles(record[f"raw_{name}"])
+        assert record[name] == pytest.approx(computed, abs=2e-3)
 
 
 @pytest.mark.parametrize("record", measured("compare"))
@@ -99,17 +110,21 @@ def test_attention_s_rates_follow_from_its_times(record: dict[str, Any]) -> None
     per_key = 2 * record["num_kv_heads"] * record["head_size"]
     itemsize = getattr(torch, record["dtype"]).itemsize
     heads = record["num_heads"] * record["head_size"]
+    rates = Rates(**record["rates"])
     for row in record["rows"]:
-        for cell in row["backends"].values():
-            if isinstance(cell["ms"], str):
-                continue
-            seconds = min(cell["raw_ms"]) * 1e-3
+        timed = {n: c for n, c in row["backends"].items() if not isinstance(c["ms"], str)}
+        assert row["winner"] == min(timed, key=lambda name: min(timed[name]["raw_ms"]))
+        for cell in timed.values():
+            assert cell["ms"] == min(cell["raw_ms"])
+            seconds = cell["ms"] * 1e-3
             if record["phase"] == "decode":
-                num_bytes = record["batch"] * row["length"] * per_key * itemsize
-                assert cell["tb_per_s"] == pytest.approx(num_bytes / seconds / 1e12, rel=1e-2)
+                rate = record["batch"] * row["length"] * per_key * itemsize / seconds
+                assert cell["tb_per_s"] == pytest.approx(rate / 1e12, rel=1e-2)
+                assert cell["share"] == pytest.approx(rate / rates.copy_bytes_per_s, rel=1e-2)
             else:
-                flops = 2 * record["batch"] * row["length"] ** 2 * heads
-                assert cell["tflop_per_s"] == pytest.approx(flops / seconds / 1e12, rel=1e-2)
+                rate = 2 * record["batch"] * row["length"] ** 2 * heads / seconds
+                assert cell["tflop_per_s"] == pytest.approx(rate / 1e12, rel=1e-2)
+                assert cell["share"] == pytest.approx(rate / rates.matmul_flops_per_s, rel=1e-2)
 
 
 def test_the_costs_cited_with_the_peers_are_the_model_plugin_s() -> None:
@@ -122,13 +137,16 @@ def test_without_results_the_page_says_so(tmp_path: Path) -> None:
     """Only what was derived or cited is left."""
     empty = Results.read(tmp_path, BENCHMARKS / "peers.json")
     without = {name for name, make in PERFORMANCE.items() if make(empty, empty) == NOTHING}
-    assert set(PERFORMANCE) - without == {"floors", "peers", "start"}
+    assert set(PERFORMANCE) - without == {"peers", "start"}
 
 
 # -- plots ----------------------------------------------------------------------------------------
 
-RECORDS = [
+RECORDS: list[dict[str, Any]] = [
     {
+        "benchmark": "throughput",
+        "config": {"model": "demo"},
+        "device": "cpu",
         "workload": f"{batch} x 8/8",
         "num_seqs": batch,
         "backend": "triton",
@@ -148,7 +166,27 @@ def test_points_are_ordered_by_batch() -> None:
 
 def test_a_file_without_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="none of the files has a throughput by batch"):
-        series_of([{"workload": "nano", "num_seqs": 256, "tokens_per_second": 1.0}])
+        series_of([RECORDS[0] | {"workload": "nano", "num_seqs": 256}])
+
+
+def test_a_rate_of_arrivals_is_no_batch() -> None:
+    """A latency result has a rate too, of as many requests as came in, not of a batch."""
+    with pytest.raises(ConfigError, match="none of the files has a throughput by batch"):
+        series_of([RECORDS[0] | {"benchmark": "latency"}])
+
+
+def test_models_and_devices_are_series_of_their_own() -> None:
+    other = RECORDS[0] | {"config": {"model": "other"}, "tokens_per_second": 7.0}
+    assert series_of([RECORDS[0], other]) == {
+        "triton 8/8, demo, cpu": [Point(4, 40.0, 0.5, None)],
+        "triton 8/8, other, cpu": [Point(4, 7.0, 0.5, None)],
+    }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_results_of_one_batch_the_faster_counts(order: int) -> None:
+    slower = RECORDS[0] | {"tokens_per_second": 7.0}
+    assert series_of([RECORDS[0], slower][::order]) == {"triton 8/8": [Point(4, 40.0, 0.5, None)]}
 
 
 def test_a_plot_is_the_same_bytes_each_time(tmp_path: Path) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from nanovllm_core.bench.roofline import ModelCosts, Rates, generate_floor, roofline_record
+from nanovllm_core.bench.roofline import (
+    ModelCosts,
+    Rates,
+    decode_step_seconds,
+    generate_floor,
+    roofline_record,
+)
 from nanovllm_core.bench.workloads import (
     fixed_workload,
     nano_workload,
@@ -67,6 +75,22 @@ def test_fewer_rows_than_requests_need_more_steps() -> None:
     assert (together.decode_steps, in_pairs.decode_steps) == (4, 12)
     assert in_pairs.weight_bytes == 3 * together.weight_bytes
     assert in_pairs.kv_bytes == together.kv_bytes
+
+
+def test_a_window_bounds_what_a_step_reads_and_a_prompt_computes() -> None:
+    """As counted one by one: step k reads min(prompt + k, window) keys, query i min(i, window)."""
+    costs = replace(QWEN3_0_6B, sliding_window=6)
+    per_key = costs.kv_bytes_per_token
+    for prompt, output in ((1, 1), (3, 9), (5, 2), (6, 4), (20, 7)):
+        floor = generate_floor(costs, [(prompt, output)], 1, H200)
+        keys = sum(min(prompt + step, 6) for step in range(1, output))
+        assert floor.kv_bytes == keys * per_key
+    # The convention counts half a square, p * p / 2, where one by one it is p * (p + 1) / 2.
+    pairs = sum(min(query, 6) for query in range(1, 101)) - 6 / 2
+    per_pair = 4 * costs.num_layers * costs.num_heads * costs.head_size
+    assert costs.attention_flops(100) == pairs * per_pair
+    assert costs.attention_flops(5) == QWEN3_0_6B.attention_flops(5)
+    assert decode_step_seconds(costs, 4, 900, H200) == decode_step_seconds(costs, 4, 6, H200)
 
 
 def test_a_request_of_one_output_decodes_nothing() -> None:

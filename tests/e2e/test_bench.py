@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,23 @@ def test_a_run_that_gives_too_few_tokens_is_no_result(
 
 
 def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
-    assert describe_commit(tmp_path) == {"commit": None, "clean_tree": None}
+    assert describe_commit(tmp_path / "a.py") == {"commit": None, "clean_tree": None}
     assert describe_environment()["device"]["name"]
+
+
+def test_the_commit_around_an_installed_package_is_not_ours(tmp_path: Path) -> None:
+    """A virtual environment lies in the checkout of the project that uses it, which ignores it."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    installed, tracked = tmp_path / ".venv" / "package.py", tmp_path / "tracked.py"
+    installed.parent.mkdir()
+    for file in (installed, tracked):
+        file.touch()
+    (tmp_path / ".gitignore").write_text(".venv/")
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *arguments], check=True)
+    assert describe_commit(installed) == {"commit": None, "clean_tree": None}
+    assert len(describe_commit(tracked)["commit"]) == 40
+    assert describe_commit(tracked)["clean_tree"] is True
 
 
 def bench(*arguments: str) -> Result:

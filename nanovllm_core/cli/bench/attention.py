@@ -56,6 +56,8 @@ def attention(
         head_size=head_size,
     )
     names = names_of(backends, "--attention") if backends is not None else able_backends(setup)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # graphs and launches go to the current one
     with torch.inference_mode():
         result = measure_attention(setup, names, numbers(lengths, "--lengths"), repeats)
     result["device"] = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"

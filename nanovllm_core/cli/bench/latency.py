@@ -10,6 +10,7 @@ from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.bench.shared import (
     LoadFormat,
     MaxModelLen,
+    above_zero,
     engine_rows,
     given,
     memory,
@@ -25,7 +26,9 @@ def latency(
     num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 64,
     input_len: Annotated[int, typer.Option(help="Prompt tokens per request.", min=1)] = 512,
     output_len: Annotated[int, typer.Option(help="Output tokens per request.", min=2)] = 128,
-    rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = 8.0,
+    rate: Annotated[
+        float, typer.Option(help="Requests per second; inf: all at once.", callback=above_zero)
+    ] = 8.0,
     arrivals: Annotated[
         Literal["fixed", "poisson"], typer.Option(help="Evenly spaced, or a Poisson process.")
     ] = "poisson",
@@ -71,8 +74,7 @@ def latency(
 def _show(result: dict[str, Any]) -> None:
     show_rows(
         {
-            "workload": f"{result['workload']}, {result['rate']:g} requests per second, "
-            f"{result['arrivals']} arrivals",
+            "workload": f"{result['workload']}, {_arrivals(result)}",
             **engine_rows(result),
             "GPU utilisation": percent(result["gpu_utilisation"]),
             "peak memory": memory(result["peak_memory_gib"]),
@@ -85,6 +87,13 @@ def _show(result: dict[str, Any]) -> None:
             "between tokens": _milliseconds(result["inter_token_ms"]),
         }
     )
+
+
+def _arrivals(result: dict[str, Any]) -> str:
+    """How the requests of a result came."""
+    if result["rate"] is None:
+        return "all at once"
+    return f"{result['rate']:g} requests per second, {result['arrivals']} arrivals"
 
 
 def _milliseconds(values: dict[str, float]) -> str:

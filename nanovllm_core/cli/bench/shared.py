@@ -24,6 +24,13 @@ def given(*, load_format: str | None, max_model_len: int | None) -> list[str]:
     return [f"{path}={value}" for path, value in flags.items() if value is not None]
 
 
+def above_zero(value: float) -> float:
+    """The value of a flag, or a usage error."""
+    if not value > 0:  # which nan is not either
+        raise typer.BadParameter(f"{value} must be above 0")
+    return value
+
+
 def numbers(text: str, flag: str) -> list[int]:
     """`1,16,64` -> [1, 16, 64], each once; a usage error for anything else."""
     try:

@@ -5,27 +5,19 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.table import Table
 
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.bench.shared import (
     LoadFormat,
     MaxModelLen,
+    above_zero,
     engine_rows,
     names_of,
     numbers,
     wide_console,
 )
 from nanovllm_core.cli.bench.shared import given as given_settings
-from nanovllm_core.config_errors import explain_config
-from nanovllm_core.errors import ConfigError
-
-
-def _above_zero(seconds: float) -> float:
-    if not seconds > 0:  # which nan is not either
-        raise typer.BadParameter(f"{seconds} must be above 0")
-    return seconds
 
 
 def table(
@@ -41,9 +33,7 @@ def table(
     runs: Annotated[int, typer.Option(help="Measured runs per cell.", min=1)] = 1,
     max_seconds: Annotated[
         float,
-        typer.Option(
-            help="Skip cells whose run would take longer (seconds).", callback=_above_zero
-        ),
+        typer.Option(help="Skip cells whose run would take longer (seconds).", callback=above_zero),
     ] = 60.0,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
@@ -70,11 +60,7 @@ def table(
 
     def make_config(choice: Any) -> Any:
         changed = [rows, *(settings or []), *given]
-        base = options.engine_config(model, config, None, None, device, dtype, changed)
-        try:
-            return base.model_validate({**base.model_dump(), "attention": choice})
-        except ValidationError as error:
-            raise ConfigError(explain_config(error, {"attention": "--attention"})) from None
+        return options.engine_config(model, config, choice, None, device, dtype, changed)
 
     def on_cell(text: str, record: dict[str, Any]) -> None:
         typer.echo(text, err=True)
