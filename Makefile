@@ -40,8 +40,10 @@ FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
 	echo "nanovllm needs Python 3.11, 3.12 or 3.13 on PATH" >&2; exit 1
 
 # Threads of torch and of pytest's workers would fight over the cores.
-TEST_ENV := OMP_NUM_THREADS=1
-PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal
+# Of several threads each waits for all others in every operation: where another process has a core,
+# or a container may use fewer than it sees, a small model writes ten times slower than with one.
+ONE_THREAD := OMP_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal
 COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
 FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/kinds.py,nanovllm_core/plugin_checks.py,nanovllm_core/plugin_discovery.py,nanovllm_core/plugin_manager.py,nanovllm_core/plugin_selection.py,nanovllm_core/attention_selection.py
@@ -71,7 +73,7 @@ INSTALL = $(PY) -m pip install -q --no-compile -c constraints.txt
 	touch $@
 
 demo: $(RUN_ENV)
-	$(PY) -m nanovllm_core generate --model demo --chat --stream \
+	$(ONE_THREAD) $(PY) -m nanovllm_core generate --model demo --chat --stream \
 		"Write a story about a fox named Mia, the forest and a key." "What is 27 + 15?"
 
 lint: $(DEV_ENV)
