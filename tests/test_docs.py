@@ -27,10 +27,11 @@ from nanovllm_core.cli.main import make_app
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_errors import FLAT_KEYWORDS
 from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
-from nanovllm_core.errors import ConfigError, NanoVLLMError
+from nanovllm_core.errors import ConfigError, InvalidSamplingError, NanoVLLMError
 from nanovllm_core.interfaces.scheduler import SchedulerState
 from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
 from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.startup import make_scheduler
 
 ROOT = Path(__file__).parents[1]
@@ -273,6 +274,30 @@ def test_the_keywords_of_nano_vllm_are_told_with_their_fields_and_defaults() -> 
         assert (str(value) == here) == (value is not None), f"{field} is {value}"
     text = COMING_FROM.read_text(encoding="utf-8")
     assert all(f"`{keyword}`" in text for keyword in REFUSED_KEYWORDS)
+
+
+@pytest.mark.parametrize(
+    ("what", "limit", "name", "inside", "outside"),
+    [
+        ("`max_tokens`", "1 or more", "max_tokens", (1, 10**6), (0,)),
+        ("`min_tokens`", "0 to `max_tokens`", "min_tokens", (0, 64), (-1, 65)),
+        ("presence penalty", "-2 to 2", "presence_penalty", (-2, 2), (-2.1, 2.1)),
+        ("frequency penalty", "-2 to 2", "frequency_penalty", (-2, 2), (-2.1, 2.1)),
+        ("`top_k`", "-1 or more", "top_k", (-1, 10**6), (-2,)),
+        ("`top_p`", "above 0, at most 1", "top_p", (1e-9, 1), (0, 1.1)),
+        ("`min_p`", "0 to 1", "min_p", (0, 1), (-0.1, 1.1)),
+    ],
+)
+def test_a_limit_of_sampling_is_told_as_it_is_kept(
+    what: str, limit: str, name: str, inside: tuple[float, ...], outside: tuple[float, ...]
+) -> None:
+    told = {row[0]: row[1] for row in table_rows(ROOT / "docs/limits.md", "what")}
+    assert told[what] == limit
+    for value in inside:
+        SamplingParams(**{name: value})
+    for value in outside:
+        with pytest.raises(InvalidSamplingError):
+            SamplingParams(**{name: value})
 
 
 REFUSALS: list[tuple[str, dict[str, Any]]] = [
