@@ -24,13 +24,14 @@ from typer.testing import CliRunner
 from nanovllm_core import hookspecs
 from nanovllm_core.cli.config import check_plugins
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.cli.plugins.choice import one_plugin
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_errors import FLAT_KEYWORDS
 from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
 from nanovllm_core.errors import ConfigError, InvalidSamplingError, NanoVLLMError
 from nanovllm_core.interfaces.scheduler import SchedulerState
 from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.startup import make_scheduler
 
@@ -127,8 +128,8 @@ WRONG = [
 ]
 
 
-def test_the_quick_start_chooses_only_what_make_demo_installs(tmp_path: Path) -> None:
-    """Its reader has typed one command and has no other plugin yet."""
+def installed_by_make_demo() -> PluginManager:
+    """The plugins of whoever has typed one command and has no other yet."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipe = makefile.split(".run-installed:")[1].split("\n\n")[0]
     there = {
@@ -137,11 +138,25 @@ def test_the_quick_start_chooses_only_what_make_demo_installs(tmp_path: Path) ->
     there.add("nanovllm-core")
     installed = {plugin.distribution for plugin in get_plugin_manager().installed()}
     assert there <= installed
-    manager = get_plugin_manager(disable=sorted(installed - there))
+    return get_plugin_manager(disable=sorted(installed - there))
+
+
+def test_the_quick_start_chooses_only_what_make_demo_installs(tmp_path: Path) -> None:
     for block in blocks(ROOT / "docs/quick_start.md", "yaml"):
         file = tmp_path / "engine.yaml"
         file.write_text(block.text, encoding="utf-8")
-        check_plugins(manager, load_config(file=file, env={}))
+        check_plugins(installed_by_make_demo(), load_config(file=file, env={}))
+
+
+def test_commands_about_one_plugin_name_one_that_make_demo_installs() -> None:
+    named = [
+        match[1]
+        for _, line in commands()
+        if (match := re.match(r"nanovllm plugins (?:show|schema|validate|test) (\w+)", line))
+    ]
+    assert named
+    for name in named:
+        one_plugin(installed_by_make_demo(), name, None)
 
 
 @pytest.mark.parametrize(("block", "message"), WRONG, ids=by_place)
