@@ -210,6 +210,7 @@ def limit_table() -> str:
     """Limits that are numbers, from where they stand in the code."""
     steps = EngineConfig.model_json_schema()["properties"]["steps_ahead"]["maximum"]
     logprobs = sampling_params.MAX_LOGPROBS
+    penalty = f"{-sampling_params.MAX_PENALTY:g} to {sampling_params.MAX_PENALTY:g}"
     rows = [
         ("prompt and answer of one request", "`limits.max_model_len`", "refused when added"),
         ("prompt", "at least 1 token; room for one more", "refused when added"),
@@ -243,6 +244,13 @@ def limit_table() -> str:
             f"{sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}",
             "refused",
         ),
+        ("`max_tokens`", "1 or more", "refused"),
+        ("`min_tokens`", "0 to `max_tokens`", "refused"),
+        ("presence penalty", penalty, "refused"),
+        ("frequency penalty", penalty, "refused"),
+        ("`top_k`", "-1 or more", "refused"),
+        ("`top_p`", "above 0, at most 1", "refused"),
+        ("`min_p`", "0 to 1", "refused"),
         ("seeds", f"0 to 2^{sampling_params.MAX_SEED.bit_length()} - 1", "refused"),
         ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
     ]

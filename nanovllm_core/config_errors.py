@@ -25,6 +25,9 @@ FLAT_KEYWORDS: Mapping[str, str] = {
 }
 """nano-vllm's keyword arguments and the fields they set."""
 
+REMEDIES: Mapping[str, str] = {"cache.num_blocks": "leave it out for as many as fit"}
+"""What to do instead, by path, where a limit does not say it: nano-vllm writes -1 for that."""
+
 MODEL_HINT = (
     "name a folder with a checkpoint, a checkpoint plugin (demo) or a model of the Hugging Face "
     "hub (Qwen/Qwen3-0.6B)"
@@ -86,7 +89,8 @@ def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
             continue
         names = tuple(part for part in detail["loc"] if isinstance(part, str))
         source = _source_of(dotted(names), sources)
-        lines.append(explain(detail, path, _key_hint) + (f" [{source}]" if source else ""))
+        remedy = f"; {REMEDIES[path]}" if path in REMEDIES else ""
+        lines.append(explain(detail, path, _key_hint) + remedy + (f" [{source}]" if source else ""))
     return "\n".join(lines)
 
 

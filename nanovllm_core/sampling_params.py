@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 MIN_SCALE, MAX_SCALE = 1e-10, 1e10
 """Of temperature and repetition penalty: logits scaled by more may be 0 or infinite in float32."""
+MAX_PENALTY = 2.0
+"""Of presence and frequency, upwards and downwards."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 4096
@@ -39,9 +41,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Above 1 makes tokens of the prompt and the output less likely to come again; 1 is off."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token that is already in the output."""
+    """Subtracted once from the logit of every token that is already in the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that it is already in the output."""
+    """Subtracted from a token's logit for each time that it is already in the output; -2 to 2."""
     max_tokens: int | None = 64
     """At most this many output tokens; None means up to the model's length."""
     min_tokens: int = 0
@@ -90,10 +92,10 @@ class SamplingParams:
                 "repetition_penalty", self.repetition_penalty, MIN_SCALE, MAX_SCALE, f"1 {off}"
             ),
             "presence_penalty": _real(
-                "presence_penalty", self.presence_penalty, -2.0, 2.0, f"0 {off}"
+                "presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY, f"0 {off}"
             ),
             "frequency_penalty": _real(
-                "frequency_penalty", self.frequency_penalty, -2.0, 2.0, f"0 {off}"
+                "frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY, f"0 {off}"
             ),
         }
 

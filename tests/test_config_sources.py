@@ -112,6 +112,15 @@ def test_flat_keywords_of_nano_vllm_set_the_nested_fields(keyword: str, value: A
     assert field == value
 
 
+@pytest.mark.parametrize("keyword", ["num_kvcache_blocks", "cache.num_blocks"])
+def test_nano_vllms_default_for_as_many_blocks_as_fit_gets_its_remedy(keyword: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**{keyword: -1})
+    assert str(caught.value) == (
+        "cache.num_blocks: -1 must be at least 1; leave it out for as many as fit [argument]"
+    )
+
+
 def test_every_flat_keyword_is_tested_above() -> None:
     parameters = test_flat_keywords_of_nano_vllm_set_the_nested_fields.pytestmark[0].args[1]
     assert {keyword for keyword, _ in parameters} == set(FLAT_KEYWORDS)

@@ -24,13 +24,15 @@ from typer.testing import CliRunner
 from nanovllm_core import hookspecs
 from nanovllm_core.cli.config import check_plugins
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.cli.plugins.choice import one_plugin
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_errors import FLAT_KEYWORDS
 from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
-from nanovllm_core.errors import ConfigError, NanoVLLMError
+from nanovllm_core.errors import ConfigError, InvalidSamplingError, NanoVLLMError
 from nanovllm_core.interfaces.scheduler import SchedulerState
 from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.startup import make_scheduler
 
 ROOT = Path(__file__).parents[1]
@@ -126,8 +128,8 @@ WRONG = [
 ]
 
 
-def test_the_quick_start_chooses_only_what_make_demo_installs(tmp_path: Path) -> None:
-    """Its reader has typed one command and has no other plugin yet."""
+def installed_by_make_demo() -> PluginManager:
+    """The plugins of whoever has typed one command and has no other yet."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipe = makefile.split(".run-installed:")[1].split("\n\n")[0]
     there = {
@@ -136,11 +138,25 @@ def test_the_quick_start_chooses_only_what_make_demo_installs(tmp_path: Path) ->
     there.add("nanovllm-core")
     installed = {plugin.distribution for plugin in get_plugin_manager().installed()}
     assert there <= installed
-    manager = get_plugin_manager(disable=sorted(installed - there))
+    return get_plugin_manager(disable=sorted(installed - there))
+
+
+def test_the_quick_start_chooses_only_what_make_demo_installs(tmp_path: Path) -> None:
     for block in blocks(ROOT / "docs/quick_start.md", "yaml"):
         file = tmp_path / "engine.yaml"
         file.write_text(block.text, encoding="utf-8")
-        check_plugins(manager, load_config(file=file, env={}))
+        check_plugins(installed_by_make_demo(), load_config(file=file, env={}))
+
+
+def test_commands_about_one_plugin_name_one_that_make_demo_installs() -> None:
+    named = [
+        match[1]
+        for _, line in commands()
+        if (match := re.match(r"nanovllm plugins (?:show|schema|validate|test) (\w+)", line))
+    ]
+    assert named
+    for name in named:
+        one_plugin(installed_by_make_demo(), name, None)
 
 
 @pytest.mark.parametrize(("block", "message"), WRONG, ids=by_place)
@@ -273,6 +289,30 @@ def test_the_keywords_of_nano_vllm_are_told_with_their_fields_and_defaults() -> 
         assert (str(value) == here) == (value is not None), f"{field} is {value}"
     text = COMING_FROM.read_text(encoding="utf-8")
     assert all(f"`{keyword}`" in text for keyword in REFUSED_KEYWORDS)
+
+
+@pytest.mark.parametrize(
+    ("what", "limit", "name", "inside", "outside"),
+    [
+        ("`max_tokens`", "1 or more", "max_tokens", (1, 10**6), (0,)),
+        ("`min_tokens`", "0 to `max_tokens`", "min_tokens", (0, 64), (-1, 65)),
+        ("presence penalty", "-2 to 2", "presence_penalty", (-2, 2), (-2.1, 2.1)),
+        ("frequency penalty", "-2 to 2", "frequency_penalty", (-2, 2), (-2.1, 2.1)),
+        ("`top_k`", "-1 or more", "top_k", (-1, 10**6), (-2,)),
+        ("`top_p`", "above 0, at most 1", "top_p", (1e-9, 1), (0, 1.1)),
+        ("`min_p`", "0 to 1", "min_p", (0, 1), (-0.1, 1.1)),
+    ],
+)
+def test_a_limit_of_sampling_is_told_as_it_is_kept(
+    what: str, limit: str, name: str, inside: tuple[float, ...], outside: tuple[float, ...]
+) -> None:
+    told = {row[0]: row[1] for row in table_rows(ROOT / "docs/limits.md", "what")}
+    assert told[what] == limit
+    for value in inside:
+        SamplingParams(**{name: value})
+    for value in outside:
+        with pytest.raises(InvalidSamplingError):
+            SamplingParams(**{name: value})
 
 
 REFUSALS: list[tuple[str, dict[str, Any]]] = [

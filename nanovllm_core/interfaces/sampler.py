@@ -61,9 +61,10 @@ class Sampler(ABC):
 
         `logits_BV` in the model's dtype, or float32 from a tail; they must not be changed.
         `rows_B` int32: which row of the tables an entry is; -1 is padding and gets -1.
-        `temperature_R` float32, where 0 asks for the likeliest id; `seed_R` int64.
-        `output_index_B` int32: how many tokens the entry has given already. `skip` [1] int32: where
-        it is 1 a tail follows that chooses anew, and what is written here is not read.
+        `temperature_R` float32, where 0 asks for the likeliest id, of equal ones the lowest;
+        `seed_R` int64. `output_index_B` int32: how many tokens the entry has given already. `skip`
+        [1] int32: where it is 1 a tail follows that chooses anew, and what is written here is not
+        read.
 
         The choice for an entry may depend on its own logits, temperature, seed and output index
         only: not on its neighbours, its place, the batch size or what was drawn before. So equal

@@ -49,7 +49,7 @@ def sample_tokens(
         noise = gumbel_noise(seed_R[rows], output_index_B, logits.shape[1])
         scores += noise.masked_fill_(greedy_B1, 0.0)
     best_B1 = scores.amax(dim=1, keepdim=True)
-    # argmax promises nothing about ties, so the lowest of the best ids is looked for.
+    # The lowest of the best ids, written out as the definition; torch.argmax promises the same.
     ids_V = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     ids_BV = ids_V.expand_as(scores).masked_fill(scores != best_B1, logits.shape[1])
     out_B.copy_(torch.where(rows_B < 0, -1, ids_BV.amin(dim=1)))

@@ -115,7 +115,7 @@ def check_name(name: str) -> None:
     if re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) and len(name) <= MAX_NAME:
         return
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    better = re.sub(r"[^a-z0-9]+", "_", words).strip("_0123456789")[:MAX_NAME].rstrip("_")
+    better = re.sub(r"[^a-z0-9]+", "_", words).lstrip("_0123456789")[:MAX_NAME].rstrip("_")
     hint = f"; try {better}" if better else ""
     raise ScaffoldError(
         f"{name!r} cannot name a plugin: it takes lower-case letters, digits and single "
@@ -202,5 +202,8 @@ def _files(template: Template) -> Iterator[tuple[Path, str]]:
     """The files of a template, what all kinds share first, by their path in the package."""
     for root in (_SHARED, _FOLDER / template.folder):
         for path in sorted(root.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield path.relative_to(root), path.read_text(encoding="utf-8")
+            inside = path.relative_to(root)
+            # Python, ruff and others leave __pycache__, .ruff_cache and the like where they ran.
+            cached = any(folder.rstrip("_").endswith("cache") for folder in inside.parts[:-1])
+            if path.is_file() and not cached:
+                yield inside, path.read_text(encoding="utf-8")

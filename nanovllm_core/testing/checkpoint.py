@@ -36,7 +36,10 @@ class CheckpointConformance(SpecConformance):
         except CheckpointNotFoundError as error:
             if existing:
                 raise
-            pytest.skip(f"an empty reference names nothing; state `reference` ({error})")
+            pytest.skip(
+                f"an empty reference names nothing ({error}); state one: --reference REFERENCE, "
+                "or `reference` in a test file"
+            )
         assert isinstance(found, Path), f"{found!r} is no pathlib.Path"
         return found
 

@@ -120,6 +120,21 @@ class Wordy(LogitsProcessor):
             logits_V.index_fill_(0, request.state, 30.0)
 """.replace("FILE", "'tokenizer.json'")
 
+SHELF = """
+from pathlib import Path
+from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, hookimpl
+
+@hookimpl
+def nanovllm_checkpoints():
+    return [CheckpointSpec(name="shelf", impl="shelf_plugin:find", contract=1)]
+
+def find(reference):
+    folder = Path(WANTED)
+    if not (folder / "config.json").is_file():
+        raise CheckpointNotFoundError(f"model: shelf:{reference} is not there")
+    return folder
+"""
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(make_app(), ["plugins", "test", *arguments])
@@ -361,6 +376,60 @@ def test_arguments_that_no_request_may_ask_are_refused(install: Install) -> None
     error = refused("sdpa", "--argument", "words=[fox]")
     assert "sdpa is of the kind attention" in str(error)
     assert "--option KEY=VALUE" in str(error)
+
+
+def install_shelf(install: Install, wanted: str) -> None:
+    """A source that looks into the folder which `wanted` gives from the reference."""
+    source = SHELF.replace("WANTED", wanted)
+    install("shelf", {"nanovllm.checkpoints": {"shelf": "shelf_plugin"}}, {"shelf_plugin": source})
+
+
+def test_a_source_is_asked_for_the_checkpoint_that_is_stated(
+    install: Install, tmp_path: Path
+) -> None:
+    """And one that asks its shelf for something else does not find it."""
+    checkpoint = tmp_path / "small"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    install_shelf(install, "reference")
+    result = run("shelf", "--reference", str(checkpoint))
+    assert result.exit_code == 0, result.output
+    assert "passed   a checkpoint is a folder with a configuration" in result.output
+    assert result.output.endswith("here: 6 passed, 0 failed, 0 skipped\n")
+
+
+def test_a_source_that_changes_the_reference_is_found_out(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    install_shelf(install, "reference[:-1]")
+    result = run("shelf", "--reference", str(tmp_path))
+    assert result.exit_code == 1, result.output
+    assert "shelf BREAKS the contract of checkpoint plugins" in result.output
+
+
+def test_a_source_that_was_asked_for_nothing_is_hardly_tested(install: Install) -> None:
+    """Without a reference it opens no checkpoint, however many checks all kinds share."""
+    install_shelf(install, "reference[:-1] or 'nowhere'")
+    result = run("shelf")
+    assert result.exit_code == 0, result.output
+    assert "--reference" in result.output
+    assert result.output.splitlines()[-1] == (
+        "shelf was hardly tested here, and broke nothing: 4 passed, 0 failed, 2 skipped"
+    )
+
+
+def test_only_a_source_is_given_a_reference() -> None:
+    error = refused("sdpa", "--reference", "/models/small")
+    assert isinstance(error, ConfigError)
+    assert "--reference '/models/small' is a checkpoint that a source finds" in str(error)
+    assert "sdpa is of the kind attention; leave it out" in str(error)
+
+
+@pytest.mark.parametrize("flag", ["--option", "--argument"])
+def test_a_key_that_is_given_twice_is_refused_with_both_values(flag: str) -> None:
+    """Of which the last would have won, unseen."""
+    error = refused("sdpa", flag, "kernel=math", flag, "a=1", flag, "kernel=auto")
+    assert isinstance(error, ConfigError)
+    assert f"{flag} kernel is given twice, as 'math' and as 'auto'; give it once" in str(error)
 
 
 def test_a_plugin_that_cannot_run_here_is_not_said_to_keep_its_contract() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import nanovllm_core
+from nanovllm_core import scaffold
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ConfigError, ScaffoldError
 from nanovllm_core.kinds import EXTENSION, KIND, KINDS
@@ -58,6 +60,28 @@ def test_a_package_has_all_its_parts_and_no_place_holder_is_left(
     for path in folder.rglob("*"):
         written = str(path) + (path.read_text() if path.is_file() else "")
         assert not any(word in written for word in PLACEHOLDERS), path
+
+
+@pytest.mark.parametrize("cache", [".ruff_cache/0.12", ".mypy_cache", "tests/__pycache__"])
+def test_what_tools_left_in_the_templates_stays_there(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linting them where they lie leaves caches, of bytes that are no text. They may lie in one."""
+    templates = tmp_path / "pip_cache/templates"
+    ignore = shutil.ignore_patterns("*cache*")
+    shutil.copytree(scaffold._FOLDER, templates, ignore=ignore)
+    monkeypatch.setattr(scaffold, "_FOLDER", templates)
+    monkeypatch.setattr(scaffold, "_SHARED", templates / "shared")
+    written = [*new_plugin("sampler", "fair", tmp_path / "clean").rglob("*")]
+    left = templates / "sampler" / cache
+    left.mkdir(parents=True)
+    (left / "12345").write_bytes(b"\xff\xfe\x00")
+    (left / ".gitignore").write_text("*")
+    folder = new_plugin("sampler", "fair", tmp_path / "linted")
+    assert {path.relative_to(folder) for path in folder.rglob("*")} == {
+        path.relative_to(tmp_path / "clean/sampler_fair") for path in written
+    }
+    assert len(written) > 8
 
 
 @pytest.mark.parametrize(
@@ -143,6 +167,8 @@ def test_a_package_is_valid_before_it_is_installed(kind: str, level: str, tmp_pa
         ("blue-moon", "blue_moon"),
         ("BlueMoon", "blue_moon"),
         ("2fast", "fast"),
+        ("Mine2", "mine2"),
+        ("_7_up_", "up"),
         ("blue__moon", "blue_moon"),
         ("x" * (MAX_NAME + 1), "x" * MAX_NAME),
         ("class/../../etc", "class_etc"),

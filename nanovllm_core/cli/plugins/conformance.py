@@ -58,6 +58,12 @@ def run_conformance_suite(
             help="What requests ask of a logits processor; may be repeated.",
         ),
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="A checkpoint that a checkpoint source finds: REFERENCE in model: NAME:REFERENCE."
+        ),
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -86,18 +92,22 @@ def run_conformance_suite(
         ) from None
     manager = installed_plugins()
     plugin = one_plugin(manager, name, kind)
-    options = dict(_parse(text, "--option") for text in option or ())
-    arguments = dict(_parse(text, "--argument") for text in argument or ())
+    options, arguments = _parse(option, "--option"), _parse(argument, "--argument")
     if plugin.kind not in NO_SPEC:
         manager.resolve(plugin.kind, name, options, "--option")
+    stated: dict[str, Any] = {}
     if arguments:
         _check_arguments(manager, plugin, arguments)
+        stated["arguments"] = (arguments,)
+    if reference is not None:
+        _check_reference(plugin, reference)
+        stated["reference"] = reference
     suite = _suite(manager, plugin)
     typer.echo(f"{plugin.kind} {plugin}: {suite.partition(':')[2]}")
     report = Report(verbose)
     more = ["-k", _expression(only)] if only else []
     more += [f"--junit-xml={junit.absolute()}"] if junit else []
-    status = _run(_test_file(plugin, suite, options, arguments), more, report)
+    status = _run(_test_file(plugin, suite, options, stated), more, report)
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         what = f"no check of {suite} has a name with {only!r}" if only else f"{suite} has no checks"
         raise ConfigError(what)
@@ -129,15 +139,24 @@ def _check_arguments(
         raise ConfigError(what) from None
 
 
+def _check_reference(plugin: InstalledPlugin, reference: str) -> None:
+    """ConfigError for a plugin that finds no checkpoints."""
+    if plugin.kind != "checkpoint":
+        raise ConfigError(
+            f"--reference {reference!r} is a checkpoint that a source finds, and {plugin.name} is "
+            f"of the kind {plugin.kind}; leave it out"
+        )
+
+
 def _test_file(
-    plugin: InstalledPlugin, suite: str, options: Mapping[str, Any], arguments: Mapping[str, Any]
+    plugin: InstalledPlugin, suite: str, options: Mapping[str, Any], stated: Mapping[str, Any]
 ) -> str:
-    """What an author would write, for the installed plugin."""
+    """What an author would write, for the installed plugin; `stated` are the class's attributes."""
     module, _, name = suite.partition(":")
     source = TEST_FILE.format(
         module=module, suite=name, kind=plugin.kind, name=plugin.name, options=options
     )
-    return source + (f"    arguments = ({arguments!r},)\n" if arguments else "")
+    return source + "".join(f"    {name} = {value!r}\n" for name, value in stated.items())
 
 
 def _expression(words: str) -> str:
@@ -173,11 +192,19 @@ def _run(source: str, more: Sequence[str], report: Report) -> int:
             return int(pytest.main(arguments, plugins=[report]))
 
 
-def _parse(text: str, flag: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"{flag} {text!r} must be KEY=VALUE")
-    return key, parse_yaml(value, f"{flag} {key}")
+def _parse(texts: Sequence[str] | None, flag: str) -> dict[str, Any]:
+    """The values that a flag gave, by their keys; ConfigError for a key that is there twice."""
+    given: dict[str, str] = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{flag} {text!r} must be KEY=VALUE")
+        if key in given:
+            raise ConfigError(
+                f"{flag} {key} is given twice, as {given[key]!r} and as {value!r}; give it once"
+            )
+        given[key] = value
+    return {key: parse_yaml(value, f"{flag} {key}") for key, value in given.items()}
 
 
 def _suite(manager: PluginManager, plugin: InstalledPlugin) -> str:

@@ -48,7 +48,7 @@ class MyPluginSampler(Sampler):
         scores_BV = scores_BV * torch.where(greedy_B1, 1.0, 1.0 / temperature_B1)
         noise_BV = self._gumbel_noise(seed_R[rows], output_index_B)
         scores_BV = scores_BV + noise_BV.masked_fill(greedy_B1, 0.0)
-        # Of equal scores the lowest id is taken; argmax promises nothing about ties.
+        # Of equal scores the lowest id is taken, written out; torch.argmax promises the same.
         best_B1 = scores_BV.amax(dim=1, keepdim=True)
         ids_BV = self._ids_V.expand_as(scores_BV).masked_fill(
             scores_BV != best_B1, self.context.vocab_size
