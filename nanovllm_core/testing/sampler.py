@@ -211,11 +211,12 @@ class SamplerConformance(SpecConformance):
     def test_noise_is_finer_than_bfloat16(
         self, plugin: PluginUnderTest, device: torch.device
     ) -> None:
-        """The logit from which on the second of two ids is chosen, halved down to for 256 seeds.
+        """The logit from which on the second of two ids is chosen, halved down to for 4096 seeds.
 
-        Noise of 8 bits gives many seeds the same one, and no chance at all to unlikely ids.
+        Of noise with 8 bits a third of the seeds shares its own with others, and the likeliest ids
+        have ties, which the lowest wins.
         """
-        rows = 256
+        rows = 4096
         sampler = self.make(plugin, device, 2, rows)
         low, high = torch.full((rows,), -16.0), torch.full((rows,), 16.0)
         for _ in range(22):
@@ -224,7 +225,7 @@ class SamplerConformance(SpecConformance):
             second = torch.tensor(sample(sampler, logits, seed=range(rows), index=[0] * rows)) == 1
             low, high = torch.where(second, low, middle), torch.where(second, middle, high)
         different = len(low.unique())
-        assert different > 0.95 * rows, f"{rows} seeds have {different} different noises"
+        assert different > 0.9 * rows, f"{rows} seeds have {different} different noises"
 
     def test_only_the_output_is_written(
         self, plugin: PluginUnderTest, device: torch.device
