@@ -84,9 +84,9 @@ class LogitsProcessor(ABC):
     def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
         """Change `logits_SV` [S, V] float32 in place; row i is that of `requests[i]`.
 
-        -inf forbids an id; a row must keep one id above -inf (`debug: true` checks it). No logit is
-        NaN. Must not wait for the device, nor keep the tensors it is given. Rows that did not ask
-        are not in it. An error ends the engine, with this plugin's name. In a step with so many
-        rows that their logits would not fit in memory at once it is called for some of them at a
-        time.
+        -inf forbids an id; what ran before may have forbidden some. A row must keep one id above
+        -inf, and no logit may become NaN or +inf (`debug: true` checks both). Must not wait for the
+        device, nor keep the tensors it is given. Rows that did not ask are not in it. An error ends
+        the engine, with this plugin's name. In a step with so many rows that their logits would not
+        fit in memory at once it is called for some of them at a time.
         """

@@ -69,6 +69,8 @@ class Sampler(ABC):
         The choice for an entry may depend on its own logits, temperature, seed and output index
         only: not on its neighbours, its place, the batch size or what was drawn before. So equal
         requests give equal tokens whatever else runs, and preempted ones go on as they would have.
+        Each bit of the seed (0 to 2**63 - 1) and of the output index changes the noise, which is
+        finer than bfloat16 whatever dtype the logits have.
 
         In a decode step on CUDA the call is captured and replayed: no wait for the device, no host
         values but shapes, no random state on the host.

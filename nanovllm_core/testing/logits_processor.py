@@ -6,7 +6,7 @@ Shape suffixes as in `nanovllm_core.interfaces.logits_processor`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,11 @@ VOCAB, LENGTH = 257, 32
 """An id for each byte and one for the end of a text; what a row may hold."""
 PROMPT = (7, 3, 3, 11)
 OUTPUTS: Sequence[tuple[int, ...]] = ((), (4,), (9, 9, 2, 30, 1, 12), (5,) * 28)
-"""What four rows have given so far; the last one's ids fill the table."""
+"""What four rows with this prompt have given so far; the last one's ids fill the table."""
+ROWS = (*((PROMPT, given) for given in OUTPUTS), *(((first,), ()) for first in (3, 7, 5, 30)))
+"""Prompt and outputs of each row. Of the last four one id is known: a prompt may be that short, and
+a row that the device has ended is given so. There are four, so that of up to four different
+`arguments` each has one."""
 WAITING = (
     *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"),
     *("_unique2", "unique_dim", "unique_consecutive", "bincount"),
@@ -48,7 +52,10 @@ class LogitsProcessorConformance(SpecConformance):
     """Rows are changed in place, each by its own request alone, without waiting for the device."""
 
     arguments: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
-    """What requests ask, as in `SamplingParams.logits_processors`; row i takes number i, round."""
+    """What requests ask, as in `SamplingParams.logits_processors`; row i takes number i, round.
+
+    Give two that differ: whether each row gets what it asked for shows only there.
+    """
 
     @pytest.fixture
     def context(self, tmp_path: Path) -> LogitsContext:
@@ -58,7 +65,7 @@ class LogitsProcessorConformance(SpecConformance):
             device=torch.device("cpu"),
             vocab_size=VOCAB,
             max_model_len=LENGTH,
-            max_num_seqs=len(OUTPUTS),
+            max_num_seqs=len(ROWS),
             tokenizer=str(tmp_path),
         )
 
@@ -77,16 +84,14 @@ class LogitsProcessorConformance(SpecConformance):
                 "state what a request may ask, in `arguments` of the test class or with "
                 f"--argument KEY=VALUE: {problem}".replace("\n", "; ")
             )
-        return [valid[i % len(valid)] for i in range(len(OUTPUTS))]
+        return [valid[i % len(valid)] for i in range(len(ROWS))]
 
     @pytest.fixture
     def processor(
         self, plugin: PluginUnderTest, context: LogitsContext, asked: list[BaseModel]
     ) -> LogitsProcessor:
         """Made as the worker makes it; only where there is something to ask of it."""
-        made = plugin.load()(plugin.options, context)
-        assert isinstance(made, LogitsProcessor), f"{type(made).__name__} is no LogitsProcessor"
-        return made
+        return make(plugin, context)
 
     def test_arguments_forbid_unknown_keys(self, plugin: PluginUnderTest) -> None:
         """A misspelt key of a request is refused, never ignored."""
@@ -109,9 +114,21 @@ class LogitsProcessorConformance(SpecConformance):
         """Nothing becomes NaN or +inf, and no row is all -inf."""
         logits_SV = random_logits()
         processor.process(logits_SV, make_requests(processor, asked))
-        assert not logits_SV.isnan().any(), "a logit is NaN"
-        assert not logits_SV.isposinf().any(), "a logit is +inf"
+        _assert_numbers(logits_SV)
         assert (logits_SV > float("-inf")).any(-1).all(), "a row has no id left"
+
+    def test_what_others_forbade_makes_no_nan(
+        self, processor: LogitsProcessor, asked: list[BaseModel]
+    ) -> None:
+        """Some logits are -inf already, as a processor before this one leaves them."""
+        # Each row keeps an id that it may choose, or it would be the former one's fault.
+        kept_S = run(processor, asked, range(len(ROWS))).argmax(-1)
+        logits_SV = random_logits()
+        forbidden_SV = torch.arange(VOCAB).remainder(3).ne(1).repeat(len(ROWS), 1)
+        forbidden_SV.scatter_(1, kept_S[:, None], False)
+        logits_SV.masked_fill_(forbidden_SV, float("-inf"))
+        processor.process(logits_SV, make_requests(processor, asked))
+        _assert_numbers(logits_SV)
 
     def test_rows_are_changed_in_place(
         self, processor: LogitsProcessor, asked: list[BaseModel]
@@ -130,17 +147,36 @@ class LogitsProcessorConformance(SpecConformance):
         self, processor: LogitsProcessor, asked: list[BaseModel]
     ) -> None:
         """Alone, or in another order: the same logits."""
-        together = run(processor, asked, range(len(OUTPUTS)))
-        reverse = run(processor, asked, reversed(range(len(OUTPUTS))))
+        together = run(processor, asked, range(len(ROWS)))
+        reverse = run(processor, asked, reversed(range(len(ROWS))))
         _assert_same(reverse.flip(0), together, "the rows in reverse order")
-        for row in range(len(OUTPUTS)):
+        for row in range(len(ROWS)):
             _assert_same(run(processor, asked, [row])[0], together[row], f"row {row} alone")
+
+    def test_each_row_gets_what_it_asked_for(
+        self, plugin: PluginUnderTest, context: LogitsContext, asked: list[BaseModel]
+    ) -> None:
+        """Rows that ask differently, admitted in any order: as by a processor of their own."""
+        different = [one for i, one in enumerate(asked) if one not in asked[:i]]
+        if len(different) < 2:
+            pytest.skip(
+                "all rows ask for the same: if requests can ask differently, give two sets of "
+                "`arguments` that differ, in the test class"
+            )
+        orders = [*range(len(ROWS))], [*reversed(range(len(ROWS)))]
+        together = [run(make(plugin, context), asked, order) for order in orders]
+        for arguments in different:
+            rows = [row for row in orders[0] if asked[row] == arguments]
+            alone = run(make(plugin, context), asked, rows)
+            for order, logits_SV in zip(orders, together, strict=True):
+                mixed = logits_SV[[order.index(row) for row in rows]]
+                _assert_same(mixed, alone, f"rows that ask {arguments!r}, among others")
 
     def test_a_second_call_does_what_the_first_did(
         self, processor: LogitsProcessor, asked: list[BaseModel]
     ) -> None:
         """What `prepare` returns follows from the arguments, and nothing is remembered."""
-        first = run(processor, asked, range(len(OUTPUTS)))
+        first = run(processor, asked, range(len(ROWS)))
         requests = make_requests(processor, asked)
         for _ in range(3):
             logits_SV = random_logits()
@@ -149,7 +185,7 @@ class LogitsProcessorConformance(SpecConformance):
 
     def test_only_known_ids_count(self, processor: LogitsProcessor, asked: list[BaseModel]) -> None:
         """Behind the known ids stands what a former request left there, or nonsense."""
-        rows = range(len(OUTPUTS))
+        rows = range(len(ROWS))
         expected = run(processor, asked, rows)
         for filler in (-7, 3, VOCAB - 1, VOCAB + 1000):
             changed = run(processor, asked, rows, filler)
@@ -211,25 +247,36 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def make(plugin: PluginUnderTest, context: LogitsContext) -> LogitsProcessor:
+    """A fresh processor."""
+    made = plugin.load()(plugin.options, context)
+    assert isinstance(made, LogitsProcessor), f"{type(made).__name__} is no LogitsProcessor"
+    return made
+
+
 def random_logits() -> Tensor:
     """Logits of all rows, the same every time."""
-    return torch.randn(len(OUTPUTS), VOCAB, generator=torch.Generator().manual_seed(0))
+    return torch.randn(len(ROWS), VOCAB, generator=torch.Generator().manual_seed(0))
 
 
 def make_requests(
-    processor: LogitsProcessor, asked: Sequence[BaseModel], filler: int = -7
+    processor: LogitsProcessor,
+    asked: Sequence[BaseModel],
+    rows: Sequence[int] = range(len(ROWS)),
+    filler: int = -7,
 ) -> list[LogitsRequest]:
-    """The rows, with `filler` behind their known ids."""
+    """These rows, prepared in this order, with `filler` behind their known ids."""
     requests = []
-    for arguments, outputs in zip(asked, OUTPUTS, strict=True):
-        known = [*PROMPT, *outputs]
+    for row in rows:
+        prompt, outputs = ROWS[row]
+        known = [*prompt, *outputs]
         ids = known + [filler] * (LENGTH - len(known))
         requests.append(
             LogitsRequest(
-                arguments=arguments,
-                state=processor.prepare(arguments),
+                arguments=asked[row],
+                state=processor.prepare(asked[row]),
                 token_ids=torch.tensor(ids, dtype=torch.int32),
-                num_prompt=torch.tensor(len(PROMPT), dtype=torch.int32),
+                num_prompt=torch.tensor(len(prompt), dtype=torch.int32),
                 num_known=torch.tensor(len(known), dtype=torch.int32),
             )
         )
@@ -237,14 +284,18 @@ def make_requests(
 
 
 def run(
-    processor: LogitsProcessor, asked: Sequence[BaseModel], rows: Any, filler: int = -7
+    processor: LogitsProcessor, asked: Sequence[BaseModel], rows: Iterable[int], filler: int = -7
 ) -> Tensor:
     """What the logits of these rows become, in a call of these rows."""
     chosen = list(rows)
-    requests = make_requests(processor, asked, filler)
     logits_SV = random_logits()[chosen].contiguous()
-    processor.process(logits_SV, [requests[row] for row in chosen])
+    processor.process(logits_SV, make_requests(processor, asked, chosen, filler))
     return logits_SV
+
+
+def _assert_numbers(logits_SV: Tensor) -> None:
+    assert not logits_SV.isnan().any(), "a logit is NaN"
+    assert not logits_SV.isposinf().any(), "a logit is +inf"
 
 
 def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:

@@ -92,9 +92,19 @@ def run_processor(
         loaded.processor.process(logits_NV, requests)
     except Exception as error:
         raise _failure(loaded, "process", error) from error
-    if loaded.checks and not (logits_NV > -math.inf).any(dim=1).all():
-        raise PluginFailedError(f"{loaded.label}: process left a row no id above -inf")
+    if loaded.checks:
+        _check(loaded, logits_SV[which_N], logits_NV)
     logits_SV.index_copy_(0, which_N, logits_NV)
+
+
+def _check(loaded: LoadedProcessor, before_NV: Tensor, after_NV: Tensor) -> None:
+    """Look at what a processor made of these rows; waits for the device."""
+    # What a broken model gives is no fault of the processor's. NaN is not below infinity either.
+    sound_N = (before_NV < math.inf).all(dim=1)
+    if not (after_NV[sound_N] < math.inf).all():
+        raise PluginFailedError(f"{loaded.label}: process made a logit NaN or +inf")
+    if not (after_NV > -math.inf).any(dim=1).all():
+        raise PluginFailedError(f"{loaded.label}: process left a row no id above -inf")
 
 
 def _failure(loaded: LoadedProcessor, call: str, error: Exception) -> NanoVLLMError:

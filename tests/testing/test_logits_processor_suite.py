@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.interfaces.logits_processor import LogitsProcessor, LogitsRequest
+from nanovllm_core.interfaces.logits_processor import LogitsContext, LogitsProcessor, LogitsRequest
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, NoOptions
 from nanovllm_core.testing import LogitsProcessorConformance, PluginUnderTest
-from nanovllm_core.testing.logits_processor import OUTPUTS, VOCAB, write_tokenizer
+from nanovllm_core.testing.logits_processor import ROWS, VOCAB, write_tokenizer
 from nanovllm_core.tokenizer import Tokenizer
 
 Process = Callable[[Tensor, Sequence[LogitsRequest]], Any]
@@ -25,7 +25,7 @@ class Nothing(BaseModel):
     """No arguments."""
 
 
-ASKED: list[BaseModel] = [Nothing() for _ in OUTPUTS]
+ASKED: list[BaseModel] = [Nothing() for _ in ROWS]
 
 
 class Processor(LogitsProcessor):
@@ -109,3 +109,115 @@ def test_a_processor_that_changes_nothing_proves_nothing() -> None:
     suite = LogitsProcessorConformance()
     with pytest.raises(pytest.skip.Exception, match="state `arguments`"):
         suite.test_rows_are_changed_in_place(Processor(lambda logits, requests: None), ASKED)
+
+
+def lower_the_last_but_one(logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
+    """A row with one id has none before its last."""
+    for logits_V, request in zip(logits_SV, requests, strict=True):
+        logits_V[request.token_ids[(request.num_known - 2).long()].long()] -= 1
+
+
+def test_an_id_that_a_row_of_one_does_not_have_is_not_read() -> None:
+    """A prompt may be one id long, and a row that the device has ended is given so."""
+    suite = LogitsProcessorConformance()
+    with pytest.raises((AssertionError, IndexError)):
+        suite.test_only_known_ids_count(Processor(lower_the_last_but_one), ASKED)
+
+
+def subtract_the_mean(logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
+    logits_SV -= logits_SV.mean(-1, keepdim=True)
+
+
+def multiply_by_a_mask(logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
+    logits_SV *= torch.arange(VOCAB) % 2
+
+
+def forbid_all_but_three_and_normalise(
+    logits_SV: Tensor, requests: Sequence[LogitsRequest]
+) -> None:
+    """As a grammar does; where another processor forbids all three, the fault is shared."""
+    logits_SV[:, 3:] = -torch.inf
+    logits_SV.copy_(logits_SV.log_softmax(-1))
+
+
+@pytest.mark.parametrize("planted", [subtract_the_mean, multiply_by_a_mask])
+def test_arithmetic_on_what_others_forbade_is_caught(planted: Process) -> None:
+    """-inf less -inf, and 0 times -inf, are NaN."""
+    suite = LogitsProcessorConformance()
+    suite.test_every_row_keeps_an_id(Processor(planted), ASKED)
+    with pytest.raises(AssertionError, match="a logit is NaN"):
+        suite.test_what_others_forbade_makes_no_nan(Processor(planted), ASKED)
+
+
+def test_a_processor_with_few_ids_to_choose_from_keeps_one() -> None:
+    suite = LogitsProcessorConformance()
+    suite.test_what_others_forbade_makes_no_nan(
+        Processor(forbid_all_but_three_and_normalise), ASKED
+    )
+
+
+class Shift(BaseModel):
+    """How far all logits are shifted."""
+
+    by: float
+
+
+class Honest(LogitsProcessor):
+    """Shifts each row's logits as it asks."""
+
+    def shift_of(self, request: LogitsRequest) -> float:
+        assert isinstance(request.arguments, Shift)
+        return request.arguments.by
+
+    def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
+        for logits_V, request in zip(logits_SV, requests, strict=True):
+            logits_V += self.shift_of(request)
+
+
+class LastAdmitted(Honest):
+    """Remembers what the request that was admitted last asked, for all of them."""
+
+    def prepare(self, arguments: BaseModel) -> None:
+        self.kept = arguments
+
+    def shift_of(self, request: LogitsRequest) -> float:
+        assert isinstance(self.kept, Shift)
+        return self.kept.by
+
+
+class FirstAdmitted(LastAdmitted):
+    """The same with the first."""
+
+    def prepare(self, arguments: BaseModel) -> None:
+        self.kept = getattr(self, "kept", arguments)
+
+
+def compare_rows(processor: type[LogitsProcessor], asked: Sequence[float]) -> None:
+    """Run the check on rows that ask for these shifts, in turns."""
+
+    class Made(PluginUnderTest):
+        def load(self) -> Any:
+            return processor
+
+    plugin = Made(LogitsProcessorSpec(name="shift", impl="a:B", contract=1), NoOptions(), "a")
+    context = LogitsContext(
+        device=torch.device("cpu"), vocab_size=VOCAB, max_model_len=32, max_num_seqs=len(ROWS),
+        tokenizer="",
+    )  # fmt: skip
+    each: list[BaseModel] = [Shift(by=asked[i % len(asked)]) for i in range(len(ROWS))]
+    LogitsProcessorConformance().test_each_row_gets_what_it_asked_for(plugin, context, each)
+
+
+@pytest.mark.parametrize("planted", [LastAdmitted, FirstAdmitted])
+def test_rows_that_get_what_another_asked_for_are_caught(planted: type[LogitsProcessor]) -> None:
+    with pytest.raises(AssertionError, match="rows that ask"):
+        compare_rows(planted, [1.0, 2.0])
+
+
+def test_rows_that_ask_differently_get_what_they_ask_for() -> None:
+    compare_rows(Honest, [1.0, 2.0, 4.0])
+
+
+def test_rows_that_all_ask_for_the_same_prove_nothing_about_that() -> None:
+    with pytest.raises(pytest.skip.Exception, match="give two sets of `arguments` that differ"):
+        compare_rows(LastAdmitted, [1.0, 1.0])

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from nanovllm_core.errors import PluginFailedError
 from nanovllm_core.interfaces.logits_processor import (
     LogitsContext,
     LogitsProcessor,
@@ -96,6 +97,30 @@ def test_processors_run_in_the_order_of_the_engine_not_of_the_request() -> None:
     assert [one for one, _ in rows.asked_of([(), both])] == [first, second]
     assert [where for _, where in rows.asked_of([both, (), both[:1]])] == [[0], [0, 2]]
     assert rows.asked_of([(), ()]) == []
+
+
+@pytest.mark.parametrize("amount", [float("nan"), float("inf")])
+def test_debug_mode_refuses_nan_and_inf(amount: float) -> None:
+    """Elsewhere nobody looks: to look would wait for the device."""
+    one = loaded()
+    RowProcessors({"add": one}).admit(0, asking(amount).logits_processors)
+    first, tables, lengths = torch.tensor([0]), torch.zeros(1, 8).int(), torch.tensor([3])
+    run_processor(one, torch.zeros(1, VOCAB), first, (0,), tables, lengths, lengths)
+    one.checks = True
+    with pytest.raises(PluginFailedError, match=r"add: process made a logit NaN or \+inf"):
+        run_processor(one, torch.zeros(1, VOCAB), first, (0,), tables, lengths, lengths)
+
+
+def test_debug_mode_blames_no_processor_for_what_the_model_gave() -> None:
+    """A processor may go on with +inf as it likes; -inf is what others forbade."""
+    one = loaded()
+    one.checks = True
+    RowProcessors({"add": one}).admit(0, asking(2.0).logits_processors)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 4] = float("inf"), -float("inf")
+    lengths = torch.tensor([3])
+    run_processor(one, logits, torch.tensor([0]), (0,), torch.zeros(1, 8).int(), lengths, lengths)
+    assert logits[0, 5] == 2.0
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

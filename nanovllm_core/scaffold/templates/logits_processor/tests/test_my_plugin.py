@@ -17,6 +17,9 @@ from nanovllm_logits_processor_my_plugin import processor as code
 
 
 class TestMyPlugin(LogitsProcessorConformance):
+    # What rows ask for, in turns: two sets that differ, so that a row cannot get another's.
+    arguments = ({"window": 2, "penalty": 1.5}, {"window": 64, "penalty": 0.5})
+
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(declared.SPEC)
