@@ -258,9 +258,31 @@ def test_min_tokens_keep_a_request_going() -> None:
     harness.add("ids", [1, 2], greedy(8, stop_token_ids=free_ids, min_tokens=5))
     harness.add("text", [1, 2], greedy(8, stop=stop, min_tokens=5), detokenizer=Letters)
     finished = harness.run()
-    assert finished["ids", 0].token_ids == free_ids[:5]
+    ids = finished["ids", 0]
+    assert ids.token_ids == free_ids[:5]
+    assert (ids.finish_reason, ids.stop_reason) == ("stop", free_ids[4])
     assert len(finished["text", 0].token_ids) >= 5
     assert stop in finished["text", 0].text
+
+
+def test_the_token_that_makes_min_tokens_may_complete_a_stop_string() -> None:
+    free_ids = _free_run(8)
+    harness = Harness()
+    params = greedy(8, stop=letters(free_ids)[4], min_tokens=5)
+    harness.add("a", [1, 2], params, detokenizer=Letters)
+    output = harness.run()["a", 0]
+    assert (output.token_ids, output.text) == (free_ids[:5], letters(free_ids)[:4])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_stop_strings_that_one_token_completes_the_first_in_the_text_counts(order: int) -> None:
+    text = letters(_free_run(8))
+    end = next(i for i in range(2, 8) if text[i] not in text[:i])
+    harness = Harness()
+    stops = [text[end], text[end - 2 : end + 1]][::order]
+    harness.add("a", [1, 2], greedy(8, stop=stops), detokenizer=Letters)
+    output = harness.run()["a", 0]
+    assert (output.text, output.stop_reason) == (text[: end - 2], text[end - 2 : end + 1])
 
 
 def _free_run(max_tokens: int) -> list[int]:
