@@ -21,10 +21,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import Random
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -35,6 +36,12 @@ from nanovllm_core.hookspecs import PROJECT
 from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
 from nanovllm_core.kinds import NO_SPEC
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
+
+Level = Literal["default", "full"]
+"""How much of a suite runs. `full` adds the checks that take minutes or many gigabytes."""
+LEFT_TO_FULL = "left to the level `full`"
+"""How the reason begins for which the default level skips a check."""
+Check = TypeVar("Check", bound=Callable[..., None])
 
 HEAVY = ("torch", "triton", "transformers")
 """What a spec's module must not import: it is read to list and to choose, by plugins unused too."""
@@ -113,9 +120,24 @@ def _names(hook: FunctionType, kind: type[PluginSpec]) -> list[str]:
     return [spec.name for spec in hook() or () if isinstance(spec, kind)]
 
 
-class Conformance:
-    """What every suite has: the fixture `plugin`, and expected failures that are strict."""
+def full_level(why: str) -> Callable[[Check], Check]:
+    """Leave a check to the level `full`; `why` says what it takes ("9 GiB of memory")."""
 
+    def mark(check: Check) -> Check:
+        # An attribute and no mark: an author's pytest may refuse marks that it does not know.
+        check.left_to_full = why  # type: ignore[attr-defined]
+        return check
+
+    return mark
+
+
+class Conformance:
+    """What every suite has: the fixture `plugin`, a seed, a level, and strict expected failures."""
+
+    seed: ClassVar[int] = 0
+    """Decides every random draw of the suite; the same seed draws the same cases."""
+    level: ClassVar[Level] = "default"
+    """An author's class that states `level = "full"` runs the checks of `full_level` too."""
     expected_failures: ClassVar[Mapping[str, str]] = {}
     """Check -> why it fails for now. One that passes after all fails, and so does a wrong name.
 
@@ -142,6 +164,18 @@ class Conformance:
             f"{type(self).__name__} needs a fixture: @pytest.fixture def "
             "plugin(self): return plugin_under_test(SPEC)"
         )
+
+    @pytest.fixture
+    def draws(self, request: pytest.FixtureRequest) -> Random:
+        """Random numbers for one check, whichever others run; its failure reports the seed."""
+        request.node.add_report_section("setup", "draws", f"seed {self.seed}")
+        return Random(f"{self.seed} {request.node.name}")
+
+    @pytest.fixture(autouse=True)
+    def _leave_to_full_level(self, request: pytest.FixtureRequest) -> None:
+        why = getattr(request.function, "left_to_full", None)
+        if why is not None and self.level != "full":
+            pytest.skip(f"{LEFT_TO_FULL}: {why}")
 
     @pytest.fixture(autouse=True)
     def _expect_failure(self, request: pytest.FixtureRequest) -> None:

@@ -150,7 +150,7 @@ def test_each_check_is_a_line_and_the_verdict_is_the_last() -> None:
     result = run("sdpa", "-k", "reference or tail or behind or layouts")
     assert result.exit_code == 0, result.output
     first, *checks, verdict = result.output.strip().splitlines()
-    assert first == "attention sdpa 0.1.0, nanovllm-attention-sdpa: AttentionConformance"
+    assert first == "attention sdpa 0.1.0, nanovllm-attention-sdpa: AttentionConformance, seed 0"
     assert "passed   decode equals the reference" in checks
     assert "skipped  nothing is read behind the last key: declares that it needs finite tails" in (
         checks
@@ -160,6 +160,44 @@ def test_each_check_is_a_line_and_the_verdict_is_the_last() -> None:
     passed, skipped = (sum(line.startswith(kind) for line in checks) for kind in ("pas", "ski"))
     counts = f"{passed} passed, 0 failed, {skipped} skipped"
     assert verdict == f"sdpa keeps the contract of attention plugins here: {counts}"
+
+
+LEVELS = """
+from nanovllm_core.testing import SpecConformance
+from nanovllm_core.testing.conformance import full_level
+
+class CupConformance(SpecConformance):
+    def test_it_holds_enough(self, plugin, draws):
+        assert plugin.load()(plugin.options).holds >= 3
+        raise AssertionError(f"drew {draws.randrange(10**9)}")
+
+    @full_level("a swimming pool")
+    def test_it_floats(self, plugin):
+        pass
+"""
+
+
+def test_the_default_level_says_what_it_did_not_try(install: Install) -> None:
+    """A check that is left to the level `full` is skipped with what it takes, and listed."""
+    modules = {"cup_plugin": DECLARED, "cup_hookspecs": CUP_HOOKSPECS, "cup_tests": LEVELS}
+    groups = {"nanovllm.kinds": {"cup": "cup_plugin"}, "nanovllm.cups": {"mug": "cup_plugin"}}
+    install("cups", groups, modules)
+    left, tried = run("mug", "-k", "floats"), run("mug", "-k", "floats", "--level", "full")
+    assert "skipped  it floats: left to the level `full`: a swimming pool\n" in left.output
+    assert "\nnot tried, left to --level full: it floats\n" in left.output
+    assert "passed   it floats\n" in tried.output
+    assert "not tried" not in tried.output
+
+
+def test_the_seed_decides_what_a_check_draws(install: Install) -> None:
+    """Whichever checks run beside it; the first line names the seed."""
+    modules = {"cup_plugin": DECLARED, "cup_hookspecs": CUP_HOOKSPECS, "cup_tests": LEVELS}
+    groups = {"nanovllm.kinds": {"cup": "cup_plugin"}, "nanovllm.cups": {"mug": "cup_plugin"}}
+    install("cups", groups, modules)
+    outputs = [run("mug", *more).output for more in (["-k", "enough"], [], ["--seed", "7"])]
+    alone, beside, other = (re.findall(r"drew (\d+)", output)[0] for output in outputs)
+    assert alone == beside != other
+    assert outputs[2].startswith("cup mug 1.2.3, cups: CupConformance, seed 7\n")
 
 
 def test_a_plugin_that_breaks_its_contract_fails_with_the_details(install: Install) -> None:
@@ -336,7 +374,7 @@ def test_a_plugin_of_a_declared_kind_is_tested_by_the_suite_that_the_kind_names(
     result = run("mug")
     assert result.exit_code == 0, result.output
     first, *checks, verdict = result.output.strip().splitlines()
-    assert first == "cup mug 1.2.3, nanovllm-cups: CupConformance"
+    assert first == "cup mug 1.2.3, nanovllm-cups: CupConformance, seed 0"
     assert "passed   it holds enough" in checks
     assert verdict.startswith("mug keeps the contract of cup plugins here: ")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -44,6 +45,13 @@ class TestPlugin({suite}):
 """
 
 
+class Level(StrEnum):
+    """`nanovllm_core.testing.conformance.Level`, as typer lists choices."""
+
+    DEFAULT = "default"
+    FULL = "full"
+
+
 def run_conformance_suite(
     name: Name,
     kind: KindOption = None,
@@ -64,6 +72,13 @@ def run_conformance_suite(
             help="A checkpoint that a checkpoint source finds: REFERENCE in model: NAME:REFERENCE."
         ),
     ] = None,
+    level: Annotated[
+        Level,
+        typer.Option(help="full adds the checks that take minutes or many gigabytes of memory."),
+    ] = Level.DEFAULT,
+    seed: Annotated[
+        int, typer.Option(help="Decides the random cases; the same seed draws the same ones.")
+    ] = 0,
     only: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +97,7 @@ def run_conformance_suite(
 
     One line for each check, the plainest first; then where the first failure happened. A check that
     asks for what the plugin does not declare, or what this machine does not have, is skipped with
-    the reason. Exit status 1 if a check fails.
+    the reason; so is a check that is left to --level full. Exit status 1 if a check fails.
     """
     try:
         import pytest
@@ -95,7 +110,7 @@ def run_conformance_suite(
     options, arguments = _parse(option, "--option"), _parse(argument, "--argument")
     if plugin.kind not in NO_SPEC:
         manager.resolve(plugin.kind, name, options, "--option")
-    stated: dict[str, Any] = {}
+    stated: dict[str, Any] = {"level": level.value, "seed": seed}
     if arguments:
         _check_arguments(manager, plugin, arguments)
         stated["arguments"] = (arguments,)
@@ -103,7 +118,7 @@ def run_conformance_suite(
         _check_reference(plugin, reference)
         stated["reference"] = reference
     suite = _suite(manager, plugin)
-    typer.echo(f"{plugin.kind} {plugin}: {suite.partition(':')[2]}")
+    typer.echo(f"{plugin.kind} {plugin}: {suite.partition(':')[2]}, seed {seed}")
     report = Report(verbose)
     more = ["-k", _expression(only)] if only else []
     more += [f"--junit-xml={junit.absolute()}"] if junit else []
@@ -118,6 +133,8 @@ def run_conformance_suite(
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         problems = "\n".join(report.problems)
         raise PluginError(f"{suite} could not run (pytest's exit status {status}):\n{problems}")
+    if left := report.left_to_full():
+        typer.echo(f"not tried, left to --level full: {', '.join(left)}")
     typer.echo(report.verdict(plugin))
     raise typer.Exit(int(bool(report.failures)))
 

@@ -85,6 +85,13 @@ class Report:
             for line in _lines(cases, self.verbose):
                 typer.echo(line)
 
+    def left_to_full(self) -> list[str]:
+        """The checks that this level did not try."""
+        from nanovllm_core.testing.conformance import LEFT_TO_FULL
+
+        cases = (case for case in self.cases.values() if case.why.startswith(LEFT_TO_FULL))
+        return list(dict.fromkeys(case.check for case in cases))
+
     @property
     def failures(self) -> list[Case]:
         """In the order in which they ran."""
