@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,19 +12,32 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
+from nanovllm_core.request_labels import NO_LABELS, check_labels
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A request that only its lengths, its arrival and its priority are known of."""
+    """A request that only its lengths, its arrival, its priority and labels are known of."""
 
     request_id: str
     arrival_step: int
     arrival_index: int
     priority: int
+    labels: Mapping[str, str]
     num_prompt_tokens: int
     num_tokens: int
     num_scheduled: int
     max_length: int
+
+
+def request_labels() -> st.SearchStrategy[Mapping[str, str]]:
+    """What callers say of requests: mostly nothing, else names and texts that may be unheard of."""
+    names = st.sampled_from(["tenant", "deadline", "user"]) | st.text("ab é_", min_size=1)
+    texts = st.sampled_from(["a", "b", "", "soon", "-1", "inf"]) | st.text(max_size=8)
+    some = st.dictionaries(names, texts, max_size=3).map(check_labels)
+    return (
+        st.just(NO_LABELS) | st.sampled_from("ab").map(lambda t: check_labels({"tenant": t})) | some
+    )
 
 
 @st.composite
@@ -37,6 +50,7 @@ def views(draw: st.DrawFn) -> View:
         arrival_step=draw(st.integers(0, 10_000)),
         arrival_index=index,
         priority=draw(st.integers(-3, 3)),
+        labels=draw(request_labels()),
         num_prompt_tokens=prompt,
         num_tokens=known,
         num_scheduled=draw(st.just(0) | st.integers(0, known)),

@@ -6,7 +6,7 @@ and nothing can be set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nanovllm_core.interfaces.scheduler import (
@@ -43,6 +43,10 @@ class ReadOnlyRequest:
     @property
     def priority(self) -> int:
         return self.__request.priority
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        return self.__request.labels
 
     @property
     def num_prompt_tokens(self) -> int:
