@@ -35,9 +35,10 @@ from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.scheduler import RequestView, Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+from nanovllm_core.testing.conformance import PluginUnderTest
 from nanovllm_core.testing.engine_harness import Harness, NoEndError, Setting
-from nanovllm_core.testing.scheduler_views import a_view, any_labels, hours_pass, views
+from nanovllm_core.testing.scheduler_labels import KeysOfLabelsConformance, LabelsConformance
+from nanovllm_core.testing.scheduler_views import hours_pass, views
 from nanovllm_core.testing.scheduler_watch import (
     ReadOnlyRequest,
     Rule,
@@ -117,7 +118,7 @@ def _admissions(watch: Watch) -> list[str]:
     ]
 
 
-class _SchedulingConformance(SpecConformance):
+class _SchedulingConformance(LabelsConformance):
     """What holds at both levels."""
 
     engine_class: ClassVar[type[Engine]] = Engine
@@ -297,22 +298,6 @@ class _SchedulingConformance(SpecConformance):
             _assert_all_end(harness)
         assert harness.finished["b", 0].num_cached_tokens == 20
 
-    # -- what callers say of requests
-
-    def test_requests_with_any_labels_or_none_are_served(self, plugin: PluginUnderTest) -> None:
-        """A label is text that a caller wrote: any may be missing, and any may hold anything.
-
-        What a scheduler raises ends the engine, for all requests.
-        """
-        harness = self.harness(plugin, replace(FEW_PAGES, block_size=4))
-        watch = harness.engine._planner.scheduler
-        assert isinstance(watch, Watch)
-        for turn in range(3):  # the first finds the names that are looked for; there may be more
-            for number, labels in enumerate(any_labels({"tenant", *watch.asked_labels})):
-                answer = SamplingParams(temperature=0, max_tokens=9)
-                harness.add(f"{turn}.{number}", [number % 50] * 8, answer, labels=labels)
-            _assert_all_end(harness)
-
     # -- nobody starves
 
     @pytest.mark.parametrize("priority", [0, -1], ids="priority_{}".format)
@@ -368,7 +353,7 @@ class _SchedulingConformance(SpecConformance):
             assert later <= bound, f"{name} came {later} steps later; the bound is {bound}"
 
 
-class SchedulingPolicyConformance(_SchedulingConformance):
+class SchedulingPolicyConformance(_SchedulingConformance, KeysOfLabelsConformance):
     """For `level="policy"`: the keys, and what the core's scheduler does with them."""
 
     def make_scheduler(self, plugin: PluginUnderTest) -> Scheduler:
@@ -410,19 +395,6 @@ class SchedulingPolicyConformance(_SchedulingConformance):
             with hours_pass():
                 again = [tuple(key(request)) for request in reversed(requests)]
             assert again[::-1] == first
-
-    def test_keys_of_any_labels_are_numbers(self, plugin: PluginUnderTest) -> None:
-        """What a caller wrote in a label makes no key NaN, and none that compares with no other."""
-        asked: set[str] = set()
-        for _ in range(2):  # the first finds the names that are looked for
-            requests = [
-                ReadOnlyRequest(a_view(labels=labels), asked)
-                for labels in any_labels({"tenant", *asked})
-            ]
-            for key in self._keys(plugin):
-                values = [tuple(key(request)) for request in requests]
-                assert not any(math.isnan(number) for value in values for number in value), values
-                sorted(values)
 
     def _keys(self, plugin: PluginUnderTest) -> list[Callable[[RequestView], tuple[float, ...]]]:
         policy = self.make_policy(plugin)

@@ -14,9 +14,9 @@ then until its next admission it is charged at most
 
     U_i = its longest prompt + max_num_seqs * its longest answer
 
-tokens. So from the moment that two tenants both wait, and for as long as they do, their counters
-drift apart by at most max(U_i / w_i, U_j / w_j), plus `ageing` times the steps between the arrivals
-of their oldest waiting requests.
+tokens. So while two tenants both wait, their counters differ by at most the larger of U_i / w_i and
+U_j / w_j, and what they get in that time, by weight, by at most the sum of these; with ageing by
+`ageing` times the steps between the arrivals of their oldest waiting requests more.
 
 Nobody starves. While a request is the oldest of its tenant i that waits, its key grows by at most
 U_i / w_i, and is below some K. Counters are not negative, so a tenant whose oldest request arrived
@@ -55,24 +55,23 @@ class FairShareScheduler(Scheduler):
         """Heaps of arrival indices by tenant, of tenants that wait; aborted ones are left in."""
         self._counters: dict[str, float] = {}
         """Tokens by weight."""
-        self._newcomers: dict[str, None] = {}
-        """Tenants that began to wait since the last step; their counters are still to be lifted."""
+        self._floor: float | None = None
+        """The lowest counter of those who wait; None where that must be looked up."""
 
     # -- the queue
 
     def add(self, request: RequestView) -> None:
         index = request.arrival_index
         tenant = self._tenant(request)
+        if tenant not in self._queues:
+            self._begin_to_wait(tenant)
         account = self._running.pop(index, None) or Account(request, tenant)
         self._charge_written(account)  # of one that gave way
         self._waiting[index] = account
-        if tenant not in self._queues:
-            self._queues[tenant] = []
-            self._newcomers[tenant] = None
         heapq.heappush(self._queues[tenant], index)
 
     def remove(self, request: RequestView) -> None:
-        """One that was admitted has left `_waiting` before; this one was aborted."""
+        """Nothing is left to do for one that was admitted; others were aborted."""
         account = self._waiting.pop(request.arrival_index, None)
         if account is not None:
             self._tidy(account.tenant)
@@ -84,7 +83,7 @@ class FairShareScheduler(Scheduler):
             heapq.heappop(queue)
         if not queue:
             del self._queues[tenant]
-            self._newcomers.pop(tenant, None)
+            self._floor = None
 
     # -- a step
 
@@ -96,7 +95,6 @@ class FairShareScheduler(Scheduler):
         a big request cannot starve.
         """
         self._settle()
-        self._lift_newcomers()
         shares: list[PrefillShare] = []
         budget, blocks = state.token_budget, state.free_blocks
         for request in state.prefilling:
@@ -166,18 +164,19 @@ class FairShareScheduler(Scheduler):
 
     def _charge(self, tenant: str, tokens: int) -> None:
         weight = self.options.weights.get(tenant, self.options.default_weight)
-        self._counters[tenant] = self._counters.get(tenant, 0.0) + tokens / weight
+        if tokens:
+            self._counters[tenant] = self._counters.get(tenant, 0.0) + tokens / weight
+            self._floor = None
 
-    def _lift_newcomers(self) -> None:
-        """To the lowest counter of those who waited before; where nobody did, all start at 0."""
-        if not self._newcomers:
-            return
-        before = [self._counters[name] for name in self._queues if name not in self._newcomers]
-        if not before:
+    def _begin_to_wait(self, tenant: str) -> None:
+        """Lift its counter to the lowest of those who wait; where nobody does, all start at 0."""
+        self._settle()
+        if not self._queues:
             self._counters.clear()
-        for tenant in self._newcomers:
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), min(before, default=0.0))
-        self._newcomers.clear()
+        if self._floor is None:
+            self._floor = min((self._counters[name] for name in self._queues), default=0.0)
+        self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
+        self._queues[tenant] = []
 
     def _tenant(self, request: RequestView) -> str:
         return request.labels.get(self.options.label, "")
