@@ -63,10 +63,10 @@ class FairShareScheduler(Scheduler):
     def add(self, request: RequestView) -> None:
         index = request.arrival_index
         tenant = self._tenant(request)
-        if tenant not in self._queues:
-            self._begin_to_wait(tenant)
         account = self._running.pop(index, None) or Account(request, tenant)
         self._charge_written(account)  # of one that gave way
+        if tenant not in self._queues:
+            self._begin_to_wait(tenant)
         self._waiting[index] = account
         heapq.heappush(self._queues[tenant], index)
 

@@ -258,6 +258,28 @@ def test_the_tenant_that_was_served_most_gives_way() -> None:
     assert "B0" not in victims
 
 
+def test_every_token_is_charged_once() -> None:
+    """Not those of a cached prefix, and not again what a preemption computes again."""
+    scheduler = fair()
+    harness = Harness(Setting(max_num_seqs=3, num_blocks=18), scheduler)
+    answer = SamplingParams(temperature=0, max_tokens=24)
+    requests = [
+        harness.add(str(number), [7] * 8 + [number] * 8, answer, labels={"tenant": "A"})[0]
+        for number in range(12)
+    ]
+    while any(request.wait_steps is None for request in requests):
+        harness.step()
+        if len(scheduler._queues):  # once nobody waits, counters start again
+            scheduler._settle()
+            begun = [request for request in requests if request.wait_steps is not None]
+            tokens = sum(request.num_tokens - request.num_cached_tokens for request in begun)
+            assert scheduler._counters["A"] == tokens
+    assert harness.engine.stats.preemptions > 3
+    assert harness.engine.stats.prefix_hit_tokens > 0
+    harness.run()
+    harness.check_all()
+
+
 def test_what_is_over_is_forgotten() -> None:
     """Requests, aborted ones too, and tenants: a thousand come and go one after another."""
     scheduler = fair()
