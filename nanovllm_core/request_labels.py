@@ -26,8 +26,8 @@ class ReadOnlyDict(dict[str, str]):
     def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise TypeError("labels are read-only; make a dict(labels) and change that")
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadOnlyDict, (dict(self),)

@@ -76,7 +76,8 @@ def test_labels_are_a_plain_copy_that_nobody_changes() -> None:
 def test_labels_are_written_and_sent_like_any_dict() -> None:
     labels = check_labels(TENANT)
     assert json.loads(json.dumps(labels)) == TENANT
-    for copied in (copy.deepcopy(labels), pickle.loads(pickle.dumps(labels))):
+    copies: list[Any] = [copy.deepcopy(labels), pickle.loads(pickle.dumps(labels))]
+    for copied in copies:
         assert copied == TENANT
         with pytest.raises(TypeError, match="read-only"):
             copied.clear()
