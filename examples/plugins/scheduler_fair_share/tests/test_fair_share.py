@@ -73,6 +73,15 @@ class Shares:
             for tenant, (prompt, answer) in self.longest.items()
         )
 
+    def admissions(self) -> list[str]:
+        """Who was admitted, in order."""
+        return [
+            share.request_id
+            for decision in self.watch.decisions
+            for share in decision.shares
+            if share.request_id in decision.waiting
+        ]
+
     def step(self) -> float | None:
         """One step; how far the tenants are apart since all of them wait, None where not all do."""
         self.harness.step()
@@ -202,6 +211,40 @@ def test_a_pause_saves_no_credit() -> None:
     assert max(apart) <= shares.bound()
 
 
+def test_a_newcomer_starts_at_the_lowest_counter_of_those_who_wait() -> None:
+    """As it is in that moment: with the tokens just written, and without those who were aborted."""
+    scheduler = fair(ageing=0)
+    weights = dict.fromkeys("ABCD", 1.0)
+    shares = Shares(scheduler, weights, max_num_seqs=1, steps_ahead=0)
+    for _ in range(2):
+        shares.arrive("A", 10, 40)
+    for _ in range(6):
+        shares.step()
+    shares.arrive("B", 10, 5)
+    lowest = shares.served("A")
+    assert scheduler._counters["B"] == lowest > 10
+    for _ in range(6):
+        shares.step()
+    shares.arrive("C", 10, 5)
+    assert scheduler._counters["C"] == lowest < shares.served("A")
+    for name in ("B0", "C0"):
+        shares.harness.engine.abort(name)
+    shares.arrive("D", 10, 5)
+    assert scheduler._counters["D"] == shares.served("A")
+    shares.run()
+
+
+def test_a_big_request_is_not_passed_over_for_want_of_pages() -> None:
+    """It is next and does not fit yet; a small one of another tenant must not take its pages."""
+    shares = Shares(fair(ageing=0), dict.fromkeys("ABC", 1.0), num_blocks=16)
+    shares.arrive("A", 20, 20)
+    shares.step()
+    shares.arrive("B", 48, 8)
+    shares.arrive("C", 4, 8)
+    shares.run()
+    assert shares.admissions() == ["A0", "B0", "C0"]
+
+
 def test_requests_without_the_label_are_one_tenant() -> None:
     """Whatever else they carry; its name is the empty text, and it may have a weight."""
     weights = {"A": 1.0, "B": 2.0}
@@ -259,21 +302,30 @@ def test_the_tenant_that_was_served_most_gives_way() -> None:
 
 
 def test_every_token_is_charged_once() -> None:
-    """Not those of a cached prefix, and not again what a preemption computes again."""
-    scheduler = fair()
+    """Not those of a cached prefix, and not again what a preemption computes again.
+
+    Also of B, which has nothing else that waits when its one request gives way.
+    """
+    weights = {"A": 1.0, "B": 0.125}
+    scheduler = fair(weights=weights)
     harness = Harness(Setting(max_num_seqs=3, num_blocks=18), scheduler)
     answer = SamplingParams(temperature=0, max_tokens=24)
+    tenants = ["A", "B", *"AAAAAAAAAA"]
     requests = [
-        harness.add(str(number), [7] * 8 + [number] * 8, answer, labels={"tenant": "A"})[0]
-        for number in range(12)
+        harness.add(str(number), [7] * 8 + [number] * 8, answer, labels={"tenant": tenant})[0]
+        for number, tenant in enumerate(tenants)
     ]
     while any(request.wait_steps is None for request in requests):
         harness.step()
-        if len(scheduler._queues):  # once nobody waits, counters start again
-            scheduler._settle()
-            begun = [request for request in requests if request.wait_steps is not None]
-            tokens = sum(request.num_tokens - request.num_cached_tokens for request in begun)
-            assert scheduler._counters["A"] == tokens
+        scheduler._settle()
+        for tenant in "AB" if scheduler._queues else "":  # else counters start again
+            tokens = sum(
+                request.num_tokens - request.num_cached_tokens
+                for request in requests
+                if request.wait_steps is not None and request.labels["tenant"] == tenant
+            )
+            assert scheduler._counters[tenant] * weights[tenant] == tokens
+    assert requests[1].num_preemptions > 0
     assert harness.engine.stats.preemptions > 3
     assert harness.engine.stats.prefix_hit_tokens > 0
     harness.run()
