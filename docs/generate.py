@@ -24,7 +24,7 @@ from settings_tables import allowed, default, field_tables, flat_keywords, sampl
 
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
-from nanovllm_core import sampling_params
+from nanovllm_core import request_labels, sampling_params
 from nanovllm_core.bench.plots import draw, series_of
 from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
 from nanovllm_core.config import BLOCK_SIZES, EngineConfig
@@ -228,6 +228,12 @@ def limit_table() -> str:
         ),
         ("steps ahead", f"0 to {steps}", "refused at start"),
         ("outputs of one prompt", f"1 to {sampling_params.MAX_SAMPLES:,} (`n`)", "refused"),
+        (
+            "labels of one request",
+            f"{request_labels.MAX_LABELS}: names of 1 to {request_labels.MAX_NAME_LENGTH} "
+            f"characters, texts of 0 to {request_labels.MAX_TEXT_LENGTH}",
+            "refused",
+        ),
         ("likeliest tokens reported", f"0 to {logprobs} (`logprobs`)", "refused"),
         (
             "stop ids that the device checks",

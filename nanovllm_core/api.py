@@ -52,7 +52,12 @@ from nanovllm_core.interfaces.logits_processor import (
     LogitsRequest,
 )
 from nanovllm_core.interfaces.model import CausalLM, ModelShape
-from nanovllm_core.interfaces.observer import ObserverContext, StepObserver, StepRecord
+from nanovllm_core.interfaces.observer import (
+    ObserverContext,
+    RequestRecord,
+    StepObserver,
+    StepRecord,
+)
 from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS,
     PADDED,
@@ -184,6 +189,7 @@ __all__ = [
     "QKPrep",
     "QKVParallelLinear",
     "RMSNorm",
+    "RequestRecord",
     "RequestView",
     "ResolvedPlugin",
     "RopeConfig",

@@ -16,6 +16,7 @@ NanoVLLMError
 ├── RequestError
 │   ├── InvalidPromptError       empty prompt, or ids outside the vocabulary
 │   ├── InvalidSamplingError     a sampling parameter out of its range
+│   ├── InvalidLabelsError       labels that are not a small mapping of texts
 │   └── RequestTooLongError      a request that can never fit
 ├── DeviceError                  the device that was asked for is not there
 ├── OutOfMemoryError             too little memory for what was asked
@@ -100,6 +101,10 @@ class InvalidPromptError(RequestError):
 
 class InvalidSamplingError(RequestError):
     """A sampling parameter is out of its range."""
+
+
+class InvalidLabelsError(RequestError):
+    """The labels of a request are not a small mapping of texts."""
 
 
 class RequestTooLongError(RequestError):

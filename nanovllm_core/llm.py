@@ -31,6 +31,7 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.garbage import freeze_objects
 from nanovllm_core.interfaces.plan import WorkerInfo
+from nanovllm_core.request_labels import Labels, labels_of_each
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.startup import Startup, start
 from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
@@ -126,19 +127,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        labels: Labels | Sequence[Labels | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids); outputs come in the order of the prompts.
 
         With `n` samples per prompt, a prompt's samples follow one another. Every prompt is checked
-        before any is run. `use_tqdm` shows a progress bar where stderr is a terminal.
+        before any is run. `use_tqdm` shows a progress bar where stderr is a terminal. `labels` are
+        texts by name for schedulers and observers, the same for all prompts or one mapping each.
         """
-        return self._run("prompts", _as_list(prompts), self._encode, sampling_params, use_tqdm)
+        return self._run(
+            "prompts", _as_list(prompts), self._encode, sampling_params, labels, use_tqdm
+        )
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        labels: Labels | Sequence[Labels | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations, lists of `{"role", "content"}`, by the checkpoint's template."""
         if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
@@ -152,10 +160,14 @@ class LLM:
             else conversations
         )
         template = self.tokenizer.apply_chat_template
-        return self._run("conversations", many, template, sampling_params, use_tqdm)  # type: ignore[arg-type]
+        return self._run("conversations", many, template, sampling_params, labels, use_tqdm)  # type: ignore[arg-type]
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        labels: Labels | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
 
@@ -166,7 +178,7 @@ class LLM:
             ids = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
         else:
             ids = self._encode(prompt)  # type: ignore[arg-type]
-        request_id = self._add(ids, params, stream=True)
+        request_id = self._add(ids, params, labels, stream=True)
         left = params.n
         try:
             while left:
@@ -182,14 +194,17 @@ class LLM:
         prompts: Sequence[T],
         encode: Callable[[T], list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        labels: Labels | Sequence[Labels | None] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _spread(sampling_params, len(prompts))
+        all_labels = labels_of_each(labels, len(prompts))
         order: dict[str, int] = {}
         try:
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            requests = zip(prompts, params, all_labels, strict=True)
+            for index, (prompt, one, its_labels) in enumerate(requests):
                 try:
-                    order[self._add(encode(prompt), one)] = index
+                    order[self._add(encode(prompt), one, its_labels)] = index
                 except RequestError as error:
                     # Parameters that all share are the fault of none of them.
                     shared = params is not sampling_params and isinstance(
@@ -252,7 +267,13 @@ class LLM:
                 if key[0] not in self._awaited:
                     self._kept.pop(key, None)
 
-    def _add(self, ids: Sequence[int], params: SamplingParams, stream: bool = False) -> str:
+    def _add(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        labels: Labels | None,
+        stream: bool = False,
+    ) -> str:
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise InvalidSamplingError(
@@ -264,7 +285,7 @@ class LLM:
             request_id = str(self._next_id)
             self._next_id += 1
             self._engine.add_request(
-                request_id, ids, params, stream=stream, detokenizer=detokenizer
+                request_id, ids, params, stream=stream, detokenizer=detokenizer, labels=labels
             )
             self._awaited.add(request_id)
         return request_id

@@ -5,12 +5,12 @@ from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.output_processor import (
     Detokenizer,
     DetokenizerFactory,
-    FinishReason,
     RequestOutput,
 )
 from nanovllm_core.engine.policies import FcfsPolicy
 from nanovllm_core.engine.scheduler import TokenBudgetScheduler
 from nanovllm_core.engine.stats import EngineStats
+from nanovllm_core.interfaces.observer import FinishReason
 
 __all__ = [
     "Detokenizer",

@@ -95,6 +95,8 @@ class Engine:
         self._failure: BaseException | None = None
         self._is_waiting = False
         self._is_busy = False
+        self._now = 0.0
+        """When the results that are being taken in were there, by `perf_counter()`."""
         self._to_abort: deque[str] = deque()
 
     # -- requests come and go
@@ -108,21 +110,19 @@ class Engine:
         stream: bool = False,
         detokenizer: DetokenizerFactory | None = None,
         cache_salt: bytes = b"",
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         """Queue a request; its outputs come from `step()`, one per sample.
 
         With `stream` every new token comes at once, otherwise only finished outputs do.
-        `cache_salt` separates requests that must not share cached pages.
+        `cache_salt` separates requests that must not share cached pages. `labels` are texts by
+        name for schedulers and observers; all samples carry them.
 
-        Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`, and
-        `RequestTooLongError` for a request that can never fit. Other requests go on; an error of
-        the scheduler ends the engine, as in `step()`.
+        Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`,
+        `InvalidLabelsError`, and `RequestTooLongError` for a request that can never fit. Other
+        requests go on; an error of the scheduler ends the engine, as in `step()`.
         """
         self._check_alive()
-        if not isinstance(cache_salt, bytes):
-            raise RequestError(
-                f"cache_salt is {cache_salt!r:.80}; it must be bytes, as in b'tenant'"
-            )
         sample_ids = sample_ids_of(request_id, params.n)
         for sample_id in sample_ids:
             if sample_id in self._requests or sample_id in self._samples:
@@ -142,6 +142,7 @@ class Engine:
             arrival_index=self._num_arrived,
             stream=stream,
             cache_salt=cache_salt,
+            labels=labels,
         )
         streams = {
             request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
@@ -184,6 +185,7 @@ class Engine:
 
     def _carry_out_aborts(self) -> None:
         while self._to_abort:
+            self._now = perf_counter()
             for request in tuple(self._samples.get(self._to_abort.popleft(), ())):
                 stream = self._streams[request.request_id]
                 if not request.is_watched:
@@ -258,7 +260,8 @@ class Engine:
             self._is_waiting = True
             result = self._executor.collect()
             self._is_waiting = False
-            started += perf_counter() - waiting
+            self._now = perf_counter()
+            started += self._now - waiting
             taken = self._in_flight.popleft()
             self._absorb(taken, result)
             if self._planner.draining:
@@ -350,6 +353,8 @@ class Engine:
         """The prompt is computed and gave a token; from now on decoding fills the pages."""
         num_computed = self._rows.accept_one(request.row, token_id)
         self._num_output_tokens += 1
+        if request.first_token_time is None:
+            request.first_token_time = self._now
         if request.block_ids and self._kv.prefix_caching:
             self._rows.publish_at[request.row] = self._kv.next_boundary(num_computed) + 1
 
@@ -377,12 +382,15 @@ class Engine:
         """The request is over: hand its output out and forget it."""
         self._num_finished += 1
         self._planner.retire(request)
-        self._outputs.append(self._streams.pop(request.request_id).take())
+        output = self._streams.pop(request.request_id).take()
+        self._outputs.append(output)
         del self._requests[request.request_id]
         samples = self._samples[request.group_id]
         samples.remove(request)
         if not samples:
             del self._samples[request.group_id]
+        if self._observation is not None:
+            self._observation.observe_request(request, output, self._now)
 
 
 def _logprobs_of(result: StepResult, entry: int) -> TokenLogprobs:

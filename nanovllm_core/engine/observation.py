@@ -1,15 +1,18 @@
-"""Tells the observers what each step did."""
+"""Tells the observers what each step did, and how each request went."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 
+from nanovllm_core.engine.output_processor import RequestOutput
 from nanovllm_core.engine.planner import PlannedStep
+from nanovllm_core.engine.request import Request
 from nanovllm_core.engine.stats import EngineStats
-from nanovllm_core.interfaces.observer import StepObserver, StepRecord
+from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,9 @@ class Observation:
 
     def __init__(self, observers: Mapping[str, StepObserver]) -> None:
         self._observers = dict(observers)
+        self._of_requests = {
+            label: observer for label, observer in observers.items() if _wants_requests(observer)
+        }
         self._step = 0
         self._num_output_tokens = self._num_finished = self._num_preempted = 0
         self._collected: float | None = None
@@ -51,16 +57,44 @@ class Observation:
         self._num_finished, self._num_preempted = stats.finished, stats.preemptions
         self._collected = now if num_in_flight else None
         for label, observer in tuple(self._observers.items()):
-            if not _survives(label, lambda observer=observer: observer.on_step(record)):  # type: ignore[misc]
-                self._drop(label)
+            self._tell(label, partial(observer.on_step, record))
 
-    def _drop(self, label: str) -> None:
-        close_observers({label: self._observers.pop(label)})
+    def observe_request(
+        self, request: Request, output: RequestOutput, finished_time: float
+    ) -> None:
+        """A request is over; its record is made where an observer wants it."""
+        if not self._of_requests or output.finish_reason is None:
+            return
+        record = RequestRecord(
+            request_id=output.request_id,
+            index=output.index,
+            labels=request.labels,
+            finish_reason=output.finish_reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=len(output.token_ids),
+            num_preemptions=request.num_preemptions,
+            arrival_time=request.arrival_time,
+            first_scheduled_time=request.first_scheduled_time,
+            first_token_time=request.first_token_time,
+            finished_time=finished_time,
+        )
+        for label, observer in tuple(self._of_requests.items()):
+            self._tell(label, partial(observer.on_request_finished, record))
+
+    def _tell(self, label: str, call: Callable[[], None]) -> None:
+        if not _survives(label, call):
+            self._of_requests.pop(label, None)
+            close_observers({label: self._observers.pop(label)})
 
     def close(self) -> None:
         """The last call: every observer that is left is closed, whatever the others raise."""
-        observers, self._observers = self._observers, {}
+        observers, self._observers, self._of_requests = self._observers, {}, {}
         close_observers(observers)
+
+
+def _wants_requests(observer: StepObserver) -> bool:
+    return type(observer).on_request_finished is not StepObserver.on_request_finished
 
 
 def close_observers(observers: Mapping[str, StepObserver]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from nanovllm_core.engine.request import Request
+from nanovllm_core.interfaces.observer import FinishReason
 from nanovllm_core.interfaces.plan import TokenLogprobs
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 class Detokenizer(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from time import perf_counter
 
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
@@ -232,6 +233,7 @@ class Planner:
     def preempt(self, request: Request) -> None:
         """Free a request's pages now; it waits again once its tokens in flight are on the host."""
         self.num_preemptions += 1
+        request.num_preemptions += 1
         self.kv.release(request)
         self.rows.publish_at[request.row] = NEVER
         if request.state is RequestState.PREFILLING:
@@ -320,6 +322,7 @@ class Planner:
         if request.wait_steps is None:
             request.wait_steps = self.step - request.arrival_step
             request.num_cached_tokens = num_cached
+            request.first_scheduled_time = perf_counter()
         request.row = self.rows.acquire(request, num_cached)
         request.state = RequestState.PREFILLING
         self.prefilling[request.request_id] = request

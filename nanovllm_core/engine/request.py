@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,7 +57,10 @@ class Request:
     max_length: int
     arrival_step: int
     arrival_index: int
+    arrival_time: float
+    """All times are in seconds of `time.perf_counter()`."""
     table: RowTable
+    labels: Mapping[str, str]
     stream: bool = False
     cache_salt: bytes = b""
 
@@ -71,6 +75,9 @@ class Request:
     """Prompt tokens that the prefix cache held at the first admission."""
     wait_steps: int | None = None
     """Steps from the arrival to the first admission; None before it."""
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    num_preemptions: int = 0
     held_samples: list[Request] = field(default_factory=list)
     """Samples that wait for this request's prompt pages."""
 

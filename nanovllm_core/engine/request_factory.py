@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,10 @@ from nanovllm_core.engine.processor_arguments import Asked, check_processor_argu
 from nanovllm_core.engine.request import Request
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.engine.seeds import derive_seed, sample_seed
+from nanovllm_core.errors import RequestError
 from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.request_labels import check_labels
 from nanovllm_core.sampling_params import SamplingParams
 
 
@@ -53,17 +56,25 @@ class RequestFactory:
         arrival_index: int,
         stream: bool,
         cache_salt: bytes,
+        labels: Mapping[str, str] | None,
     ) -> list[Request]:
         """The samples of one request, the first of which lends the group its id.
 
-        Raises InvalidPromptError, InvalidSamplingError and RequestTooLongError.
+        Raises RequestError for a salt that is not bytes, InvalidLabelsError, InvalidPromptError,
+        InvalidSamplingError and RequestTooLongError.
         """
+        if not isinstance(cache_salt, bytes):
+            raise RequestError(
+                f"cache_salt is {cache_salt!r:.80}; it must be bytes, as in b'tenant'"
+            )
+        checked_labels = check_labels(labels)
         prompt = self._limits.check_prompt(prompt_token_ids)
         max_length = self._limits.check_length(len(prompt), params)
         self._limits.check_stop_ids(params)
         asked = check_processor_arguments(params, self._processors, self._limits.vocab_size)
         seed = derive_seed(self._seed, arrival_index) if params.seed is None else params.seed
         prompt_list: list[int] = prompt.tolist()
+        arrival_time = perf_counter()
         return [
             Request(
                 request_id=sample_id,
@@ -76,7 +87,9 @@ class RequestFactory:
                 max_length=max_length,
                 arrival_step=arrival_step,
                 arrival_index=arrival_index + index,
+                arrival_time=arrival_time,
                 table=self._table,
+                labels=checked_labels,
                 stream=stream,
                 cache_salt=cache_salt,
             )

@@ -1,10 +1,15 @@
-"""The contract of a step observer: it is told what each step did.
+"""The contract of a step observer: it is told what each step did, and how each request went.
 
 Who calls what, and when:
 
     Observer(options, context)     once, at start, before the model is loaded
-    on_step(record)                once per collected step, on the engine's thread
+    on_request_finished(record)    once per request (each sample is one) that ended or was aborted,
+                                   before the step that ended it is told of; optional
+    on_step(record)                once per collected step
     close()                        once, when the engine is closed or its start fails
+
+Both are called on the thread that runs the engine at that time, one call after another. A request
+that is unfinished when the engine is closed or fails has no record.
 
 An observer changes nothing that the engine does. One that raises is reported to the log, with its
 distribution's name, closed and not called again; the engine goes on.
@@ -13,14 +18,18 @@ distribution's name, closed and not called again; the engine goes on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from nanovllm_core.config import EngineConfig
     from nanovllm_core.interfaces.plugins import Plugins
+
+FinishReason = Literal["stop", "length", "abort"]
+"""A stop id or string, the request's length, or its caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +72,34 @@ class StepRecord:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request that is over. Each sample of a prompt is a request with a record of its own.
+
+    `request_id` and `index` are those of its `RequestOutput`: the id, and the number of the sample.
+    `labels` are read-only. `num_cached_tokens` of the prompt's tokens were in the prefix cache at
+    the first admission; `num_preemptions` times the request gave way to others.
+
+    Times are in seconds of `time.perf_counter()` in the engine's process, so only differences mean
+    something. The request was added at `arrival_time`, first admitted at `first_scheduled_time`,
+    and the results with its first and its last token were there at `first_token_time` and
+    `finished_time`. A time is None for what an aborted request did not come to.
+    """
+
+    request_id: str
+    index: int
+    labels: Mapping[str, str]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float
+
+
 class StepObserver(ABC):
     """Told about every step. Steps wait for it, so whatever takes long belongs in a thread."""
 
@@ -73,6 +110,12 @@ class StepObserver(ABC):
     @abstractmethod
     def on_step(self, record: StepRecord) -> None:
         """A step was collected; called before its outputs are returned. Must not raise."""
+
+    def on_request_finished(self, record: RequestRecord) -> None:  # noqa: B027 - optional
+        """A request ended or was aborted. Must not raise.
+
+        Records are made only where an observer overrides this.
+        """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """The last call: flush and free what is held."""

@@ -20,7 +20,7 @@ error ends the engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class RequestView(Protocol):
         """What the request's sampling parameters ask for: lower is to be served first; 0 if not."""
 
     @property
+    def labels(self) -> Mapping[str, str]:
+        """Texts by name that the caller gave, such as a tenant; read-only. Any may be missing."""
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt; after a preemption too, not the outputs computed again."""
 
@@ -54,7 +58,7 @@ class RequestView(Protocol):
 
     @property
     def num_scheduled(self) -> int:
-        """Tokens whose KV is computed or planned; 0 while the request waits."""
+        """Tokens whose KV is computed or planned; 0 while the request waits and when it is over."""
 
     @property
     def max_length(self) -> int:

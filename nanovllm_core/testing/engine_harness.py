@@ -8,7 +8,7 @@ harness.check_all()   # every output is what its ids alone decide
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nanovllm_core.engine import (
@@ -19,6 +19,7 @@ from nanovllm_core.engine import (
     RequestOutput,
     TokenBudgetScheduler,
 )
+from nanovllm_core.engine.observation import Observation
 from nanovllm_core.engine.request import Request
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.sampling_params import SamplingParams
@@ -73,6 +74,7 @@ class Harness:
         scheduler: Scheduler | None = None,
         *,
         engine_class: type[Engine] = Engine,
+        observation: Observation | None = None,
     ) -> None:
         self.setting = s = setting or Setting()
         self.executor = FakeExecutor(
@@ -95,6 +97,7 @@ class Harness:
                 vocab_size=s.vocab_size,
             ),
             eos_token_ids=s.eos_token_ids,
+            observation=observation,
             prefix_caching=s.prefix_caching,
             steps_ahead=s.steps_ahead,
             debug=True,
@@ -112,6 +115,7 @@ class Harness:
         stream: bool = False,
         detokenizer: DetokenizerFactory | None = None,
         cache_salt: bytes = b"",
+        labels: Mapping[str, str] | None = None,
     ) -> list[Request]:
         """Add a request; greedy and without a stop unless `params` say otherwise."""
         self.engine.add_request(
@@ -121,6 +125,7 @@ class Harness:
             stream=stream,
             detokenizer=detokenizer,
             cache_salt=cache_salt,
+            labels=labels,
         )
         samples = list(self.engine._samples[request_id])
         self.requests.update({(request_id, sample.index): sample for sample in samples})

@@ -35,8 +35,9 @@ from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.scheduler import RequestView, Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+from nanovllm_core.testing.conformance import PluginUnderTest
 from nanovllm_core.testing.engine_harness import Harness, NoEndError, Setting
+from nanovllm_core.testing.scheduler_labels import KeysOfLabelsConformance, LabelsConformance
 from nanovllm_core.testing.scheduler_views import hours_pass, views
 from nanovllm_core.testing.scheduler_watch import (
     ReadOnlyRequest,
@@ -117,7 +118,7 @@ def _admissions(watch: Watch) -> list[str]:
     ]
 
 
-class _SchedulingConformance(SpecConformance):
+class _SchedulingConformance(LabelsConformance):
     """What holds at both levels."""
 
     engine_class: ClassVar[type[Engine]] = Engine
@@ -352,7 +353,7 @@ class _SchedulingConformance(SpecConformance):
             assert later <= bound, f"{name} came {later} steps later; the bound is {bound}"
 
 
-class SchedulingPolicyConformance(_SchedulingConformance):
+class SchedulingPolicyConformance(_SchedulingConformance, KeysOfLabelsConformance):
     """For `level="policy"`: the keys, and what the core's scheduler does with them."""
 
     def make_scheduler(self, plugin: PluginUnderTest) -> Scheduler:

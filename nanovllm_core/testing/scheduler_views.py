@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,19 +12,59 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
+from nanovllm_core.request_labels import MAX_LABELS, MAX_NAME_LENGTH, NO_LABELS, check_labels
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A request that only its lengths, its arrival and its priority are known of."""
+    """A request that only its lengths, its arrival, its priority and labels are known of."""
 
     request_id: str
     arrival_step: int
     arrival_index: int
     priority: int
+    labels: Mapping[str, str]
     num_prompt_tokens: int
     num_tokens: int
     num_scheduled: int
     max_length: int
+
+
+UNEXPECTED_TEXTS = ("", "soon", "-1", "inf", "nan", "1e400", "0x1f", "9" * 256, "é" * 256, "\0\n")
+"""Of labels: whatever a caller may write where a scheduler expects a number, a date or a name."""
+
+
+def any_labels(asked: Iterable[str]) -> list[dict[str, str]]:
+    """No labels, unheard-of ones, and every unexpected text under the names that are looked for."""
+    names = sorted(name for name in asked if 1 <= len(name) <= MAX_NAME_LENGTH)[:MAX_LABELS]
+    alone = [{name: text} for name in names for text in UNEXPECTED_TEXTS]
+    together = [dict.fromkeys(names, text) for text in UNEXPECTED_TEXTS]
+    return [{}, {"unheard of": "x"}, *alone, *together, {}]
+
+
+def request_labels() -> st.SearchStrategy[Mapping[str, str]]:
+    """What callers say of requests: mostly nothing, else names and texts that may be unheard of."""
+    names = st.sampled_from(["tenant", "deadline", "user"]) | st.text("ab é_", min_size=1)
+    texts = st.sampled_from(["a", "b", *UNEXPECTED_TEXTS])
+    some = st.dictionaries(names, texts, max_size=3).map(check_labels)
+    return (
+        st.just(NO_LABELS) | st.sampled_from("ab").map(lambda t: check_labels({"tenant": t})) | some
+    )
+
+
+def a_view(labels: Mapping[str, str]) -> View:
+    """A request of which only the labels matter."""
+    return View(
+        request_id="r",
+        arrival_step=5,
+        arrival_index=7,
+        priority=0,
+        labels=labels,
+        num_prompt_tokens=9,
+        num_tokens=9,
+        num_scheduled=0,
+        max_length=20,
+    )
 
 
 @st.composite
@@ -37,6 +77,7 @@ def views(draw: st.DrawFn) -> View:
         arrival_step=draw(st.integers(0, 10_000)),
         arrival_index=index,
         priority=draw(st.integers(-3, 3)),
+        labels=draw(request_labels()),
         num_prompt_tokens=prompt,
         num_tokens=known,
         num_scheduled=draw(st.just(0) | st.integers(0, known)),

@@ -6,7 +6,7 @@ and nothing can be set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nanovllm_core.interfaces.scheduler import (
@@ -17,13 +17,32 @@ from nanovllm_core.interfaces.scheduler import (
 )
 
 
+class AskedLabels(Mapping[str, str]):
+    """The labels of a request, which note in `asked` the names that somebody looks for."""
+
+    def __init__(self, labels: Mapping[str, str], asked: set[str]) -> None:
+        self._labels = labels
+        self._asked = asked
+
+    def __getitem__(self, name: str) -> str:
+        self._asked.add(name)
+        return self._labels[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._labels)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+
 class ReadOnlyRequest:
-    """A `RequestView` and nothing else."""
+    """A `RequestView` and nothing else; `asked` collects the labels that are looked for."""
 
-    __slots__ = ("__request",)
+    __slots__ = ("__asked", "__request")
 
-    def __init__(self, request: RequestView) -> None:
+    def __init__(self, request: RequestView, asked: set[str] | None = None) -> None:
         self.__request = request
+        self.__asked = set[str]() if asked is None else asked
 
     def __repr__(self) -> str:
         return f"<RequestView {self.request_id!r}>"
@@ -43,6 +62,10 @@ class ReadOnlyRequest:
     @property
     def priority(self) -> int:
         return self.__request.priority
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        return AskedLabels(self.__request.labels, self.__asked)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -129,13 +152,15 @@ class Watch(Scheduler):
     decisions: list[Decision] = field(default_factory=list)
     victims: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """Who ran when someone had to give way, and who did."""
+    asked_labels: set[str] = field(default_factory=set)
+    """The names of labels that the scheduler has looked for."""
     _views: dict[str, ReadOnlyRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.__class__ = type(type(self.scheduler).__name__, (type(self),), {})
 
     def add(self, request: RequestView) -> None:
-        self._views[request.request_id] = ReadOnlyRequest(request)
+        self._views[request.request_id] = ReadOnlyRequest(request, self.asked_labels)
         self.scheduler.add(self._views[request.request_id])
 
     def remove(self, request: RequestView) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.testing.scheduler_views import request_labels
 
 BASES = [[7 * i % 50 for i in range(60)], [11 * i % 50 for i in range(60)]]
 """Prompts start as one of these, so that prefixes meet."""
@@ -27,6 +28,7 @@ class Arrival:
     n: int
     stream: bool
     salt: bytes
+    labels: Mapping[str, str]
     steps_before: int
     abort_after: int | None
 
@@ -56,6 +58,7 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stream=st.booleans(),
         salt=st.sampled_from([b"", b"", b"tenant"]),
+        labels=request_labels(),
         steps_before=st.integers(0, 3),
         abort_after=st.none() | st.none() | st.integers(0, 12),
     )
@@ -106,7 +109,12 @@ def drive(harness: Harness, requests: Sequence[Arrival]) -> None:
             n=arrival.n,
         )
         harness.add(
-            f"r{i}", arrival.prompt(), params, stream=arrival.stream, cache_salt=arrival.salt
+            f"r{i}",
+            arrival.prompt(),
+            params,
+            stream=arrival.stream,
+            cache_salt=arrival.salt,
+            labels=arrival.labels,
         )
         if arrival.abort_after is not None:
             aborts.setdefault(step + arrival.abort_after, []).append(f"r{i}")

@@ -6,12 +6,13 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.errors import CheckpointError, PluginLoadError
+from nanovllm_core.errors import CheckpointError, InvalidLabelsError, PluginLoadError
 from nanovllm_core.worker.executor import SingleProcessExecutor
 
 from .tiny import open_tiny
@@ -42,6 +43,13 @@ class Keep(StepObserver):
     def close(self):
         self.closed += 1
 
+class Requests(Keep):
+    def on_request_finished(self, record):
+        self.records.append(record)
+
+    def on_step(self, record):
+        pass
+
 class Fails(Keep):
     def on_step(self, record):
         super().on_step(record)
@@ -65,7 +73,7 @@ class Exits(Keep):
 def nanovllm_observers():
     return [
         ObserverSpec(name=name.lower(), impl=__name__ + ":" + name, contract=1, options=Options)
-        for name in ("Keep", "Fails", "Unmade", "Exits")
+        for name in ("Keep", "Requests", "Fails", "Unmade", "Exits")
     ]
 """
 
@@ -73,7 +81,7 @@ def nanovllm_observers():
 @pytest.fixture
 def made(install: Install) -> Callable[[], list[Any]]:
     """The observers that were made, once something has loaded them."""
-    entries = dict.fromkeys(("keep", "fails", "unmade", "exits"), "watchers")
+    entries = dict.fromkeys(("keep", "requests", "fails", "unmade", "exits"), "watchers")
     install("nanovllm-watchers", {GROUP: entries}, {"watchers": SOURCE})
     return lambda: sys.modules["watchers"].Keep.made
 
@@ -104,6 +112,42 @@ def test_the_records_add_up_to_what_was_done(
     assert all(0 <= record.num_free_blocks <= record.num_blocks for record in records)
     assert max(record.num_in_flight for record in records) == steps_ahead
     assert all(record.seconds > 0 for record in records)
+
+
+def test_the_records_of_requests_carry_what_the_caller_said(
+    made: Callable[[], list[Any]], tiny: Path
+) -> None:
+    """One mapping for all prompts or one for each, and a stream that is left early."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, n=2)
+    acme, other = {"tenant": "acme"}, {"tenant": "other", "deadline": "soon"}
+    with open_tiny(tiny, observers=["requests"]) as llm:
+        began = perf_counter()
+        llm.generate([PROMPT] * 2, params, labels=acme)
+        llm.generate([PROMPT] * 3, params, labels=[other, None, acme])
+        stream = llm.stream(PROMPT, SamplingParams(max_tokens=300), labels=other)
+        next(stream)
+        stream.close()
+        ended = perf_counter()
+        [observer] = made()
+        for wrong, told in (
+            ([acme, {"tenant": 5}], r"^prompts\[1\]: labels\['tenant'\] is int 5; it must be"),
+            ([acme], "^1 labels for 2 prompts; give one"),
+            ({"tenant": 5}, r"^labels\['tenant'\] is int 5"),
+        ):
+            with pytest.raises(InvalidLabelsError, match=told):
+                llm.generate([PROMPT] * 2, params, labels=wrong)
+    records = [record for record in observer.records if record.finish_reason != "abort"]
+    told_of = sorted((r.request_id, r.index) for r in records)
+    assert told_of == [(str(request), index) for request in range(5) for index in range(2)]
+    said = (acme, acme, other, {}, acme)
+    assert all(r.labels == said[int(r.request_id)] for r in records)
+    assert {r.num_output_tokens for r in records} == {4}
+    assert all(began < r.arrival_time < r.first_token_time < r.finished_time for r in records)
+    [left, *unrun] = [record for record in observer.records if record not in records]
+    assert left.labels == other
+    assert 1 <= left.num_output_tokens < 300
+    assert left.finished_time < ended
+    assert [(r.labels, r.first_scheduled_time) for r in unrun] == [(acme, None)] * 2
 
 
 def test_preempted_requests_are_counted(made: Callable[[], list[Any]], tiny: Path) -> None:

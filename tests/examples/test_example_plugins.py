@@ -32,6 +32,7 @@ def test_the_examples_are_these() -> None:
         "model_llama",
         "model_qwen2",
         "more_kinds",
+        "scheduler_fair_share",
         "scheduler_priority",
     ]
 
@@ -134,6 +135,7 @@ TESTED = [
     ("model", "LlamaForCausalLM"),
     ("model", "MistralForCausalLM"),
     ("model", "Qwen2ForCausalLM"),
+    ("scheduler", "fair_share"),
     ("scheduler", "priority", "--option", "patience=16"),
     ("logits_processor", "banned_words"),
     ("observer", "metrics"),

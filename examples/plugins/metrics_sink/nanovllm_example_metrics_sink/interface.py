@@ -4,6 +4,7 @@ Who calls what, and when:
 
     Sink(options)      once, at start, before the model is loaded
     write(metrics)     after every window of steps, on the engine's thread
+    write_request(r)   after every request, where the observer's `requests` is on; optional
     close()            once, when the engine is closed, after the last, shorter window
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from nanovllm_core.api import PluginSpec
+from nanovllm_core.api import PluginSpec, RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,9 @@ class MetricsSink(ABC):
 
         An error is logged and ends the metrics of this engine, but not the engine.
         """
+
+    def write_request(self, request: RequestRecord) -> None:  # noqa: B027 - optional
+        """Take one request that is over; what holds for `write` holds here."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """The last call: flush and free what is held. Closing twice is fine."""

@@ -1,11 +1,11 @@
-"""The sink `jsonl`: a line of JSON for each window."""
+"""The sink `jsonl`: a line of JSON for each window, and for each request if these are asked for."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 
-from nanovllm_core.api import ConfigError
+from nanovllm_core.api import ConfigError, RequestRecord
 from nanovllm_example_metrics_sink.interface import Metrics, MetricsSink
 from nanovllm_example_metrics_sink.plugin import JsonlOptions
 
@@ -25,7 +25,13 @@ class JsonlSink(MetricsSink):
             ) from error
 
     def write(self, metrics: Metrics) -> None:
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._write_line(metrics)
+
+    def write_request(self, request: RequestRecord) -> None:
+        self._write_line(request)
+
+    def _write_line(self, record: Metrics | RequestRecord) -> None:
+        self._file.write(json.dumps(asdict(record)) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -1,10 +1,10 @@
-"""The observer that sums up windows of steps and gives them to every configured sink."""
+"""The observer that gives windows of steps, and requests, to every configured sink."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
-from nanovllm_core.api import ObserverContext, StepObserver, StepRecord
+from nanovllm_core.api import ObserverContext, RequestRecord, StepObserver, StepRecord
 from nanovllm_example_metrics_sink.interface import Metrics, MetricsSink
 from nanovllm_example_metrics_sink.plugin import KIND, MetricsOptions
 
@@ -33,6 +33,11 @@ class MetricsObserver(StepObserver):
         self._window.append(record)
         if len(self._window) == self.options.every:
             self._flush()
+
+    def on_request_finished(self, record: RequestRecord) -> None:
+        if self.options.requests:
+            for sink in self._sinks:
+                sink.write_request(record)
 
     def close(self) -> None:
         """The last window is shorter. Every sink is closed, whatever another one raises."""

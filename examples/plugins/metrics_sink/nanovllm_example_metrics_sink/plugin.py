@@ -43,12 +43,16 @@ class MetricsOptions(BaseModel):
         default=(SinkChoice(name="jsonl"),), min_length=1, description="Where the metrics go."
     )
     every: int = Field(default=100, ge=1, description="Steps that one line of metrics sums up.")
+    requests: bool = Field(
+        default=False,
+        description="Give the sinks every request that is over, with its labels, too.",
+    )
 
 
 OBSERVER = ObserverSpec(
     name="metrics",
     impl="nanovllm_example_metrics_sink.observer:MetricsObserver",
-    summary="Sums up steps and gives them to metrics sinks.",
+    summary="Gives sums over steps, and requests, to metrics sinks.",
     options=MetricsOptions,
     contract=1,
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm_core.testing import PluginUnderTest, SpecConformance
+from nanovllm_core.testing.observer import IN_THE_QUEUE, request_record
 from nanovllm_example_metrics_sink.interface import Metrics, MetricsSink, MetricsSinkSpec
 
 SOME = Metrics(
@@ -81,6 +82,14 @@ class MetricsSinkConformance(SpecConformance):
         for number in range(1, MANY + 1):
             sink.write(replace(SOME, last_step=100 * number))
         assert time.perf_counter() - started < MANY * AT_MOST_S
+
+    @pytest.mark.parametrize("changes", [{}, IN_THE_QUEUE], ids=["ended", "aborted"])
+    def test_a_request_is_taken(self, sink: MetricsSink, changes: dict[str, object]) -> None:
+        """Among windows; one that was aborted in the queue has neither tokens nor most times."""
+        labels = {"tenant": "é", "note": "\0\n"}
+        sink.write_request(request_record("1", labels=labels, **changes))
+        sink.write(SOME)
+        sink.write_request(request_record("2", **changes))
 
     def test_closing_twice_is_fine(self, sink: MetricsSink) -> None:
         """With and without anything written."""

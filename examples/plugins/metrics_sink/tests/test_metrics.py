@@ -88,6 +88,31 @@ def test_an_engine_writes_its_windows_to_every_sink(tmp_path: Path) -> None:
     assert all(line["seconds"] > 0 for line in lines)
 
 
+def test_every_request_is_a_line_where_requests_are_asked_for(tmp_path: Path) -> None:
+    """With its labels and counts, between the windows; the times are in order."""
+    file = tmp_path / "a.jsonl"
+    chosen = observers(every=4, requests=True, sinks=[sink(file)])
+    with LLM("demo", observers=chosen, **SMALL) as llm:
+        params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+        labels = [{"tenant": "acme"}, None, {"tenant": "é"}]
+        llm.generate(["The fox", "A key", "The forest"], params, use_tqdm=False, labels=labels)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    requests = {line["request_id"]: line for line in lines if "request_id" in line}
+    assert [requests[str(number)]["labels"] for number in range(3)] == [
+        {"tenant": "acme"},
+        {},
+        {"tenant": "é"},
+    ]
+    assert {line["num_output_tokens"] for line in requests.values()} == {10}
+    for line in requests.values():
+        times = [value for name, value in line.items() if name.endswith("_time")]
+        assert times == sorted(times)
+        assert len(set(times)) == 4
+    windows = [line for line in lines if "last_step" in line]
+    assert len(requests) + len(windows) == len(lines)
+    assert sum(window["finished"] for window in windows) == 3
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

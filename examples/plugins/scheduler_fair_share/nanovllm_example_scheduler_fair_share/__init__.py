@@ -1,0 +1,1 @@
+"""Fair share of tokens by tenant."""
