@@ -27,14 +27,17 @@ MAX_BIAS = 100.0
 MAX_BIASED_IDS = 1024
 """Of one request: the tail looks at each of them in every step."""
 
-NEUTRAL: Mapping[str, float] = {
+NEUTRAL: Mapping[str, Any] = {
     "temperature": 1.0,
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""The fields that a checkpoint may have defaults for, and their values where nobody states one."""
+"""The fields that a checkpoint may have defaults for, and their values where nobody states one.
+
+`SamplingParams(**{**NEUTRAL, "temperature": 0})` states all of them: no checkpoint changes it.
+"""
 
 
 def _names_unknown_fields(cls: type[T]) -> type[T]:

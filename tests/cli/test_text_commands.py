@@ -39,8 +39,11 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode("|".join(message["content"] for message in messages))
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], chat_template_kwargs: dict[str, Any] | None = None
+    ) -> list[int]:
+        said = "".join(f"{key}={value} " for key, value in (chat_template_kwargs or {}).items())
+        return self.encode(said + "|".join(message["content"] for message in messages))
 
 
 class FakeLLM:
@@ -48,11 +51,13 @@ class FakeLLM:
 
     made: list[FakeLLM]
     replies: dict[str, str]
+    checkpoint: dict[str, float]
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.calls: list[tuple[Any, Any]] = []
         self.closed = False
+        self.sampling_defaults: dict[str, float] = dict(self.checkpoint)
         self.tokenizer = FakeTokenizer()
         self.info = SimpleNamespace(attention="fake attention", device="cpu")
         self.made.append(self)
@@ -91,7 +96,7 @@ class FakeLLM:
 @pytest.fixture(autouse=True)
 def llm(monkeypatch) -> type[FakeLLM]:
     """Commands get a fresh fake class instead of the engine."""
-    fake = type("LLM", (FakeLLM,), {"made": [], "replies": {}})
+    fake = type("LLM", (FakeLLM,), {"made": [], "replies": {}, "checkpoint": {}})
     monkeypatch.setattr("nanovllm_core.llm.LLM", fake)
     return fake
 
