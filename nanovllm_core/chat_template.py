@@ -26,19 +26,14 @@ RESERVED = frozenset(
 
 
 def check_chat_template_kwargs(kwargs: Mapping[str, object]) -> Mapping[str, object]:
-    """The same variables; ValueError for names that no template may be given."""
+    """The same variables; ValueError for what no template may be given."""
     if not isinstance(kwargs, Mapping):
         raise ValueError(
-            f"chat_template_kwargs is {kwargs!r:.80}; it must map names of variables to values, "
-            'as in {"enable_thinking": false}'
+            f'{kwargs!r:.80} must map names to values, as in {{"enable_thinking": false}}'
         )
     for name in kwargs:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(
-                f"chat_template_kwargs has {name!r:.80}, which cannot name a variable; leave it out"
-            )
+            raise ValueError(f"{name!r:.80} cannot name a variable; leave it out")
         if name in RESERVED:
-            raise ValueError(
-                f"chat_template_kwargs has {name!r}, which the engine sets itself; leave it out"
-            )
+            raise ValueError(f"{name!r} is set by the engine itself; leave it out")
     return kwargs

@@ -124,7 +124,7 @@ class Tokenizer:
         try:
             given = check_chat_template_kwargs(chat_template_kwargs or {})
         except ValueError as error:
-            raise InvalidPromptError(str(error)) from None
+            raise InvalidPromptError(f"chat_template_kwargs: {error}") from None
         try:
             text = self._renderer.apply_chat_template(
                 conversation,

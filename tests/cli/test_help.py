@@ -1,0 +1,64 @@
+"""Help: `-h` and `--help` on every command, those of extensions too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nanovllm_core.cli.main import make_app
+
+EXTENSION = """
+import typer
+from typing import Annotated
+from nanovllm_core.api import hookimpl
+
+def greet(host: Annotated[str, typer.Option("-h")] = "all"):
+    \"\"\"Greet a host.\"\"\"
+
+def wave():
+    \"\"\"Wave.\"\"\"
+
+@hookimpl
+def nanovllm_cli(app):
+    group = typer.Typer()
+    group.command()(greet)
+    group.command()(wave)
+    app.add_typer(group, name="greeter")
+"""
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words that name every command of a tree."""
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+def test_every_command_answers_to_h_as_to_help(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that has another use for -h keeps it."""
+    install(
+        "greeter",
+        {"nanovllm.extensions": {"greeter": "greeter_plugin"}},
+        {"greeter_plugin": EXTENSION},
+    )
+    monkeypatch.setenv("NANOVLLM_PLUGINS__ENABLE", "[greeter]")
+    app = make_app()
+    found = [*commands(typer.main.get_command(app))]
+    assert {(), ("generate",), ("bench", "table"), ("plugins", "new"), ("greeter", "wave")} <= {
+        *found
+    }
+    for path in found:
+        long = CliRunner().invoke(app, [*path, "--help"])
+        assert long.exit_code == 0, path
+        if path == ("greeter", "greet"):
+            continue
+        short = CliRunner().invoke(app, [*path, "-h"])
+        assert (short.exit_code, short.output) == (0, long.output), path
+        assert "-h" in short.output
+    assert CliRunner().invoke(app, ["greeter", "greet", "-h", "one"]).exit_code == 0
