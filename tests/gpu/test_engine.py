@@ -144,8 +144,8 @@ with LLM("demo", attention="triton", **settings) as llm:
     triton.knobs.runtime.jit_post_compile_hook = lambda **seen: compiled.append(seen["fn"].name)
     plain = {"temperature": 0.8, "max_tokens": 4}
     everything = plain | {
-        "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "logprobs": 2, "logit_bias": {5: 1.0},
-        "min_tokens": 2,
+        "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "logprobs": 2,
+        "min_tokens": 2, "logit_bias": {5: 1.0},
     }
     for count in (1, 2, 3, 9, 20):
         for asked in (plain, everything):

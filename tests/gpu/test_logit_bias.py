@@ -1,4 +1,4 @@
-"""`logit_bias` behind captured graphs: the same at any setting, harmless to others, never waiting."""
+"""`logit_bias` behind captured graphs: right at any setting, harmless to others, never waiting."""
 
 from __future__ import annotations
 
