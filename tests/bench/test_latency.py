@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanovllm_core.bench.latency import Trace, arrival_times, percentiles, trace_requests
-from nanovllm_core.bench.workloads import fixed_workload
 from nanovllm_core.bench.throughput import timed_generate
+from nanovllm_core.bench.workloads import fixed_workload
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.sampling_params import NEUTRAL
 
