@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from nanovllm_core.cli.prompts import PromptInput
+from nanovllm_core.cli.prompts import PromptInput, naming
 from nanovllm_core.errors import RequestError
 from nanovllm_core.sampling_params import SamplingParams
 
@@ -109,10 +109,11 @@ def stream_each(work: Work) -> None:
     for index, (one, prompt) in enumerate(zip(work.inputs, work.encoded, strict=True)):
         work.show_prompt(index)
         speed, reason = Speed.start(), None
-        for output in work.llm.stream(prompt, one.params(work.shared)):
-            speed.add(len(output.new_token_ids))
-            write_text(output.new_text)
-            reason = output.finish_reason
+        with naming(one.place):
+            for output in work.llm.stream(prompt, one.params(work.shared)):
+                speed.add(len(output.new_token_ids))
+                write_text(output.new_text)
+                reason = output.finish_reason
         write_text("\n")
         speed.report(f" ({reason})")
 

@@ -71,6 +71,8 @@ class FakeLLM:
 
     def stream(self, prompt: Any, params: SamplingParams) -> Any:
         self.params = params
+        if "long" in prompt:
+            raise RequestError("9 tokens are too many")
         yield self.answer(prompt, params, 0)
 
     def answer(self, prompt: Any, params: SamplingParams, sample: int) -> RequestOutput:
@@ -212,7 +214,9 @@ def test_what_only_the_engine_can_refuse_names_the_line_too(
 ) -> None:
     """Among others and alone; of a conversation also what the template refuses."""
     file = write(tmp_path / "p.jsonl", *lines)
-    assert str(run("--prompts", file).exception) == f"{file}, line 2: 9 tokens are too many"
+    for flag in ("--no-stream", "--stream"):
+        error = run("--prompts", file, flag).exception
+        assert str(error) == f"{file}, line 2: 9 tokens are too many"
     file = write(tmp_path / "m.jsonl", {"messages": 5})
     assert str(run("--prompts", file).exception) == f"{file}, line 1: no messages"
 
