@@ -125,7 +125,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets, the checkpoint's defaults stated; vLLM's name."""
-        return SamplingParams(**self.sampling_defaults)
+        return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]  # they were checked
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class LLM:
         template = partial(
             self.tokenizer.apply_chat_template, chat_template_kwargs=chat_template_kwargs
         )
-        return self._run("conversations", many, template, sampling_params, use_tqdm)  # type: ignore[arg-type]
+        return self._run("conversations", many, template, sampling_params, use_tqdm)
 
     def stream(
         self,
