@@ -27,6 +27,7 @@ from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_core import request_labels, sampling_params
 from nanovllm_core.bench.plots import draw, series_of
 from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
+from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
 from nanovllm_core.config import BLOCK_SIZES, EngineConfig
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
@@ -254,10 +255,21 @@ def limit_table() -> str:
         ("`min_tokens`", "0 to `max_tokens`", "refused"),
         ("presence penalty", penalty, "refused"),
         ("frequency penalty", penalty, "refused"),
+        (
+            "bias of a token id",
+            f"{-sampling_params.MAX_BIAS:g} to {sampling_params.MAX_BIAS:g}",
+            "refused",
+        ),
+        ("token ids with a bias", f"{sampling_params.MAX_BIASED_IDS:,} of a request", "refused"),
         ("`top_k`", "-1 or more", "refused"),
         ("`top_p`", "above 0, at most 1", "refused"),
         ("`min_p`", "0 to 1", "refused"),
         ("seeds", f"0 to 2^{sampling_params.MAX_SEED.bit_length()} - 1", "refused"),
+        (
+            "prompts in a file of `nanovllm generate`",
+            f"{MAX_PROMPTS:,}, {MAX_SIZE >> 20} MiB",
+            "refused",
+        ),
         ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
     ]
     return table(["what", "limit", "beyond it"], rows)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from nanovllm_core.chat_template import check_chat_template_kwargs
 from nanovllm_core.config_choices import (
     AttentionSettings,
     DistinctPlugins,
@@ -198,6 +199,20 @@ class EngineConfig(Section):
         default=None,
         min_length=1,
         description="Where the tokenizer is, if not with the model. It cuts text into tokens.",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)] = (
+        Field(
+            default_factory=dict,
+            description="Variables for the checkpoint's chat template, such as `{enable_thinking: "
+            "false}` for Qwen3; a call may override them. A template ignores those that it does not"
+            " know.",
+        )
+    )
+    generation_config: Literal["checkpoint", "none"] = Field(
+        default="checkpoint",
+        description="Where temperature, top_k, top_p, min_p and repetition_penalty come from for a "
+        "request that does not state them: `checkpoint` is its generation_config.json, `none` "
+        "leaves them neutral.",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",

@@ -92,7 +92,12 @@ class WeightsError(CheckpointError):
 
 
 class RequestError(NanoVLLMError):
-    """One request is wrong; the others go on."""
+    """One request is wrong; the others go on.
+
+    `prompt_index` is the place of its prompt among those of one call; None where there is no other.
+    """
+
+    prompt_index: int | None = None
 
 
 class InvalidPromptError(RequestError):

@@ -18,6 +18,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.config_sources import LoadedConfig
 from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.generation_config import FILE_NAME, shown
 from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
@@ -319,6 +320,14 @@ def _length(decisions: Decisions, name: str) -> Seam:
     return Seam(name, f"{chosen} tokens", decisions.said("limits.max_model_len", automatic))
 
 
+def _sampling_defaults(decisions: Decisions, name: str) -> Seam:
+    chosen = shown(startup.resolve_sampling_defaults(decisions.config, decisions.checkpoint))
+    automatic = (
+        "" if decisions.config.generation_config == "none" else f"the checkpoint's {FILE_NAME}"
+    )
+    return Seam(name, chosen, decisions.said("generation_config", automatic))
+
+
 def _limit(path: str, unit: str) -> Callable[[Decisions, str], Seam]:
     def decide(decisions: Decisions, name: str) -> Seam:
         value: Any = decisions.config
@@ -339,6 +348,7 @@ SEAMS: Mapping[str, Callable[[Decisions, str], Seam]] = {
     "KV pages": _pages,
     "kernels": _kernels,
     "sampler": _sampler,
+    "sampling defaults": _sampling_defaults,
     "logits processors": _several("logits_processor", "logits_processors"),
     "scheduler": _scheduler,
     "executor": _executor,

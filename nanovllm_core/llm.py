@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from threading import RLock
 from time import perf_counter
@@ -73,13 +74,15 @@ class LLM:
         began = perf_counter()
         startup = start(config)
         self._executor = startup.executor
+        self.sampling_defaults = startup.sampling_defaults
+        """The checkpoint's, for the fields that a request does not state."""
         self._observation = Observation(startup.observers) if startup.observers else None
         parts = EngineParts(startup.plugins, startup.executor, self._observation)
         self._pid = parts.pid
         self._closing = weakref.finalize(self, close_parts, parts)
         self._closing.atexit = False  # A program that ends frees the device in any case.
         try:
-            self._tokenizer = Tokenizer.find(startup.setup.tokenizer)
+            self._tokenizer = Tokenizer.find(startup.setup.tokenizer, config.chat_template_kwargs)
             # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
             eos = dict.fromkeys(checkpoint_eos_token_ids(startup.setup.checkpoint))
             if self._tokenizer is not None:
@@ -112,6 +115,7 @@ class LLM:
             startup.scheduler,
             limits,
             eos_token_ids=eos_token_ids,
+            sampling_defaults=self.sampling_defaults,
             logits_processors=startup.logits_processors,
             observation=self._observation,
             prefix_caching=config.cache.prefix_caching,
@@ -119,6 +123,10 @@ class LLM:
             seed=config.seed,
             debug=config.debug,
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets, the checkpoint's defaults stated; vLLM's name."""
+        return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]  # they were checked
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -146,9 +154,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         labels: Labels | Sequence[Labels | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, lists of `{"role", "content"}`, by the checkpoint's template."""
+        """Answer conversations, lists of `{"role", "content"}`, by the checkpoint's template.
+
+        `chat_template_kwargs` are variables for the template, on top of the configuration's.
+        """
         if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
             raise InvalidPromptError(
                 "conversations: expected a list of messages {'role', 'content'} or a list of "
@@ -159,24 +171,36 @@ class LLM:
             if conversations and isinstance(conversations[0], Mapping)
             else conversations
         )
-        template = self.tokenizer.apply_chat_template
-        return self._run("conversations", many, template, sampling_params, labels, use_tqdm)  # type: ignore[arg-type]
+        template = partial(
+            self.tokenizer.apply_chat_template, chat_template_kwargs=chat_template_kwargs
+        )
+        return self._run("conversations", many, template, sampling_params, labels, use_tqdm)
 
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         labels: Labels | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
 
+        `chat_template_kwargs` are variables for a conversation's template, as in `chat`.
         Leaving the loop early, or `close()`, aborts the request.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            ids = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+            ids = self.tokenizer.apply_chat_template(
+                prompt,  # type: ignore[arg-type]
+                chat_template_kwargs=chat_template_kwargs,
+            )
         else:
+            if chat_template_kwargs:
+                raise InvalidPromptError(
+                    f"chat_template_kwargs is {chat_template_kwargs!r:.80}, but the prompt is no "
+                    "conversation, so no template is applied; leave it out, or pass messages"
+                )
             ids = self._encode(prompt)  # type: ignore[arg-type]
         request_id = self._add(ids, params, labels, stream=True)
         left = params.n
@@ -212,7 +236,9 @@ class LLM:
                     )
                     if len(prompts) == 1 or shared:
                         raise
-                    raise type(error)(f"{name}[{index}]: {error}") from error
+                    named = type(error)(f"{name}[{index}]: {error}")
+                    named.prompt_index = index
+                    raise named from error
             total = sum(one.n for one in params)
             outputs = self._drain(order, total, show=use_tqdm and sys.stderr.isatty())
         finally:

@@ -21,6 +21,7 @@ from nanovllm_core.errors import (
     PluginLoadError,
     PluginNotFoundError,
 )
+from nanovllm_core.generation_config import read_sampling_defaults, shown
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
@@ -57,6 +58,8 @@ class Startup:
     """What requests may ask for, in the order in which they run."""
     observers: Mapping[str, StepObserver]
     """By a label that names the plugin and its distribution."""
+    sampling_defaults: Mapping[str, float]
+    """The checkpoint's, by field of `SamplingParams`."""
 
 
 def start(config: EngineConfig) -> Startup:
@@ -71,6 +74,7 @@ def start(config: EngineConfig) -> Startup:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, model_config)
     max_model_len = resolve_max_model_len(config, shape)
+    sampling_defaults = resolve_sampling_defaults(config, checkpoint)
     cuda_graphs = uses_cuda_graphs(config, device)
     attention = choose_attention(plugins, config, shape, device, dtype, cuda_graphs)
     specs, processors = select_logits_processors(plugins, config.logits_processors)
@@ -98,7 +102,7 @@ def start(config: EngineConfig) -> Startup:
     # By now every selected plugin is known, so each hears of it, as extensions do.
     plugins.hook.nanovllm_configure(config=config, plugins=plugins)
     made = make_observers(plugins, observers, config)
-    return Startup(plugins, setup, scheduler, executor, specs, made)
+    return Startup(plugins, setup, scheduler, executor, specs, made, sampling_defaults)
 
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
@@ -255,6 +259,16 @@ def resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
             f"model was trained for (max_position_embeddings); use at most {shape.max_position}"
         )
     return asked
+
+
+def resolve_sampling_defaults(config: EngineConfig, checkpoint: Path) -> Mapping[str, float]:
+    """What the checkpoint states of sampling; nothing where the configuration says `none`."""
+    if config.generation_config == "none":
+        return {}
+    defaults = read_sampling_defaults(checkpoint)
+    if defaults:
+        logger.info("sampling defaults of the checkpoint: %s", shown(defaults))
+    return defaults
 
 
 def uses_cuda_graphs(config: EngineConfig, device: str) -> bool:

@@ -6,7 +6,6 @@ second; transformers comes in for chat templates, and for folders of other forma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from nanovllm_core.chat_template import check_chat_template_kwargs
+from nanovllm_core.checkpoint_files import read_json, read_text
 from nanovllm_core.errors import CheckpointError, InvalidPromptError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Tokenizer:
     """The tokenizer of one checkpoint. Use `load` or `find` rather than the constructor.
 
     `config` is tokenizer_config.json as a dict, `template` the chat template, if there is one,
-    `eos_token_ids` every id that ends a sequence.
+    `eos_token_ids` every id that ends a sequence. `chat_template_kwargs` are variables for every
+    use of the chat template, which a call may override.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Tokenizer:
         folder: Path,
         config: Mapping[str, Any],
         template: str | None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         # What a file may have switched on for training would cut prompts short here.
         backend.no_truncation()
@@ -48,6 +51,7 @@ class Tokenizer:
         self.eos_token_ids = _merge_eos(folder, backend, config)
         self._config = config
         self._template = template
+        self._template_kwargs = dict(chat_template_kwargs or {})
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -61,7 +65,9 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def find(cls, folder: str | Path) -> Tokenizer | None:
+    def find(
+        cls, folder: str | Path, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> Tokenizer | None:
         """Read the tokenizer of a folder; None where it has no file of one."""
         folder = Path(folder)
         if not folder.is_dir():
@@ -75,8 +81,9 @@ class Tokenizer:
             backend = _convert_with_transformers(folder)
         else:
             return None
-        config = _read_json(folder / "tokenizer_config.json")
-        return cls(backend, folder, config, _find_template(folder, config))
+        config = read_json(folder / "tokenizer_config.json")
+        template = _find_template(folder, config)
+        return cls(backend, folder, config, template, chat_template_kwargs)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -96,11 +103,16 @@ class Tokenizer:
         return Detokenizer(self)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The ids of a conversation of `{"role", "content"}`, as the checkpoint's template has it.
 
-        `add_generation_prompt` opens the assistant's turn at the end.
+        `add_generation_prompt` opens the assistant's turn at the end. `chat_template_kwargs` are
+        further variables for the template (`{"enable_thinking": False}`); it ignores those that it
+        does not know. Raises InvalidPromptError where there is no template, or it refuses.
         """
         if self._template is None:
             raise InvalidPromptError(
@@ -109,16 +121,19 @@ class Tokenizer:
                 "made for chat"
             )
         conversation = _check_messages(messages)
-        import jinja2
-
+        try:
+            given = check_chat_template_kwargs(chat_template_kwargs or {})
+        except ValueError as error:
+            raise InvalidPromptError(f"chat_template_kwargs: {error}") from None
         try:
             text = self._renderer.apply_chat_template(
                 conversation,
                 chat_template=self._template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **{**self._template_kwargs, **given},
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is the checkpoint's code: it may raise anything
             roles = ", ".join(message["role"] for message in conversation)
             raise InvalidPromptError(
                 f"the checkpoint's chat template refuses messages of the roles {roles}: {error}"
@@ -217,7 +232,7 @@ def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        value = _read_json(path).get("eos_token_id")
+        value = read_json(path).get("eos_token_id")
         found = value if isinstance(value, list) else [] if value is None else [value]
         for token_id in found:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
@@ -230,7 +245,7 @@ def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 
 
 def _vocabulary_end(folder: Path) -> int:
-    size = _read_json(folder / "config.json").get("vocab_size")
+    size = read_json(folder / "config.json").get("vocab_size")
     return size if isinstance(size, int) else _LONGEST_VOCABULARY
 
 
@@ -276,38 +291,11 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; change its permissions") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{path} is not readable text: {error}; fetch the file again"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no file."""
-    if not path.is_file():
-        return {}
-    text = _read_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not readable JSON: {error}; fetch the file again"
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
-    return value
-
-
 def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the (default) template of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return _read_text(path)
+        return read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
+from nanovllm_core.chat_template import RESERVED
 from nanovllm_core.errors import CheckpointError, InvalidPromptError
 from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
 
@@ -277,6 +280,47 @@ def test_a_file_that_may_not_be_read_is_named(copied, name, monkeypatch):
     monkeypatch.setattr(Path, "read_text", refused)
     with pytest.raises(CheckpointError, match=f"{name} cannot be read.*denied.*permissions"):
         Tokenizer.load(copied)
+
+
+def test_variables_reach_the_template_those_of_a_call_before_those_of_the_engine(folder, tmp_path):
+    """One that it does not know is ignored; so is none at all."""
+    copied = Path(shutil.copytree(folder, tmp_path / "copy"))
+    template = (
+        "{{ 'thinks' if enable_thinking | default(true) else 'answers' }} {{ messages[0].role }}"
+    )
+    (copied / "chat_template.jinja").write_text(template, encoding="utf-8")
+    messages = [{"role": "user", "content": "hi"}]
+
+    def text(engine: dict[str, object] | None, call: dict[str, object] | None) -> str:
+        loaded = Tokenizer.find(copied, engine)
+        assert loaded is not None
+        return loaded.decode(loaded.apply_chat_template(messages, chat_template_kwargs=call))
+
+    off = {"enable_thinking": False, "unknown": 1}
+    assert text(None, None) == "thinks user"
+    assert text(off, None) == text(None, off) == "answers user"
+    assert text(off, {"enable_thinking": True}) == "thinks user"
+
+
+def test_names_that_the_engine_sets_are_no_variables_of_a_template(tokenizer):
+    """They are all of transformers' arguments but the inputs of a template, and `messages`."""
+    messages = [{"role": "user", "content": "hi"}]
+    for name in RESERVED:
+        with pytest.raises(InvalidPromptError, match=f"'{name}' is set by the engine itself"):
+            tokenizer.apply_chat_template(messages, chat_template_kwargs={name: False})
+    for wrong in (["x"], {5: 1}, {"a b": 1}):
+        with pytest.raises(InvalidPromptError, match="chat_template_kwargs"):
+            tokenizer.apply_chat_template(messages, chat_template_kwargs=wrong)
+    method = PreTrainedTokenizerFast.apply_chat_template
+    arguments = {*inspect.signature(method).parameters} - {"self", "kwargs", "tools", "documents"}
+    assert arguments | {"messages"} == RESERVED
+
+
+def test_whatever_a_template_raises_is_an_error_of_the_prompt(tokenizer):
+    with pytest.raises(InvalidPromptError, match="refuses messages of the roles user"):
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], chat_template_kwargs={"tools": 5}
+        )
 
 
 def test_the_chat_template_is_applied_without_doubling_special_tokens(tokenizer):

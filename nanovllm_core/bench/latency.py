@@ -24,7 +24,7 @@ from nanovllm_core.bench.workloads import Workload
 from nanovllm_core.engine import Engine, RequestOutput
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.llm import LLM
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
 
 Arrivals = Literal["fixed", "poisson"]
 PERCENTILES = (50, 90, 99)
@@ -81,7 +81,9 @@ def trace_requests(
     while sent < len(arrivals) or engine.has_unfinished():
         while sent < len(arrivals) and arrivals[sent] <= clock() - started:
             params = SamplingParams(
-                temperature=temperature, max_tokens=workload.output_lens[sent], ignore_eos=True
+                **{**NEUTRAL, "temperature": temperature},
+                max_tokens=workload.output_lens[sent],
+                ignore_eos=True,
             )
             engine.add_request(f"bench-{sent}", workload.prompts[sent], params, stream=True)
             sent += 1

@@ -22,7 +22,7 @@ from nanovllm_core.bench.workloads import Workload
 from nanovllm_core.engine import EngineStats
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.llm import LLM
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,9 @@ def measure_runs(
 
 def timed_generate(llm: LLM, workload: Workload, temperature: float) -> float:
     """Seconds of one `generate` call with an empty prefix cache; every token must come."""
+    choice = {**NEUTRAL, "temperature": temperature}
     params = [
-        SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
+        SamplingParams(**choice, max_tokens=length, ignore_eos=True)
         for length in workload.output_lens
     ]
     llm.reset_prefix_cache()

@@ -12,15 +12,8 @@ import typer
 from rich.console import Console
 
 from nanovllm_core.cli import engine_options as options
-from nanovllm_core.cli.generate import (
-    MinP,
-    Seed,
-    Speed,
-    Temperature,
-    TopK,
-    TopP,
-    write_text,
-)
+from nanovllm_core.cli.generate import MinP, Seed, Temperature, TopK, TopP, greedy_unless_stated
+from nanovllm_core.cli.output import Speed, write_text
 from nanovllm_core.errors import RequestError
 from nanovllm_core.sampling_params import SamplingParams
 
@@ -37,11 +30,13 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum output tokens of an answer; default: all that fit.")
     ] = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     seed: Seed = None,
+    chat_template_kwargs: options.ChatTemplateKwargs = None,
+    generation_config: options.GenerationConfig = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
@@ -58,12 +53,13 @@ def chat(
         seed=seed,
     )
     engine_config = options.engine_config(
-        model, config, attention, scheduler, device, dtype, settings
-    )
+        model, config, attention, scheduler, device, dtype, settings,
+        generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
+    )  # fmt: skip
     opening = [] if system is None else [{"role": "system", "content": system}]
     with options.open_llm(engine_config) as llm:
         Console(stderr=True).print(HELP, style="dim", highlight=False)
-        converse(llm, params, opening)
+        converse(llm, greedy_unless_stated(llm, params), opening)
 
 
 def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:

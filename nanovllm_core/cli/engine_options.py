@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -50,6 +51,35 @@ def writable(file: Path | None) -> Path | None:
 Out = Annotated[
     Path | None, typer.Option(help="Write the result to this JSON file.", callback=writable)
 ]
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object that a flag's JSON holds, or a usage error."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{text!r:.80} is not JSON: {error!s:.200}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f'{text!r:.80} is no JSON object such as {{"key": true}}')
+    return value
+
+
+GenerationConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="checkpoint|none",
+        help="Where sampling flags that are left out come from: the checkpoint's own defaults "
+        "(generation_config.json), or none.",
+    ),
+]
+ChatTemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    typer.Option(
+        parser=json_object,
+        metavar="JSON",
+        help='Variables for the chat template, as in {"enable_thinking": false}.',
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any other field, as path=value (repeatable)."),
@@ -71,12 +101,16 @@ def engine_config(
     device: str | None,
     dtype: str | None,
     settings: list[str] | None,
+    **fields: Any,
 ) -> EngineConfig:
     """The configuration that these flags give on top of the file and the environment.
 
-    `attention` is the text of the flag, or what a file would say in its place.
+    `attention` is the text of the flag, or what a file would say in its place. `fields` are further
+    fields of `EngineConfig`; None where the flag was left out.
     """
-    return loaded_config(model, config, attention, scheduler, device, dtype, settings).config
+    return loaded_config(
+        model, config, attention, scheduler, device, dtype, settings, **fields
+    ).config
 
 
 def loaded_config(
@@ -87,6 +121,7 @@ def loaded_config(
     device: str | None,
     dtype: str | None,
     settings: list[str] | None,
+    **fields: Any,
 ) -> LoadedConfig:
     """The same, with who said each value."""
     overrides: dict[str, Any] = dict(map(parse_setting, settings or []))
@@ -95,6 +130,7 @@ def loaded_config(
         "scheduler": scheduler,
         "device": device,
         "dtype": dtype,
+        **fields,
     }
     overrides.update({name: value for name, value in flags.items() if value is not None})
     return load_with_sources(model, file=config, overrides=overrides)

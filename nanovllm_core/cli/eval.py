@@ -19,7 +19,7 @@ from nanovllm_core.bench.environment import describe_environment
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import CheckpointError
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def _run(config: EngineConfig, items: Sequence[Item]) -> tuple[dict[str, Any], l
     with options.open_llm(config) as llm:
         # An answer that goes on past the longest right one is wrong already.
         longest = max(len(llm.tokenizer.encode(item.answer)) for item in items)
-        params = SamplingParams(temperature=0.0, max_tokens=longest + 4)
+        params = SamplingParams(**{**NEUTRAL, "temperature": 0.0}, max_tokens=longest + 4)
         started = perf_counter()
         outputs = llm.chat([item.messages for item in items], params)
         seconds = perf_counter() - started

@@ -3,60 +3,119 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from nanovllm_core.cli import engine_options as options
+from nanovllm_core.cli.output import Work, print_json, show_all, stream_each
+from nanovllm_core.cli.prompts import PromptInput, read_prompts
 from nanovllm_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm_core.engine import RequestOutput
     from nanovllm_core.llm import LLM
 
 Prompts = Annotated[
-    list[str] | None, typer.Argument(help="Prompts; with none, one is read from stdin.")
+    list[str] | None,
+    typer.Argument(help="Prompts; - reads one from stdin, which is also done without any."),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        exists=True,
+        dir_okay=False,
+        help="A file with one prompt on each line; of .jsonl a line is a JSON string or an object "
+        'with "prompt" or "messages", and sampling fields of its own.',
+    ),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Apply the chat template to the prompts.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object per output, each on a line.")
+]
+Echo = Annotated[bool, typer.Option(help="Print each prompt before its completion.")]
+Stream = Annotated[
+    bool | None,
+    typer.Option(help="Print text as it is generated; default for one prompt on a terminal."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of output tokens.")]
 Temperature = Annotated[
-    float, typer.Option(help="0 takes the likeliest token, 1 samples from the model as it is.")
+    float | None,
+    typer.Option(
+        help="0 takes the likeliest token, 1 samples from the model as it is; default: the "
+        "checkpoint's, else 0."
+    ),
 ]
-TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that add up to this.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest one.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        help="Sample from the k likeliest tokens, 0: from all; default: the checkpoint's."
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the likeliest tokens that add up to this; default: the checkpoint's."
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Drop tokens below this fraction of the likeliest one; default: the checkpoint's."
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1, tokens repeat less; default: the checkpoint's.")
+]
+PresencePenalty = Annotated[float, typer.Option(help="Above 0, tokens repeat less.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Above 0, tokens repeat less.")]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID=BIAS",
+        help="Add -100 to 100 to the logit of a token id (repeatable).",
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(help="Report log-probabilities, and of so many likeliest tokens; with --json."),
+]
+Samples = Annotated[int, typer.Option("--n", help="Outputs for each prompt.")]
 Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the output at this text (repeatable).")]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Continue past end-of-sequence tokens.")
+]
 
 
 def generate(
     prompts: Prompts = None,
     model: options.Model = None,
     config: options.ConfigFile = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the chat template to the prompts.")
-    ] = False,
-    stream: Annotated[
-        bool | None,
-        typer.Option(help="Print text as it is generated; default for one prompt on a terminal."),
-    ] = None,
+    prompt_file: PromptFile = None,
+    chat: Chat = False,
+    chat_template_kwargs: options.ChatTemplateKwargs = None,
+    as_json: AsJson = False,
+    echo: Echo = True,
+    stream: Stream = None,
     max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens repeat less.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
+    logprobs: Logprobs = None,
+    n: Samples = 1,
     seed: Seed = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End the output at this text (repeatable).")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue past end-of-sequence tokens.")
-    ] = False,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    generation_config: options.GenerationConfig = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
@@ -74,97 +133,61 @@ def generate(
         frequency_penalty=frequency_penalty,
         max_tokens=max_tokens,
         seed=seed,
-        stop=stop or (),
+        stop=stop,
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        n=n,
+        logit_bias=_biases(logit_bias),
     )
-    texts = _texts(prompts)
-    if stream is None:
-        stream = len(texts) == 1 and sys.stdout.isatty()
+    inputs = read_prompts(prompts, prompt_file, chat, params)
+    if chat_template_kwargs and not any(one.messages for one in inputs):
+        raise typer.BadParameter("--chat-template-kwargs goes with --chat")
+    show = _how_to_show(inputs, params, stream, as_json)
     engine_config = options.engine_config(
-        model, config, attention, scheduler, device, dtype, settings
-    )
+        model, config, attention, scheduler, device, dtype, settings,
+        generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
+    )  # fmt: skip
     with options.open_llm(engine_config) as llm:
-        inputs = (
-            [llm.tokenizer.apply_chat_template(_user(text)) for text in texts] if chat else texts
-        )
-        show = _stream_each if stream else _show_all
-        show(llm, texts, inputs, params)
+        show(Work.prepare(llm, inputs, greedy_unless_stated(llm, params), echo))
 
 
-def _texts(prompts: list[str] | None) -> list[str]:
-    if prompts:
-        return prompts
-    if sys.stdin.isatty():
-        raise typer.BadParameter('give a prompt, as in: nanovllm generate "Once upon a time"')
-    return [sys.stdin.read()]
+def greedy_unless_stated(llm: LLM, params: SamplingParams) -> SamplingParams:
+    """Temperature 0 where neither a flag nor the checkpoint states one."""
+    if params.temperature is None and "temperature" not in llm.sampling_defaults:
+        return replace(params, temperature=0.0)
+    return params
 
 
-def _user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+def _how_to_show(
+    inputs: Sequence[PromptInput], params: SamplingParams, stream: bool | None, as_json: bool
+) -> Callable[[Work], None]:
+    """What prints the outputs, or a usage error for flags that do not go together."""
+    if as_json:
+        if stream:
+            raise typer.BadParameter("--json prints finished outputs; leave --stream out")
+        return print_json
+    if params.logprobs is not None:
+        raise typer.BadParameter("--logprobs are printed with --json only; add it")
+    several = any(one.params(params).n > 1 for one in inputs)
+    if stream and several:
+        raise typer.BadParameter("--stream prints one output for each prompt; leave it or n out")
+    if stream is None:
+        stream = len(inputs) == 1 and not several and sys.stdout.isatty()
+    return stream_each if stream else show_all
 
 
-@dataclass(slots=True)
-class Speed:
-    """Counts output tokens from now on."""
-
-    started: float
-    num_tokens: int = 0
-    first: float | None = None
-
-    @classmethod
-    def start(cls) -> Speed:
-        return cls(perf_counter())
-
-    def add(self, num_tokens: int) -> None:
-        """Some more tokens came."""
-        if self.first is None:
-            self.first = perf_counter() - self.started
-        self.num_tokens += num_tokens
-
-    def report(self, note: str = "") -> None:
-        """One line on stderr, so that stdout holds text alone."""
-        seconds = perf_counter() - self.started
-        first = "" if self.first is None else f", first after {self.first * 1000:.0f} ms"
-        rate = self.num_tokens / seconds
-        line = f"{self.num_tokens} tokens in {seconds:.2f} s: {rate:.1f} tokens/s{first}{note}"
-        Console(stderr=True).print(line, style="dim", highlight=False, soft_wrap=True)
-
-
-def write_text(text: str) -> None:
-    """Print model text as it is: no markup, no wrapping, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def show_prompt(text: str, end: str = "") -> None:
-    """Print a prompt: on a terminal set off from the answer, elsewhere as it is."""
-    if not sys.stdout.isatty():  # rich would expand tabs and drop control characters
-        write_text(text + end)
-        return
-    Console().print(text, style="bold", markup=False, highlight=False, soft_wrap=True, end=end)
-
-
-def _stream_each(
-    llm: LLM, texts: Sequence[str], inputs: Sequence[str | list[int]], params: SamplingParams
-) -> None:
-    for text, prompt in zip(texts, inputs, strict=True):
-        show_prompt(text, end="" if prompt is text else "\n")
-        speed, reason = Speed.start(), None
-        for output in llm.stream(prompt, params):
-            speed.add(len(output.new_token_ids))
-            write_text(output.new_text)
-            reason = output.finish_reason
-        write_text("\n")
-        speed.report(f" ({reason})")
-
-
-def _show_all(
-    llm: LLM, texts: Sequence[str], inputs: Sequence[str | list[int]], params: SamplingParams
-) -> None:
-    speed = Speed.start()
-    outputs: list[RequestOutput] = llm.generate(inputs, params)
-    speed.num_tokens = sum(len(output.token_ids) for output in outputs)
-    for text, prompt, output in zip(texts, inputs, outputs, strict=True):
-        show_prompt(text, end="" if prompt is text else "\n")
-        write_text(output.text + "\n")
-    speed.report()
+def _biases(flags: Sequence[str] | None) -> dict[int, float] | None:
+    """`["17=-100"]` -> `{17: -100.0}`, or a usage error."""
+    biases: dict[int, float] = {}
+    for flag in flags or ():
+        token_id, _, bias = flag.partition("=")
+        try:
+            key, value = int(token_id), float(bias)
+        except ValueError:
+            raise typer.BadParameter(
+                f"--logit-bias: {flag!r:.80} must be a token id and a number, as in 17=-100"
+            ) from None
+        if key in biases:
+            raise typer.BadParameter(f"--logit-bias: token id {key} is given twice; leave one out")
+        biases[key] = value
+    return biases or None

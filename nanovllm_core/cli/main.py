@@ -33,6 +33,8 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
         name="nanovllm",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        # Every command below inherits it, those of extensions too.
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_common)
     app.command()(generate.generate)

@@ -44,7 +44,9 @@ class Engine:
 
     `steps_ahead` steps are planned and submitted before the oldest result is waited for; 0 waits
     for each step. The tokens do not depend on it. `eos_token_ids` end a request unless it ignores
-    them. `logits_processors` are what requests may ask for, by name; the executor runs them.
+    them. `sampling_defaults` are the checkpoint's, for fields of `sampling_params.NEUTRAL` that a
+    request does not state. `logits_processors` are what requests may ask for, by name; the executor
+    runs them.
     `observation` is told about every step. `debug` checks every invariant at every step.
 
     The executor and the observers stay the caller's to close.
@@ -57,6 +59,7 @@ class Engine:
         limits: EngineLimits,
         *,
         eos_token_ids: Iterable[int] = (),
+        sampling_defaults: Mapping[str, float] | None = None,
         logits_processors: Mapping[str, LogitsProcessorSpec] | None = None,
         observation: Observation | None = None,
         prefix_caching: bool = True,
@@ -75,7 +78,12 @@ class Engine:
         self._debug = debug
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len)
         self._factory = RequestFactory(
-            limits, self._rows, eos_token_ids, logits_processors or {}, seed
+            limits,
+            self._rows,
+            eos_token_ids,
+            logits_processors or {},
+            seed,
+            sampling_defaults or {},
         )
         self._kv = PagedKV(BlockPool(limits.num_blocks), limits.block_size, prefix_caching)
         self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)

@@ -112,6 +112,15 @@ class EngineLimits:
             )
         return max_length
 
+    def check_biased_ids(self, params: SamplingParams) -> None:
+        """Raises `InvalidSamplingError` for an id of `logit_bias` outside the vocabulary."""
+        largest = max(params.logit_bias or (0,))
+        if largest >= self.vocab_size:
+            raise InvalidSamplingError(
+                f"logit_bias has token id {largest}; the vocabulary has {self.vocab_size} ids (0 "
+                f"to {self.vocab_size - 1}), so leave it out"
+            )
+
     def check_stop_ids(self, params: SamplingParams) -> None:
         """Raises `InvalidSamplingError` for a stop token id outside the vocabulary."""
         for token_id in params.stop_ids:

@@ -28,8 +28,9 @@ def sample_ids_of(request_id: str, n: int) -> list[str]:
 class RequestFactory:
     """Makes the requests of one engine, whose rows they will stand in.
 
-    `eos_token_ids` end a request unless it ignores them, `processors` are what it may ask for, and
-    `seed` is what the seeds of requests without one are derived from.
+    `eos_token_ids` end a request unless it ignores them, `processors` are what it may ask for,
+    `seed` is what the seeds of requests without one are derived from, and `sampling_defaults` hold
+    for the fields of `sampling_params.NEUTRAL` that a request does not state.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class RequestFactory:
         eos_token_ids: Iterable[int],
         processors: Mapping[str, LogitsProcessorSpec],
         seed: int,
+        sampling_defaults: Mapping[str, float],
     ) -> None:
         self._limits = limits
         self._table = table
         self._eos_token_ids = tuple(eos_token_ids)
         self._processors = processors
         self._seed = seed
+        self._sampling_defaults = sampling_defaults
 
     def make_samples(
         self,
@@ -71,6 +74,7 @@ class RequestFactory:
         prompt = self._limits.check_prompt(prompt_token_ids)
         max_length = self._limits.check_length(len(prompt), params)
         self._limits.check_stop_ids(params)
+        self._limits.check_biased_ids(params)
         asked = check_processor_arguments(params, self._processors, self._limits.vocab_size)
         seed = derive_seed(self._seed, arrival_index) if params.seed is None else params.seed
         prompt_list: list[int] = prompt.tolist()
@@ -99,18 +103,17 @@ class RequestFactory:
     def _row_sampling(self, params: SamplingParams, asked: Asked, seed: int) -> RowSampling:
         """What the device needs of the parameters."""
         eos = () if params.ignore_eos else self._eos_token_ids
-        cuts = 0 < params.top_k < self._limits.vocab_size
+        choice = params.choice(self._sampling_defaults)
+        if not 0 < choice["top_k"] < self._limits.vocab_size:
+            choice["top_k"] = 0
         return RowSampling(
-            temperature=params.temperature,
+            **choice,
             seed=seed,
-            top_k=params.top_k if cuts else 0,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             min_tokens=params.min_tokens,
             logprobs=params.logprobs,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
             logits_processors=asked,
+            logit_bias=tuple(pair for pair in (params.logit_bias or {}).items() if pair[1]),
         )

@@ -27,6 +27,7 @@ class RowSampling:
     """What the device must know to choose a row's tokens. Neutral values switch a feature off.
 
     `logits_processors` holds (name, arguments) pairs; the engine has checked the arguments.
+    `logit_bias` holds (token id, bias) pairs, each id of the vocabulary at most once.
     """
 
     temperature: float = 0.0
@@ -41,6 +42,7 @@ class RowSampling:
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def needs_tail(self) -> bool:
@@ -55,6 +57,7 @@ class RowSampling:
             or self.logprobs is not None
             or self.min_tokens > 0
             or bool(self.logits_processors)
+            or bool(self.logit_bias)
         )
 
 

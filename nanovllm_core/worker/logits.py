@@ -22,6 +22,12 @@ BYTES_PER_KNOWN_ID = 32
 """The same per row and entry of the token table."""
 
 
+def add_bias(logits_SV: Tensor, which_K: Tensor, token_ids_K: Tensor, bias_K: Tensor) -> None:
+    """Add to K (row, id) pairs, all of them different. A forbidden id stays forbidden."""
+    values = logits_SV[which_K, token_ids_K] + bias_K
+    logits_SV.index_put_((which_K, token_ids_K), values)
+
+
 def penalise(
     logits_SV: Tensor,
     which_N: Tensor,

@@ -49,6 +49,7 @@ _EVERYTHING_ASKED = RowSampling(
     min_tokens=1,
     stop_token_ids=(0,),
     logprobs=2,
+    logit_bias=((0, 1.0),),
 )
 
 

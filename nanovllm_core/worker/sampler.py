@@ -1,8 +1,8 @@
 """The sampler's tail: everything beyond greedy and temperature, after a step's logits.
 
 It runs eagerly on batches in which some row asks for more than the captured sampler does. The
-order is vLLM's: processors, penalties, minimum length, temperature, min_p, top_k, top_p.
-Temperature is undone before the choice, which is the captured sampler's own, noise and ties
+order is vLLM's: logit bias, processors, penalties, minimum length, temperature, min_p, top_k,
+top_p. Temperature is undone before the choice, which is the captured sampler's own, noise and ties
 included: a row that asks for nothing gets the very token that it would have got without its
 neighbours.
 
@@ -75,6 +75,9 @@ class _Work:
 
     entries: Tensor
     rows: Tensor
+    biased: Tensor
+    biased_ids: Tensor
+    bias: Tensor
     penalised: Tensor
     repetition: Tensor
     presence: Tensor
@@ -157,6 +160,8 @@ class SamplerTail:
             logits_SV = logits_BV[work.entries].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             output_index_S = output_index_B[work.entries]
             history = (token_ids_RL, num_prompt_B[work.entries], num_known_B[work.entries])
+            if work.biased.numel():
+                logit_ops.add_bias(logits_SV, work.biased, work.biased_ids, work.bias)
             for one in processing:
                 # Nothing is known of a row that the device has ended; a prompt is never empty.
                 run_processor(
@@ -297,6 +302,7 @@ def _is_stopping(one: RowSampling) -> bool:
 def _changes_logits(one: RowSampling) -> bool:
     return (
         bool(one.logits_processors)
+        or bool(one.logit_bias)
         or _is_penalised(one)
         or _is_cut(one)
         or _is_floored(one)
@@ -318,6 +324,7 @@ def _columns(
 ) -> dict[str, Column]:
     """The fields of `_Work` for these batch entries, by name."""
     chosen = [params[entry] for entry in entries]
+    biases = [(i, *pair) for i, one in enumerate(chosen) for pair in one.logit_bias]
     penalised = [(i, one) for i, one in enumerate(chosen) if _is_penalised(one)]
     floored = [(i, one) for i, one in enumerate(chosen) if _is_floored(one)]
     cut = [(i, one) for i, one in enumerate(chosen) if _is_cut(one)]
@@ -331,6 +338,9 @@ def _columns(
     return {
         "entries": np.array(entries, np.int64),
         "rows": np.array([rows[entry] for entry in entries], np.int64),
+        "biased": np.array([i for i, _, _ in biases], np.int64),
+        "biased_ids": np.array([token_id for _, token_id, _ in biases], np.int64),
+        "bias": np.array([bias for _, _, bias in biases], np.float64),
         "penalised": np.array([i for i, _ in penalised], np.int64),
         "repetition": np.array([one.repetition_penalty for _, one in penalised], np.float64),
         "presence": np.array([one.presence_penalty for _, one in penalised], np.float64),

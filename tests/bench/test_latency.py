@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from nanovllm_core.bench.latency import Trace, arrival_times, percentiles, trace_requests
+from nanovllm_core.bench.throughput import timed_generate
 from nanovllm_core.bench.workloads import fixed_workload
 from nanovllm_core.errors import ConfigError
+from nanovllm_core.sampling_params import NEUTRAL
 
 
 def test_fixed_arrivals_are_evenly_spaced() -> None:
@@ -41,10 +43,12 @@ class OneSecondSteps:
     def __init__(self) -> None:
         self.now = 0.0
         self.left: dict[str, int] = {}
+        self.asked: list[Any] = []
 
     def add_request(self, name: str, prompt: Any, params: Any, *, stream: bool) -> None:
         assert stream, "tokens must be seen as they come"
         self.left[name] = params.max_tokens
+        self.asked.append(params)
 
     def has_unfinished(self) -> bool:
         return bool(self.left)
@@ -73,6 +77,24 @@ def test_a_clock_starts_at_the_arrival_also_while_the_engine_is_busy() -> None:
     assert trace.seen == [[1.0, 2.0], [2.0, 3.0], [11.0, 12.0]]
     assert trace.first_token_ms() == [1000.0, 1750.0, 1000.0]
     assert trace.inter_token_ms() == [1000.0] * 3
+
+
+def test_no_default_of_a_checkpoint_changes_what_is_measured() -> None:
+    """Latency and throughput state every field that a checkpoint may have a default for."""
+    engine: Any = OneSecondSteps()
+    workload = fixed_workload(2, 4, 2)
+    trace_requests(engine, workload, [0.0, 0.0], 0.6, clock=lambda: engine.now, sleep=engine.sleep)
+    asked: list[Any] = []
+
+    def generate(prompts: Any, params: Any, use_tqdm: bool) -> list[SimpleNamespace]:
+        asked.extend(params)
+        return [SimpleNamespace(token_ids=[7] * one.max_tokens) for one in params]
+
+    llm: Any = SimpleNamespace(reset_prefix_cache=lambda: None, generate=generate)
+    timed_generate(llm, workload, 0.6)
+    assert len(asked + engine.asked) == 4
+    for params in asked + engine.asked:
+        assert params.choice(dict.fromkeys(NEUTRAL, 0.5)) == {**NEUTRAL, "temperature": 0.6}
 
 
 def test_times_between_tokens_do_not_cross_requests() -> None:

@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,6 +16,8 @@ from nanovllm_core.engine import RequestOutput
 
 class Echo:
     """An engine that answers with the prompt, or with the last message."""
+
+    sampling_defaults: ClassVar[dict[str, float]] = {}
 
     @classmethod
     def from_config(cls, config: Any) -> Echo:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.engine import RequestOutput
 from nanovllm_core.errors import CheckpointError, ConfigError, InvalidSamplingError, RequestError
+from nanovllm_core.sampling_params import NEUTRAL
 
 ENDS = "stop"
 WORDS = ["Hel", "lo ", "[bold]", "you"]
@@ -39,8 +40,11 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode("|".join(message["content"] for message in messages))
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], chat_template_kwargs: dict[str, Any] | None = None
+    ) -> list[int]:
+        said = "".join(f"{key}={value} " for key, value in (chat_template_kwargs or {}).items())
+        return self.encode(said + "|".join(message["content"] for message in messages))
 
 
 class FakeLLM:
@@ -48,11 +52,13 @@ class FakeLLM:
 
     made: list[FakeLLM]
     replies: dict[str, str]
+    checkpoint: dict[str, float]
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.calls: list[tuple[Any, Any]] = []
         self.closed = False
+        self.sampling_defaults: dict[str, float] = dict(self.checkpoint)
         self.tokenizer = FakeTokenizer()
         self.info = SimpleNamespace(attention="fake attention", device="cpu")
         self.made.append(self)
@@ -91,7 +97,7 @@ class FakeLLM:
 @pytest.fixture(autouse=True)
 def llm(monkeypatch) -> type[FakeLLM]:
     """Commands get a fresh fake class instead of the engine."""
-    fake = type("LLM", (FakeLLM,), {"made": [], "replies": {}})
+    fake = type("LLM", (FakeLLM,), {"made": [], "replies": {}, "checkpoint": {}})
     monkeypatch.setattr("nanovllm_core.llm.LLM", fake)
     return fake
 
@@ -238,6 +244,19 @@ def test_chat_has_no_limit_of_its_own_and_says_where_an_answer_is_cut_off(llm, m
     assert llm.made[2].calls[0][1].max_tokens == 7
 
 
+def test_chat_leaves_to_the_checkpoint_what_no_flag_states(llm):
+    """Greedy where neither states a temperature; the template's variables go to the engine."""
+    ok("chat", "-m", "m", stdin="hello\n")
+    llm.checkpoint |= {"temperature": 0.6}
+    flags = ["--top-k", "3", "--generation-config", "checkpoint"]
+    flags += ["--chat-template-kwargs", '{"enable_thinking": false}']
+    ok("chat", "-m", "m", *flags, stdin="hello\n")
+    greedy, sampled = (made.calls[0][1] for made in llm.made)
+    assert (greedy.temperature, greedy.top_k) == (0, None)
+    assert (sampled.temperature, sampled.top_k) == (None, 3)
+    assert llm.made[1].config.chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_an_interrupted_answer_stops_and_the_conversation_goes_on(llm):
     """Ctrl-C comes as a signal; the answer so far stays in the history."""
     handler = signal.getsignal(signal.SIGINT)
@@ -285,7 +304,7 @@ def test_eval_counts_exact_answers_of_stripped_text(llm, questions, right_answer
 def test_eval_asks_greedily_with_room_for_the_longest_answer(llm, questions, right_answers):
     ok("eval", "-m", "m", "--data", str(questions))
     prompts, params = llm.made[0].calls[0]
-    assert params.temperature == 0
+    assert params.choice(dict.fromkeys(NEUTRAL, 0.5)) == {**NEUTRAL, "temperature": 0}
     assert params.max_tokens == len(" b\n") + 4
     assert prompts[0] == [{"role": "user", "content": "a"}]
 

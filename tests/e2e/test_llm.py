@@ -102,6 +102,29 @@ def test_chat_answers_conversations_in_order(demo: LLM) -> None:
 # -- streams --------------------------------------------------------------------------------------
 
 
+def test_template_variables_come_from_the_configuration_and_a_call_overrides_them(
+    tmp_path: Path,
+) -> None:
+    """In `chat` and `stream`; a prompt that no template is applied to refuses them."""
+    from nanovllm_checkpoint_demo.plugin import locate
+
+    folder = Path(shutil.copytree(locate(""), tmp_path / "copy"))
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} no{% endif %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    messages, off, on = [{"role": "user", "content": "a"}], False, True
+    with open_tiny(folder, chat_template_kwargs={"enable_thinking": off}) as llm:
+
+        def prompts(**call: Any) -> list[str]:
+            first = llm.chat(messages, greedy(1), **call)[0]
+            second = next(llm.stream(messages, greedy(1), **call))
+            return [llm.tokenizer.decode(one.prompt_token_ids) for one in (first, second)]
+
+        assert prompts() == ["a no"] * 2
+        assert prompts(chat_template_kwargs={"enable_thinking": on}) == ["a"] * 2
+        with pytest.raises(InvalidPromptError, match="the prompt is no conversation"):
+            next(llm.stream("a", chat_template_kwargs={"enable_thinking": on}))
+
+
 def test_a_stream_gives_every_token_as_it_comes(
     shared_engine: LLM, expected: list[list[int]]
 ) -> None:

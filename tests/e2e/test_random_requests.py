@@ -37,6 +37,9 @@ MAX_TOKENS = 14
 TEXT = tuple(int(token) for token in np.random.default_rng(3).integers(0, VOCAB_SIZE, 120))
 
 
+BIAS = st.sampled_from([-100.0, -1.5, 2.25, 100.0])
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> Asked:
     shared = draw(st.sampled_from([0, 5, 16, 17, 32, 40, 64]))
@@ -50,6 +53,9 @@ def requests(draw: st.DrawFn) -> Asked:
         stop_token_ids=draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12, unique=True)),
         presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.5])),
+        logit_bias=draw(
+            st.none() | st.dictionaries(st.integers(0, VOCAB_SIZE - 1), BIAS, max_size=5)
+        ),
     )
     return Asked(TEXT[:shared] + tuple(own), params)
 
@@ -75,6 +81,8 @@ def expected(reference: Reference, asked: Asked) -> list[int]:
     params, ids = asked.params, list(asked.prompt)
     for index in range(params.max_tokens or 0):
         scores = reference.logits(ids)[-1].clone()
+        for token_id, bias in (params.logit_bias or {}).items():
+            scores[token_id] += bias
         seen = list(set(ids))
         factor = params.repetition_penalty
         scores[seen] = torch.where(scores > 0, scores / factor, scores * factor)[seen]

@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.engine import RequestOutput
+from nanovllm_core.engine.seeds import sample_seed
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 
 from .tiny import VOCAB_SIZE, Reference, open_tiny, write_checkpoint
@@ -111,6 +112,31 @@ def test_presence_and_frequency_penalties_count_the_output(
     assert shared_engine.generate([prompt], params)[0].token_ids == ids[len(prompt) :]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_logit_bias_is_added_to_every_step(
+    temperature: float, shared_engine: LLM, reference: Reference, free: list[int]
+) -> None:
+    """In all samples; -100 keeps ids out, 100 lets nothing else come, and logprobs show neither."""
+    bias = {free[0]: -100.0, free[2]: -100.0, 11: 4.0}
+    params = SamplingParams(
+        temperature=temperature, seed=9, n=2, logit_bias=bias, logprobs=1, max_tokens=LENGTH
+    )
+    for output in shared_engine.generate([PROMPT], params):
+        ids = list(PROMPT)
+        for index in range(LENGTH):
+            scores = reference.logits(ids)[-1]
+            logprobs = (output.logprobs or [])[index]
+            assert logprobs.top[0][0] == int(scores.argmax())
+            assert logprobs.top[0][1] == pytest.approx(float(scores.log_softmax(0).max()), abs=1e-3)
+            for token_id, value in bias.items():
+                scores[token_id] += value
+            seed = sample_seed(9, output.index)
+            ids.append(reference.choose(scores, temperature, seed, index))
+        assert output.token_ids == ids[len(PROMPT) :]
+    only = SamplingParams(temperature=temperature, seed=1, logit_bias={42: 100}, max_tokens=6)
+    assert shared_engine.generate([PROMPT], only)[0].token_ids == [42] * 6
+
+
 def test_extras_of_one_request_leave_its_neighbours_alone(
     shared_engine: LLM, free: list[int]
 ) -> None:
@@ -119,6 +145,7 @@ def test_extras_of_one_request_leave_its_neighbours_alone(
         greedy(),
         SamplingParams(temperature=1.1, seed=3, max_tokens=LENGTH),
         greedy(repetition_penalty=1.7),
+        greedy(logit_bias={free[0]: -100, 7: 3.5}, logprobs=1),
         SamplingParams(temperature=0.8, seed=4, top_k=5, top_p=0.9, min_p=0.01, max_tokens=LENGTH),
         greedy(logprobs=3, max_tokens=5),
         greedy(presence_penalty=1.0, frequency_penalty=0.5, min_tokens=4, stop_token_ids=free[1:3]),

@@ -48,6 +48,18 @@ def test_stop_ids_outside_the_vocabulary_are_refused() -> None:
         Harness().add("a", [1], greedy(stop_token_ids=[3, 50]))
 
 
+def test_ids_of_a_bias_outside_the_vocabulary_are_refused() -> None:
+    """Biases of 0 are no work for the tail."""
+    with pytest.raises(InvalidSamplingError, match=r"logit_bias has token id 50; .* has 50 ids"):
+        Harness().add("a", [1], greedy(logit_bias={3: 1.0, 50: 0.0}))
+    harness = Harness()
+    harness.add("a", [1], greedy(logit_bias={49: -2.0, 3: 0.0}))
+    harness.add("b", [1], greedy(logit_bias={3: 0.0}))
+    a, b = (request.sampling for request in harness.engine._requests.values())
+    assert (a.logit_bias, a.needs_tail) == (((49, -2.0),), True)
+    assert (b.logit_bias, b.needs_tail) == ((), False)
+
+
 def test_min_tokens_beyond_the_model_length_are_refused() -> None:
     with pytest.raises(RequestTooLongError, match="min_tokens=60 exceed"):
         Harness().add("a", range(10), greedy(None, min_tokens=60))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 import re
 from fractions import Fraction
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from nanovllm_core.errors import InvalidSamplingError
-from nanovllm_core.sampling_params import MAX_SEED, SamplingParams
+from nanovllm_core.sampling_params import MAX_SEED, NEUTRAL, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -52,12 +54,59 @@ from nanovllm_core.sampling_params import MAX_SEED, SamplingParams
         ("stop_token_ids", 3, "a list of token ids"),
         ("stop_token_ids", [-1], "at least 0"),
         ("stop_token_ids", [1.0], "whole number"),
+        ("logit_bias", [5], "must map token ids to numbers"),
+        ("logit_bias", {-1: 1.0}, "at least 0"),
+        ("logit_bias", {"five": 1.0}, "whole number"),
+        ("logit_bias", {"9" * 5000: 1.0}, "whole number"),
+        ("logit_bias", {True: 1.0}, "whole number"),
+        ("logit_bias", {5: 100.5}, "at least -100 and at most 100"),
+        ("logit_bias", {5: math.nan}, "finite"),
+        ("logit_bias", {5: "1"}, "finite"),
+        ("logit_bias", {5: 1.0, "5": 2.0}, "twice"),
+        pytest.param("logit_bias", dict.fromkeys(range(1025), 1.0), "1024", id="too many ids"),
     ],
 )
 def test_a_value_out_of_its_range_is_refused(name: str, value: object, limit: str) -> None:
     """The message names the parameter, the value and the limit."""
     with pytest.raises(InvalidSamplingError, match=f"{name}.*{re.escape(limit)}"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("max_token", "did you mean max_tokens?"), ("zzz", "it has temperature, ")]
+)
+def test_an_unknown_keyword_is_named_with_one_that_is_like_it(name: str, hint: str) -> None:
+    """An error of ours, which tells what there is; the signature stays that of the fields."""
+    with pytest.raises(InvalidSamplingError, match=f"has no field '{name}'.*{re.escape(hint)}"):
+        SamplingParams(**{name: 5})  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert [*inspect.signature(SamplingParams).parameters] == names
+
+
+def test_none_in_any_field_is_as_if_it_were_left_out() -> None:
+    """Clients of OpenAI's API pass what they do not state so; max_tokens alone has its own None."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    params = SamplingParams(**dict.fromkeys(names))  # type: ignore[arg-type]
+    assert params == dataclasses.replace(SamplingParams(), max_tokens=None)
+    assert (params.stop_strings, params.stop_ids, params.n) == ((), (), 1)
+
+
+def test_what_is_not_stated_comes_from_the_defaults_and_else_is_neutral() -> None:
+    """A stated value counts even where it is the neutral one; a copy states no more than it did."""
+    defaults = {"temperature": 0.6, "top_k": 20}
+    assert SamplingParams().choice({}) == NEUTRAL
+    assert SamplingParams().choice(defaults) == {**NEUTRAL, **defaults}
+    stated = dataclasses.replace(SamplingParams(top_k=0, top_p=0.9), max_tokens=7)
+    assert stated.choice(defaults) == {**NEUTRAL, "temperature": 0.6, "top_k": 0, "top_p": 0.9}
+
+
+def test_a_logit_bias_is_copied_with_whole_ids_and_floats() -> None:
+    """JSON has texts for ids."""
+    given = {"50256": -100, np.int64(3): 1}
+    params = SamplingParams(logit_bias=given)  # type: ignore[arg-type]
+    given.clear()
+    assert params.logit_bias == {50256: -100.0, 3: 1.0}
+    assert {type(key) for key in params.logit_bias} == {int}
 
 
 def test_values_at_their_limits_are_taken() -> None:

@@ -145,7 +145,7 @@ with LLM("demo", attention="triton", **settings) as llm:
     plain = {"temperature": 0.8, "max_tokens": 4}
     everything = plain | {
         "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "logprobs": 2,
-        "min_tokens": 2,
+        "min_tokens": 2, "logit_bias": {5: 1.0},
     }
     for count in (1, 2, 3, 9, 20):
         for asked in (plain, everything):

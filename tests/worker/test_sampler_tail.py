@@ -93,6 +93,8 @@ def naive_logits(batch: Batch, entry: int) -> np.ndarray:
     logits = batch.logits[entry].double().cpu().numpy().copy()
     history = batch.token_ids[batch.rows[entry]].tolist()
     outputs = history[NUM_PROMPT:NUM_KNOWN]
+    for token, bias in one.logit_bias:
+        logits[token] += bias
     for token in set(history[:NUM_KNOWN]):
         factor = one.repetition_penalty
         logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
@@ -143,6 +145,8 @@ def allowed_ids(params: RowSampling, logits: list[float]) -> set[int]:
         {"frequency_penalty": -1.0, "presence_penalty": 0.5, "repetition_penalty": 1.2},
         {"min_tokens": 7, "stop_token_ids": (3, 4, 5, 40)},
         {"min_tokens": 6, "stop_token_ids": (3, 4, 5, 40)},
+        {"logit_bias": ((7, 6.5), (0, -100.0), (VOCAB - 1, 2.25))},
+        {"logit_bias": ((3, 100.0), (9, 4.0)), "min_tokens": 7, "stop_token_ids": (3,)},
         {"min_p": 0.2},
         {"top_k": 3},
         {"top_p": 0.5},
@@ -172,6 +176,11 @@ ROW_SAMPLING = st.builds(
     min_tokens=st.sampled_from([0, 0, 3, 20]),
     logprobs=st.sampled_from([None, None, 0, 3]),
     stop_token_ids=st.sampled_from([(), (7,), (0, 1, 2)]),
+    logit_bias=st.dictionaries(
+        st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=4
+    )
+    .map(dict.items)
+    .map(tuple),
 )
 
 
@@ -240,6 +249,24 @@ def test_a_row_whose_logits_are_all_nan_gives_id_zero_and_harms_no_neighbour():
     neighbours = [batch.expected()[0], batch.expected()[2]]
     batch.logits[1] = math.nan
     assert batch.run()[0] == [neighbours[0], 0, neighbours[1]]
+
+
+def test_a_bias_is_added_and_lifts_nothing_that_is_forbidden():
+    """100 is no command: a logit that is further ahead stays ahead, and -inf stays -inf."""
+    logits = [-math.inf, 5.0, 106.0]
+    assert allowed_ids(RowSampling(logit_bias=((0, 100.0), (1, 100.0))), logits) == {2}
+    assert allowed_ids(RowSampling(logit_bias=((1, 100.0), (2, -6.0))), logits) == {1}
+
+
+def test_a_bias_shows_in_the_choice_and_not_in_the_log_probabilities():
+    """These are of the raw logits."""
+    batch = Batch([RowSampling(logit_bias=((4, 100.0),), logprobs=1)])
+    tokens, logprobs = batch.run()
+    assert tokens == [4]
+    assert logprobs is not None
+    raw = batch.logits[0].log_softmax(0)
+    assert logprobs.to_records()[0].token_logprob == pytest.approx(float(raw[4]), abs=1e-5)
+    assert logprobs.to_records()[0].top[0][0] == int(raw.argmax())
 
 
 def test_stop_ids_outside_the_vocabulary_are_ignored():

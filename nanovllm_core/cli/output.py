@@ -1,0 +1,167 @@
+"""How the commands print what a model writes: as text, as it comes, or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from nanovllm_core.cli.prompts import PromptInput, naming
+from nanovllm_core.errors import RequestError
+from nanovllm_core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm_core.engine import RequestOutput
+    from nanovllm_core.interfaces.plan import TokenLogprobs
+    from nanovllm_core.llm import LLM
+
+
+@dataclass(slots=True)
+class Speed:
+    """Counts output tokens from now on."""
+
+    started: float
+    num_tokens: int = 0
+    first: float | None = None
+
+    @classmethod
+    def start(cls) -> Speed:
+        return cls(perf_counter())
+
+    def add(self, num_tokens: int) -> None:
+        """Some more tokens came."""
+        if self.first is None:
+            self.first = perf_counter() - self.started
+        self.num_tokens += num_tokens
+
+    def report(self, note: str = "") -> None:
+        """One line on stderr, so that stdout holds text alone."""
+        seconds = perf_counter() - self.started
+        first = "" if self.first is None else f", first after {self.first * 1000:.0f} ms"
+        rate = self.num_tokens / seconds
+        line = f"{self.num_tokens} tokens in {seconds:.2f} s: {rate:.1f} tokens/s{first}{note}"
+        Console(stderr=True).print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def write_text(text: str) -> None:
+    """Print model text as it is: no markup, no wrapping, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prompts on an engine. `shared` are the parameters where a prompt's line states no others."""
+
+    llm: LLM
+    inputs: Sequence[PromptInput]
+    encoded: Sequence[str | list[int]]
+    shared: SamplingParams
+    echo: bool
+
+    @classmethod
+    def prepare(
+        cls, llm: LLM, inputs: Sequence[PromptInput], shared: SamplingParams, echo: bool
+    ) -> Work:
+        return cls(llm, inputs, [one.encode(llm) for one in inputs], shared, echo)
+
+    def run(self) -> Iterator[tuple[int, RequestOutput]]:
+        """Every finished output with the index of its prompt, in the order of the prompts.
+
+        All prompts are checked before any is run; an error names the line that it comes from.
+        """
+        params = [one.params(self.shared) for one in self.inputs]
+        own = any(one.sampling for one in self.inputs)
+        try:
+            outputs = self.llm.generate(self.encoded, params if own else self.shared)
+        except RequestError as error:
+            self._name_line(error)
+            raise
+        indices = (index for index, one in enumerate(params) for _ in range(one.n))
+        return zip(indices, outputs, strict=True)
+
+    def _name_line(self, error: RequestError) -> None:
+        alone = len(self.inputs) == 1
+        index = 0 if alone else error.prompt_index
+        if index is not None and (place := self.inputs[index].place):
+            raise type(error)(f"{place}: {error if alone else error.__cause__}") from error
+
+    def show_prompt(self, index: int) -> None:
+        """Echo a prompt: on a terminal set off from the answer, elsewhere as it is."""
+        if not self.echo:
+            return
+        one = self.inputs[index]
+        text, end = one.shown(self.llm), "" if one.messages is None else "\n"
+        if not sys.stdout.isatty():  # rich would expand tabs and drop control characters
+            write_text(text + end)
+            return
+        Console().print(text, style="bold", markup=False, highlight=False, soft_wrap=True, end=end)
+
+
+def stream_each(work: Work) -> None:
+    """One prompt after the other, the text as it comes."""
+    for index, (one, prompt) in enumerate(zip(work.inputs, work.encoded, strict=True)):
+        work.show_prompt(index)
+        speed, reason = Speed.start(), None
+        with naming(one.place):
+            for output in work.llm.stream(prompt, one.params(work.shared)):
+                speed.add(len(output.new_token_ids))
+                write_text(output.new_text)
+                reason = output.finish_reason
+        write_text("\n")
+        speed.report(f" ({reason})")
+
+
+def show_all(work: Work) -> None:
+    """All prompts at once, the text of each when all are finished."""
+    speed = Speed.start()
+    for index, output in work.run():
+        speed.num_tokens += len(output.token_ids)
+        work.show_prompt(index)
+        write_text(output.text + "\n")
+    speed.report()
+
+
+def print_json(work: Work) -> None:
+    """All prompts at once, one JSON object on a line for each output."""
+    speed = Speed.start()
+    for index, output in work.run():
+        speed.num_tokens += len(output.token_ids)
+        prompt = work.inputs[index].to_json() if work.echo else {}
+        record = {"index": index, "sample": output.index, **prompt, **_as_json(output)}
+        # ASCII alone, so that no reader ends a line at another separator of Unicode's.
+        write_text(json.dumps(record, allow_nan=False) + "\n")
+    speed.report()
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    """The fields of a finished output; see "Outputs as JSON" in docs/configuration.md."""
+    record: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_output_tokens": len(output.token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+    if output.logprobs is not None:
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        record["logprobs"] = [_logprobs_as_json(*pair) for pair in pairs]
+    return record
+
+
+def _logprobs_as_json(token_id: int, one: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": other, "logprob": _number(value)} for other, value in one.top]
+    return {"token_id": token_id, "logprob": _number(one.token_logprob), "top": top}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity: null stands for the log-probability of what cannot come."""
+    return value if math.isfinite(value) else None

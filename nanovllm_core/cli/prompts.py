@@ -1,0 +1,193 @@
+"""The prompts of `nanovllm generate`: arguments, stdin, or a file with one on each line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nanovllm_core.config_errors import did_you_mean
+from nanovllm_core.errors import InvalidPromptError, RequestError
+from nanovllm_core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm_core.llm import LLM
+
+STDIN = "-"
+MAX_SIZE = 64 << 20
+"""Bytes of a file, characters of stdin: what never ends must not fill the memory."""
+MAX_PROMPTS = 100_000
+
+TEMPLATE_KEY = "chat_template_kwargs"
+LINE_KEYS = ("prompt", "messages", TEMPLATE_KEY, *(each.name for each in fields(SamplingParams)))
+LINE_HINT = 'a line is a JSON string, {"prompt": ...} or {"messages": [...]}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptInput:
+    """One prompt as it was given: text, token ids, or the messages of a conversation.
+
+    `sampling` are the fields of `SamplingParams` that its own line states. `place` names the file
+    and the line; "" where there is none.
+    """
+
+    prompt: str | list[int] = ""
+    messages: list[dict[str, str]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    place: str = ""
+
+    def encode(self, llm: LLM) -> str | list[int]:
+        """What the engine completes; a conversation is put through the chat template."""
+        if self.messages is None:
+            return self.prompt
+        with naming(self.place):
+            return llm.tokenizer.apply_chat_template(
+                self.messages, chat_template_kwargs=self.template_kwargs
+            )
+
+    def params(self, shared: SamplingParams) -> SamplingParams:
+        """The parameters that all prompts share, with what this one's line states."""
+        return replace(shared, **self.sampling) if self.sampling else shared
+
+    def shown(self, llm: LLM) -> str:
+        """The text to echo: the last message of a conversation, the text of token ids."""
+        if self.messages is not None:
+            return self.messages[-1]["content"]
+        return self.prompt if isinstance(self.prompt, str) else llm.tokenizer.decode(self.prompt)
+
+    def to_json(self) -> dict[str, Any]:
+        """The prompt under a key that says what it is."""
+        if self.messages is not None:
+            return {"messages": self.messages}
+        key = "prompt" if isinstance(self.prompt, str) else "prompt_token_ids"
+        return {key: self.prompt}
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Errors of a request are prefixed with the file and the line that it comes from."""
+    try:
+        yield
+    except RequestError as error:
+        if not place:
+            raise
+        raise type(error)(f"{place}: {error}") from error
+
+
+def read_prompts(
+    arguments: Sequence[str] | None, file: Path | None, chat: bool, shared: SamplingParams
+) -> list[PromptInput]:
+    """Every prompt, checked as far as is possible without a model.
+
+    With `chat` a text is a user's message. Raises typer.BadParameter for wrong usage, and for what
+    is in a file InvalidPromptError and InvalidSamplingError, which name the line.
+    """
+    if file is None:
+        return [_make(text, chat) for text in _texts(arguments)]
+    if arguments:
+        raise typer.BadParameter("give prompts as arguments or with --prompts, not both")
+    inputs = [
+        _parse(line, place, chat) if file.suffix == ".jsonl" else _make(line, chat, place)
+        for place, line in _lines(file)
+    ]
+    if not inputs:
+        raise typer.BadParameter(f"{file} holds no prompts; write one on each line")
+    for one in inputs:
+        with naming(one.place):
+            one.params(shared)
+    return inputs
+
+
+def _texts(arguments: Sequence[str] | None) -> list[str]:
+    if not arguments:
+        if sys.stdin.isatty():
+            raise typer.BadParameter('give a prompt, as in: nanovllm generate "Once upon a time"')
+        arguments = [STDIN]
+    if list(arguments).count(STDIN) > 1:
+        raise typer.BadParameter(f"{STDIN} reads all of stdin, so it can be given only once")
+    return [_read_stdin() if text == STDIN else text for text in arguments]
+
+
+def _read_stdin() -> str:
+    text = sys.stdin.read(MAX_SIZE + 1)
+    if len(text) > MAX_SIZE:
+        raise typer.BadParameter(
+            f"stdin holds more than {MAX_SIZE:,} characters, the limit of a prompt; give less"
+        )
+    return text
+
+
+def _lines(file: Path) -> list[tuple[str, str]]:
+    """(place, line) of each line that is not blank."""
+    with file.open("rb") as opened:
+        data = opened.read(MAX_SIZE + 1)
+    if len(data) > MAX_SIZE:
+        raise typer.BadParameter(f"{file} has more than {MAX_SIZE:,} bytes; split it")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InvalidPromptError(
+            f"{file}, line {line}: not UTF-8 text (byte {error.start} of the file); save the file "
+            "as UTF-8"
+        ) from None
+    # Not `splitlines`, which also ends lines at characters that a prompt may hold.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    numbered = [(f"{file}, line {at}", line) for at, line in enumerate(lines, 1) if line.strip()]
+    if len(numbered) > MAX_PROMPTS:
+        raise typer.BadParameter(f"{file} has more than {MAX_PROMPTS:,} prompts; split it")
+    return numbered
+
+
+def _make(text: str, chat: bool, place: str = "") -> PromptInput:
+    if chat:
+        return PromptInput(messages=[{"role": "user", "content": text}], place=place)
+    return PromptInput(prompt=text, place=place)
+
+
+def _parse(line: str, place: str, chat: bool) -> PromptInput:
+    """A line of a .jsonl file."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidPromptError(f"{place}: not JSON: {error!s:.200}; {LINE_HINT}") from None
+    if isinstance(value, str):
+        return _make(value, chat, place)
+    if not isinstance(value, dict):
+        raise InvalidPromptError(f"{place}: {type(value).__name__} {value!r:.80}; {LINE_HINT}")
+    for key in value:
+        if key not in LINE_KEYS:
+            raise InvalidPromptError(
+                f"{place}: unknown key {key!r:.80}{did_you_mean(key, LINE_KEYS)}; it takes "
+                f"{', '.join(LINE_KEYS)}"
+            )
+    return _from_object(value, place, chat)
+
+
+def _from_object(value: dict[str, Any], place: str, chat: bool) -> PromptInput:
+    if ("prompt" in value) == ("messages" in value):
+        both = "both" if "prompt" in value else "neither of"
+        raise InvalidPromptError(f"{place}: {both} prompt and messages; give one of them")
+    prompt, messages = value.pop("prompt", None), value.pop("messages", None)
+    kwargs = value.pop(TEMPLATE_KEY, None) or {}
+    if isinstance(prompt, str):
+        made = _make(prompt, chat, place)
+    elif messages is not None:
+        made = PromptInput(messages=messages, place=place)
+    elif isinstance(prompt, list) and not chat:
+        made = PromptInput(prompt=prompt, place=place)
+    else:
+        wanted = "text" if chat else "text or a list of token ids"
+        raise InvalidPromptError(f"{place}: prompt is {prompt!r:.80}; it must be {wanted}")
+    if kwargs and made.messages is None:
+        raise InvalidPromptError(
+            f"{place}: {TEMPLATE_KEY} without a conversation; give messages, or --chat"
+        )
+    return replace(made, sampling=value, template_kwargs=kwargs)
