@@ -164,6 +164,11 @@ class Harness:
         assert not self.executor.results, "a result was never collected"
         assert self.engine.stats.running == self.engine.stats.waiting == 0
 
+    def grow_old(self, steps: int, requests: int) -> None:
+        """Count on from so many steps and requests, as an engine that has run for long."""
+        self.engine._planner.step = steps
+        self.engine._num_arrived = requests
+
     def take_free_pages(self) -> list[int]:
         """Hold every free page, as if others did; debug mode takes that for a leak."""
         pool = self.engine._kv.pool

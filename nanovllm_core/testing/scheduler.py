@@ -45,6 +45,20 @@ READINGS = 300
 """More than a count of calls, or of requests, goes unnoticed for."""
 
 
+def _another(view: View, number: int, draws: Random) -> View:
+    """Some other request; few ids, for an id may come again."""
+    prompt = 1 + draws.getrandbits(draws.randint(1, 16))
+    return replace(
+        view,
+        request_id=f"other {number % 50}",
+        arrival_index=view.arrival_index + number + 1,
+        arrival_step=view.arrival_step + number,
+        num_prompt_tokens=prompt,
+        num_tokens=prompt,
+        max_length=prompt + 9,
+    )
+
+
 # pytest runs the last base's checks first: the decisions, whose failures tell most, then what takes
 # a longer run.
 class _SchedulingConformance(
@@ -106,24 +120,19 @@ class SchedulingPolicyConformance(_SchedulingConformance):
         """After hundreds of other requests, and of joins of the same one with more outputs."""
 
         def agree(view: View) -> None:
-            for key in self._keys(plugin):
-                request = ReadOnlyRequest(view)
-                first = tuple(key(request))
-                for reading in range(READINGS):
-                    prompt = 1 + draws.getrandbits(draws.randint(1, 16))
-                    other = replace(
-                        view,
-                        request_id=f"other {reading}",
-                        arrival_index=view.arrival_index + reading + 1,
-                        arrival_step=view.arrival_step + reading,
-                        num_prompt_tokens=prompt,
-                        num_tokens=prompt,
-                        max_length=prompt + 9,
+            others = [_another(view, reading, draws) for reading in range(READINGS)]
+            for used, fresh in zip(self._keys(plugin), self._keys(plugin), strict=True):
+                first = tuple(used(ReadOnlyRequest(view)))
+                for other in others:
+                    used(ReadOnlyRequest(other))
+                    used(ReadOnlyRequest(replace(view, num_tokens=other.num_tokens)))
+                again = tuple(used(ReadOnlyRequest(view)))
+                assert again == first, f"another key after {READINGS} other requests"
+                for other in draws.sample(others, 9):
+                    expected = tuple(fresh(ReadOnlyRequest(other)))
+                    assert tuple(used(ReadOnlyRequest(other))) == expected, (
+                        "another key than a fresh policy gives"
                     )
-                    again = replace(view, num_tokens=view.num_tokens + reading)
-                    for one in (other, again):
-                        key(ReadOnlyRequest(one))
-                assert tuple(key(request)) == first, f"another key after {READINGS} others"
 
         for_each(views(waiting=True), draws, agree, examples=8)
 

@@ -25,7 +25,6 @@ from nanovllm_core.testing.traffic import Traffic, drive
 Case = TypeVar("Case")
 
 SETTINGS = settings(
-    max_examples=50,
     deadline=None,
     database=None,
     report_multiple_bugs=False,  # the first failure itself, not a group of all
@@ -43,7 +42,7 @@ def for_each(
     cases: st.SearchStrategy[Case],
     draws: Random,
     check: Callable[[Case], None],
-    examples: int = 50,
+    examples: int = 40,
 ) -> None:
     """Call `check` with cases that the suite's seed decides; the failure shows the case."""
     __tracebackhide__ = True

@@ -32,8 +32,8 @@ LONGEST_BOUND = 200
 MOST_ARRIVALS = 1_000
 """While one is watched; a shorter prompt is watched where its bound is shorter."""
 LONGEST_PROMPT = 131_072
-LONGEST_QUEUE = 2_000
-MOST_PREEMPTIONS = 40
+LONGEST_QUEUE = 1_500
+MOST_PREEMPTIONS = 30
 CALM = 100
 """Steps within which a request begins while rows, pages and budget are free for all."""
 
@@ -104,14 +104,20 @@ class Others:
 class SchedulerFairness(SchedulingConformance):
     """Nobody starves."""
 
-    endless_scenes = 30
+    endless_scenes = 20
 
     def turns(
-        self, plugin: PluginUnderTest, setting: Setting, bound: Callable[[RequestView], float]
+        self,
+        plugin: PluginUnderTest,
+        setting: Setting,
+        bound: Callable[[RequestView], float],
+        draws: Random,
     ) -> Harness:
-        """An engine whose scheduler is held to its bound at every step."""
+        """An engine of any age, whose scheduler is held to its bound at every step."""
         watch = TurnWatch(self.make_scheduler(plugin), bound=bound)
-        return Harness(setting, watch, engine_class=self.engine_class, debug=False)
+        harness = Harness(setting, watch, engine_class=self.engine_class, debug=False)
+        harness.grow_old(*(draws.choice([0, log_uniform(draws, 1, 2**40)]) for _ in range(2)))
+        return harness
 
     def test_nobody_is_passed_over_for_longer_than_declared(
         self, plugin: PluginUnderTest, draws: Random
@@ -139,7 +145,7 @@ class SchedulerFairness(SchedulingConformance):
         draws: Random,
     ) -> bool:
         """Play a scene until its watched request is admitted; False where it cannot be awaited."""
-        harness = self.turns(plugin, scene.setting, bound)
+        harness = self.turns(plugin, scene.setting, bound, draws)
         others = Others(harness, draws, scene.priorities)
         others.arrive(scene.queue, scene.length)
         for _ in range(scene.before):
@@ -163,10 +169,14 @@ class SchedulerFairness(SchedulingConformance):
     ) -> None:
         """However many wait, in bursts or one by one, with aborts: all end, and keep the bound."""
         bound = self.bound(plugin)
-        for most in (log_uniform(draws, 20, LONGEST_QUEUE), LONGEST_QUEUE):
-            rows = log_uniform(draws, most // 60 + 1, 128)
+        for at_once, count in (
+            (1, 600),
+            (log_uniform(draws, 1, 600), 600),
+            (LONGEST_QUEUE, LONGEST_QUEUE),
+        ):
+            rows = log_uniform(draws, at_once // 60 + 8, 128)
             setting = Setting(
-                num_blocks=draws.randint(rows, 12 * rows) + 12,
+                num_blocks=draws.randint(4 * rows, 12 * rows),
                 block_size=4,
                 max_num_seqs=rows,
                 max_num_batched_tokens=rows + draws.randint(20, 40 * rows),
@@ -174,12 +184,12 @@ class SchedulerFairness(SchedulingConformance):
                 prefix_caching=False,
                 steps_ahead=draws.randint(0, 2),
             )
-            harness = self.turns(plugin, setting, bound)
+            harness = self.turns(plugin, setting, bound, draws)
             others = Others(harness, draws, (0, 0, 1, -1))
-            while others.added < most:
-                for _ in range(draws.choice([1, 10, most // 2])):
+            while others.added < count:
+                for _ in range(at_once):
                     others.arrive(1, draws.randint(1, 40))
-                for _ in range(draws.randint(0, 2)):
+                for _ in range(draws.choice([0, 0, 0, 1, 2])):
                     harness.engine.abort(f"other {draws.randrange(others.added)}")
                 harness.step()
             assert_all_end(harness)
@@ -191,22 +201,24 @@ class SchedulerFairness(SchedulingConformance):
         for most in longest:
             lengths = [most, *(log_uniform(draws, 1, most) for _ in range(4))]
             draws.shuffle(lengths)
+            rows = draws.randint(1, 4)
             setting = Setting(
                 num_blocks=most // 64 + 1 + draws.choice([0, 4, most // 64]),
                 block_size=64,
-                max_num_seqs=draws.randint(1, 6),
+                max_num_seqs=rows,
                 max_num_batched_tokens=log_uniform(draws, most // 50 + 8, most + 8),
                 max_model_len=most + 1,
                 prefix_caching=draws.random() < 0.5,
                 steps_ahead=draws.randint(0, 2),
             )
-            harness = self.turns(plugin, setting, bound)
+            harness = self.turns(plugin, setting, bound, draws)
             others = Others(harness, draws)
             for number, length in enumerate(lengths):
+                others.arrive(rows, draws.randint(1, 9))
                 harness.add(f"prompt {number}", [number] * length, ONE_TOKEN)
-                for _ in range(draws.randint(0, 5)):
-                    others.arrive(draws.randint(0, 2), draws.randint(1, 9))
+                for _ in range(draws.randint(3, 8)):
                     harness.step()
+                    others.arrive(draws.randint(0, rows), draws.randint(1, 9))
             assert_all_end(harness)
 
     def test_a_request_that_gave_way_is_served_again(
@@ -216,10 +228,11 @@ class SchedulerFairness(SchedulingConformance):
 
         Pages run out and are free again, time after time; between, short requests come and end.
         """
-        for _ in range(3):
-            self._press(plugin, draws, runners=draws.randint(2, 4))
+        for between in (0, 5, 20):
+            self._press(plugin, draws, runners=draws.randint(2, 4), between=between)
 
-    def _press(self, plugin: PluginUnderTest, draws: Random, runners: int) -> None:
+    def _press(self, plugin: PluginUnderTest, draws: Random, runners: int, between: int) -> None:
+        """`between` steps of calm at most between one preemption and the next."""
         setting = Setting(
             num_blocks=16_384,
             block_size=1,
@@ -229,7 +242,7 @@ class SchedulerFairness(SchedulingConformance):
             prefix_caching=draws.random() < 0.5,
             steps_ahead=draws.randint(0, 3),
         )
-        harness = self.turns(plugin, setting, self.bound(plugin))
+        harness = self.turns(plugin, setting, self.bound(plugin), draws)
         others = Others(harness, draws)
         answer = SamplingParams(temperature=0, max_tokens=960)
         long = [
@@ -238,6 +251,8 @@ class SchedulerFairness(SchedulingConformance):
         _calm(harness, long, len(long))
         at_once = _running(long)
         for gave_way in range(MOST_PREEMPTIONS):
+            for _ in range(draws.randint(0, between)):
+                harness.step()
             if not _squeeze(harness, long):
                 break
             others.arrive(draws.choice([0, 0, 1, 12]), draws.randint(1, 9))
@@ -254,14 +269,15 @@ def _add_watched(
     harness: Harness, scene: Endless, bound: Callable[[RequestView], float]
 ) -> tuple[Request, float]:
     """Add the watched prompt, or a shorter one whose bound can be waited for."""
-    length = scene.watched
+    length, longer = scene.watched, math.inf
     for attempt in itertools.count():
         [request] = harness.add(f"watched {attempt}", [1] * length, ONE_TOKEN)
         declared = bound(ReadOnlyRequest(request))
-        if declared * scene.per_step <= MOST_ARRIVALS or length == 1 or math.isinf(declared):
+        # Infinity, and a bound that does not depend on the length, stay as they are.
+        if declared * scene.per_step <= MOST_ARRIVALS or length == 1 or declared == longer:
             break
         harness.engine.abort(request.request_id)
-        length //= 2
+        length, longer = length // 2, declared
     return request, declared
 
 

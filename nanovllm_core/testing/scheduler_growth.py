@@ -29,8 +29,9 @@ PAGE = 16
 class BareQueue:
     """An engine's calls of a scheduler, each held to the work that the contract allows."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, draws: Random) -> None:
         self.scheduler = scheduler
+        self.draws = draws
         self.meter = Meter()
         self.facts: dict[str, View] = {}
         self.waiting: dict[str, RequestView] = {}
@@ -87,8 +88,9 @@ class BareQueue:
         """So many give way, one after the other, and wait again."""
         for _ in range(min(count, len(self.running))):
             n = len(self.running)
+            running = self.draws.sample([*self.running.values()], n)
             with self.meter.at_most(work_limit(n), f"choose_victim() with {n} running"):
-                victim = str(self.scheduler.choose_victim(tuple(self.running.values())))
+                victim = str(self.scheduler.choose_victim(tuple(running)))
             del self.running[victim]
             self.facts[victim].num_scheduled = 0
             self.add([self.facts[victim]])
@@ -141,18 +143,19 @@ class SchedulerGrowth(SchedulingConformance):
             (draws.randint(2_000, 4_000), draws.randint(1, 16)),
             (draws.randint(600, 1_000), 2_000),
         ):
-            queue = BareQueue(self.make_scheduler(plugin))
+            queue = BareQueue(self.make_scheduler(plugin), draws)
             queue.add(draw_queue(draws, count))
             for name in draws.sample(sorted(queue.waiting), 10):
                 queue.remove(name)
             for _ in range(3):
                 queue.schedule(draws.choice([rows, 512, 10**7]), rows)
-            queue.preempt(5)
-            queue.schedule(10**7, rows)
+            for _ in range(2):
+                queue.schedule(10**7, rows)
+                queue.preempt(16)
 
     def test_those_who_left_are_no_work(self, plugin: PluginUnderTest, draws: Random) -> None:
         """Thousands that were aborted or served cost nothing in the steps behind."""
-        queue = BareQueue(self.make_scheduler(plugin))
+        queue = BareQueue(self.make_scheduler(plugin), draws)
         count = draws.randint(1_500, 2_500)
         queue.add(draw_queue(draws, count))
         for name in [*queue.waiting]:

@@ -59,7 +59,7 @@ class SchedulerQueue(SchedulingConformance):
                 harness.requests.clear()
                 harness.finished.clear()
 
-        for_each(traffic(), draws, ends, examples=20)
+        for_each(traffic(), draws, ends, examples=12)
 
     @pytest.mark.parametrize("steps", [1, 2, 5], ids="aborted_after_{}".format)
     @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)

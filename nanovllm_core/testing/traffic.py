@@ -84,7 +84,7 @@ def engine_settings(draw: st.DrawFn) -> tuple[Setting, int, int]:
 
 
 @st.composite
-def traffic(draw: st.DrawFn, most: int = 24) -> Traffic:
+def traffic(draw: st.DrawFn, most: int = 16) -> Traffic:
     """An engine and up to `most` requests for it."""
     setting, max_prompt, max_output = draw(engine_settings())
     requests = draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=most))

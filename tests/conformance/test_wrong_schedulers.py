@@ -53,7 +53,7 @@ def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:
     getattr(suite, check)(plugin(impl, promises), Random(seed))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("impl", "check"),
     [

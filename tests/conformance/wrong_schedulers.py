@@ -39,6 +39,8 @@ class InOrder(Scheduler):
         for request in state.prefilling:
             missing = request.num_tokens - request.num_scheduled
             chunk = min(missing, budget)
+            if state.num_new_blocks(request, chunk) > blocks:
+                return shares
             blocks -= state.num_new_blocks(request, missing)
             budget -= chunk
             if chunk:
@@ -90,10 +92,10 @@ class NeverAfterFive(CountsJoins):
 
 
 class OnePreemptionTooMany(CountsJoins):
-    """Once requests have given way thirty times in all, nobody who did is served."""
+    """Once requests have given way twenty times in all, nobody who did is served."""
 
     def order(self, state: SchedulerState) -> Iterable[RequestView]:
-        again = sum(self.joins.values()) - len(self.joins) > 30
+        again = sum(self.joins.values()) - len(self.joins) > 20
         return [r for r in super().order(state) if not again or self.joins[r.request_id] == 1]
 
 
@@ -170,10 +172,8 @@ class SquaredVictim(InOrder):
     """The choice of victim compares every two that run."""
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        for request in running:
-            if all(request.arrival_index >= other.arrival_index for other in reversed(running)):
-                last = request
-        return last.request_id
+        ranks = [sum(r.arrival_index > o.arrival_index for o in running) for r in running]
+        return running[ranks.index(max(ranks))].request_id
 
 
 class SortsAtEachArrival(InOrder):
