@@ -27,6 +27,7 @@ from nanovllm_core.testing.scheduler_base import (
 from nanovllm_core.testing.scheduler_turns import TurnWatch
 from nanovllm_core.testing.scheduler_watch import ReadOnlyRequest
 
+ENDLESS_SCENES = 20
 LONGEST_BOUND = 200
 """Steps that the suite waits for a declared bound; for a longer one it skips."""
 MOST_ARRIVALS = 1_000
@@ -104,8 +105,6 @@ class Others:
 class SchedulerFairness(SchedulingConformance):
     """Nobody starves."""
 
-    endless_scenes = 20
-
     def turns(
         self,
         plugin: PluginUnderTest,
@@ -129,7 +128,7 @@ class SchedulerFairness(SchedulingConformance):
         """
         bound = self.declared_bound(plugin)
         waited = 0
-        for _ in range(self.endless_scenes):
+        for _ in range(ENDLESS_SCENES):
             waited += self._watch_one(plugin, draw_endless(draws), bound, draws)
         if not waited:
             pytest.skip(
@@ -169,25 +168,26 @@ class SchedulerFairness(SchedulingConformance):
     ) -> None:
         """However many wait, in bursts or one by one, with aborts: all end, and keep the bound."""
         bound = self.bound(plugin)
-        for at_once, count in (
-            (1, 600),
-            (log_uniform(draws, 1, 600), 600),
-            (LONGEST_QUEUE, LONGEST_QUEUE),
+        for first, per_step, count in (
+            (0, 1, 400),
+            (0, draws.randint(50, 300), LONGEST_QUEUE),
+            (LONGEST_QUEUE - 200, draws.randint(10, 50), LONGEST_QUEUE),
         ):
-            rows = log_uniform(draws, at_once // 60 + 8, 128)
+            rows = log_uniform(draws, 8, 16 if per_step == 1 else 60)
             setting = Setting(
                 num_blocks=draws.randint(4 * rows, 12 * rows),
                 block_size=4,
                 max_num_seqs=rows,
-                max_num_batched_tokens=rows + draws.randint(20, 40 * rows),
+                max_num_batched_tokens=draws.randint(20 * rows, 40 * rows),
                 max_model_len=44,
                 prefix_caching=False,
                 steps_ahead=draws.randint(0, 2),
             )
             harness = self.turns(plugin, setting, bound, draws)
             others = Others(harness, draws, (0, 0, 1, -1))
+            others.arrive(first, draws.randint(1, 40))
             while others.added < count:
-                for _ in range(at_once):
+                for _ in range(per_step):
                     others.arrive(1, draws.randint(1, 40))
                 for _ in range(draws.choice([0, 0, 0, 1, 2])):
                     harness.engine.abort(f"other {draws.randrange(others.added)}")
@@ -218,7 +218,7 @@ class SchedulerFairness(SchedulingConformance):
                 harness.add(f"prompt {number}", [number] * length, ONE_TOKEN)
                 for _ in range(draws.randint(3, 8)):
                     harness.step()
-                    others.arrive(draws.randint(0, rows), draws.randint(1, 9))
+                    others.arrive(rows, draws.randint(1, 9))
             assert_all_end(harness)
 
     def test_a_request_that_gave_way_is_served_again(

@@ -44,6 +44,7 @@ class BareQueue:
         """Many arrive before the next step."""
         for one in facts:
             counted = CountedRequest(ReadOnlyRequest(one), self.meter)
+            self.step = max(self.step, one.arrival_step + 1)
             self.facts[one.request_id] = one
             self.waiting[one.request_id] = cast(RequestView, counted)
         n = len(self.waiting)
