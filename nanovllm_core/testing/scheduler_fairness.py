@@ -16,7 +16,7 @@ import pytest
 from nanovllm_core.engine.request import Request
 from nanovllm_core.interfaces.scheduler import RequestView
 from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.conformance import PluginUnderTest
+from nanovllm_core.testing.conformance import PluginUnderTest, full_level
 from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_core.testing.scheduler_base import (
     ONE_TOKEN,
@@ -167,13 +167,23 @@ class SchedulerFairness(SchedulingConformance):
         self, plugin: PluginUnderTest, draws: Random
     ) -> None:
         """However many wait, in bursts or one by one, with aborts: all end, and keep the bound."""
+        self._serve_queues(plugin, draws, LONGEST_QUEUE)
+
+    @full_level("a minute: 15,000 requests wait")
+    def test_a_queue_ten_times_as_long_is_served_to_its_end(
+        self, plugin: PluginUnderTest, draws: Random
+    ) -> None:
+        """As the one before."""
+        self._serve_queues(plugin, draws, 10 * LONGEST_QUEUE)
+
+    def _serve_queues(self, plugin: PluginUnderTest, draws: Random, longest: int) -> None:
         bound = self.bound(plugin)
         for first, per_step, count in (
             (0, 1, 400),
-            (0, draws.randint(50, 300), LONGEST_QUEUE),
-            (LONGEST_QUEUE - 200, draws.randint(10, 50), LONGEST_QUEUE),
+            (0, draws.randint(longest // 30, longest // 5), longest),
+            (longest - 200, draws.randint(10, 50), longest),
         ):
-            rows = log_uniform(draws, 8, 16 if per_step == 1 else 60)
+            rows = log_uniform(draws, 8 + count // 200, 16 + count // 30)
             setting = Setting(
                 num_blocks=draws.randint(4 * rows, 12 * rows),
                 block_size=4,
@@ -196,9 +206,18 @@ class SchedulerFairness(SchedulingConformance):
 
     def test_a_prompt_of_any_length_is_served(self, plugin: PluginUnderTest, draws: Random) -> None:
         """From one token to as many as the engine takes, among others that go on arriving."""
+        self._serve_prompts(plugin, draws, LONGEST_PROMPT)
+
+    @full_level("a minute: prompts of a million tokens")
+    def test_a_prompt_eight_times_as_long_is_served(
+        self, plugin: PluginUnderTest, draws: Random
+    ) -> None:
+        """As the one before."""
+        self._serve_prompts(plugin, draws, 8 * LONGEST_PROMPT)
+
+    def _serve_prompts(self, plugin: PluginUnderTest, draws: Random, longest: int) -> None:
         bound = self.bound(plugin)
-        longest = [LONGEST_PROMPT, log_uniform(draws, 100, LONGEST_PROMPT)]
-        for most in longest:
+        for most in (longest, log_uniform(draws, 100, longest)):
             lengths = [most, *(log_uniform(draws, 1, most) for _ in range(4))]
             draws.shuffle(lengths)
             rows = draws.randint(1, 4)
