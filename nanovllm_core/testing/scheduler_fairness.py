@@ -30,7 +30,7 @@ from nanovllm_core.testing.scheduler_watch import ReadOnlyRequest
 ENDLESS_SCENES = 20
 LONGEST_BOUND = 200
 """Steps that the suite waits for a declared bound; for a longer one it skips."""
-MOST_ARRIVALS = 1_000
+MOST_ARRIVALS = 300
 """While one is watched; a shorter prompt is watched where its bound is shorter."""
 LONGEST_PROMPT = 131_072
 LONGEST_QUEUE = 1_500
