@@ -8,7 +8,6 @@ docs/performance.md. A test fails where a document differs from what this would 
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import runpy
@@ -20,6 +19,13 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
+from contract_tables import (
+    policy_table,
+    request_table,
+    scheduler_table,
+    share_table,
+    state_table,
+)
 from settings_tables import allowed, default, field_tables, flat_keywords, sampling_table
 
 from nanovllm_attention_flash.providers import PROVIDERS
@@ -31,7 +37,7 @@ from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
 from nanovllm_core.config import BLOCK_SIZES, EngineConfig
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
-from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
+from nanovllm_core.interfaces.scheduler import SchedulingPolicy
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
     KernelSetSpec,
@@ -305,16 +311,6 @@ def ageing_table() -> str:
     return table(["`ageing`", "the long prompt is served at"], rows)
 
 
-def request_table() -> str:
-    """What a scheduler reads of a request, from the docstrings of its view."""
-    fields = [
-        (f"`{name}`", inspect.cleandoc(member.fget.__doc__).replace("\n", " "))
-        for name, member in vars(RequestView).items()
-        if isinstance(member, property)
-    ]
-    return table(("of a request", "what it is"), fields)
-
-
 def served_at(policy: SchedulingPolicy, steps: int = 10_000) -> int | None:
     """Play the queue: the lowest key of all that wait is served in each step."""
     long = policy.service_key(job(600, 0))
@@ -338,7 +334,13 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "options": option_table,
     },
     "limits.md": {"limits": limit_table},
-    "write/policy.md": {"request": request_table},
+    "write/policy.md": {"policy": policy_table, "request": request_table},
+    "write/scheduler.md": {
+        "scheduler": scheduler_table,
+        "state": state_table,
+        "share": share_table,
+        "request": request_table,
+    },
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
     "performance.md": {**measured(PERFORMANCE), "plots": plots},

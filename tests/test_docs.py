@@ -243,14 +243,24 @@ def test_the_tables_of_the_configuration_are_what_the_code_says(generator: Modul
 
 
 @pytest.mark.usefixtures("demo_plugins")
-@pytest.mark.parametrize("name", ["capabilities", "limits", "scheduling", "attention"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "capabilities",
+        "limits",
+        "scheduling",
+        "attention",
+        "write/policy",
+        "write/scheduler",
+    ],
+)
 def test_the_tables_of_what_plugins_declare_and_measure_here_are_current(
     generator: ModuleType, name: str
 ) -> None:
     """What needs no GPU is made anew: declarations, arithmetic, waits of a real engine."""
     file = ROOT / f"docs/{name}.md"
     text = file.read_text(encoding="utf-8")
-    assert generator.render(text, generator.DOCUMENTS[file.name]) == text, (
+    assert generator.render(text, generator.DOCUMENTS[f"{name}.md"]) == text, (
         "run: python docs/generate.py"
     )
 

@@ -14,7 +14,17 @@ Who calls what, and when, all on the host and on the engine's thread:
                                             unfinished; a steady decode step asks nothing
 
 Steps are planned ahead: a view's `num_tokens` lags behind the device by the steps in flight. Any
-error ends the engine.
+error ends the engine. An engine makes an instance of its own; instances share nothing.
+
+Whoever waits is served in the end, whatever its length, however many wait with it and however often
+it gave way. A scheduler that promises an order states it as `SchedulerSpec.max_overtaking_steps`.
+
+Work is counted in steps: a line of Python, a call, or a comparison, a hash or a sum of what a view
+gives. Of n requests that are there, one call of `schedule` or `choose_victim` takes at most
+32 n log2(n + 2) + 1000 steps, and so does one of `remove`, and all calls of `add` and `service_key`
+together with which n requests arrive. So `schedule` may sort the queue, `remove` may look through
+it, and `add` may keep it in order, but nothing compares each request with each. An entry of a
+request that left may cost one look more.
 """
 
 from __future__ import annotations
@@ -38,7 +48,7 @@ class RequestView(Protocol):
 
     @property
     def arrival_index(self) -> int:
-        """How many requests were added before this one."""
+        """How many requests were added to the engine before this one; no two are equal."""
 
     @property
     def priority(self) -> int:
@@ -84,31 +94,41 @@ class SchedulingPolicy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PrefillShare:
-    """`num_tokens` more prompt tokens of a request (admitting it if it waits)."""
+    """What one prompt gets of a step; a waiting request is admitted by it."""
 
     request_id: str
+    """Of a request in `waiting` or `prefilling`."""
     num_tokens: int
+    """Further tokens to compute: at least 1, at most as many as it has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerState:
     """A read-only look at the engine before a step.
 
-    `waiting` have no row; `prefilling` have a row and prompt tokens left, in order of admission.
     The decoding rows, their pages and their share of the budget are already taken care of:
     `token_budget`, `free_rows` and `free_blocks` are what is left for prompts.
     """
 
     step: int
+    """The engine's step counter, which `arrival_step` is a reading of."""
     waiting: Sequence[RequestView]
+    """Requests without a row, in the order in which they joined the queue. Iterate over it: an
+    index walks from the start."""
     prefilling: Sequence[RequestView]
+    """Requests with a row and prompt tokens left, in the order of admission."""
     token_budget: int
+    """Tokens that all shares may add up to."""
     free_rows: int
+    """Requests that may be admitted."""
     free_blocks: int
+    """Pages that all shares may take."""
     num_cached_tokens: Callable[[RequestView], int]
-    """Tokens of a waiting request that the prefix cache already holds."""
+    """Tokens of a waiting request that the prefix cache holds. It has `num_tokens` less these left
+    to compute; one in `prefilling` has `num_tokens - num_scheduled` left."""
     num_new_blocks: Callable[[RequestView, int], int]
-    """Free pages that computing this many more tokens of a request would take."""
+    """Free pages that computing this many more tokens of a request would take, for a request of
+    `waiting` or `prefilling`."""
 
 
 class Scheduler(ABC):
@@ -131,4 +151,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        """The id of the request to preempt: a decoding row needs a page and none is free."""
+        """The id of the request to preempt: a decoding row needs a page and none is free.
+
+        `running` have a row, and are the only ones to choose from; it may be one alone.
+        """

@@ -73,7 +73,8 @@ class SchedulerSpec(PluginSpec):
     `max_overtaking_steps(options, request)` bounds how long a request can be passed over: whatever
     arrives more than this many steps after it is never admitted before it, so that what is admitted
     before it is finite and it cannot starve. Infinity where the options allow starvation; None: the
-    scheduler promises nothing. The request is as it was when it arrived.
+    scheduler promises no order. The request is as it is when it joins the queue: on arrival, and
+    again after each preemption, with the outputs that it has by then.
     """
 
     level: Literal["policy", "scheduler"] = "policy"

@@ -8,7 +8,7 @@ harness.check_all()   # every output is what its ids alone decide
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nanovllm_core.engine import (
@@ -66,7 +66,7 @@ class NoEndError(AssertionError):
 
 
 class Harness:
-    """An engine in debug mode, its fake worker, and what came out so far."""
+    """An engine, in debug mode unless told otherwise, its fake worker, and what came out so far."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class Harness:
         *,
         engine_class: type[Engine] = Engine,
         observation: Observation | None = None,
+        debug: bool = True,
     ) -> None:
         self.setting = s = setting or Setting()
         self.executor = FakeExecutor(
@@ -100,7 +101,7 @@ class Harness:
             observation=observation,
             prefix_caching=s.prefix_caching,
             steps_ahead=s.steps_ahead,
-            debug=True,
+            debug=debug,
         )
         self.outputs: list[RequestOutput] = []
         self.finished: dict[tuple[str, int], RequestOutput] = {}
@@ -145,10 +146,18 @@ class Harness:
     def run(self) -> dict[tuple[str, int], RequestOutput]:
         """Step until nothing is left, then check that nothing leaked; NoEndError if it stays."""
         __tracebackhide__ = True
+        for _ in self.steps():
+            pass
+        return self.finished
+
+    def steps(self) -> Iterator[None]:
+        """As `run`, a step at a time."""
+        __tracebackhide__ = True
         for _ in range(MAX_STEPS):
             if not self.engine.has_unfinished():
                 break
             self.step()
+            yield
         else:
             stats = self.engine.stats
             raise NoEndError(
@@ -159,7 +168,20 @@ class Harness:
         assert self.engine.stats.free_blocks == self.setting.num_blocks, "pages leaked"
         assert not self.executor.results, "a result was never collected"
         assert self.engine.stats.running == self.engine.stats.waiting == 0
-        return self.finished
+
+    def grow_old(self, steps: int, requests: int) -> None:
+        """Count on from so many steps and requests, as an engine that has run for long."""
+        self.engine._planner.step = steps
+        self.engine._num_arrived = requests
+
+    def take_free_pages(self) -> list[int]:
+        """Hold every free page, as if others did; debug mode takes that for a leak."""
+        pool = self.engine._kv.pool
+        return [pool.allocate() for _ in range(pool.num_free)]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Free what `take_free_pages` held."""
+        self.engine._kv.pool.release(pages)
 
     def expected(self, request_id: str, index: int = 0) -> list[int]:
         """What a request's output must be, from its ids alone."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from nanovllm_core.interfaces.scheduler import RequestView
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.testing.engine_harness import Setting
+from nanovllm_core.testing.scheduler_base import SchedulingConformance
 from nanovllm_core.testing.scheduler_views import a_view, any_labels
 from nanovllm_core.testing.scheduler_watch import ReadOnlyRequest, Watch
 
@@ -19,12 +20,8 @@ COMMON = "tenant"
 """A name that is tried whether the plugin looks for it or not."""
 
 
-class LabelsConformance(SpecConformance):
+class SchedulerLabels(SchedulingConformance):
     """What holds at both levels."""
-
-    def harness(self, plugin: PluginUnderTest, setting: Setting) -> Harness:
-        """An engine of these sizes with the scheduler under test in a `Watch`."""
-        raise NotImplementedError
 
     def test_requests_with_any_labels_or_none_are_served(self, plugin: PluginUnderTest) -> None:
         """Any may be missing, and any may hold anything; an error here ends the engine for all."""
@@ -39,7 +36,7 @@ class LabelsConformance(SpecConformance):
         harness.check_all()
 
 
-class KeysOfLabelsConformance(SpecConformance):
+class KeysOfLabels(SpecConformance):
     """What holds of a policy's keys."""
 
     def _keys(self, plugin: PluginUnderTest) -> list[Callable[[RequestView], tuple[float, ...]]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nanovllm_core.request_labels import MAX_LABELS, MAX_NAME_LENGTH, NO_LABELS, check_labels
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class View:
     """A request that only its lengths, its arrival, its priority and labels are known of."""
 
@@ -67,21 +67,27 @@ def a_view(labels: Mapping[str, str]) -> View:
     )
 
 
+def sizes(bits: int) -> st.SearchStrategy[int]:
+    """Whole numbers from 1 to 2 ** bits - 1, each length in bits as likely as any other."""
+    return st.integers(1, bits).flatmap(lambda b: st.integers(2 ** (b - 1), 2**b - 1))
+
+
 @st.composite
-def views(draw: st.DrawFn) -> View:
-    prompt = draw(st.integers(1, 4096))
-    known = prompt + draw(st.integers(0, 100))
-    index = draw(st.integers(0, 10_000))
+def views(draw: st.DrawFn, waiting: bool = False) -> View:
+    """A request at any time of its life, or one that joins the queue."""
+    prompt = draw(sizes(20))
+    known = prompt + draw(st.just(0) | sizes(14))
+    index = draw(sizes(20))
     return View(
         request_id=f"r{index}",
-        arrival_step=draw(st.integers(0, 10_000)),
+        arrival_step=draw(sizes(24)),
         arrival_index=index,
-        priority=draw(st.integers(-3, 3)),
+        priority=draw(st.integers(-3, 3) | st.integers(-100, 100)),
         labels=draw(request_labels()),
         num_prompt_tokens=prompt,
         num_tokens=known,
-        num_scheduled=draw(st.just(0) | st.integers(0, known)),
-        max_length=known + draw(st.integers(0, 100)),
+        num_scheduled=0 if waiting else draw(st.just(0) | st.integers(0, known)),
+        max_length=known + draw(sizes(14)),
     )
 
 

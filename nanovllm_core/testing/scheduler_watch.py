@@ -174,11 +174,14 @@ class Watch(Scheduler):
         )
         shares = self.scheduler.schedule(shown)
         assert isinstance(shares, Sequence), f"shares are a {type(shares).__name__}, no sequence"
-        shares = tuple(shares)
+        self.judge(state, tuple(shares))
+        return tuple(shares)
+
+    def judge(self, state: SchedulerState, shares: tuple[PrefillShare, ...]) -> None:
+        """Record a decision, and check it; `state` holds the core's own requests."""
         decision = _decision(state, shares)
         self.decisions.append(decision)
         self.rule(decision)
-        return shares
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
         ids = tuple(request.request_id for request in running)

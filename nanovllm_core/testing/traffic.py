@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -71,7 +71,7 @@ def engine_settings(draw: st.DrawFn) -> tuple[Setting, int, int]:
     max_prompt, max_output = (60, 10) if block_size == 16 else (24, 12)
     longest = max_prompt + max_output
     enough = -(-(longest - 1) // block_size)
-    max_num_seqs = draw(st.integers(1, 5))
+    max_num_seqs = draw(st.integers(1, 8))
     setting = Setting(
         # From so few pages that every second request gives way, to plenty.
         num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, enough, 3 * enough])),
@@ -87,7 +87,7 @@ def engine_settings(draw: st.DrawFn) -> tuple[Setting, int, int]:
 
 
 @st.composite
-def traffic(draw: st.DrawFn, most: int = 9) -> Traffic:
+def traffic(draw: st.DrawFn, most: int = 16) -> Traffic:
     """An engine and up to `most` requests for it."""
     setting, max_prompt, max_output = draw(engine_settings())
     requests = draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=most))
@@ -97,11 +97,19 @@ def traffic(draw: st.DrawFn, most: int = 9) -> Traffic:
 def drive(harness: Harness, requests: Sequence[Arrival]) -> None:
     """Let requests arrive and be aborted between steps, then run all to the end and check them."""
     __tracebackhide__ = True
+    for _ in play(harness, requests):
+        pass
+
+
+def play(harness: Harness, requests: Sequence[Arrival]) -> Iterator[None]:
+    """As `drive`, a step at a time: others may run between."""
+    __tracebackhide__ = True
     aborts: dict[int, list[str]] = {}
     step = 0
     for i, arrival in enumerate(requests):
         for _ in range(arrival.steps_before):
             step = _step(harness, aborts, step)
+            yield
         params = SamplingParams(
             temperature=arrival.temperature,
             max_tokens=arrival.max_tokens,
@@ -120,7 +128,8 @@ def drive(harness: Harness, requests: Sequence[Arrival]) -> None:
             aborts.setdefault(step + arrival.abort_after, []).append(f"r{i}")
     while aborts and harness.engine.has_unfinished():
         step = _step(harness, aborts, step)
-    harness.run()
+        yield
+    yield from harness.steps()
     harness.check_all()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
+from random import Random
 from typing import Any
 
 import pytest
@@ -27,7 +29,6 @@ from nanovllm_core.testing import (
     installed_plugin,
 )
 from nanovllm_core.testing.engine_harness import Harness, Setting
-from nanovllm_core.testing.scheduler import FEW_ROWS
 from nanovllm_core.testing.scheduler_watch import (
     Decision,
     gives_real_work,
@@ -178,8 +179,10 @@ def test_a_wrong_scheduler_fails_the_check_that_is_about_it(
     """Bugs that other checks let through."""
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:{wrong.__name__}")
     plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    holds = getattr(SchedulerConformance(), check)
+    drawn = {"draws": Random(0)} if "draws" in signature(holds).parameters else {}
     with pytest.raises((AssertionError, SchedulerError)):
-        getattr(SchedulerConformance(), check)(plugin)
+        holds(plugin, **drawn)
 
 
 def harness_of(scheduler: type[Scheduler], **sizes: Any) -> Harness:
@@ -216,7 +219,7 @@ def test_traffic_without_end_is_no_fault_of_the_rules_for_one_decision() -> None
     """It fails the checks that are about an end, and not whichever is the first to meet it."""
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Eager")
     plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
-    SchedulerConformance().test_only_work_that_is_there_is_given_out(plugin)
+    SchedulerConformance().test_only_work_that_is_there_is_given_out(plugin, Random(0))
 
 
 def test_the_rules_say_which_number_broke_which_limit() -> None:
@@ -252,7 +255,8 @@ def test_a_bound_is_broken_by_more_urgent_requests() -> None:
     """Strict classes without ageing keep no bound, though equals are served as they came."""
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Urgent", level="policy")
     plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
-    check = SchedulingPolicyConformance().test_nobody_is_passed_over_for_longer_than_declared
-    check(plugin, FEW_ROWS, 30, 2, length=33, before=3, priority=0)
-    with pytest.raises(AssertionError, match="starved"):
-        check(plugin, FEW_ROWS, 30, 2, length=33, before=3, priority=-1)
+    suite = SchedulingPolicyConformance()
+    with pytest.raises(AssertionError, match="the declared bound is 0 steps"):
+        suite.test_nobody_is_passed_over_for_longer_than_declared(plugin, Random(0))
+    with pytest.raises(AssertionError, match="the declared bound is 0 steps"):
+        suite.test_keys_keep_the_declared_bound(plugin, Random(0))

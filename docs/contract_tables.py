@@ -1,0 +1,92 @@
+"""Tables of the contracts: fields and methods with their types, from the code that states them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from nanovllm_core.bench.report import table
+from nanovllm_core.interfaces.scheduler import (
+    PrefillShare,
+    RequestView,
+    Scheduler,
+    SchedulerState,
+    SchedulingPolicy,
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A field, a property or a method, as it is written."""
+
+    name: str
+    type: str
+    text: str
+    is_method: bool = False
+
+
+def members(cls: type) -> Iterator[Member]:
+    """What a class states of itself, each with its docstring; ValueError where it has none."""
+    [node] = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef)
+    for one, after in zip_longest(node.body, node.body[1:]):
+        if isinstance(one, ast.AnnAssign):
+            yield Member(ast.unparse(one.target), ast.unparse(one.annotation), docstring(after))
+        elif isinstance(one, ast.FunctionDef):
+            text = inspect.cleandoc(ast.get_docstring(one) or "").partition("\n\n")[0]
+            is_property = any(ast.unparse(mark) == "property" for mark in one.decorator_list)
+            assert one.returns is not None
+            if is_property:
+                yield Member(one.name, ast.unparse(one.returns), one_line(text))
+            else:
+                one.args.args = one.args.args[1:]
+                call = f"{one.name}({ast.unparse(one.args)})"
+                yield Member(call, ast.unparse(one.returns), one_line(text), is_method=True)
+
+
+def docstring(node: ast.stmt | None) -> str:
+    """The text that stands behind a field."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        raise ValueError("a field of a contract has no docstring")
+    return one_line(inspect.cleandoc(str(node.value.value)))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def fields_of(cls: type) -> str:
+    """A table of what is read of a class."""
+    rows = [
+        (f"`{one.name}`", f"`{one.type}`", one.text) for one in members(cls) if not one.is_method
+    ]
+    return table((f"of a `{cls.__name__}`", "type", "what it is"), rows)
+
+
+def methods_of(cls: type) -> str:
+    """A table of what a plugin's class defines."""
+    rows = [(f"`{one.name}`", f"`{one.type}`", one.text) for one in members(cls) if one.is_method]
+    return table((f"method of a `{cls.__name__}`", "returns", "what it says"), rows)
+
+
+def request_table() -> str:
+    return fields_of(RequestView)
+
+
+def state_table() -> str:
+    return fields_of(SchedulerState)
+
+
+def share_table() -> str:
+    return fields_of(PrefillShare)
+
+
+def scheduler_table() -> str:
+    return methods_of(Scheduler)
+
+
+def policy_table() -> str:
+    return methods_of(SchedulingPolicy)

@@ -1,0 +1,146 @@
+"""Bugs that a stranger planted, and more like them: the suites' default level catches each."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from nanovllm_core.errors import SchedulerError
+from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.testing import (
+    PluginUnderTest,
+    SchedulerConformance,
+    SchedulingPolicyConformance,
+)
+from nanovllm_core.testing.engine_harness import Harness, Setting
+
+from . import wrong_schedulers as wrong
+
+GIVES_WAY = "test_a_request_that_gave_way_is_served_again"
+LONG_QUEUE = "test_a_long_queue_is_served_to_its_end"
+LONG_PROMPT = "test_a_prompt_of_any_length_is_served"
+WORK = "test_the_work_of_a_step_grows_no_faster_than_a_sort"
+LEFT = "test_those_who_left_are_no_work"
+BESIDE = "test_two_engines_do_not_disturb_each_other"
+READ_OFTEN = "test_a_key_is_the_same_however_often_it_is_read"
+KEYS_BOUND = "test_keys_keep_the_declared_bound"
+FAIRNESS = (
+    "test_nobody_is_passed_over_for_longer_than_declared",
+    GIVES_WAY,
+    LONG_QUEUE,
+    LONG_PROMPT,
+)
+
+
+def plugin(impl: type, promises: bool = True) -> PluginUnderTest:
+    """A plugin that promises the order of arrival, or nothing."""
+    spec = SchedulerSpec(
+        name="wrong",
+        impl=f"{impl.__module__}:{impl.__name__}",
+        contract=1,
+        level="policy" if issubclass(impl, wrong.First) else "scheduler",
+        max_overtaking_steps=(lambda _options, _request: 0) if promises else None,
+    )
+    return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+
+
+def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:
+    """One check of the suite of its level."""
+    is_policy = issubclass(impl, wrong.First)
+    suite = SchedulingPolicyConformance() if is_policy else SchedulerConformance()
+    getattr(suite, check)(plugin(impl, promises), Random(seed))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("impl", "check"),
+    [
+        (wrong.AloneAfterTwo, GIVES_WAY),
+        (wrong.NeverAfterFive, GIVES_WAY),
+        (wrong.OnePreemptionTooMany, GIVES_WAY),
+        (wrong.NewestOfMany, LONG_QUEUE),
+        (wrong.NewestFirstOfMany, LONG_QUEUE),
+        (wrong.ShortOnly, LONG_PROMPT),
+        (wrong.LongLast, LONG_PROMPT),
+        (wrong.Squared, WORK),
+        (wrong.SquaredInBuiltIns, WORK),
+        (wrong.Cubed, WORK),
+        (wrong.WalksByIndex, WORK),
+        (wrong.SquaredVictim, WORK),
+        (wrong.SortsAtEachArrival, WORK),
+        (wrong.RemembersAll, LEFT),
+        (wrong.OneQueueForAll, BESIDE),
+        (wrong.LastAfterTwo, READ_OFTEN),
+        (wrong.LastAfterTwo, GIVES_WAY),
+        (wrong.LastAfterManyOutputs, KEYS_BOUND),
+        (wrong.LastAfterManyOutputs, GIVES_WAY),
+        (wrong.NewestAfterMany, READ_OFTEN),
+        (wrong.NewestAfterMany, LONG_QUEUE),
+        (wrong.LongNever, KEYS_BOUND),
+        (wrong.LongNever, LONG_PROMPT),
+        (wrong.SquaredKey, WORK),
+        (wrong.CubedKey, WORK),
+        (wrong.ListKey, WORK),
+    ],
+)
+def test_a_planted_bug_is_caught(impl: type, check: str, seed: int) -> None:
+    """By the check that is about it, whatever the seed."""
+    with pytest.raises((AssertionError, SchedulerError)):
+        run(check, impl, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("impl", "check"),
+    [
+        (wrong.AloneAfterTwo, GIVES_WAY),
+        (wrong.NeverAfterFive, GIVES_WAY),
+        (wrong.ShortOnly, LONG_PROMPT),
+        (wrong.LastAfterTwo, READ_OFTEN),
+        (wrong.NewestAfterMany, READ_OFTEN),
+    ],
+)
+def test_a_plugin_that_promises_no_order_is_held_to_serve_all(impl: type, check: str) -> None:
+    """Bugs that are none of the order are caught where nothing is declared."""
+    with pytest.raises((AssertionError, SchedulerError)):
+        run(check, impl, promises=False)
+
+
+@pytest.mark.parametrize("check", [*FAIRNESS, WORK, LEFT, BESIDE])
+def test_what_the_bugs_are_planted_in_passes(check: str) -> None:
+    run(check, wrong.InOrder)
+
+
+@pytest.mark.parametrize("check", [*FAIRNESS[1:], WORK, LEFT])
+@pytest.mark.parametrize(
+    "impl",
+    [
+        wrong.FairShare,
+        pytest.param(wrong.LastInFirstOut, marks=pytest.mark.slow),
+        pytest.param(wrong.Shuffled, marks=pytest.mark.slow),
+        pytest.param(wrong.TwoAtOnce, marks=pytest.mark.slow),
+        pytest.param(wrong.LeastDone, marks=pytest.mark.slow),
+        pytest.param(wrong.KeepsAHeap, marks=pytest.mark.slow),
+    ],
+)
+def test_right_schedulers_of_other_kinds_pass(impl: type, check: str) -> None:
+    """Fair shares, the newest first, dice, quotas: by what they declare, which is nothing."""
+    run(check, impl, promises=False)
+
+
+def test_an_engine_that_is_starved_says_whose_fault_it_is() -> None:
+    """24 requests in 17 pages give way so often that nobody is served any more: a typed error."""
+    setting = Setting(num_blocks=17, block_size=4, max_num_seqs=24, prefix_caching=False)
+    harness = Harness(setting, wrong.NeverAfterFive(NoOptions()))
+    for i in range(24):
+        harness.add(f"r{i}", [i] * 4, SamplingParams(temperature=0, max_tokens=60))
+    with pytest.raises(SchedulerError, match=r"^NeverAfterFive scheduled nothing while nothing"):
+        harness.run()
+
+
+def test_a_failure_says_how_much_work_was_allowed() -> None:
+    """With the number waiting, the limit and the remedy."""
+    message = r"schedule\(\) with [\d]+ prompts took more than [\d,]+ steps of work; look at each"
+    with pytest.raises(AssertionError, match=message):
+        run(WORK, wrong.Squared)

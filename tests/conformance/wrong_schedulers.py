@@ -1,0 +1,383 @@
+"""Schedulers and policies with one bug each, for the suites to find; and right ones beside them.
+
+All but the last group decide as `InOrder` or `First` do, which are right, except for what the
+docstring says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import ClassVar
+
+from pydantic import BaseModel
+
+from nanovllm_core.interfaces.scheduler import (
+    PrefillShare,
+    RequestView,
+    Scheduler,
+    SchedulerState,
+    SchedulingPolicy,
+)
+
+
+class InOrder(Scheduler):
+    """Begun prompts, then the queue in the order of arrival, each once all of it fits."""
+
+    def __init__(self, options: BaseModel) -> None:
+        self.options = options
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        """The queue, first to be admitted first."""
+        return sorted(state.waiting, key=lambda request: request.arrival_index)
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        shares: list[PrefillShare] = []
+        budget, blocks, rows = state.token_budget, state.free_blocks, state.free_rows
+        for request in state.prefilling:
+            missing = request.num_tokens - request.num_scheduled
+            chunk = min(missing, budget)
+            if state.num_new_blocks(request, chunk) > blocks:
+                return shares
+            blocks -= state.num_new_blocks(request, missing)
+            budget -= chunk
+            if chunk:
+                shares.append(PrefillShare(request.request_id, chunk))
+        for request in self.order(state):
+            missing = request.num_tokens - state.num_cached_tokens(request)
+            blocks -= state.num_new_blocks(request, missing)
+            if not budget or not rows or blocks < 0:
+                break
+            chunk = min(missing, budget)
+            budget, rows = budget - chunk, rows - 1
+            shares.append(PrefillShare(request.request_id, chunk))
+        return shares
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        return max(running, key=lambda request: request.arrival_index).request_id
+
+
+# -- whole schedulers with a bug
+
+
+class CountsJoins(InOrder):
+    """Knows how often each request joined the queue."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.joins: Counter[str] = Counter()
+
+    def add(self, request: RequestView) -> None:
+        self.joins[request.request_id] += 1
+
+
+class AloneAfterTwo(CountsJoins):
+    """After two preemptions a request is served only when it is alone."""
+
+    most_rows = 0
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        self.most_rows = max(self.most_rows, state.free_rows)
+        alone = len(state.waiting) == 1 and state.free_rows == self.most_rows
+        return [r for r in super().order(state) if alone or self.joins[r.request_id] <= 2]
+
+
+class NeverAfterFive(CountsJoins):
+    """After five preemptions a request is served never again."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        return [r for r in super().order(state) if self.joins[r.request_id] <= 5]
+
+
+class OnePreemptionTooMany(CountsJoins):
+    """Once requests have given way twenty times in all, nobody who did is served."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        again = sum(self.joins.values()) - len(self.joins) > 20
+        return [r for r in super().order(state) if not again or self.joins[r.request_id] == 1]
+
+
+class NewestOfMany(InOrder):
+    """With over 200 waiting, only the newest is served."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        queue = list(super().order(state))
+        return queue[-1:] if len(queue) > 200 else queue
+
+
+class NewestFirstOfMany(InOrder):
+    """With over 1,000 waiting, the order is turned round."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        queue = list(super().order(state))
+        return queue[::-1] if len(queue) > 1_000 else queue
+
+
+class ShortOnly(InOrder):
+    """Prompts over 2,000 tokens are never admitted."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        return [r for r in super().order(state) if r.num_prompt_tokens <= 2_000]
+
+
+class LongLast(InOrder):
+    """Prompts over 50,000 tokens are admitted behind all others."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        return sorted(state.waiting, key=lambda r: (r.num_tokens > 50_000, r.arrival_index))
+
+
+class Squared(InOrder):
+    """For each that waits, looks at all others."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        waiting = list(state.waiting)
+        rank = {r: sum(o.arrival_index < r.arrival_index for o in waiting) for r in waiting}
+        return sorted(waiting, key=rank.__getitem__)
+
+
+class SquaredInBuiltIns(InOrder):
+    """As `Squared`, in loops that no line of Python shows."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        indices = [request.arrival_index for request in state.waiting]
+        return sorted(state.waiting, key=lambda r: sorted(indices).index(r.arrival_index))
+
+
+class Cubed(InOrder):
+    """For each two that wait, looks at all others."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        left, queue = list(state.waiting), []
+        while left:
+            first = next(
+                r for r in left if all(r.arrival_index <= o.arrival_index for o in [*left])
+            )
+            left = [r for r in left if r is not first and r in state.waiting]
+            queue.append(first)
+        return queue
+
+
+class WalksByIndex(InOrder):
+    """Reads the queue by index, which walks from its start each time."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        queue = [state.waiting[i] for i in range(len(state.waiting))]
+        return sorted(queue, key=lambda request: request.arrival_index)
+
+
+class SquaredVictim(InOrder):
+    """The choice of victim compares every two that run."""
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        ranks = [sum(r.arrival_index > o.arrival_index for o in running) for r in running]
+        return running[ranks.index(max(ranks))].request_id
+
+
+class SortsAtEachArrival(InOrder):
+    """Sorts the whole queue again for each request that joins it."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.queue: list[RequestView] = []
+
+    def add(self, request: RequestView) -> None:
+        self.queue = sorted([*self.queue, request], key=lambda r: -r.arrival_index)
+
+    def remove(self, request: RequestView) -> None:
+        self.queue.remove(request)
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        return self.queue[::-1]
+
+
+class RemembersAll(InOrder):
+    """Looks through everybody that ever came."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.seen: list[str] = []
+
+    def add(self, request: RequestView) -> None:
+        self.seen.append(request.request_id)
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        waiting = {request.request_id: request for request in state.waiting}
+        queue = dict.fromkeys(name for name in self.seen if name in waiting)
+        return sorted((waiting[name] for name in queue), key=lambda r: r.arrival_index)
+
+
+class OneQueueForAll(InOrder):
+    """Keeps the queue at the class, so that engines share it."""
+
+    queue: ClassVar[dict[str, RequestView]] = {}
+
+    def add(self, request: RequestView) -> None:
+        self.queue[request.request_id] = request
+
+    def remove(self, request: RequestView) -> None:
+        self.queue.pop(request.request_id, None)
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        waiting = {request.request_id for request in state.waiting}
+        mine = [r for r in self.queue.values() if r.request_id in waiting]
+        return sorted(mine, key=lambda r: (len(self.queue) > 3) * r.priority)
+
+
+# -- policies with a bug
+
+
+class First(SchedulingPolicy):
+    """In the order of arrival."""
+
+    def __init__(self, options: BaseModel) -> None:
+        self.options = options
+        self.joins: Counter[str] = Counter()
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.arrival_index,)
+
+
+class LastAfterTwo(First):
+    """After two preemptions a request is served behind all others."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        self.joins[request.request_id] += 1
+        late = self.joins[request.request_id] > 3
+        return (math.inf if late else 0, request.arrival_index)
+
+
+class LastAfterManyOutputs(First):
+    """A request that gave way with over 200 outputs is served behind all others."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.num_tokens - request.num_prompt_tokens > 200, request.arrival_index)
+
+
+class NewestAfterMany(First):
+    """Once over 200 requests have joined, the newest is first."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        self.joins[""] += 1
+        return (request.arrival_index * (-1 if self.joins[""] > 200 else 1),)
+
+
+class LongNever(First):
+    """Prompts over 2,000 tokens come last."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.num_prompt_tokens > 2_000, request.arrival_index)
+
+
+class SquaredKey(First):
+    """For each that joins, looks at all that joined before."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.seen: list[RequestView] = []
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        self.seen.append(request)
+        before = sum(other.arrival_index < 0 for other in self.seen)
+        return (before + request.arrival_index,)
+
+
+class CubedKey(SquaredKey):
+    """For each that joins, compares every two that joined before."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        self.seen.append(request)
+        before = sum(one is not two and one == two for one in self.seen for two in self.seen)
+        return (before + request.arrival_index,)
+
+
+class ListKey(SquaredKey):
+    """For each that joins, searches a list of the ids that joined before."""
+
+    ids: list[str]
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        self.ids = getattr(self, "ids", [])
+        if request.request_id not in self.ids:
+            self.ids.append(request.request_id)
+        return (request.arrival_index,)
+
+
+# -- right ones, of other kinds
+
+
+class LastInFirstOut(InOrder):
+    """The newest first. It promises nothing."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        return reversed(list(super().order(state)))
+
+
+class Shuffled(InOrder):
+    """A random order, from a seed of its own. It promises nothing."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.dice = Random(1)
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        queue = list(super().order(state))
+        self.dice.shuffle(queue)
+        return queue
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        return self.dice.choice(running).request_id
+
+
+class FairShare(InOrder):
+    """Priorities stand for tenants: whose tenant was given least is next. It promises nothing."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.given: Counter[int] = Counter()
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        queue = sorted(state.waiting, key=lambda r: (self.given[r.priority], r.arrival_index))
+        for request in queue:
+            self.given[request.priority] += 1
+            yield request
+
+
+class TwoAtOnce(InOrder):
+    """A quota: at most two requests run, whatever is free."""
+
+    most_rows = 0
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        self.most_rows = max(self.most_rows, state.free_rows)
+        running = self.most_rows - state.free_rows
+        return list(super().order(state))[: max(0, 2 - running)]
+
+
+class LeastDone(InOrder):
+    """Whoever has the fewest tokens gives way, and is served first."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        return sorted(state.waiting, key=lambda r: (r.num_tokens, r.arrival_index))
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        return min(running, key=lambda r: (r.num_tokens, r.arrival_index)).request_id
+
+
+class KeepsAHeap(InOrder):
+    """A queue of its own, from which who leaves is taken out one by one."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.queue: list[RequestView] = []
+
+    def add(self, request: RequestView) -> None:
+        self.queue.append(request)
+
+    def remove(self, request: RequestView) -> None:
+        self.queue = [other for other in self.queue if other is not request]
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        return sorted(self.queue, key=lambda r: r.arrival_index)
