@@ -192,7 +192,9 @@ class EngineConfig(Section):
     model: str = Field(
         min_length=1,
         description="The model: a folder with a checkpoint, the name of a checkpoint plugin "
-        "(`demo`), `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`).",
+        "(`demo`), `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`). "
+        "A plugin's name wins over a folder of that name without a checkpoint; where the folder "
+        "has one too, write `./demo` for it or `demo:` for the plugin.",
     )
     tokenizer: str | None = Field(
         default=None,

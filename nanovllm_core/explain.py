@@ -14,6 +14,7 @@ from typing import Any
 
 from nanovllm_core import startup
 from nanovllm_core.attention_selection import Selection, able_backends, evaluate
+from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.config_sources import LoadedConfig
@@ -73,7 +74,7 @@ class Decisions:
 
     @cached_property
     def checkpoint(self) -> Path:
-        return startup.find_checkpoint(self.plugins, self.config.model)
+        return find_checkpoint(self.plugins, self.config.model)
 
     @cached_property
     def model_config(self) -> Mapping[str, Any]:
@@ -141,16 +142,13 @@ class Decisions:
 
 
 def _checkpoint(decisions: Decisions, name: str) -> Seam:
-    source, _ = startup.checkpoint_source(decisions.config.model)
-    how = {
-        "local": "a folder of that path is there, or the name is a path",
-        "hub": "organisation/name is a model of the hub",
-    }.get(source, "a checkpoint source of that name is installed")
+    model = decisions.config.model
+    source = find_source(decisions.plugins, model)
     return Seam(
         name,
-        f"{source}: {decisions.checkpoint}",
-        f"{decisions.said('model')}: {decisions.config.model!r}; {how}",
-        decisions.other_plugins("checkpoint", source),
+        f"{source.plugin.name}: {decisions.checkpoint}",
+        f"{decisions.said('model')}: {model!r}; {source.why}",
+        decisions.other_plugins("checkpoint", source.plugin.name),
     )
 
 
