@@ -103,7 +103,9 @@ def test_a_section_that_is_there_but_empty_means_the_defaults() -> None:
         ({"cache": {"gpu_memory_utilization": float("nan")}}, "less than or equal to 1"),
         ({"limits": {"max_num_seqs": 8, "max_num_batched_tokens": 7}}, r"\(7\).*\(8\)"),
         ({"limits": {"max_num_seqs": "8"}}, "integer"),
-        ({"limits": {"max_model_len": 1}}, "greater than or equal to 2"),
+        ({"limits": {"max_model_len": 1}}, "must be a whole number of at least 2, or fit"),
+        ({"limits": {"max_model_len": "fits"}}, "must be a whole number of at least 2, or fit"),
+        ({"limits": {"max_model_len": 2.5}}, "must be a whole number of at least 2, or fit"),
         ({"cuda_graphs": {"sizes": [2, 1]}}, r"\[2, 1\] must be positive and increasing"),
         ({"cuda_graphs": {"prompt_sizes": [0, 1]}}, r"prompt_sizes \[0, 1\] must be positive"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from nanovllm_core.errors import (
     ConfigError,
     DeviceError,
     PluginLoadError,
+    SchedulerError,
 )
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.plugin_manager import get_plugin_manager
@@ -279,6 +281,32 @@ def make(options):
     install("mine", {"nanovllm.schedulers": {"mine": "mine_scheduler"}}, {"mine_scheduler": source})
     with pytest.raises(PluginLoadError, match=rf"'mine' \(mine 1\.2\.3\): .*{said}.*state level="):
         started(folder, scheduler="mine")
+
+
+POLICY = """
+from nanovllm_core.api import SchedulingPolicy
+
+class Mine(SchedulingPolicy):
+    def __init__(self, options):
+        pass
+
+    def service_key(self, request):
+        return request.num_prompt_tokens
+"""
+
+
+def test_a_policy_whose_key_is_an_int_is_named_with_its_distribution(
+    install: Install, folder: Path
+) -> None:
+    source = SCHEDULERS.replace("IMPL", "mine_policy:Mine").replace("LEVEL", "policy")
+    modules = {"mine_scheduler": source, "mine_policy": POLICY}
+    install("mine", {"nanovllm.schedulers": {"mine": "mine_scheduler"}}, modules)
+    request: Any = SimpleNamespace(request_id="a", num_prompt_tokens=7, arrival_index=0)
+    scheduler = started(folder, scheduler="mine").scheduler
+    with pytest.raises(
+        SchedulerError, match=r"'mine' \(mine 1\.2\.3\): service_key gave 7; .*tuple"
+    ):
+        scheduler.add(request)
 
 
 # -- device and number format ---------------------------------------------------------------------

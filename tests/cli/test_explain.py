@@ -84,6 +84,16 @@ def test_a_cache_in_which_no_sequence_fits_is_a_problem() -> None:
     assert not seams(**{"cache.num_blocks": 128})["KV pages"].problem
 
 
+def test_a_length_that_fits_is_known_where_the_number_of_pages_is() -> None:
+    """Otherwise it is said to be decided by the memory that a start finds; never a problem."""
+    open_length = seams(max_model_len="fit")["longest sequence"]
+    assert open_length.chosen == "at most 2048 tokens"
+    assert "limits.max_model_len, from the command line: fit; the memory" in open_length.why
+    given = seams(max_model_len="fit", **{"cache.num_blocks": 3, "cache.block_size": 32})
+    assert given["longest sequence"].chosen == "96 tokens"
+    assert not given["KV pages"].problem
+
+
 def test_no_weights_are_loaded(tmp_path: Path) -> None:
     """A checkpoint of a config.json alone is explained."""
     import nanovllm_checkpoint_demo
