@@ -47,6 +47,8 @@ def allowed(schema: Mapping[str, Any]) -> str:
     """What a field takes, in words, from its JSON Schema."""
     if "anyOf" in schema:
         return " or ".join(allowed(one) for one in schema["anyOf"] if one["type"] != "null")
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     bounds = [

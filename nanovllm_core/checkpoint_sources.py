@@ -8,6 +8,8 @@ from nanovllm_core.errors import CheckpointNotFoundError
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 """What a checkpoint needs: config, tokenizer, chat template and weights; no pickled weights."""
+HUB_STRAYS = ("consolidated*.safetensors",)
+"""The weights a second time, by names that no model here reads."""
 
 
 def from_folder(reference: str) -> Path:
@@ -35,7 +37,12 @@ def from_hub(reference: str) -> Path:
 
     name, _, revision = reference.partition("@")
     try:
-        folder = snapshot_download(name, revision=revision or None, allow_patterns=list(HUB_FILES))
+        folder = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=list(HUB_FILES),
+            ignore_patterns=list(HUB_STRAYS),
+        )
     except Exception as error:
         raise CheckpointNotFoundError(
             f"model: {reference!r} is no folder here and could not be fetched from the Hugging "

@@ -7,9 +7,16 @@ The fields of `EngineConfig` are the keys of the YAML file. `load_config`, in
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from nanovllm_core.chat_template import check_chat_template_kwargs
 from nanovllm_core.config_choices import (
@@ -66,8 +73,8 @@ class CacheSettings(Section):
         le=1,
         description="How much of the GPU's memory this engine may fill, as a fraction: 0.9 is 90 "
         "percent. Weights come first, then working space, and what is left becomes cache; more "
-        "cache means more sequences at once. Lower it when other programs use the same GPU. "
-        "It does not apply on a CPU.",
+        "cache means more sequences at once. Lower it when other programs use the same GPU, or "
+        "another engine in this one: two of 0.4 go together. It does not apply on a CPU.",
     )
     num_blocks: int | None = Field(
         default=None,
@@ -83,14 +90,27 @@ class CacheSettings(Section):
     )
 
 
+def _is_length(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """One message, where a union would have one for each of its types."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError("must be a whole number of at least 2, or fit") from None
+
+
+FIT: Final = "fit"
+"""As long as the model's own limit and the KV cache allow."""
+ModelLength = Annotated[Annotated[int, Field(ge=2)] | Literal["fit"], WrapValidator(_is_length)]
+
+
 class LimitSettings(Section):
     """How much the engine takes on at once."""
 
-    max_model_len: int | None = Field(
+    max_model_len: ModelLength | None = Field(
         default=None,
-        ge=2,
         description="The longest a sequence may become, prompt and answer together, in tokens (a "
-        "token is about three quarters of an English word). Left out, the model's own limit.",
+        "token is about three quarters of an English word). Left out, the model's own limit; `fit` "
+        "is that too, or as many tokens as the cache holds where memory is too small for it.",
     )
     max_num_seqs: int = Field(
         default=256,
@@ -193,7 +213,9 @@ class EngineConfig(Section):
     model: str = Field(
         min_length=1,
         description="The model: a folder with a checkpoint, the name of a checkpoint plugin "
-        "(`demo`), `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`).",
+        "(`demo`), `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`). "
+        "A plugin's name wins over a folder of that name without a checkpoint; where the folder "
+        "has one too, write `./demo` for it or `demo:` for the plugin.",
     )
     tokenizer: str | None = Field(
         default=None,

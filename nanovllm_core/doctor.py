@@ -16,6 +16,7 @@ from typing import Any
 
 from nanovllm_core import __version__
 from nanovllm_core.attention_selection import INSTALL_ONE
+from nanovllm_core.checkpoint_selection import conflict, holds_checkpoint
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import PluginError
@@ -210,11 +211,11 @@ def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
 
 
 def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
-    """Names that two distributions claim; whoever selects one gets an error."""
+    """Names that two distributions, or a source and a folder here, claim; an error to select."""
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
     for plugin in manager.installed():
         owners[plugin.kind, plugin.name].append(plugin.distribution)
-    return [
+    double = [
         DoctorCheck(
             f"{kind} {name}",
             False,
@@ -225,6 +226,18 @@ def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
         for (kind, name), found in owners.items()
         if len(found) > 1
     ]
+    beside = [
+        _beside_a_folder(manager, name)
+        for (kind, name), found in owners.items()
+        if kind == "checkpoint" and len(found) == 1 and holds_checkpoint(name)
+    ]
+    return double + beside
+
+
+def _beside_a_folder(manager: PluginManager, source: str) -> DoctorCheck:
+    meanings, remedy = conflict(manager, source)
+    detail = f"in this folder, model: {source} is {meanings}"
+    return DoctorCheck(f"checkpoint {source}", False, detail, f"as the model, {remedy}")
 
 
 # ------------------------------------------------------------------------------------ the plugins

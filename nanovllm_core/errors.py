@@ -11,6 +11,7 @@ NanoVLLMError
 │   └── ScaffoldError            a new plugin cannot be written: its name, kind or folder
 ├── CheckpointError
 │   ├── CheckpointNotFoundError  the model names no folder, plugin or hub repository
+│   ├── CheckpointConflictError  the model names a folder and a plugin, each with a checkpoint
 │   ├── ArchitectureError        the checkpoint's architecture or one of its settings is unknown
 │   └── WeightsError             missing, unexpected, truncated or mismatched weights
 ├── RequestError
@@ -81,6 +82,10 @@ class CheckpointError(NanoVLLMError):
 
 class CheckpointNotFoundError(CheckpointError):
     """The model names no folder, no checkpoint plugin and no hub repository."""
+
+
+class CheckpointConflictError(CheckpointError):
+    """The model names both a folder with a checkpoint and an installed checkpoint source."""
 
 
 class ArchitectureError(CheckpointError):

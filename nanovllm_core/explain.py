@@ -14,7 +14,8 @@ from typing import Any
 
 from nanovllm_core import startup
 from nanovllm_core.attention_selection import Selection, able_backends, evaluate
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
+from nanovllm_core.config import FIT, EngineConfig
 from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.config_sources import LoadedConfig
 from nanovllm_core.errors import NanoVLLMError
@@ -26,7 +27,7 @@ from nanovllm_core.kinds import EXTENSION
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 from nanovllm_core.plugin_selection import kernel_set_name, select_kernels, select_sampler
 from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
-from nanovllm_core.worker.kv_cache import check_one_sequence_fits
+from nanovllm_core.worker.kv_cache import check_one_sequence_fits, fitting_length
 
 NOT_NAMED = "installed, and not named"
 
@@ -74,7 +75,7 @@ class Decisions:
 
     @cached_property
     def checkpoint(self) -> Path:
-        return startup.find_checkpoint(self.plugins, self.config.model)
+        return find_checkpoint(self.plugins, self.config.model)
 
     @cached_property
     def model_config(self) -> Mapping[str, Any]:
@@ -142,16 +143,13 @@ class Decisions:
 
 
 def _checkpoint(decisions: Decisions, name: str) -> Seam:
-    source, _ = startup.checkpoint_source(decisions.config.model)
-    how = {
-        "local": "a folder of that path is there, or the name is a path",
-        "hub": "organisation/name is a model of the hub",
-    }.get(source, "a checkpoint source of that name is installed")
+    model = decisions.config.model
+    source = find_source(decisions.plugins, model)
     return Seam(
         name,
-        f"{source}: {decisions.checkpoint}",
-        f"{decisions.said('model')}: {decisions.config.model!r}; {how}",
-        decisions.other_plugins("checkpoint", source),
+        f"{source.plugin.name}: {decisions.checkpoint}",
+        f"{decisions.said('model')}: {model!r}; {source.why}",
+        decisions.other_plugins("checkpoint", source.plugin.name),
     )
 
 
@@ -235,9 +233,9 @@ def _pages(decisions: Decisions, name: str) -> Seam:
     automatic += f"{selection.layout.page_multiple}, and 16 at least"
     given = decisions.config.cache.block_size is not None
     blocks = decisions.config.cache.num_blocks
-    if blocks is not None:
+    if blocks is not None and decisions.config.limits.max_model_len != FIT:
         length = startup.resolve_max_model_len(decisions.config, decisions.shape)
-        check_one_sequence_fits(blocks, selection.block_size, length)
+        check_one_sequence_fits(blocks, selection.block_size, length, given=True)
     return Seam(name, chosen, decisions.said("cache.block_size", "" if given else automatic))
 
 
@@ -315,6 +313,8 @@ def _graphs(decisions: Decisions, name: str) -> Seam:
 
 def _length(decisions: Decisions, name: str) -> Seam:
     chosen = startup.resolve_max_model_len(decisions.config, decisions.shape)
+    if decisions.config.limits.max_model_len == FIT:
+        return _fitting_length(decisions, name, chosen)
     given = decisions.config.limits.max_model_len is not None
     automatic = "" if given else "the model's own limit (max_position_embeddings)"
     return Seam(name, f"{chosen} tokens", decisions.said("limits.max_model_len", automatic))
@@ -326,6 +326,16 @@ def _sampling_defaults(decisions: Decisions, name: str) -> Seam:
         "" if decisions.config.generation_config == "none" else f"the checkpoint's {FILE_NAME}"
     )
     return Seam(name, chosen, decisions.said("generation_config", automatic))
+
+
+def _fitting_length(decisions: Decisions, name: str, most: int) -> Seam:
+    """Known where the number of pages is; otherwise an engine that starts measures it."""
+    said, blocks = decisions.said("limits.max_model_len"), decisions.config.cache.num_blocks
+    if blocks is None:
+        why = f"{said}: fit; the memory that is left as an engine starts decides"
+        return Seam(name, f"at most {most} tokens", why)
+    chosen = fitting_length(blocks, decisions.attention.block_size, most)
+    return Seam(name, f"{chosen} tokens", f"{said}: fit; cache.num_blocks decides")
 
 
 def _limit(path: str, unit: str) -> Callable[[Decisions, str], Seam]:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from nanovllm_core.attention_selection import Selection, select_attention
-from nanovllm_core.config import EngineConfig, check_device
+from nanovllm_core.checkpoint_selection import CONFIG_NAME, find_checkpoint
+from nanovllm_core.config import FIT, EngineConfig, check_device
 from nanovllm_core.errors import (
     ArchitectureError,
     CheckpointNotFoundError,
     ConfigError,
     DeviceError,
     ExecutorError,
-    NanoVLLMError,
     PluginLoadError,
     PluginNotFoundError,
 )
@@ -105,57 +105,9 @@ def start(config: EngineConfig) -> Startup:
     return Startup(plugins, setup, scheduler, executor, specs, made, sampling_defaults)
 
 
-def find_checkpoint(plugins: PluginManager, model: str) -> Path:
-    """The folder of a checkpoint: a path, a source's name, `source:reference`, or a hub id."""
-    resolved = resolve_source(plugins, model)
-    fetch = load_object(resolved)
-    try:
-        return Path(fetch(checkpoint_source(model)[1]))
-    except NanoVLLMError:
-        raise
-    except Exception as error:
-        raise PluginLoadError(
-            f"model: {model!r}: {describe(resolved)} gave no folder: {type(error).__name__}: "
-            f"{error}; correct the reference, or update {resolved.distribution}"
-        ) from error
-
-
-def resolve_source(plugins: PluginManager, model: str) -> ResolvedPlugin:
-    """The checkpoint plugin that a `model` asks; nothing is fetched."""
-    source, _ = checkpoint_source(model)
-    try:
-        return plugins.resolve("checkpoint", source, {}, path="model")
-    except PluginNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"model: {model!r} is no folder and no checkpoint plugin; give a path, a hub id "
-            f"(organisation/name) or an installed source. {error}"
-        ) from error
-
-
-def checkpoint_source(model: str) -> tuple[str, str]:
-    """Which checkpoint plugin a `model` asks, and for what."""
-    if _exists(model):
-        return "local", model
-    if ":" in model:
-        source, reference = model.split(":", 1)
-        return source, reference
-    if "/" in model and not model.startswith((".", "/", "~")):
-        return "hub", model
-    if "/" in model:
-        return "local", model
-    return model, ""
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # a name longer than the file system takes is no path
-        return False
-
-
 def read_model_config(checkpoint: Path) -> Mapping[str, Any]:
     """The checkpoint's config.json."""
-    file = checkpoint / "config.json"
+    file = checkpoint / CONFIG_NAME
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -249,9 +201,9 @@ def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> s
 
 
 def resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
-    """The configured length, or the model's own; ConfigError beyond that."""
+    """The configured length, or the model's own, which `fit` may cut; ConfigError beyond that."""
     asked = config.limits.max_model_len
-    if asked is None:
+    if asked is None or asked == FIT:
         return shape.max_position
     if asked > shape.max_position:
         raise ConfigError(
@@ -361,7 +313,9 @@ def make_scheduler(plugins: PluginManager, config: EngineConfig) -> Scheduler:
             f"{describe(resolved)}: its level is {spec.level!r}, and {resolved.impl} makes a "
             f"{found}; state level={level!r} in its spec"
         )
-    return TokenBudgetScheduler(made) if level == "policy" else cast(Scheduler, made)
+    if level == "policy":
+        return TokenBudgetScheduler(made, describe(resolved))
+    return cast(Scheduler, made)
 
 
 def _make_executor(plugins: PluginManager, config: EngineConfig) -> Executor:

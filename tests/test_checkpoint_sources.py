@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from nanovllm_core.checkpoint_sources import HUB_FILES, from_folder, from_hub
+from nanovllm_core.checkpoint_sources import HUB_FILES, HUB_STRAYS, from_folder, from_hub
 from nanovllm_core.errors import CheckpointNotFoundError
 
 
@@ -51,7 +51,8 @@ def test_a_hub_model_is_downloaded_at_its_revision(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert from_hub(reference) == tmp_path
-    assert asked == [(name, {"revision": revision, "allow_patterns": list(HUB_FILES)})]
+    patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_STRAYS)}
+    assert asked == [(name, {"revision": revision, **patterns})]
 
 
 def test_a_failed_download_names_model_reason_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

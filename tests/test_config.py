@@ -106,7 +106,9 @@ def test_a_section_that_is_there_but_empty_means_the_defaults() -> None:
         ({"generation_config": "vllm"}, "'checkpoint' or 'none'"),
         ({"chat_template_kwargs": {"messages": 1}}, "'messages' is set by the engine itself"),
         ({"chat_template_kwargs": {"a-b": 1}}, "'a-b' cannot name a variable"),
-        ({"limits": {"max_model_len": 1}}, "greater than or equal to 2"),
+        ({"limits": {"max_model_len": 1}}, "must be a whole number of at least 2, or fit"),
+        ({"limits": {"max_model_len": "fits"}}, "must be a whole number of at least 2, or fit"),
+        ({"limits": {"max_model_len": 2.5}}, "must be a whole number of at least 2, or fit"),
         ({"cuda_graphs": {"sizes": [2, 1]}}, r"\[2, 1\] must be positive and increasing"),
         ({"cuda_graphs": {"prompt_sizes": [0, 1]}}, r"prompt_sizes \[0, 1\] must be positive"),
         (

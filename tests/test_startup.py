@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +13,20 @@ import torch
 
 from nanovllm_core import startup
 from nanovllm_core.attention_selection import select_attention
+from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import (
     ArchitectureError,
+    CheckpointConflictError,
     CheckpointNotFoundError,
     ConfigError,
     DeviceError,
     PluginLoadError,
+    SchedulerError,
 )
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.startup import find_checkpoint, read_model_config, resolve_device, start
+from nanovllm_core.startup import read_model_config, resolve_device, start
 
 from .e2e.tiny import write_config
 
@@ -78,11 +82,80 @@ def test_steps_with_prompts_are_captured_where_the_backend_says_so(folder: Path)
 def test_a_folder_is_found_by_its_path_absolute_or_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path that exists is a folder, even where a checkpoint plugin has that name."""
     monkeypatch.chdir(folder.parent)
     plugins = get_plugin_manager()
     for model in (str(folder), "model", "./model", f"local:{folder}"):
         assert find_checkpoint(plugins, model) == folder.resolve()
+
+
+SHELF = """
+from nanovllm_core.api import CheckpointSpec, hookimpl
+
+@hookimpl
+def nanovllm_checkpoints():
+    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=1)]
+
+def fetch(reference):
+    return f"/shelf/{reference}"
+"""
+
+
+@pytest.fixture
+def shelf(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed source `shelf`, in an empty current directory."""
+    install("nanovllm-shelf", {"nanovllm.checkpoints": {"shelf": "shelf"}}, {"shelf": SHELF})
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    return here
+
+
+@pytest.mark.parametrize("what", ["an empty folder", "a folder of other files", "a file", "none"])
+def test_a_source_wins_over_what_is_here_and_holds_no_checkpoint(what: str, shelf: Path) -> None:
+    """The README's first command works beside a folder `demo/`, whatever else that holds."""
+    if what == "a file":
+        (shelf / "shelf").touch()
+    elif what != "none":
+        (shelf / "shelf").mkdir()
+    if what == "a folder of other files":
+        (shelf / "shelf/notes.txt").touch()
+    assert find_checkpoint(get_plugin_manager(), "shelf") == Path("/shelf")
+
+
+def test_a_source_and_a_checkpoint_of_one_name_are_an_error_that_says_how_to_choose(
+    shelf: Path,
+) -> None:
+    write_config(shelf / "shelf")
+    plugins = get_plugin_manager()
+    with pytest.raises(
+        CheckpointConflictError,
+        match=r"model: 'shelf' is .*here/shelf.* nanovllm-shelf 1\.2\.3.*'\./shelf'.*'shelf:'",
+    ):
+        find_source(plugins, "shelf")
+    for model in ("./shelf", "local:shelf", str(shelf / "shelf")):
+        assert find_checkpoint(plugins, model) == shelf / "shelf"
+    assert find_checkpoint(plugins, "shelf:") == Path("/shelf")
+    without = get_plugin_manager(disable=["nanovllm-shelf"])
+    assert find_checkpoint(without, "shelf") == shelf / "shelf"
+
+
+def test_a_prefix_always_means_the_source_and_a_folder_may_hold_a_colon(shelf: Path) -> None:
+    plugins = get_plugin_manager()
+    for name in ("shelf:a", "mine:b"):
+        write_config(shelf / name)
+    assert find_checkpoint(plugins, "shelf:a") == Path("/shelf/a")
+    assert find_checkpoint(plugins, "./shelf:a") == shelf / "shelf:a"
+    assert find_checkpoint(plugins, "mine:b") == shelf / "mine:b"
+
+
+def test_a_folder_of_a_hub_name_is_used_and_never_fetched(shelf: Path) -> None:
+    """A folder that lacks its config.json is no reason to ask the hub for that name in silence."""
+    plugins = get_plugin_manager()
+    write_config(shelf / "Qwen/Small")
+    assert find_checkpoint(plugins, "Qwen/Small") == shelf / "Qwen/Small"
+    (shelf / "Qwen/Small/config.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no config\.json.*'hub:Qwen/Small'"):
+        find_checkpoint(plugins, "Qwen/Small")
 
 
 def test_a_name_with_a_slash_is_the_hubs_and_one_without_a_plugins(
@@ -208,6 +281,32 @@ def make(options):
     install("mine", {"nanovllm.schedulers": {"mine": "mine_scheduler"}}, {"mine_scheduler": source})
     with pytest.raises(PluginLoadError, match=rf"'mine' \(mine 1\.2\.3\): .*{said}.*state level="):
         started(folder, scheduler="mine")
+
+
+POLICY = """
+from nanovllm_core.api import SchedulingPolicy
+
+class Mine(SchedulingPolicy):
+    def __init__(self, options):
+        pass
+
+    def service_key(self, request):
+        return request.num_prompt_tokens
+"""
+
+
+def test_a_policy_whose_key_is_an_int_is_named_with_its_distribution(
+    install: Install, folder: Path
+) -> None:
+    source = SCHEDULERS.replace("IMPL", "mine_policy:Mine").replace("LEVEL", "policy")
+    modules = {"mine_scheduler": source, "mine_policy": POLICY}
+    install("mine", {"nanovllm.schedulers": {"mine": "mine_scheduler"}}, modules)
+    request: Any = SimpleNamespace(request_id="a", num_prompt_tokens=7, arrival_index=0)
+    scheduler = started(folder, scheduler="mine").scheduler
+    with pytest.raises(
+        SchedulerError, match=r"'mine' \(mine 1\.2\.3\): service_key gave 7; .*tuple"
+    ):
+        scheduler.add(request)
 
 
 # -- device and number format ---------------------------------------------------------------------

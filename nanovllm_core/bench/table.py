@@ -90,7 +90,7 @@ def measure_table(
     """
     configs = {name: make_config(attention_named(name)) for name in cells.backends}
     for config in configs.values():  # what is wrong is known before anything is loaded
-        if config.limits.max_model_len is not None:
+        if isinstance(config.limits.max_model_len, int):
             cells.check(config.limits.max_model_len)
         _ = Decisions(LoadedConfig(config, {})).attention
     engines: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
 from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, one_file
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import NamedPlugin
@@ -19,14 +20,11 @@ from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 from nanovllm_core.startup import (
     check_tensor_parallel_size,
-    checkpoint_source,
-    find_checkpoint,
     find_model,
     read_architecture,
     read_model_config,
     read_shape,
     resolve_max_model_len,
-    resolve_source,
 )
 
 app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
@@ -85,9 +83,8 @@ def check_model(manager: PluginManager, config: EngineConfig) -> None:
     Only what lies on this machine is opened: for a reference, as to the hub, the source need only
     be installed.
     """
-    source, reference = checkpoint_source(config.model)
-    resolve_source(manager, config.model)
-    if reference and source != "local":
+    source = find_source(manager, config.model)
+    if source.reference and source.plugin.name != "local":
         return
     checkpoint = find_checkpoint(manager, config.model)
     model_config = read_model_config(checkpoint)

@@ -149,8 +149,8 @@ def _item(file: Path, number: int, line: str) -> Item:
 
 def _own_data(config: EngineConfig) -> Path:
     """The questions that the checkpoint brings along."""
+    from nanovllm_core.checkpoint_selection import find_checkpoint
     from nanovllm_core.plugin_manager import get_plugin_manager
-    from nanovllm_core.startup import find_checkpoint
 
     plugins = get_plugin_manager(disable=config.plugins.disable)
     return find_checkpoint(plugins, config.model) / "eval.jsonl"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
-from nanovllm_core.errors import SchedulerError
+from nanovllm_core.errors import PluginFailedError, SchedulerError
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -28,14 +29,16 @@ class TokenBudgetScheduler(Scheduler):
     Equal keys are served in the order of arrival.
     """
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
+    def __init__(self, policy: SchedulingPolicy, name: str = "") -> None:
+        """`name` stands for the policy in errors; its class does if there is none."""
         self.policy = policy
+        self._name = name or type(policy).__name__
         self._queue: list[_Entry] = []
         self._live: dict[str, _Entry] = {}
         self._numbers = itertools.count()
 
     def add(self, request: RequestView) -> None:
-        key = tuple(self.policy.service_key(request))
+        key = self._key("service_key", request)
         entry = (key, request.arrival_index, next(self._numbers), request)
         self._live[request.request_id] = entry
         heapq.heappush(self._queue, entry)
@@ -73,8 +76,23 @@ class TokenBudgetScheduler(Scheduler):
         return shares
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        victim = max(running, key=lambda r: (tuple(self.policy.victim_key(r)), r.arrival_index))
+        victim = max(running, key=lambda r: (self._key("victim_key", r), r.arrival_index))
         return victim.request_id
+
+    def _key(self, method: str, request: RequestView) -> tuple[float, ...]:
+        """The policy's key, which must compare with every other; an error names the policy."""
+        try:
+            key = getattr(self.policy, method)(request)
+        except Exception as error:
+            raise PluginFailedError(
+                f"{self._name}: {method} failed: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(key, Sequence) or not all(map(_is_number, key)):
+            raise SchedulerError(
+                f"{self._name}: {method} gave {key!r:.80}; it must give a tuple of numbers, as in "
+                "(3,), and none may be NaN"
+            )
+        return tuple(key)
 
     def _pop(self) -> _Entry | None:
         """The live entry that is next, taken off the heap."""
@@ -83,6 +101,10 @@ class TokenBudgetScheduler(Scheduler):
             if self._live.get(entry[-1].request_id) is entry:
                 return entry
         return None
+
+
+def _is_number(part: object) -> bool:
+    return isinstance(part, Real) and part == part  # which NaN is not
 
 
 def check_shares(
@@ -97,6 +119,10 @@ def check_shares(
     `waiting` and `prefilling` are those of `state`, by id.
     """
     name = type(scheduler).__name__
+    if not isinstance(shares, Sequence) or not all(isinstance(s, PrefillShare) for s in shares):
+        raise SchedulerError(
+            f"{name} scheduled {shares!r:.80}; schedule() must return a sequence of PrefillShare"
+        )
     seen: set[str] = set()
     tokens = rows = blocks = 0
     for share in shares:

@@ -32,9 +32,10 @@ class WorkerSetup:
 
     `checkpoint` is the folder of the checkpoint, `model_config` its config.json as a dict.
     `tokenizer` is the folder of the tokenizer's files. `device` ("cuda:0", "cpu") and `dtype`
-    ("bfloat16") are resolved, never "auto". `prompt_graph_sizes`: the numbers of prompt tokens
-    that steps are padded to, and captured with where `cuda_graphs` is set, increasing; empty where
-    the prefill backend cannot be captured.
+    ("bfloat16") are resolved, never "auto". `max_model_len` is a bound where the configuration says
+    `fit`: an executor may offer less, by `WorkerInfo.max_model_len`. `prompt_graph_sizes`: the
+    numbers of prompt tokens that steps are padded to, and captured with where `cuda_graphs` is set,
+    increasing; empty where the prefill backend cannot be captured.
     """
 
     config: EngineConfig

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
 from pydantic import BaseModel
 
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config import FIT, EngineConfig
 from nanovllm_core.errors import (
     EngineClosedError,
     NanoVLLMError,
@@ -31,8 +33,11 @@ from nanovllm_core.worker.graphs import StepGraphs
 from nanovllm_core.worker.kv_cache import (
     DeviceMemory,
     KVCache,
+    MemoryBefore,
     block_bytes,
     check_one_sequence_fits,
+    fitting_length,
+    most_blocks_on_cpu,
     num_blocks_on_cpu,
     num_blocks_on_gpu,
 )
@@ -40,6 +45,10 @@ from nanovllm_core.worker.model import LoadedModel, load_model
 from nanovllm_core.worker.plugins import make_kernels, make_processors, make_sampler
 from nanovllm_core.worker.progress import Laps, track
 from nanovllm_core.worker.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+CUT = "limits.max_model_len: fit: the KV cache holds %d of the %d tokens of the model's own limit"
 
 
 class SingleProcessExecutor(Executor):
@@ -55,26 +64,32 @@ class SingleProcessExecutor(Executor):
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
         """Load the model, size the KV cache by a trial step, capture the graphs."""
-        laps = Laps()
+        laps, longest = Laps(), setup.max_model_len
         self._parts = ", ".join(dict.fromkeys(map(describe, _parts_of_a_step(setup))))
-        num_blocks = setup.config.cache.num_blocks
-        if num_blocks is not None:  # known to be too few before anything is loaded
-            check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len)
+        if setup.config.cache.num_blocks is not None:  # too few are known before anything is loaded
+            setup = _within(setup, setup.config.cache.num_blocks)
         device = torch.device(setup.device)
         with _room(device, "the model", "free it of others, or take a smaller model or dtype"):
-            context_bytes = _open_device(device)
+            before = _open_device(device)
             if device.type == "cuda":
                 self._on_device = torch.cuda.device(device)
             laps.end("device")
             kernels = make_kernels(setup, device)
             model = load_model(setup, kernels)
             laps.end("model")
+        if setup.config.limits.max_model_len == FIT:
+            setup = _within(setup, _most_blocks(setup, model, before))
         with _room(device, "the attention backends' workspaces", _smaller_steps(setup)):
             attention = _make_attention(setup, kernels, model)
             laps.end("attention")
         with _room(device, "the largest step there can be", _smaller_steps(setup)):
             runner = self._runner = _make_runner(setup, model, attention)
-            cache = _make_cache(setup, model, runner, context_bytes)
+            num_blocks = _num_blocks(setup, model, runner, before)
+            setup = _within(setup, num_blocks)
+            if setup.max_model_len < longest:
+                logger.info(CUT, setup.max_model_len, longest)
+            size = num_blocks, setup.block_size
+            cache = KVCache.allocate(model.shape, *size, model.dtype, model.device)
             attention.set_cache(cache)
             laps.end("cache")
         load_seconds = sum(laps.seconds.values())
@@ -150,10 +165,10 @@ def _room(device: torch.device, what: str, remedy: str) -> Iterator[None]:
         raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
 
 
-def _open_device(device: torch.device) -> int:
-    """Create the CUDA context; return the bytes that it took of the device, 0 on a CPU."""
+def _open_device(device: torch.device) -> MemoryBefore:
+    """Create the CUDA context, if there is none yet; return what this engine is not to count."""
     if device.type != "cuda":
-        return 0
+        return MemoryBefore()
     torch.cuda.set_device(device)
     # Other processes may allocate between the two readings; the window is as short as it can be.
     torch.cuda.init()
@@ -161,10 +176,11 @@ def _open_device(device: torch.device) -> int:
     torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     free_after, _ = torch.cuda.mem_get_info(device)
-    # The peak of an engine that was closed before is not this one's.
+    # What is cached, and the peak so far, is of engines before or beside this one.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    return max(0, free_before - free_after)
+    context = max(0, free_before - free_after)
+    return MemoryBefore(torch.cuda.memory_reserved(device), context)
 
 
 def _smaller_steps(setup: WorkerSetup) -> str:
@@ -270,10 +286,34 @@ def _decode_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]
     return config.graph_sizes
 
 
-def _make_cache(
-    setup: WorkerSetup, model: LoadedModel, runner: ModelRunner, context_bytes: int
-) -> KVCache:
-    """Size the cache (an explicit number of blocks is honoured) and allocate it."""
+def _within(setup: WorkerSetup, num_blocks: int) -> WorkerSetup:
+    """The setup with a length that so many pages hold; OutOfMemoryError where it may not be cut."""
+    if setup.config.limits.max_model_len != FIT:
+        given = setup.config.cache.num_blocks is not None
+        check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len, given=given)
+        return setup
+    length = fitting_length(num_blocks, setup.block_size, setup.max_model_len)
+    return replace(setup, max_model_len=length)
+
+
+def _most_blocks(setup: WorkerSetup, model: LoadedModel, before: MemoryBefore) -> int:
+    """Pages beside the weights alone: a bound, so that tables are not made for a longer sequence.
+
+    Workspaces and steps take their part later, when they are there to be measured.
+    """
+    if setup.config.cache.num_blocks is not None:
+        return setup.config.cache.num_blocks
+    per_block = block_bytes(model.shape, setup.block_size, model.dtype)
+    if model.device.type == "cpu":
+        return most_blocks_on_cpu(per_block)
+    memory = DeviceMemory.measure(model.device, before)
+    return num_blocks_on_gpu(memory, setup.config.cache.gpu_memory_utilization, per_block)
+
+
+def _num_blocks(
+    setup: WorkerSetup, model: LoadedModel, runner: ModelRunner, before: MemoryBefore
+) -> int:
+    """The pages of the cache: an explicit number is honoured, else as many as there is room for."""
     block_size, shape = setup.block_size, model.shape
     per_block = block_bytes(shape, block_size, model.dtype)
     num_blocks = setup.config.cache.num_blocks
@@ -284,15 +324,13 @@ def _make_cache(
         # A given number is honoured; but no request shall be the first to have these compiled.
         graph_bytes = _try_steps(setup, runner)
         if num_blocks is None:
-            memory = DeviceMemory.measure(model.device, context_bytes, graph_bytes)
+            memory = DeviceMemory.measure(model.device, before, graph_bytes)
             share = setup.config.cache.gpu_memory_utilization
-            num_blocks = num_blocks_on_gpu(memory, share, per_block)
-    elif num_blocks is None:
-        num_blocks = num_blocks_on_cpu(
-            per_block, runner.max_blocks, setup.config.limits.max_num_seqs
-        )
-    check_one_sequence_fits(num_blocks, block_size, setup.max_model_len)
-    return KVCache.allocate(shape, num_blocks, block_size, model.dtype, model.device)
+            return num_blocks_on_gpu(memory, share, per_block)
+    if num_blocks is None:
+        max_num_seqs = setup.config.limits.max_num_seqs
+        return num_blocks_on_cpu(per_block, runner.max_blocks, max_num_seqs)
+    return num_blocks
 
 
 def _try_steps(setup: WorkerSetup, runner: ModelRunner) -> int:

@@ -79,15 +79,35 @@ def num_blocks_on_cpu(bytes_per_block: int, blocks_per_seq: int, max_num_seqs: i
 
     One sequence of the model's length always fits, for pages that are never written cost nothing.
     """
-    most = min(blocks_per_seq * max_num_seqs, CPU_CACHE_BYTES // bytes_per_block)
+    most = min(blocks_per_seq * max_num_seqs, most_blocks_on_cpu(bytes_per_block))
     return max(blocks_per_seq, most)
+
+
+def most_blocks_on_cpu(bytes_per_block: int) -> int:
+    """Pages within `CPU_CACHE_BYTES`, at least one."""
+    return max(1, CPU_CACHE_BYTES // bytes_per_block)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBefore:
+    """What an engine finds when it starts, in bytes: none of it is the engine's own.
+
+    `reserved` is what torch's allocator holds for other engines and tensors of this process.
+    `context` is what CUDA itself took of the device because this engine was the first to use it; 0
+    if it was not.
+    """
+
+    reserved: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a GPU has and what this process takes of it, in bytes.
+    """What a GPU has and what this engine takes of it, in bytes.
 
-    `peak` is the highest this process needed so far, activations of the largest step included.
+    `reserved` is what torch's allocator holds for this process now, and `peak` the most that it
+    held since the engine began, activations of the largest step included. These are numbers of the
+    whole process: what another thread allocates while the engine starts counts as the engine's.
     `free` is what nobody holds, however many processes share the device. `graphs` is what captured
     steps will keep beside it.
     """
@@ -96,12 +116,12 @@ class DeviceMemory:
     free: int
     reserved: int
     peak: int
-    context: int
+    before: MemoryBefore = MemoryBefore()
     graphs: int = 0
 
     @classmethod
-    def measure(cls, device: torch.device, context: int, graphs: int) -> DeviceMemory:
-        """Read the device; `context` is what CUDA itself took in this process."""
+    def measure(cls, device: torch.device, before: MemoryBefore, graphs: int = 0) -> DeviceMemory:
+        """Read the device."""
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         return cls(
@@ -109,42 +129,72 @@ class DeviceMemory:
             free=free,
             reserved=torch.cuda.memory_reserved(device),
             peak=torch.cuda.max_memory_reserved(device),
-            context=context,
+            before=before,
             graphs=graphs,
         )
 
-    def budget(self, utilization: float) -> int:
-        """Bytes left for pages: this process's share less what it uses, never more than is free.
+    @property
+    def needed(self) -> int:
+        """Bytes that this engine takes at its peak, without pages."""
+        return self.peak - self.before.reserved + self.before.context + self.graphs
 
-        Other processes count only through `free`: their memory is not taken off our share.
+    def share_left(self, utilization: float) -> int:
+        """Bytes of this engine's share of the device that its pages may take."""
+        return int(self.total * utilization) - self.needed
+
+    @property
+    def free_left(self) -> int:
+        """Bytes that nobody holds and that this engine's steps will not need."""
+        return self.free - (self.peak - self.reserved) - self.graphs
+
+    def budget(self, utilization: float) -> int:
+        """Bytes left for pages: this engine's share less what it needs, never more than is free.
+
+        Others, in this process or in another, count only through `free`: what they hold is not
+        taken off our share.
         """
-        share = int(self.total * utilization) - self.peak - self.context
-        growth = self.peak - self.reserved
-        return min(share, self.free - growth) - self.graphs
+        return min(self.share_left(utilization), self.free_left)
 
 
 def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block: int) -> int:
     """Pages that fit; OutOfMemoryError where not even one does."""
     budget = memory.budget(utilization)
     if budget < bytes_per_block:
+        remedy = "free the GPU of what others hold"
+        if memory.share_left(utilization) < bytes_per_block:
+            remedy = "raise cache.gpu_memory_utilization, or take a smaller model or dtype"
         raise OutOfMemoryError(
             f"no room for the KV cache: cache.gpu_memory_utilization={utilization} of "
             f"{memory.total / _GIB:.1f} GiB is {memory.total * utilization / _GIB:.1f} GiB, this "
-            f"process needs {(memory.peak + memory.context + memory.graphs) / _GIB:.1f} GiB and "
-            f"{memory.free / _GIB:.1f} GiB are free, which leaves {budget / _GIB:.2f} GiB for "
-            f"pages of {bytes_per_block / _GIB:.4f} GiB; raise cache.gpu_memory_utilization, lower "
-            "limits.max_num_batched_tokens, or free the GPU"
+            f"engine needs {memory.needed / _GIB:.1f} GiB and {memory.free / _GIB:.1f} GiB are "
+            f"free, which leaves {budget / _GIB:.2f} GiB for pages of "
+            f"{bytes_per_block / _GIB:.4f} GiB; {remedy}"
         )
     return budget // bytes_per_block
 
 
-def check_one_sequence_fits(num_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Refuse a cache in which the longest allowed sequence could never finish."""
+def check_one_sequence_fits(
+    num_blocks: int, block_size: int, max_model_len: int, *, given: bool
+) -> None:
+    """Refuse a cache in which the longest allowed sequence could never finish.
+
+    `given`: the configuration states the number of pages; else a GPU's memory decided it.
+    """
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
+        more = (
+            f"raise cache.num_blocks to {needed}"
+            if given
+            else ("give the cache more memory (raise cache.gpu_memory_utilization)")
+        )
         raise OutOfMemoryError(
             f"the KV cache holds {num_blocks} pages of {block_size} tokens "
             f"({num_blocks * block_size} tokens), but limits.max_model_len={max_model_len} needs "
-            f"{needed}; set limits.max_model_len to at most {num_blocks * block_size}, or give the "
-            "cache more memory (cache.gpu_memory_utilization, cache.num_blocks)"
+            f"{needed}; set limits.max_model_len to at most {num_blocks * block_size} (or to fit, "
+            f"which takes the longest that fits), or {more}"
         )
+
+
+def fitting_length(num_blocks: int, block_size: int, max_model_len: int) -> int:
+    """Tokens of the longest sequence that `num_blocks` pages hold, `max_model_len` at most."""
+    return min(max_model_len, num_blocks * block_size)

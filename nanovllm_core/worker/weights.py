@@ -23,6 +23,7 @@ from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.layers import ModelParameter
 from nanovllm_core.layers.module import ShardId
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES = 8
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -40,7 +41,9 @@ def load_weights(
 ) -> None:
     """Fill every parameter of a `CausalLM` from the safetensors files of a folder.
 
-    Reads the files that `model.safetensors.index.json` lists, or every `*.safetensors` without one.
+    Reads `model.safetensors`, or the files that `model.safetensors.index.json` lists, as
+    transformers does; with neither every `model*.safetensors`, or else every `*.safetensors`.
+    Others beside these, such as `consolidated.safetensors`, are left alone.
     `tied`: the embedding and the head share a parameter; it is loaded under its first name, and a
     second copy in the checkpoint is left out. Tensors are converted to the parameter's dtype.
     Raises WeightsError, before anything is copied, for weights that are missing, unexpected,
@@ -171,12 +174,18 @@ def _checkpoint_tensor(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_NAME
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    if single.is_file():
+        return [single]
     if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if not files:
             raise WeightsError(_denied(folder) or _no_files_message(folder))
         return files
+    return _indexed_files(folder, index)
+
+
+def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from nanovllm_core import doctor
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.config_sources import load_with_sources
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.explain import SEAMS, Seam
 from nanovllm_core.explain import explain as explain_config
+from nanovllm_core.interfaces.doctor import DoctorCheck
+from nanovllm_core.plugin_manager import get_plugin_manager
 
 Install = Callable[..., None]
 
@@ -77,6 +82,16 @@ def test_a_cache_in_which_no_sequence_fits_is_a_problem() -> None:
     found = seams(**{"cache.num_blocks": 1})
     assert "limits.max_model_len=2048 needs 128" in found["KV pages"].problem
     assert not seams(**{"cache.num_blocks": 128})["KV pages"].problem
+
+
+def test_a_length_that_fits_is_known_where_the_number_of_pages_is() -> None:
+    """Otherwise it is said to be decided by the memory that a start finds; never a problem."""
+    open_length = seams(max_model_len="fit")["longest sequence"]
+    assert open_length.chosen == "at most 2048 tokens"
+    assert "limits.max_model_len, from the command line: fit; the memory" in open_length.why
+    given = seams(max_model_len="fit", **{"cache.num_blocks": 3, "cache.block_size": 32})
+    assert given["longest sequence"].chosen == "96 tokens"
+    assert not given["KV pages"].problem
 
 
 def test_no_weights_are_loaded(tmp_path: Path) -> None:
@@ -205,6 +220,32 @@ def test_a_problem_is_told_once_and_what_does_not_hang_on_it_is_still_explained(
     assert found["model"].problem == "depends on the problem above"
     assert found["scheduler"].chosen.startswith("fcfs")
     assert found["kernels"].chosen.startswith("torch")
+
+
+def test_a_folder_demo_breaks_nothing_until_it_holds_a_checkpoint_and_every_command_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`explain` and `config check` say what a start would, and the doctor warns of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    file = tmp_path / "engine.yaml"
+    file.write_text("model: demo")
+    both = r"model: 'demo' is the checkpoint in .*; write './demo' .* or 'demo:' for the source"
+
+    def claims() -> list[DoctorCheck]:
+        return doctor.check_conflicts(get_plugin_manager())
+
+    assert seams()["checkpoint"].chosen.startswith("demo: ")
+    assert not claims()
+    CliRunner().invoke(make_app(), ["config", "check", str(file)], catch_exceptions=False)
+    (tmp_path / "demo/config.json").write_text("{}")
+    assert re.search(both, seams()["checkpoint"].problem)
+    with pytest.raises(ConfigError, match=both):
+        CliRunner().invoke(make_app(), ["config", "check", str(file)], catch_exceptions=False)
+    [claim] = claims()
+    assert (claim.name, claim.ok, claim.fatal) == ("checkpoint demo", False, False)
+    assert "'demo:' for the source" in claim.remedy
+    assert not seams("demo:")["checkpoint"].problem
 
 
 def test_a_device_that_is_not_there_is_the_devices_problem() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm_core.engine import FcfsPolicy, TokenBudgetScheduler
-from nanovllm_core.errors import EngineClosedError, SchedulerError
+from nanovllm_core.errors import EngineClosedError, PluginFailedError, SchedulerError
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -66,6 +69,14 @@ def test_a_share_that_cannot_be_is_refused(share: PrefillShare, message: str) ->
         harness.step()
     with pytest.raises(EngineClosedError, match="make a new one"):
         harness.add("b", range(10))
+
+
+@pytest.mark.parametrize("shares", [3, ["a"], [("a", 2)], iter([PrefillShare("a", 2)])])
+def test_shares_of_another_type_are_refused(shares: Any) -> None:
+    harness = Harness(scheduler=Scripted(lambda _: shares))
+    harness.add("a", range(10))
+    with pytest.raises(SchedulerError, match=r"Scripted scheduled .*a sequence of PrefillShare"):
+        harness.step()
 
 
 def test_two_shares_for_one_request_are_refused() -> None:
@@ -261,6 +272,53 @@ def test_equal_keys_are_served_in_the_order_of_arrival() -> None:
     harness.add("late", [1], greedy(2))
     harness.run()
     assert [out.request_id for out in harness.outputs] == ["a", "late", "b", "c"]
+
+
+class Keyed(SchedulingPolicy):
+    """Its keys are what the test says; with an error for one, that is raised."""
+
+    def __init__(self, service: object = (0,), victim: object = (0,)) -> None:
+        self.keys = {"service": service, "victim": victim}
+
+    def _key(self, which: str) -> Any:
+        if isinstance(error := self.keys[which], Exception):
+            raise error
+        return error
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return self._key("service")  # type: ignore[no-any-return]
+
+    def victim_key(self, request: RequestView) -> tuple[float, ...]:
+        return self._key("victim")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("key", [3, 0.5, None, "ab", ("a",), (1, None), (float("nan"),), {1: 2}])
+@pytest.mark.parametrize("which", ["service", "victim"])
+def test_a_key_that_is_no_tuple_of_numbers_is_the_policys_error(which: str, key: object) -> None:
+    scheduler = TokenBudgetScheduler(Keyed(**{which: key}), "scheduler 'mine' (mine 1.0)")
+    harness = Harness(Setting(), scheduler=scheduler)
+    said = rf"scheduler 'mine' \(mine 1\.0\): {which}_key gave {re.escape(repr(key))}; .* tuple of"
+
+    def serve() -> None:
+        scheduler.choose_victim(harness.add("a", [1, 2]))
+
+    with pytest.raises(SchedulerError, match=said):
+        serve()
+
+
+def test_an_error_in_a_key_names_the_policy_and_is_its_cause() -> None:
+    harness = Harness(Setting(), scheduler=TokenBudgetScheduler(Keyed(ZeroDivisionError("oh"))))
+    with pytest.raises(PluginFailedError, match=r"Keyed: service_key failed: Zero.*: oh") as caught:
+        harness.add("a", [1, 2])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("key", [[1, 2.5], (True, -3), (), (np.int32(4), np.float32(1))])
+def test_a_key_may_be_any_sequence_of_numbers(key: Any) -> None:
+    harness = Harness(Setting(), scheduler=TokenBudgetScheduler(Keyed(key)))
+    harness.add("a", [1, 2], greedy(2))
+    harness.run()
+    assert len(harness.outputs) == 1
 
 
 def test_a_request_that_left_the_queue_is_skipped() -> None:

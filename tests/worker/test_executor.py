@@ -16,6 +16,7 @@ from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import (
     EngineClosedError,
     OutOfMemoryError,
+    RequestTooLongError,
     UnsupportedError,
     WeightsError,
 )
@@ -42,9 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
+SETTINGS = {"device": "cpu", "attention": "sdpa", "max_model_len": 64, "max_num_seqs": 5}
+
+
 def prepare(folder: Path, **changes: Any) -> tuple[Executor, WorkerSetup]:
-    settings = {"device": "cpu", "attention": "sdpa", "max_model_len": 64, "max_num_seqs": 5}
-    startup = start(load_config(str(folder), overrides={**settings, **changes}))
+    startup = start(load_config(str(folder), overrides={**SETTINGS, **changes}))
     return startup.executor, startup.setup
 
 
@@ -154,6 +157,37 @@ def test_sizes_beyond_all_bounds_are_refused_by_name(
     with pytest.raises(OutOfMemoryError, match=said):
         executor.start(setup)
     executor.close()
+
+
+def test_fit_takes_the_models_own_length_where_there_is_room(folder: Path) -> None:
+    executor, setup = prepare(folder, max_model_len="fit")
+    info = executor.start(setup)
+    executor.close()
+    assert info.max_model_len == 512
+    assert info.num_blocks == 5 * 512 // 16
+
+
+@pytest.mark.parametrize("limit", ["a given number of pages", "the memory of a CPU's cache"])
+def test_fit_takes_the_longest_sequence_that_the_cache_holds(
+    limit: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tables are made for that length, a request of it runs, and the log says what was cut."""
+    changes: dict[str, Any] = {"max_model_len": "fit"}
+    if limit == "a given number of pages":
+        changes["cache"] = {"num_blocks": 5}
+    else:
+        per_block = 2 * 2 * 16 * 2 * 16 * 4  # K and V, layers, tokens, KV heads, head size, bytes
+        monkeypatch.setattr("nanovllm_core.worker.kv_cache.CPU_CACHE_BYTES", 6 * per_block - 1)
+    caplog.set_level("INFO")
+    with LLM(str(folder), **{**SETTINGS, **changes}) as llm:
+        assert (llm.info.num_blocks, llm.info.max_model_len) == (5, 80)
+        assert llm._executor._runner.max_model_len == 80
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        [output] = llm.generate([[5] * 30], params, use_tqdm=False)
+        assert len(output.token_ids) == 50
+        with pytest.raises(RequestTooLongError, match="max_model_len is 80"):
+            llm.generate([[5] * 80], params)
+    assert "fit: the KV cache holds 80 of the 512 tokens" in caplog.text
 
 
 def test_random_weights_follow_the_seed(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
-"""How many KV pages a process takes, alone or on a shared GPU."""
+"""How many KV pages an engine takes, alone, beside others in its process, or on a shared GPU."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.model import ModelShape
@@ -11,8 +15,10 @@ from nanovllm_core.worker.kv_cache import (
     CPU_CACHE_BYTES,
     DeviceMemory,
     KVCache,
+    MemoryBefore,
     block_bytes,
     check_one_sequence_fits,
+    fitting_length,
     num_blocks_on_cpu,
     num_blocks_on_gpu,
 )
@@ -29,9 +35,43 @@ SHAPE = ModelShape(
 )
 
 
-def memory(**changes: int) -> DeviceMemory:
-    gib = {"total": 80, "free": 76, "reserved": 3, "peak": 4, "context": 1, **changes}
-    return DeviceMemory(**{name: value * GIB for name, value in gib.items()})
+def memory(*, held_before: float = 0, context: float = 1, **changes: float) -> DeviceMemory:
+    gib = {"total": 80, "free": 76, "reserved": 3, "peak": 4, **changes}
+    before = MemoryBefore(reserved=int(held_before * GIB), context=int(context * GIB))
+    return DeviceMemory(before=before, **{name: int(gib[name] * GIB) for name in gib})
+
+
+@dataclass
+class Gpu:
+    """A device of 80 GiB, by the numbers that its engines would measure. All in GiB."""
+
+    used: float = 0
+    reserved: float = 0
+    """Of what is used, by torch's allocator in this process."""
+    has_context: bool = False
+
+    def start(self, utilization: float, model: float = 2, step: float = 1) -> int:
+        """Start an engine with these weights and this largest step; its pages of 1/64 GiB."""
+        context = 0 if self.has_context else 0.5
+        self.has_context = True
+        self.used += context
+        before = self.reserved
+        self.hold(model)
+        measured = memory(
+            free=80 - self.used,
+            reserved=self.reserved,
+            peak=self.reserved + step,
+            held_before=before,
+            context=context,
+        )
+        num_blocks = num_blocks_on_gpu(measured, utilization, GIB // 64)
+        self.hold(num_blocks / 64)
+        return num_blocks
+
+    def hold(self, size: float) -> None:
+        """Something of this process takes memory by torch's allocator."""
+        self.used += size
+        self.reserved += size
 
 
 def test_a_page_holds_keys_and_values_of_every_layer() -> None:
@@ -48,13 +88,55 @@ def test_fresh_pages_are_zero() -> None:
     assert not cache.pages.any()
 
 
-def test_the_budget_is_the_share_less_what_this_process_uses() -> None:
+def test_the_budget_is_the_share_less_what_this_engine_uses() -> None:
     """The share is of the whole device; the peak, not the present, is taken off."""
     assert memory().budget(0.9) == 80 * 0.9 * GIB - 5 * GIB
+    assert memory(graphs=2).budget(0.9) == 80 * 0.9 * GIB - 7 * GIB
+
+
+def test_what_the_process_had_before_is_not_the_engines() -> None:
+    """Another engine's pages, or tensors of the program's own."""
+    beside = memory(held_before=30, reserved=33, peak=34, free=46)
+    assert beside.budget(0.5) == memory().budget(0.5)
+
+
+def test_two_engines_of_04_go_together_in_one_process() -> None:
+    """Each fills its share; the CUDA context is the first one's, which has fewer pages for it."""
+    gpu = Gpu()
+    first, second = gpu.start(0.4), gpu.start(0.4)
+    assert first == (0.4 * 80 - 0.5 - 3) * 64
+    assert second == first + 0.5 * 64
+    with pytest.raises(OutOfMemoryError, match=r"this engine needs 3\.0 GiB and 18\.0 .* are free"):
+        gpu.start(0.03)
+    assert gpu.start(0.2) > 0
+    with pytest.raises(OutOfMemoryError, match=r"free the GPU of what others hold"):
+        gpu.start(0.4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.05, 0.5), st.floats(0, 20), st.floats(0, 5)), max_size=5))
+def test_engines_and_others_never_take_more_than_their_shares_or_than_there_is(
+    starts: list[tuple[float, float, float]],
+) -> None:
+    """Whatever starts in whatever order, beside tensors of somebody else's."""
+    gpu = Gpu()
+    for utilization, others, step in starts:
+        if gpu.used + others < 70:
+            gpu.hold(others)
+        if gpu.used > 75:
+            return
+        before = gpu.used
+        try:
+            num_blocks = gpu.start(utilization, step=step)
+        except OutOfMemoryError:
+            continue
+        assert num_blocks > 0
+        assert gpu.used + step <= 80
+        assert gpu.used + step - before <= utilization * 80 + 1e-6
 
 
 def test_memory_of_other_processes_is_not_taken_off_the_share() -> None:
-    """With 30 GiB held by others there is still room for this process's half (bug 7)."""
+    """With 30 GiB held by others there is still room for this engine's half (bug 7)."""
     assert memory(free=46).budget(0.5) == 80 * 0.5 * GIB - 5 * GIB
 
 
@@ -64,9 +146,13 @@ def test_no_more_is_promised_than_is_free() -> None:
 
 
 def test_too_little_memory_is_an_error_with_the_numbers() -> None:
-    """The message carries the share, what is used, what is free, and the remedy."""
-    with pytest.raises(OutOfMemoryError, match=r"0\.05 of 80\.0 GiB is 4\.0 GiB.*raise"):
+    """The message carries the share, what is used, what is free, and what helps in that case."""
+    said = r"0\.05 of 80\.0 GiB is 4\.0 GiB.*raise cache\.gpu_memory_utilization"
+    with pytest.raises(OutOfMemoryError, match=said):
         num_blocks_on_gpu(memory(), 0.05, GIB)
+    with pytest.raises(OutOfMemoryError, match=r"1\.0 GiB are free.*; free the GPU") as caught:
+        num_blocks_on_gpu(memory(free=1), 0.9, GIB)
+    assert "raise" not in str(caught.value), "a larger share frees nothing"
 
 
 def test_pages_are_whole() -> None:
@@ -89,8 +175,27 @@ def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> Non
         KVCache.allocate(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
 
 
-def test_a_cache_smaller_than_the_longest_sequence_is_refused() -> None:
-    """Such a request could never finish (bug 1); the message says what would fit."""
-    check_one_sequence_fits(8, 16, 128)
-    with pytest.raises(OutOfMemoryError, match=r"max_model_len=129 needs 9.*at most 128"):
-        check_one_sequence_fits(8, 16, 129)
+@pytest.mark.parametrize(
+    ("given", "remedy", "other"),
+    [
+        (True, r"raise cache\.num_blocks to 9", "gpu_memory_utilization"),
+        (False, r"raise cache\.gpu_memory_utilization", "num_blocks"),
+    ],
+)
+def test_a_cache_smaller_than_the_longest_sequence_is_refused(
+    given: bool, remedy: str, other: str
+) -> None:
+    """Such a request could never finish (bug 1); the message says what would fit, and what helps.
+
+    On a CPU only a given number of pages can be too small, and no share of a GPU would help it.
+    """
+    check_one_sequence_fits(8, 16, 128, given=given)
+    said = rf"max_model_len=129 needs 9; .* at most 128 \(or to fit, .*{remedy}"
+    with pytest.raises(OutOfMemoryError, match=said) as caught:
+        check_one_sequence_fits(8, 16, 129, given=given)
+    assert other not in str(caught.value)
+
+
+def test_the_longest_sequence_that_fits_is_what_the_pages_hold() -> None:
+    assert fitting_length(8, 16, 4096) == 128
+    assert fitting_length(8, 16, 100) == 100

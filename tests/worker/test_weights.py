@@ -140,6 +140,27 @@ def test_several_files_without_an_index_are_read_too(tmp_path: Path) -> None:
     assert_holds(model, tensors)
 
 
+STRAYS = ("consolidated.safetensors", "adapter_model.safetensors", "consolidated.00.pth")
+
+
+@pytest.mark.parametrize("layout", ["one file", "an index", "shards without an index"])
+def test_files_beside_the_models_own_are_left_alone(layout: str, tmp_path: Path) -> None:
+    """Mistral's repositories hold the weights a second time, by other names, as `consolidated`."""
+    expected = checkpoint()
+    for stray in STRAYS:
+        save(tmp_path, {"layers.0.attention.wq.weight": torch.ones(8, 8)}, stray)
+    if layout == "one file":
+        save(tmp_path, expected)
+        (tmp_path / INDEX_NAME).write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
+    else:
+        save_sharded(tmp_path, expected)
+    if layout == "shards without an index":
+        (tmp_path / INDEX_NAME).unlink()
+    model = TinyModel()
+    load_weights(model, tmp_path, tied=False)
+    assert_holds(model, expected)
+
+
 @pytest.mark.parametrize("head", ["none", "a copy", "a copy in another dtype"])
 def test_tied_embeddings_need_no_head(head: str, tmp_path: Path) -> None:
     """A copy of the embedding in the checkpoint changes nothing."""

@@ -123,6 +123,8 @@ def run_conformance_suite(
     more = ["-k", _expression(only)] if only else []
     more += [f"--junit-xml={junit.absolute()}"] if junit else []
     status = _run(_test_file(plugin, suite, options, stated), more, report)
+    if report.interrupted:
+        raise KeyboardInterrupt
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         what = f"no check of {suite} has a name with {only!r}" if only else f"{suite} has no checks"
         raise ConfigError(what)

@@ -43,6 +43,8 @@ class Report:
     """Why the suite has no checks at all."""
     left: Counter[str] = field(default_factory=Counter)
     """How many cases of each check have not ended."""
+    interrupted: bool = False
+    """Ctrl-C ended the run."""
     without_code: bool = False
     """The implementation could not be loaded, so the checks that are left would say so again."""
 
@@ -66,6 +68,10 @@ class Report:
         if call.excinfo is not None and call.excinfo.errisinstance(PluginLoadError):
             self.without_code = True
             node.session.shouldfail = "the implementation cannot be loaded"
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Ctrl-C; of checks that cannot be collected the same hook tells, by a subclass of it."""
+        self.interrupted = excinfo.type is KeyboardInterrupt
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A check counts by its call, or by the phase that did not let it get there."""
