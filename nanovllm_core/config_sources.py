@@ -27,6 +27,7 @@ from nanovllm_core.config_errors import EXPECTED, FLAT_KEYWORDS, dotted, explain
 from nanovllm_core.config_yaml import INTEGERS, MAX_DEPTH, is_unicode, parse_yaml, read_yaml
 from nanovllm_core.errors import ConfigError, clip, shown
 
+TreePath = tuple[int | str, ...]
 ENV_PREFIX = "NANOVLLM_"
 
 REFUSED_KEYWORDS: Mapping[str, str] = {
@@ -35,7 +36,7 @@ REFUSED_KEYWORDS: Mapping[str, str] = {
 }
 """Keywords of nano-vllm that have no field here, and what to do instead."""
 
-CHOICES: Mapping[tuple[str, ...], str] = {
+CHOICES: Mapping[TreePath, str] = {
     ("attention", "prefill"): "backend",
     ("attention", "decode"): "backend",
     ("scheduler",): "name",
@@ -47,8 +48,6 @@ CHOICES: Mapping[tuple[str, ...], str] = {
 
 NAMED = ("scheduler", "executor", "sampler", "kernels")
 """Sections for which the name alone will do."""
-
-TreePath = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def load_with_sources(
         tree = merge(tree, tag(read_yaml(file), str(file)))
     tree = merge(tree, layer(from_environment(env)))
     tree = merge(tree, layer(from_arguments(arguments)))
-    sources = {".".join(path): leaf.source for path, leaf in leaves(tree)}
+    sources = {".".join(map(str, path)): leaf.source for path, leaf in leaves(tree)}
     try:
         config = EngineConfig.model_validate(untag(tree))
     except ValidationError as error:
@@ -183,7 +182,7 @@ def layer(entries: Iterable[Given]) -> dict[str, Any]:
     return tree
 
 
-def _nest(path: Iterable[str], value: Any) -> dict[str, Any]:
+def _nest(path: Iterable[int | str], value: Any) -> dict[str, Any]:
     """`(a, b), 1` -> `{a: {b: 1}}`."""
     for key in reversed([*path]):
         value = {key: value}
@@ -212,6 +211,7 @@ def tag(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
     Raises ConfigError for what no text could say: values that hold themselves, huge numbers.
     """
+    _check_keys(values, source, ())
     return {key: _tag(value, source, (key,)) for key, value in expand(values, source).items()}
 
 
@@ -250,10 +250,11 @@ def _check_keys(value: Mapping[Any, Any], source: str, path: TreePath) -> None:
     if len(path) >= MAX_DEPTH:
         raise _too_deep(path, source)
     for key in value:
-        if not isinstance(key, str | int) or isinstance(key, bool) or not is_unicode(str(key)):
+        is_text = isinstance(key, str) and is_unicode(key)
+        if not is_text and (isinstance(key, bool) or key not in INTEGERS):
             raise ConfigError(
                 f"{dotted(path)}: the key {shown(key)} must be text; put it in quotes "
-                f"[{clip(source)}]"
+                f"[{clip(source)}]".removeprefix(": ")
             )
 
 

@@ -1,8 +1,8 @@
 """YAML as the configuration reads and writes it: version 1.2's core schema, with limits.
 
 Numbers are those of JSON, besides `0o17`, `0x1F`, `.inf` and `.nan`. The only bools are `true` and
-`false`; `yes`, `1:30` and `2024-01-01` are texts. Anchors, aliases and merge keys (`<<`) work; a key
-written twice is an error.
+`false`; `yes`, `1:30` and `2024-01-01` are texts. Anchors, aliases and merge keys (`<<`) work. A
+key written twice is an error.
 
 Text, depth, values and aliases are counted while the text is parsed, before anything is built.
 """
@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from yaml.composer import Composer
@@ -29,7 +29,6 @@ MAX_VALUES = 100_000
 """Keys, values, lists and mappings of one text, as they are written."""
 MAX_ALIASED = 1000
 """The same of all that aliases repeat: a few lines of aliases may stand for billions."""
-_TOO_LONG = f"at most {MAX_SIZE} are read, so keep large data in a file of its own"
 INTEGERS = range(-(2**63), 2**64)
 """Whole numbers that 64 bits hold, with or without a sign."""
 
@@ -48,16 +47,15 @@ _SCHEMA: dict[str, tuple[str, str]] = {
 _FORMS = {f"{_TAG}{name}": re.compile(form) for name, (form, _) in _SCHEMA.items()}
 
 
-def _problem(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+def _problem(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 class _CoreSchema(yaml.resolver.BaseResolver):
     """Which texts without quotes are no texts."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
-
+_CoreSchema.yaml_implicit_resolvers = {}
 for _name, (_form, _first) in _SCHEMA.items():
     _CoreSchema.add_implicit_resolver(
         f"{_TAG}{_name}", re.compile(f"(?:{_form})\\Z"), ["" if c == "\0" else c for c in _first]
@@ -75,8 +73,6 @@ class _Loader(
 ):
     """Counts while it composes nodes, and builds only what the core schema knows."""
 
-    yaml_constructors: ClassVar[dict[Any, Any]] = {}
-
     def __init__(self, text: str) -> None:
         yaml.reader.Reader.__init__(self, text)
         yaml.scanner.Scanner.__init__(self)
@@ -92,17 +88,17 @@ class _Loader(
         """The values that each anchor stands for, where all of it has been read."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
+        event: yaml.NodeEvent = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             self._count_alias(event)
             return super().compose_node(parent, index)
         before = self._values + self._aliased
         self._values += 1
         if self._values > MAX_VALUES:
-            raise _problem(f"more than {MAX_VALUES} keys and values", event.start_mark)
+            raise _problem(f"more than {MAX_VALUES} keys and values", event)
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _problem(f"nested too deeply, beyond {MAX_DEPTH} levels", event.start_mark)
+            raise _problem(f"nested too deeply, beyond {MAX_DEPTH} levels", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor is not None:
@@ -110,36 +106,36 @@ class _Loader(
         return node
 
     def _count_alias(self, event: yaml.AliasEvent) -> None:
-        name = event.anchor
+        name = str(event.anchor)
         if name in self.anchors and name not in self._sizes:
-            raise _problem(f"the anchor {shown(name)} holds itself", event.start_mark)
+            raise _problem(f"the anchor {shown(name)} holds itself", event)
         self._aliased += self._sizes.get(name, 0)
         if self._aliased > MAX_ALIASED:
             raise _problem(
                 f"the aliases stand for more than {MAX_ALIASED} values; write them out",
-                event.start_mark,
+                event,
             )
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Also refuses a key written twice, of which YAML would silently keep the last."""
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        node = super().compose_mapping_node(anchor)
         seen: set[Hashable] = set()
         for key, _ in node.value:
             value = self._key(key)
             if value in seen:
-                raise _problem(f"the key {shown(value)} is there twice", key.start_mark)
+                raise _problem(f"the key {shown(value)} is there twice", key)
             seen.add(value)
         return node
 
     def _key(self, node: yaml.Node) -> Hashable:
         if isinstance(node, yaml.ScalarNode):
-            key = self.construct_text(node) if node.tag == _MERGE else self.construct_object(node)
+            key = self.construct_object(node)
             if isinstance(key, str | int) and not isinstance(key, bool):
                 return key
-        kind = node.value if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+        kind = node.value if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
         raise _problem(
             f"a key must be text or a whole number, not {clip(kind)}; put it in quotes",
-            node.start_mark,
+            node,
         )
 
     # -- from nodes to values
@@ -147,16 +143,14 @@ class _Loader(
     def construct_text(self, node: yaml.ScalarNode) -> str:
         value: str = self.construct_scalar(node)
         if not is_unicode(value):
-            raise _problem(f"{shown(value)} has half of a surrogate pair", node.start_mark)
+            raise _problem(f"{shown(value)} has half of a surrogate pair", node)
         return value
 
     def _matched(self, node: yaml.ScalarNode) -> str:
         value: str = self.construct_scalar(node)
         if not _FORMS[node.tag].fullmatch(value):
             kind = node.tag.removeprefix(_TAG)
-            raise _problem(
-                f"{shown(value)} is not of the type !!{kind}; leave the tag out", node.start_mark
-            )
+            raise _problem(f"{shown(value)} is not of the type !!{kind}; leave the tag out", node)
         return value
 
     def construct_null(self, node: yaml.ScalarNode) -> None:
@@ -175,7 +169,7 @@ class _Loader(
             raise _problem(
                 f"{clip(text, 60)} is a whole number of {len(digits)} digits, beyond 64 bits; "
                 "write a smaller one, or text in quotes",
-                node.start_mark,
+                node,
             )
         return number
 
@@ -186,7 +180,7 @@ class _Loader(
             raise _problem(
                 f"{clip(text, 60)} is too large for a number of 64 bits; write a smaller one, or "
                 ".inf",
-                node.start_mark,
+                node,
             )
         return number
 
@@ -195,11 +189,12 @@ class _Loader(
         raise _problem(
             f"the tag {clip(tag)} is not of YAML 1.2's core schema; leave it out, and put text in "
             "quotes",
-            node.start_mark,
+            node,
         )
 
 
-for _name, _make in {
+_Loader.yaml_constructors = {}
+for _kind, _make in {
     f"{_TAG}str": _Loader.construct_text,
     _MERGE: _Loader.construct_text,  # `<<` as a value
     f"{_TAG}null": _Loader.construct_null,
@@ -210,7 +205,7 @@ for _name, _make in {
     f"{_TAG}map": yaml.constructor.SafeConstructor.construct_yaml_map,
     None: _Loader.construct_unknown,
 }.items():
-    _Loader.add_constructor(_name, _make)  # type: ignore[type-var]
+    _Loader.add_constructor(_kind, _make)
 
 
 class _Dumper(_CoreSchema, yaml.SafeDumper):
@@ -229,7 +224,7 @@ def is_unicode(text: str) -> bool:
 def parse_yaml(text: str, source: str) -> Any:
     """Read YAML; ConfigError names `source`, line, column and problem."""
     if len(text) > MAX_SIZE:
-        raise ConfigError(f"{clip(source)}: {len(text)} characters; {_TOO_LONG}")
+        raise ConfigError(f"{clip(source)}: {len(text)} characters; at most {MAX_SIZE} are read")
     try:
         return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -248,7 +243,10 @@ def read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
         with Path(file).open("rb") as stream:
             content = stream.read(MAX_SIZE + 1)
         if len(content) > MAX_SIZE:
-            raise ConfigError(f"{name}: more than {MAX_SIZE} bytes; {_TOO_LONG}")
+            raise ConfigError(
+                f"{name}: larger than the {MAX_SIZE} bytes that are read; keep large data in a "
+                "file of its own"
+            )
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not UTF-8 text (byte {error.start})") from None
@@ -269,7 +267,5 @@ def read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
 def flow_yaml(value: object) -> str:
     """The value as YAML on one line."""
     # In a list, for alone a scalar is followed by an end mark, and an empty key by a question mark.
-    text: str = yaml.dump(
-        [value], Dumper=_Dumper, default_flow_style=True, width=10**6, sort_keys=False
-    )
-    return text.strip()[1:-1]
+    text = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=10**6, sort_keys=False)
+    return str(text).strip()[1:-1]

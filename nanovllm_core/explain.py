@@ -17,7 +17,7 @@ from nanovllm_core.attention_selection import Selection, able_backends, evaluate
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.config_sources import LoadedConfig
-from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.errors import NanoVLLMError, shown
 from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
@@ -149,7 +149,7 @@ def _checkpoint(decisions: Decisions, name: str) -> Seam:
     return Seam(
         name,
         f"{source}: {decisions.checkpoint}",
-        f"{decisions.said('model')}: {decisions.config.model!r}; {how}",
+        f"{decisions.said('model')}: {shown(decisions.config.model)}; {how}",
         decisions.other_plugins("checkpoint", source),
     )
 
@@ -365,7 +365,7 @@ def _importable(plugin: ResolvedPlugin) -> ResolvedPlugin:
 
 
 def _label(plugin: ResolvedPlugin) -> str:
-    options = ", ".join(f"{key}={value!r}" for key, value in plugin.options.items())
+    options = ", ".join(f"{key}={shown(value)}" for key, value in plugin.options.items())
     text = f"{plugin.name} {plugin.version}, {plugin.distribution}"
     return f"{text} ({options})" if options else text
 

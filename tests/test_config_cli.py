@@ -189,6 +189,31 @@ def test_a_file_is_named_by_place_or_by_flag_and_not_by_both(
     assert "two files are named" in both.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["config", "show", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
+        (["explain", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
+        (["explain", "--scheduler", "sjf", "--set", "scheduler=fcfs"], "scheduler is given twice"),
+    ],
+)
+def test_a_field_given_twice_on_the_command_line_is_refused(
+    arguments: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(*arguments, "--model", "demo")
+
+
+def test_check_tells_the_first_twenty_wrong_plugins(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(f"model: a/b\nobservers: [{', '.join(f'no{i}' for i in range(60))}]\n")
+    with pytest.raises(ConfigError) as caught:
+        run("config", "check", str(file))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "... and perhaps more: the rest was not checked"
+
+
 def test_check_without_a_file_says_how_it_is_called() -> None:
     result = CliRunner().invoke(make_app(), ["config", "check"])
     assert result.exit_code == 2

@@ -31,6 +31,7 @@ from nanovllm_core.errors import (
     InconsistentStateError,
     InvalidSamplingError,
     RequestError,
+    shown,
 )
 from nanovllm_core.interfaces.executor import Executor
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
@@ -121,17 +122,19 @@ class Engine:
         self._check_alive()
         if not isinstance(cache_salt, bytes):
             raise RequestError(
-                f"cache_salt is {cache_salt!r:.80}; it must be bytes, as in b'tenant'"
+                f"cache_salt is {shown(cache_salt)}; it must be bytes, as in b'tenant'"
             )
         sample_ids = sample_ids_of(request_id, params.n)
         for sample_id in sample_ids:
             if sample_id in self._requests or sample_id in self._samples:
                 raise RequestError(
-                    f"request id {sample_id!r} is in use; choose another, or wait until it finishes"
+                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
+                    "finishes"
                 )
         if params.stop and detokenizer is None:
             raise InvalidSamplingError(
-                f"stop is {params.stop_strings!r}, but the request has no detokenizer; give one, "
+                f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; "
+                "give one, "
                 "or use stop_token_ids"
             )
         samples = self._factory.make_samples(
@@ -306,7 +309,8 @@ class Engine:
         expected = len(planned.plan.sampled_rows)
         if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
             raise InconsistentStateError(
-                f"{type(self._executor).__name__} returned {result!r:.80} for a step of {expected} "
+                f"{type(self._executor).__name__} returned {shown(result)} for a step of "
+                f"{expected} "
                 "tokens; collect() must return a StepResult with one for each of sampled_rows"
             )
         batch, token_ids = planned.batch, result.token_ids

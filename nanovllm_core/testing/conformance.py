@@ -35,6 +35,7 @@ from nanovllm_core.hookspecs import PROJECT
 from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
 from nanovllm_core.kinds import NO_SPEC
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
+from nanovllm_core.plugin_options import read_options
 
 HEAVY = ("torch", "triton", "transformers")
 """What a spec's module must not import: it is read to list and to choose, by plugins unused too."""
@@ -86,7 +87,7 @@ def without_spec(name: str, module: str) -> PluginUnderTest:
 
 def _options(spec: PluginSpec, options: Mapping[str, object]) -> BaseModel:
     try:
-        return spec.options.model_validate(dict(options))
+        return read_options(spec.options, options)
     except ValidationError as error:
         raise ConfigError(explain_options(error, spec.options, "options", spec.name)) from None
 
