@@ -28,6 +28,7 @@ from nanovllm_core import sampling_params
 from nanovllm_core.bench.plots import draw, series_of
 from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
 from nanovllm_core.config import BLOCK_SIZES, EngineConfig
+from nanovllm_core.config_yaml import MAX_ALIASED, MAX_DEPTH, MAX_SIZE, MAX_VALUES
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
@@ -210,6 +211,7 @@ def limit_table() -> str:
     """Limits that are numbers, from where they stand in the code."""
     steps = EngineConfig.model_json_schema()["properties"]["steps_ahead"]["maximum"]
     logprobs = sampling_params.MAX_LOGPROBS
+    largest = f"2^{sampling_params.MAX_INTEGER.bit_length()} - 1"
     penalty = f"{-sampling_params.MAX_PENALTY:g} to {sampling_params.MAX_PENALTY:g}"
     rows = [
         ("prompt and answer of one request", "`limits.max_model_len`", "refused when added"),
@@ -244,14 +246,21 @@ def limit_table() -> str:
             f"{sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}",
             "refused",
         ),
-        ("`max_tokens`", "1 or more", "refused"),
+        ("`max_tokens`", f"1 to {largest}", "refused"),
         ("`min_tokens`", "0 to `max_tokens`", "refused"),
         ("presence penalty", penalty, "refused"),
         ("frequency penalty", penalty, "refused"),
-        ("`top_k`", "-1 or more", "refused"),
+        ("`top_k`", f"-1 to {largest}", "refused"),
+        ("`priority`", f"up to {largest}, and down to its negative", "refused"),
         ("`top_p`", "above 0, at most 1", "refused"),
         ("`min_p`", "0 to 1", "refused"),
-        ("seeds", f"0 to 2^{sampling_params.MAX_SEED.bit_length()} - 1", "refused"),
+        ("seeds", f"0 to {largest}", "refused"),
+        ("a configuration file", f"{MAX_SIZE >> 20} MiB", "refused at start"),
+        ("keys and values of one", f"{MAX_VALUES:,}", "refused at start"),
+        ("sections within one another", str(MAX_DEPTH), "refused at start"),
+        ("values that aliases repeat in one", f"{MAX_ALIASED:,}", "refused at start"),
+        ("plugins in one list", "100", "refused at start"),
+        ("whole numbers in one", "64 bits", "refused at start"),
         ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
     ]
     return table(["what", "limit", "beyond it"], rows)

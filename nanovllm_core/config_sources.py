@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import expand_attention, expand_name
 from nanovllm_core.config_errors import EXPECTED, FLAT_KEYWORDS, dotted, explain_config
-from nanovllm_core.config_yaml import INTEGERS, MAX_DEPTH, is_unicode, parse_yaml, read_yaml
+from nanovllm_core.config_yaml import MAX_DEPTH, has_64_bits, is_unicode, parse_yaml, read_yaml
 from nanovllm_core.errors import ConfigError, clip, shown
 
 TreePath = tuple[int | str, ...]
@@ -234,7 +234,7 @@ def _check_value(value: object, source: str, path: TreePath) -> None:
             raise _too_deep(path, source)
         for index, child in enumerate(value):
             _check_value(child, source, (*path, index))
-    elif isinstance(value, int) and value not in INTEGERS:
+    elif isinstance(value, int) and not has_64_bits(value):
         raise ConfigError(
             f"{dotted(path)}: {shown(value)} is beyond 64 bits; write a smaller whole number "
             f"[{clip(source)}]"
@@ -251,7 +251,8 @@ def _check_keys(value: Mapping[Any, Any], source: str, path: TreePath) -> None:
         raise _too_deep(path, source)
     for key in value:
         is_text = isinstance(key, str) and is_unicode(key)
-        if not is_text and (isinstance(key, bool) or key not in INTEGERS):
+        is_number = isinstance(key, int) and not isinstance(key, bool) and has_64_bits(key)
+        if not is_text and not is_number:
             raise ConfigError(
                 f"{dotted(path)}: the key {shown(key)} must be text; put it in quotes "
                 f"[{clip(source)}]".removeprefix(": ")

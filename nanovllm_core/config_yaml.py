@@ -29,8 +29,6 @@ MAX_VALUES = 100_000
 """Keys, values, lists and mappings of one text, as they are written."""
 MAX_ALIASED = 1000
 """The same of all that aliases repeat: a few lines of aliases may stand for billions."""
-INTEGERS = range(-(2**63), 2**64)
-"""Whole numbers that 64 bits hold, with or without a sign."""
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
@@ -165,7 +163,7 @@ class _Loader(
         sign, digits = -1 if text[0] == "-" else 1, text.lstrip("+-0ox")
         # The longest number of 64 bits has 22 digits, in octal.
         number = sign * int(digits or "0", base) if len(digits) <= 22 else None
-        if number is None or number not in INTEGERS:
+        if number is None or not has_64_bits(number):
             raise _problem(
                 f"{clip(text, 60)} is a whole number of {len(digits)} digits, beyond 64 bits; "
                 "write a smaller one, or text in quotes",
@@ -210,6 +208,11 @@ for _kind, _make in {
 
 class _Dumper(_CoreSchema, yaml.SafeDumper):
     """Puts in quotes what `_Loader` would not read as text."""
+
+
+def has_64_bits(number: int) -> bool:
+    """Whether 64 bits hold the number, with or without a sign."""
+    return -(2**63) <= number < 2**64
 
 
 def is_unicode(text: str) -> bool:
