@@ -159,26 +159,25 @@ def explain(
 ) -> str:
     """`path: value, and what is allowed` for one error of pydantic's."""
     value, kind = detail["input"], detail["type"]
-    scalar = "" if isinstance(value, Mapping | BaseModel) else f"{shown(value)} "
-    if place(detail) != detail["loc"]:
-        scalar = f"the key {scalar}"
+    subject = f"{path}: {'the key ' if place(detail) != detail['loc'] else ''}{shown(value)}"
     match kind:
         case "extra_forbidden":
             return f"{path}: unknown {noun} (value {shown(value)}){key_hint(detail)}"
         case "missing":
             return f"{path}: missing; it has no default"
         case "value_error":
-            return f"{path}: {scalar}{clip(str(detail['ctx']['error']), 500)}".removeprefix(": ")
+            about = f"{path}:" if isinstance(value, Mapping | BaseModel) else subject
+            return f"{about} {clip(str(detail['ctx']['error']), 500)}"
         case "literal_error":
             allowed = str(detail["ctx"]["expected"])
             names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
             match = did_you_mean(value, names) if isinstance(value, str) else ""
-            return f"{path}: {scalar}must be {allowed}{match}"
+            return f"{subject} must be {allowed}{match}"
     if kind in EXPECTED:
         expected = EXPECTED[kind].format(**detail.get("ctx", {}))
-        return f"{path}: {scalar or f'{shown(value)} '}must be {expected}{_as_meant(kind, value)}"
+        return f"{subject} must be {expected}{_as_meant(kind, value)}"
     message = clip(detail["msg"].replace("Input should", "must"), 500)
-    return f"{path}: {scalar or f'{shown(value)} '}{message[0].lower()}{message[1:]}"
+    return f"{subject} {message[0].lower()}{message[1:]}"
 
 
 def _as_meant(kind: str, value: object) -> str:
