@@ -127,7 +127,8 @@ def explain_config(
 
     def line(detail: ErrorDetails) -> str:
         path = dotted(place(detail))
-        source = _source_of(".".join(map(str, detail["loc"])), sources) or ""
+        parts = [str(part) for part in detail["loc"] if part != "[key]"]
+        source = _source_of(".".join(parts), sources) or ""
         if detail["type"] == "missing":
             hint = MODEL_HINT if path == "model" else PLUGIN_HINT
             text, source = f"{path}: missing; {hint}", source or file or ""

@@ -68,8 +68,8 @@ def test_a_value_out_of_its_range_is_refused(name: str, value: object, limit: st
 )  # fmt: skip
 @pytest.mark.parametrize(
     "value",
-    [10**5000, -(10**5000), [10**5000], Fraction(10**5000, 7), b"x" * 10**6, 2**63 * 1.5],
-    ids=["large", "negative", "list", "fraction", "bytes", "float"],
+    [10**5000, -(10**5000), [10**5000], Fraction(10**5000, 7), [["x" * 10**6]], 2**63 * 1.5],
+    ids=["large", "negative", "list", "fraction", "text", "float"],
 )
 def test_a_huge_value_is_refused_in_a_short_message(name: str, value: object) -> None:
     """Python itself writes no whole number of more than 4,300 digits."""
