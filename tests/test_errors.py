@@ -31,6 +31,7 @@ class Hostile:
         ([10**5000], "[<a whole number of 16610 bits>]"),
         (Fraction(10**5000, 3), "<Fraction instance"),
         ([*range(10**6)], "[0, 1, 2"),
+        (["x" * 10**5] * 100, "['xxx"),
         ({i: i for i in range(10**5)}, "{0: 0, 1: 1"),
         (deep(100_000), "[[["),
         (Hostile(), "<Hostile instance"),
