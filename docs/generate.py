@@ -30,7 +30,7 @@ from settings_tables import allowed, default, field_tables, flat_keywords, sampl
 
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
-from nanovllm_core import request_labels, sampling_params
+from nanovllm_core import config_yaml, request_labels, sampling_params
 from nanovllm_core.bench.plots import draw, series_of
 from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
@@ -217,6 +217,7 @@ def limit_table() -> str:
     """Limits that are numbers, from where they stand in the code."""
     steps = EngineConfig.model_json_schema()["properties"]["steps_ahead"]["maximum"]
     logprobs = sampling_params.MAX_LOGPROBS
+    largest = f"2^{sampling_params.MAX_INTEGER.bit_length()} - 1"
     penalty = f"{-sampling_params.MAX_PENALTY:g} to {sampling_params.MAX_PENALTY:g}"
     rows = [
         ("prompt and answer of one request", "`limits.max_model_len`", "refused when added"),
@@ -257,7 +258,7 @@ def limit_table() -> str:
             f"{sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}",
             "refused",
         ),
-        ("`max_tokens`", "1 or more", "refused"),
+        ("`max_tokens`", f"1 to {largest}", "refused"),
         ("`min_tokens`", "0 to `max_tokens`", "refused"),
         ("presence penalty", penalty, "refused"),
         ("frequency penalty", penalty, "refused"),
@@ -267,10 +268,17 @@ def limit_table() -> str:
             "refused",
         ),
         ("token ids with a bias", f"{sampling_params.MAX_BIASED_IDS:,} of a request", "refused"),
-        ("`top_k`", "-1 or more", "refused"),
+        ("`top_k`", f"-1 to {largest}", "refused"),
+        ("`priority`", f"up to {largest}, and down to its negative", "refused"),
         ("`top_p`", "above 0, at most 1", "refused"),
         ("`min_p`", "0 to 1", "refused"),
-        ("seeds", f"0 to 2^{sampling_params.MAX_SEED.bit_length()} - 1", "refused"),
+        ("seeds", f"0 to {largest}", "refused"),
+        ("a configuration file", f"{config_yaml.MAX_SIZE >> 20} MiB", "refused at start"),
+        ("keys and values of one", f"{config_yaml.MAX_VALUES:,}", "refused at start"),
+        ("sections within one another", str(config_yaml.MAX_DEPTH), "refused at start"),
+        ("values that aliases repeat in one", f"{config_yaml.MAX_ALIASED:,}", "refused at start"),
+        ("plugins in one list", "100", "refused at start"),
+        ("whole numbers in one", "64 bits", "refused at start"),
         (
             "prompts in a file of `nanovllm generate`",
             f"{MAX_PROMPTS:,}, {MAX_SIZE >> 20} MiB",

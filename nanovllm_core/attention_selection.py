@@ -13,7 +13,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from nanovllm_core.config_choices import AttentionChoice, AttentionSettings
-from nanovllm_core.errors import ConfigError, PluginError, PluginLoadError, UnsupportedError
+from nanovllm_core.errors import ConfigError, PluginError, PluginLoadError, UnsupportedError, shown
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,
     AttentionRequirements,
@@ -181,7 +181,8 @@ def evaluate(
             rank = spec.rank(requirements)
         except Exception as error:
             raise PluginLoadError(
-                f"attention {choice.backend!r} ({resolved.distribution} {resolved.version}) failed "
+                f"attention {shown(choice.backend)} ({resolved.distribution} "
+                f"{resolved.version}) failed "
                 f"while it was asked what it supports: {type(error).__name__}: {error}"
             ) from error
         size = requirements.block_size
@@ -200,7 +201,7 @@ def _named(
         return candidate
     able, _ = able_backends(manager, requirements)
     raise UnsupportedError(
-        f"attention backend {choice.backend!r} ({candidate.resolved.distribution} "
+        f"attention backend {shown(choice.backend)} ({candidate.resolved.distribution} "
         f"{candidate.resolved.version}) cannot serve {requirements.phase} here: "
         f"{'; '.join(candidate.reasons)}. "
         + (f"These can: {_names(able)}." if able else f"No other installed one can; {INSTALL_ONE}"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nanovllm_core.errors import shown
+
 RESERVED = frozenset(
     {
         "messages",
@@ -29,11 +31,11 @@ def check_chat_template_kwargs(kwargs: Mapping[str, object]) -> Mapping[str, obj
     """The same variables; ValueError for what no template may be given."""
     if not isinstance(kwargs, Mapping):
         raise ValueError(
-            f'{kwargs!r:.80} must map names to values, as in {{"enable_thinking": false}}'
+            f'{shown(kwargs)} must map names to values, as in {{"enable_thinking": false}}'
         )
     for name in kwargs:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"{name!r:.80} cannot name a variable; leave it out")
+            raise ValueError(f"{shown(name)} cannot name a variable; leave it out")
         if name in RESERVED:
             raise ValueError(f"{name!r} is set by the engine itself; leave it out")
     return kwargs

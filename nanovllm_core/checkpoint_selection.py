@@ -12,6 +12,8 @@ from nanovllm_core.errors import (
     NanoVLLMError,
     PluginLoadError,
     PluginNotFoundError,
+    clip,
+    shown,
 )
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.plugin_checks import describe
@@ -40,8 +42,9 @@ def find_checkpoint(plugins: PluginManager, model: str) -> Path:
         raise
     except Exception as error:
         raise PluginLoadError(
-            f"model: {model!r}: {describe(source.plugin)} gave no folder: {type(error).__name__}: "
-            f"{error}; correct the reference, or update {source.plugin.distribution}"
+            f"model: {shown(model)}: {describe(source.plugin)} gave no folder: {type(error).__name__}: "
+            f"{clip(str(error), 1000)}; correct the reference, or update "
+            f"{source.plugin.distribution}"
         ) from error
 
 
@@ -57,7 +60,7 @@ def find_source(plugins: PluginManager, model: str) -> CheckpointSource:
         plugin = plugins.resolve("checkpoint", name, {}, path="model")
     except PluginNotFoundError as error:
         raise CheckpointNotFoundError(
-            f"model: {model!r} is no folder and no checkpoint plugin; give a path, a hub id "
+            f"model: {shown(model)} is no folder and no checkpoint plugin; give a path, a hub id "
             f"(organisation/name) or an installed source. {error}"
         ) from error
     return CheckpointSource(plugin, reference, why)
@@ -69,7 +72,7 @@ def _choose(plugins: PluginManager, model: str) -> tuple[str, str, str]:
     if name in plugins.names("checkpoint"):
         if not colon and holds_checkpoint(model):
             meanings, remedy = conflict(plugins, model)
-            raise CheckpointConflictError(f"model: {model!r} is {meanings}; {remedy}")
+            raise CheckpointConflictError(f"model: {shown(model)} is {meanings}; {remedy}")
         return name, reference, "a checkpoint source of that name is installed"
     if model.startswith((".", "/", "~")):
         return "local", model, "it is a path"
@@ -77,7 +80,7 @@ def _choose(plugins: PluginManager, model: str) -> tuple[str, str, str]:
     if is_hub_id and _is(Path.is_dir, model) and not holds_checkpoint(model):
         # An incomplete copy must not become a download in silence.
         raise CheckpointNotFoundError(
-            f"model: the folder {model!r} holds no {CONFIG_NAME}, so it is no checkpoint; complete "
+            f"model: the folder {shown(model)} holds no {CONFIG_NAME}, so it is no checkpoint; complete "
             f"it, or write 'hub:{model}' for the Hugging Face hub's model of that name"
         )
     if _is(Path.exists, model):

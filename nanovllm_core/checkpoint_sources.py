@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanovllm_core.errors import CheckpointNotFoundError
+from nanovllm_core.errors import CheckpointNotFoundError, clip, shown
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 """What a checkpoint needs: config, tokenizer, chat template and weights; no pickled weights."""
@@ -14,15 +14,19 @@ HUB_STRAYS = ("consolidated*.safetensors",)
 
 def from_folder(reference: str) -> Path:
     """The folder itself; CheckpointNotFoundError if there is none, or it is a file."""
-    folder = Path(reference).expanduser()
-    if not reference or not folder.exists():
+    try:
+        folder = Path(reference).expanduser()
+        is_there = bool(reference) and folder.exists()
+    except (OSError, RuntimeError):  # a name that is too long, or the home of an unknown user
+        is_there = False
+    if not is_there:
         raise CheckpointNotFoundError(
-            f"model: the folder {reference!r} does not exist; give the folder that holds "
+            f"model: the folder {shown(reference)} does not exist; give the folder that holds "
             "config.json and the safetensors files"
         )
     if not folder.is_dir():
         raise CheckpointNotFoundError(
-            f"model: {reference!r} is a file; give the folder that holds it"
+            f"model: {shown(reference)} is a file; give the folder that holds it"
         )
     return folder.resolve()
 
@@ -45,8 +49,8 @@ def from_hub(reference: str) -> Path:
         )
     except Exception as error:
         raise CheckpointNotFoundError(
-            f"model: {reference!r} is no folder here and could not be fetched from the Hugging "
-            f"Face hub ({type(error).__name__}: {error}); check the name, the network, and your "
-            "access to the model"
+            f"model: {shown(reference)} is no folder here and could not be fetched from the "
+            f"Hugging Face hub ({type(error).__name__}: {clip(str(error), 1000)}); check the name, "
+            "the network, and your access to the model"
         ) from error
     return Path(folder)

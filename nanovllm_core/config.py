@@ -29,11 +29,12 @@ from nanovllm_core.config_choices import (
     SchedulerSettings,
     Section,
 )
+from nanovllm_core.errors import clip, shown
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
-IntTuple = Annotated[tuple[int, ...], Field(strict=False)]
-StrTuple = Annotated[tuple[str, ...], Field(strict=False)]
+IntTuple = Annotated[tuple[int, ...], Field(strict=False, max_length=10_000)]
+StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
 
 
 PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -79,6 +80,7 @@ class CacheSettings(Section):
     num_blocks: int | None = Field(
         default=None,
         ge=1,
+        le=2**31 - 1,
         description="Exactly how many blocks to reserve. Left out, as many as "
         "`gpu_memory_utilization` leaves room for. block_size times num_blocks is the number of "
         "tokens that all running sequences can hold together.",
@@ -115,6 +117,7 @@ class LimitSettings(Section):
     max_num_seqs: int = Field(
         default=256,
         ge=1,
+        le=2**16,
         description="How many sequences (prompts being read, answers being written) may be in "
         "work at the same time; further ones wait their turn. More at once gives more tokens per "
         "second in all, fewer gives each one its answer sooner and needs less memory.",
@@ -122,6 +125,7 @@ class LimitSettings(Section):
     max_num_batched_tokens: int = Field(
         default=16384,
         ge=1,
+        le=2**24,
         description="How many tokens the engine may compute in one step, over all sequences: each "
         "answer being written takes one, prompts being read share the rest. A prompt longer than "
         "this is read in several steps. More reads prompts faster; fewer keeps the answers that "
@@ -169,7 +173,7 @@ class GraphSettings(Section):
         for name, sizes in (("sizes", self.sizes), ("prompt_sizes", self.prompt_sizes)):
             given = sizes or ()
             if any(low >= high for low, high in zip((0, *given), given, strict=False)):
-                raise ValueError(f"{name} {list(given)} must be positive and increasing")
+                raise ValueError(f"{name} {shown([*given])} must be positive and increasing")
         return self
 
 
@@ -194,15 +198,15 @@ class PluginSettings(Section):
         for name in self.options:
             if name not in self.enable:
                 raise ValueError(
-                    f"options.{name}: {name!r} is not in enable {list(self.enable)}, so nothing "
-                    "would read them"
+                    f"options.{clip(name)}: {shown(name)} is not in enable "
+                    f"{shown([*self.enable])}, so nothing would read them"
                 )
         return self
 
 
 def check_device(value: str) -> str:
     """The name of a device as it is; ValueError for what can be none."""
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,6})?", value):
         raise ValueError("must be auto, cpu, cuda or cuda:N (N the number of the GPU, from 0)")
     return value
 
@@ -334,7 +338,7 @@ class EngineConfig(Section):
         sizes, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
         if sizes and sizes[-1] > most:
             raise ValueError(
-                f"cuda_graphs.prompt_sizes {list(sizes)} must not go beyond "
+                f"cuda_graphs.prompt_sizes {shown([*sizes])} must not go beyond "
                 f"limits.max_num_batched_tokens ({most}): no step has more prompt tokens"
             )
         return self

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from nanovllm_core.errors import shown
+
 
 def expand_name(value: object, key: str) -> object:
     """`sjf` is short for `{name: sjf}`, and an empty section for the defaults."""
@@ -59,7 +61,8 @@ class AttentionChoice(Section):
     def _options_need_a_name(self) -> AttentionChoice:
         if self.backend == "auto" and self.options:
             raise ValueError(
-                f"options {sorted(self.options)} need a named backend, for `auto` may take any"
+                f"options {shown(sorted(self.options))} need a named backend, for `auto` may take "
+                "any"
             )
         return self
 
@@ -146,7 +149,8 @@ class KernelSettings(NamedPlugin):
     def _options_need_a_name(self) -> KernelSettings:
         if self.name == "auto" and self.options:
             raise ValueError(
-                f"options {sorted(self.options)} need a named kernel set, for `auto` may take any"
+                f"options {shown(sorted(self.options))} need a named kernel set, for `auto` may "
+                "take any"
             )
         return self
 
@@ -155,9 +159,9 @@ def _named_once(value: tuple[NamedPlugin, ...]) -> tuple[NamedPlugin, ...]:
     names = [plugin.name for plugin in value]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name!r} is listed {names.count(name)} times; once is enough")
+            raise ValueError(f"{shown(name)} is listed {names.count(name)} times; once is enough")
     return value
 
 
-PluginList = Annotated[tuple[NamedPlugin, ...], Field(strict=False)]
+PluginList = Annotated[tuple[NamedPlugin, ...], Field(strict=False, max_length=100)]
 DistinctPlugins = Annotated[PluginList, AfterValidator(_named_once)]

@@ -17,17 +17,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import expand_attention, expand_name
-from nanovllm_core.config_errors import EXPECTED, FLAT_KEYWORDS, explain_config
-from nanovllm_core.errors import ConfigError
+from nanovllm_core.config_errors import EXPECTED, FLAT_KEYWORDS, dotted, explain_config
+from nanovllm_core.config_yaml import MAX_DEPTH, has_64_bits, is_unicode, parse_yaml, read_yaml
+from nanovllm_core.errors import ConfigError, clip, shown
 
+TreePath = tuple[int | str, ...]
 ENV_PREFIX = "NANOVLLM_"
 
 REFUSED_KEYWORDS: Mapping[str, str] = {
@@ -36,7 +36,7 @@ REFUSED_KEYWORDS: Mapping[str, str] = {
 }
 """Keywords of nano-vllm that have no field here, and what to do instead."""
 
-CHOICES: Mapping[tuple[str, ...], str] = {
+CHOICES: Mapping[TreePath, str] = {
     ("attention", "prefill"): "backend",
     ("attention", "decode"): "backend",
     ("scheduler",): "name",
@@ -48,8 +48,6 @@ CHOICES: Mapping[tuple[str, ...], str] = {
 
 NAMED = ("scheduler", "executor", "sampler", "kernels")
 """Sections for which the name alone will do."""
-
-TreePath = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,106 +96,93 @@ def load_with_sources(
     tree: dict[str, Any] = {}
     if file is not None:
         tree = merge(tree, tag(read_yaml(file), str(file)))
-    for name in sorted(env):
-        if name.startswith(ENV_PREFIX):
-            tree = merge(tree, tag(_from_environment(name, env[name]), name))
-    tree = merge(tree, tag(nest_keywords(arguments), "argument"))
-    sources = {".".join(path): leaf.source for path, leaf in leaves(tree)}
+    tree = merge(tree, layer(from_environment(env)))
+    tree = merge(tree, layer(from_arguments(arguments)))
+    sources = {".".join(map(str, path)): leaf.source for path, leaf in leaves(tree)}
     try:
         config = EngineConfig.model_validate(untag(tree))
     except ValidationError as error:
-        raise ConfigError(explain_config(error, sources)) from None
+        named = None if file is None else str(file)
+        raise ConfigError(explain_config(error, sources, named)) from None
     return LoadedConfig(config, sources)
 
 
 # ------------------------------------------------------------------------------------ reading
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key written twice, of which YAML would silently keep the last.
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One value of a layer: the name that it was given under, and where it belongs."""
 
-    Also an anchor within what it names: `deep_construct` makes each node whole before its parent.
-    """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.deep_construct = True
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        scalars = (key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        for key in scalars:  # the base class refuses lists and mappings as keys
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """Read YAML; ConfigError names `source`, line, column and problem."""
-    try:
-        return yaml.load(text, _UniqueKeyLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{source}{where}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{source}: not valid YAML: nested too deeply to be read") from None
-
-
-def read_yaml(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the configuration file, a mapping; an empty file is an empty mapping."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    values = parse_yaml(text, str(file))
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{file}: holds {type(values).__name__} {values!r}; expected `key: value` lines"
-        )
-    return values
+    name: str
+    path: TreePath
+    value: Any
+    source: str
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
     """Read a flag `cache.block_size=32` as (path, value); the value is YAML."""
     path, equals, value = text.partition("=")
+    path = path.strip()
     if not equals or not path:
-        raise ConfigError(f"{text!r}: expected path=value, such as cache.block_size=32")
-    return path.strip(), parse_yaml(value, path)
+        raise ConfigError(f"{shown(text)}: expected path=value, such as cache.block_size=32")
+    return path, parse_yaml(value, f"--set {path}")
 
 
-def _from_environment(name: str, text: str) -> dict[str, Any]:
-    path = name.removeprefix(ENV_PREFIX).lower().split("__")
-    return _nest(path, parse_yaml(text, name))
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Read several; ConfigError for a path that is given twice."""
+    values: dict[str, Any] = {}
+    for path, value in map(parse_setting, texts):
+        if path in values:
+            raise ConfigError(
+                f"--set {clip(path)} is given twice, as {shown(values[path])} and as "
+                f"{shown(value)}; give it once"
+            )
+        values[path] = value
+    return values
 
 
-def nest_keywords(arguments: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Put flat keywords and dotted paths in their sections; the same field twice is an error."""
-    tree: dict[str, Any] = {}
-    given: dict[TreePath, str] = {}
+def from_environment(env: Mapping[str, str]) -> Iterator[Given]:
+    """The variables that are settings, in the order of their names; values are YAML."""
+    for name in sorted(env):
+        if name.startswith(ENV_PREFIX):
+            path = name.removeprefix(ENV_PREFIX).lower().split("__")
+            yield Given(name, tuple(path), parse_yaml(env[name], name), name)
+
+
+def from_arguments(arguments: Iterable[tuple[str, Any]]) -> Iterator[Given]:
+    """Fields, dotted paths and nano-vllm's flat keywords."""
     for name, value in arguments:
+        if not isinstance(name, str):
+            raise ConfigError(f"the argument {shown(name)} must be text: the name of a field")
         if name in REFUSED_KEYWORDS:
-            raise ConfigError(f"{name}: not a setting (value {value!r}); {REFUSED_KEYWORDS[name]}")
+            raise ConfigError(
+                f"{name}: not a setting (value {shown(value)}); {REFUSED_KEYWORDS[name]}"
+            )
+        yield Given(name, tuple(FLAT_KEYWORDS.get(name, name).split(".")), value, "argument")
+
+
+def layer(entries: Iterable[Given]) -> dict[str, Any]:
+    """Put the values of one layer in their sections; the same field twice is an error."""
+    tree: dict[str, Any] = {}
+    names: dict[TreePath, str] = {}
+    for given in entries:
+        if len(given.path) > MAX_DEPTH:
+            raise _too_deep(given.path, given.source)
         # Written out before they are merged: a short form would replace its section's options.
-        branch = expand(_nest(FLAT_KEYWORDS.get(name, name).split("."), value), name)
-        for path, _ in leaves(tag(branch, name)):
-            if path in given:
-                raise ConfigError(f"{'.'.join(path)}: given twice, as {given[path]} and as {name}")
-            given[path] = name
+        branch = tag(_nest(given.path, given.value), given.source)
+        for path, _ in leaves(branch):
+            if path in names:
+                raise ConfigError(
+                    f"{dotted(path)}: given twice, as {clip(names[path])} and as "
+                    f"{clip(given.name)}; give it once"
+                )
+            names[path] = given.name
         tree = merge(tree, branch)
     return tree
 
 
-def _nest(path: Iterable[str], value: Any) -> dict[str, Any]:
+def _nest(path: Iterable[int | str], value: Any) -> dict[str, Any]:
     """`(a, b), 1` -> `{a: {b: 1}}`."""
     for key in reversed([*path]):
         value = {key: value}
@@ -222,14 +207,62 @@ def expand(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def tag(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Write short forms out, and note the source of every leaf."""
-    return {key: _tag(value, source) for key, value in expand(values, source).items()}
+    """Write short forms out, and note the source of every leaf.
+
+    Raises ConfigError for what no text could say: values that hold themselves, huge numbers.
+    """
+    _check_keys(values, source, ())
+    return {key: _tag(value, source, (key,)) for key, value in expand(values, source).items()}
 
 
-def _tag(value: Any, source: str) -> Any:
+def _tag(value: Any, source: str, path: TreePath) -> Any:
     if isinstance(value, Mapping):
-        return {key: _tag(child, source) for key, child in value.items()}
+        _check_keys(value, source, path)
+        return {key: _tag(child, source, (*path, key)) for key, child in value.items()}
+    _check_value(value, source, path)
     return Sourced(value, source)
+
+
+def _check_value(value: object, source: str, path: TreePath) -> None:
+    """Whether text could say it: what stands in a list has no source of its own."""
+    if isinstance(value, Mapping):
+        _check_keys(value, source, path)
+        for key, child in value.items():
+            _check_value(child, source, (*path, key))
+    elif isinstance(value, list | tuple):
+        if len(path) >= MAX_DEPTH:
+            raise _too_deep(path, source)
+        for index, child in enumerate(value):
+            _check_value(child, source, (*path, index))
+    elif isinstance(value, int) and not has_64_bits(value):
+        raise ConfigError(
+            f"{dotted(path)}: {shown(value)} is beyond 64 bits; write a smaller whole number "
+            f"[{clip(source)}]"
+        )
+    elif isinstance(value, str) and not is_unicode(value):
+        raise ConfigError(
+            f"{dotted(path)}: {shown(value)} has half of a surrogate pair, which is no Unicode "
+            f"text; write the whole character [{clip(source)}]"
+        )
+
+
+def _check_keys(value: Mapping[Any, Any], source: str, path: TreePath) -> None:
+    if len(path) >= MAX_DEPTH:
+        raise _too_deep(path, source)
+    for key in value:
+        is_text = isinstance(key, str) and is_unicode(key)
+        is_number = isinstance(key, int) and not isinstance(key, bool) and has_64_bits(key)
+        if not is_text and not is_number:
+            raise ConfigError(
+                f"{dotted(path)}: the key {shown(key)} must be text; put it in quotes "
+                f"[{clip(source)}]".removeprefix(": ")
+            )
+
+
+def _too_deep(path: TreePath, source: str) -> ConfigError:
+    return ConfigError(
+        f"{dotted(path)}: nested too deeply; at most {MAX_DEPTH} levels are read [{clip(source)}]"
+    )
 
 
 def untag(tree: Any) -> Any:
@@ -249,28 +282,27 @@ def leaves(tree: Mapping[str, Any], path: TreePath = ()) -> Iterator[tuple[TreeP
             yield here, child
 
 
-def merge(
-    lower: Mapping[str, Any], upper: Mapping[str, Any], path: TreePath = ()
-) -> dict[str, Any]:
-    """Lay `upper` over `lower`, section by section."""
+def merge(lower: dict[str, Any], upper: Mapping[str, Any], path: TreePath = ()) -> dict[str, Any]:
+    """Lay `upper` over `lower`, section by section, and return it; `lower` is changed."""
     name = CHOICES.get(path)
     if name and name in lower and name in upper and untag(lower[name]) != untag(upper[name]):
         return dict(upper)
-    merged = dict(lower)
     for key, value in upper.items():
-        below = merged.get(key)
+        below = lower.get(key)
         if isinstance(value, Mapping):
-            if isinstance(below, Mapping):
+            if isinstance(below, dict):
                 value = merge(below, value, (*path, key))
             elif "options" not in path:  # whose form is the plugin's affair
                 _refuse_scalar(below, (*path, key))
-        merged[key] = value
-    return merged
+        lower[key] = value
+    return lower
 
 
 def _refuse_scalar(below: Any, path: TreePath) -> None:
     """ConfigError where a key of a section would hide that the layer below has no section there."""
     value = untag(below)
     if value is not None:
-        source = f" [{below.source}]" if isinstance(below, Sourced) else ""
-        raise ConfigError(f"{'.'.join(path)}: {value!r} must be {EXPECTED['model_type']}{source}")
+        source = f" [{clip(below.source)}]" if isinstance(below, Sourced) else ""
+        raise ConfigError(
+            f"{dotted(path)}: {shown(value)} must be {EXPECTED['model_type']}{source}"
+        )

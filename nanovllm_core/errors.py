@@ -28,16 +28,59 @@ NanoVLLMError
     ├── GraphSafetyError         a captured graph reads memory it must not
     └── InconsistentStateError   an invariant is broken: a bug in nanovllm or in a plugin
 
-Every message carries the value, the limit and the remedy.
+Every message carries the value, the limit and the remedy. A value that came from outside is written
+by `shown`, which cuts it.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+
+MAX_MESSAGE = 20_000
+"""Characters of one error's message; a plugin's own text may be longer and is cut."""
+MAX_SHOWN = 200
+"""Characters of one value in a message."""
+
+
+def clip(text: str, limit: int = MAX_SHOWN) -> str:
+    """The text, or its beginning and its end where it has more than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    half = (limit - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+def shown(value: object) -> str:
+    """`repr` of a value for a message: at most `MAX_SHOWN` characters, whatever it holds.
+
+    Large strings and containers are cut before their text is made.
+    """
+    return clip(_SHORT.repr(value))
+
+
+class _ShortRepr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 16
+        self.maxstring = self.maxother = MAX_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write the digits of a huge number."""
+        if x.bit_length() <= 512:
+            return repr(x)
+        return f"<a whole number of {x.bit_length()} bits>"
+
+
+_SHORT = _ShortRepr()
 
 
 class NanoVLLMError(Exception):
     """Base of every error raised on purpose."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(clip(str(message), MAX_MESSAGE))
 
 
 class ConfigError(NanoVLLMError):

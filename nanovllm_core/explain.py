@@ -18,8 +18,8 @@ from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
 from nanovllm_core.config import FIT, EngineConfig
 from nanovllm_core.config_choices import AttentionChoice
 from nanovllm_core.config_sources import LoadedConfig
-from nanovllm_core.errors import NanoVLLMError
-from nanovllm_core.generation_config import FILE_NAME, shown
+from nanovllm_core.errors import NanoVLLMError, shown
+from nanovllm_core.generation_config import FILE_NAME, describe_defaults
 from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
@@ -148,7 +148,7 @@ def _checkpoint(decisions: Decisions, name: str) -> Seam:
     return Seam(
         name,
         f"{source.plugin.name}: {decisions.checkpoint}",
-        f"{decisions.said('model')}: {model!r}; {source.why}",
+        f"{decisions.said('model')}: {shown(model)}; {source.why}",
         decisions.other_plugins("checkpoint", source.plugin.name),
     )
 
@@ -321,7 +321,9 @@ def _length(decisions: Decisions, name: str) -> Seam:
 
 
 def _sampling_defaults(decisions: Decisions, name: str) -> Seam:
-    chosen = shown(startup.resolve_sampling_defaults(decisions.config, decisions.checkpoint))
+    chosen = describe_defaults(
+        startup.resolve_sampling_defaults(decisions.config, decisions.checkpoint)
+    )
     automatic = (
         "" if decisions.config.generation_config == "none" else f"the checkpoint's {FILE_NAME}"
     )
@@ -385,7 +387,7 @@ def _importable(plugin: ResolvedPlugin) -> ResolvedPlugin:
 
 
 def _label(plugin: ResolvedPlugin) -> str:
-    options = ", ".join(f"{key}={value!r}" for key, value in plugin.options.items())
+    options = ", ".join(f"{key}={shown(value)}" for key, value in plugin.options.items())
     text = f"{plugin.name} {plugin.version}, {plugin.distribution}"
     return f"{text} ({options})" if options else text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_core.checkpoint_files import read_json
-from nanovllm_core.errors import CheckpointError, InvalidSamplingError
+from nanovllm_core.errors import CheckpointError, InvalidSamplingError, shown
 from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
         case False:
             stated["temperature"] = 0.0
         case other:
-            raise CheckpointError(f"{path}: do_sample is {other!r:.80}; must be a bool; {REMEDY}")
+            raise CheckpointError(f"{path}: do_sample is {shown(other)}; must be a bool; {REMEDY}")
     try:
         params = SamplingParams(**stated)
     except InvalidSamplingError as error:
@@ -75,6 +75,6 @@ def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
     return {name: getattr(params, name) for name in stated}
 
 
-def shown(defaults: Mapping[str, float]) -> str:
+def describe_defaults(defaults: Mapping[str, float]) -> str:
     """`temperature=0.6, top_k=20`, or `none`."""
     return ", ".join(f"{name}={value:g}" for name, value in defaults.items()) or "none"

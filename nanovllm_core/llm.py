@@ -29,6 +29,7 @@ from nanovllm_core.errors import (
     InvalidPromptError,
     InvalidSamplingError,
     RequestError,
+    shown,
 )
 from nanovllm_core.garbage import freeze_objects
 from nanovllm_core.interfaces.plan import WorkerInfo
@@ -164,7 +165,7 @@ class LLM:
         if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
             raise InvalidPromptError(
                 "conversations: expected a list of messages {'role', 'content'} or a list of "
-                f"these, got {type(conversations).__name__} {conversations!r:.80}"
+                f"these, got {type(conversations).__name__} {shown(conversations)}"
             )
         many = (
             [conversations]
@@ -198,7 +199,7 @@ class LLM:
         else:
             if chat_template_kwargs:
                 raise InvalidPromptError(
-                    f"chat_template_kwargs is {chat_template_kwargs!r:.80}, but the prompt is no "
+                    f"chat_template_kwargs is {shown(chat_template_kwargs)}, but the prompt is no "
                     "conversation, so no template is applied; leave it out, or pass messages"
                 )
             ids = self._encode(prompt)  # type: ignore[arg-type]
@@ -303,7 +304,7 @@ class LLM:
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise InvalidSamplingError(
-                f"expected SamplingParams, got {type(params).__name__} {params!r:.80}; make one, "
+                f"expected SamplingParams, got {type(params).__name__} {shown(params)}; make one, "
                 "as in SamplingParams(temperature=0.6)"
             )
         detokenizer = self._tokenizer.detokenizer if self._tokenizer is not None else None
@@ -327,7 +328,7 @@ class LLM:
         except TypeError:
             raise InvalidPromptError(
                 f"a prompt is text or a list of token ids; got {type(prompt).__name__} "
-                f"{prompt!r:.80}"
+                f"{shown(prompt)}"
             ) from None
         _check_whole(ids)
         return ids
@@ -339,7 +340,8 @@ class LLM:
         """The checkpoint's tokenizer; CheckpointError where the checkpoint has none."""
         if self._tokenizer is None:
             raise CheckpointError(
-                f"the checkpoint of {self.config.model!r} has no tokenizer.json, so text cannot be "
+                f"the checkpoint of {shown(self.config.model)} has no tokenizer.json, so text "
+                "cannot be "
                 "encoded; pass token ids, or set `tokenizer` to a folder that has one"
             )
         return self._tokenizer
@@ -393,7 +395,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise InvalidPromptError(
             "prompts: expected text, a list of token ids or a list of these, got "
-            f"{type(prompts).__name__} {prompts!r:.80}"
+            f"{type(prompts).__name__} {shown(prompts)}"
         )
     if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
@@ -412,7 +414,7 @@ def _check_whole(ids: Sequence[object]) -> None:
         except TypeError:
             raise InvalidPromptError(
                 f"a prompt is a flat list of whole token ids; got {type(token_id).__name__} "
-                f"{token_id!r:.80} at index {index}"
+                f"{shown(token_id)} at index {index}"
             ) from None
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 
 from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import PluginNotFoundError
+from nanovllm_core.errors import PluginNotFoundError, shown
 from nanovllm_core.kinds import (
     EXTENSION,
     EXTENSION_GROUP,
@@ -93,7 +93,7 @@ def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
         if entry.group.startswith(GROUP_PREFIX) and entry.group not in groups:
             plugin = _installed("", entry)
             return (
-                f"; {name!r} is in the group {entry.group!r} of {plugin.distribution} "
+                f"; {shown(name)} is in the group {shown(entry.group)} of {plugin.distribution} "
                 f"{plugin.version}, which is that of no installed kind"
                 f"{did_you_mean(entry.group, groups, GROUP_PREFIX)}"
             )
@@ -126,6 +126,8 @@ def select_disabled(
         matching = {plugin for plugin, known in labels if name in known}
         if not matching:
             hint = did_you_mean(name, {label for _, known in labels for label in known})
-            raise PluginNotFoundError(f"plugins.disable: no installed plugin is {name!r}{hint}")
+            raise PluginNotFoundError(
+                f"plugins.disable: no installed plugin is {shown(name)}{hint}"
+            )
         selected |= matching
     return selected

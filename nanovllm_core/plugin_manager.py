@@ -27,6 +27,7 @@ from nanovllm_core.errors import (
     PluginConflictError,
     PluginLoadError,
     PluginNotFoundError,
+    shown,
 )
 from nanovllm_core.interfaces.specs import KindSpec, PluginSpec, ResolvedPlugin
 from nanovllm_core.kinds import (
@@ -56,6 +57,7 @@ from nanovllm_core.plugin_discovery import (
     misplaced,
     select_disabled,
 )
+from nanovllm_core.plugin_options import read_options
 
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("nanovllm_"))
 """The hooks of the core."""
@@ -116,7 +118,7 @@ def make_plugin(
         kinds = wanted if isinstance(wanted, tuple) else (wanted,)
         names = " or ".join(kind.__name__ for kind in kinds)
         raise PluginLoadError(
-            f"{describe(resolved)}: {resolved.impl} made {made!r:.80}, which is no {names}"
+            f"{describe(resolved)}: {resolved.impl} made {shown(made)}, which is no {names}"
         )
     return made
 
@@ -166,7 +168,8 @@ class PluginManager:
         if len(found) > 1:
             owners = " and ".join(f"{p.distribution} {p.version}" for p in found)
             raise PluginConflictError(
-                f"{kind} {name!r} is registered by {owners}; uninstall one of them, or leave one "
+                f"{kind} {shown(name)} is registered by {owners}; uninstall one of them, or "
+                "leave one "
                 f"out with plugins: {{disable: [{found[-1].distribution}]}}"
             )
         return found[0]
@@ -179,7 +182,7 @@ class PluginManager:
                     "it out of plugins.disable"
                 )
         if elsewhere := self.misplaced(name):
-            return f"no {kind} {name!r} is installed{elsewhere}"
+            return f"no {kind} {shown(name)} is installed{elsewhere}"
         names = self.names(kind)
         known = [name_ for kind_, name_ in KNOWN_EXTRAS if kind_ == kind]
         # An architecture is read from a checkpoint, not typed: another one is no help.
@@ -188,7 +191,9 @@ class PluginManager:
         hint = f"; did you mean {match}?" if match and match != name else ""
         if match and match not in names:
             hint += f"; {install_command(kind, match)}"
-        return f"no {kind} {name!r} is installed{hint}; installed: {', '.join(names) or 'none'}"
+        return (
+            f"no {kind} {shown(name)} is installed{hint}; installed: {', '.join(names) or 'none'}"
+        )
 
     def misplaced(self, name: str) -> str:
         """Which group, of no kind, holds an entry point of that name; empty where none does."""
@@ -209,7 +214,7 @@ class PluginManager:
         if name in KINDS:
             return KINDS[name]
         if name in NO_SPEC:
-            raise PluginNotFoundError(f"plugins of the kind {name!r} have no spec to load")
+            raise PluginNotFoundError(f"plugins of the kind {shown(name)} have no spec to load")
         if name not in self._declared_kinds:
             spec = self.declaration(name)
             # Its own plugins may stand in the same module, so that loading it came by here.
@@ -339,7 +344,7 @@ class PluginManager:
         spec = self.spec(kind, name)
         plugin = self.find(kind, name)
         try:
-            parsed = spec.options.model_validate(dict(options or {}))
+            parsed = read_options(spec.options, options or {})
         except ValidationError as error:
             where = path or f"{kind}.options"
             raise ConfigError(explain_options(error, spec.options, where, str(plugin))) from None

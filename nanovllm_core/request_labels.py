@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from nanovllm_core.errors import InvalidLabelsError
+from nanovllm_core.errors import InvalidLabelsError, shown
 
 Labels = Mapping[str, str]
 
@@ -46,7 +46,7 @@ def check_labels(labels: object) -> Labels:
         return NO_LABELS
     if not isinstance(labels, Mapping):
         raise InvalidLabelsError(
-            f"labels is {type(labels).__name__} {labels!r:.80}; it must be a mapping of names to "
+            f"labels is {type(labels).__name__} {shown(labels)}; it must be a mapping of names to "
             f"texts, {EXAMPLE} (None for no labels)"
         )
     if len(labels) > MAX_LABELS:
@@ -92,7 +92,7 @@ def _utf8(what: str, value: object, most: int) -> str:
     """The value as a plain `str` that every observer can write."""
     if not isinstance(value, str):
         raise InvalidLabelsError(
-            f"{what} is {type(value).__name__} {value!r:.80}; it must be text, {EXAMPLE}"
+            f"{what} is {type(value).__name__} {shown(value)}; it must be text, {EXAMPLE}"
         )
     if len(value) > most:
         raise InvalidLabelsError(
@@ -103,7 +103,7 @@ def _utf8(what: str, value: object, most: int) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidLabelsError(
-            f"{what} is {value!r:.80}, which is no Unicode text (character {error.start} is half "
+            f"{what} is {shown(value)}, which is no Unicode text (character {error.start} is half "
             "of a pair); decode it with the right encoding"
         ) from None
     return str.__str__(value)  # A subclass may answer anything.

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import InvalidSamplingError
+from nanovllm_core.errors import InvalidSamplingError, shown
 
 T = TypeVar("T")
 
@@ -19,7 +19,9 @@ MIN_SCALE, MAX_SCALE = 1e-10, 1e10
 MAX_PENALTY = 2.0
 """Of presence and frequency, upwards and downwards."""
 MAX_LOGPROBS = 20
-MAX_SEED = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
+"""Of every whole number, and downwards: tables and messages hold 64 bits."""
+MAX_SEED = MAX_INTEGER
 MAX_SAMPLES = 4096
 """Of one prompt: each is a request of its own in the engine's queue."""
 MAX_BIAS = 100.0
@@ -131,7 +133,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidSamplingError(
-                f"ignore_eos is {self.ignore_eos!r}; it must be True or False"
+                f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False"
             )
         _check_logits_processors(self.logits_processors)
 
@@ -213,7 +215,7 @@ def _real(
     if low <= number <= high and not (above and number == low):
         return number
     limit = f"a finite number {'above' if above else 'of at least'} {low:g} and at most {high:g}"
-    raise InvalidSamplingError(f"{name} is {value!r}; it must be {limit} ({remedy})")
+    raise InvalidSamplingError(f"{name} is {shown(value)}; it must be {limit} ({remedy})")
 
 
 def _optional_real(
@@ -224,13 +226,17 @@ def _optional_real(
 
 def _integer(name: str, value: object, low: int | None, high: int | None, remedy: str) -> int:
     """The value, if it is a whole number from `low` to `high`; bools and 3.0 are none here."""
+    lowest = -MAX_INTEGER if low is None else low
+    highest = MAX_INTEGER if high is None else high
+    limit = "" if low is None else f" at least {low}" if high is None else f" from {low} to {high}"
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
-        if (low is None or low <= number) and (high is None or number <= high):
+        if lowest <= number <= highest:
             return number
-    limit = f" at least {low}" if high is None else f" from {low} to {high}"
+        if high is None and abs(number) > MAX_INTEGER:
+            limit += " of at most 64 bits"
     raise InvalidSamplingError(
-        f"{name} is {value!r}; it must be a whole number{'' if low is None else limit} ({remedy})"
+        f"{name} is {shown(value)}; it must be a whole number{limit} ({remedy})"
     )
 
 
@@ -246,7 +252,7 @@ def _logit_bias(value: object) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise InvalidSamplingError(
-            f"logit_bias is {value!r:.80}; it must map token ids to numbers, as in {{17: -100}}"
+            f"logit_bias is {shown(value)}; it must map token ids to numbers, as in {{17: -100}}"
         )
     if len(value) > MAX_BIASED_IDS:
         raise InvalidSamplingError(
@@ -280,7 +286,7 @@ def _check_logits_processors(value: object) -> None:
     )
     if not good:
         raise InvalidSamplingError(
-            f"logits_processors is {value!r:.80}; it must map names of processors to their "
+            f"logits_processors is {shown(value)}; it must map names of processors to their "
             'arguments, as in {"name": {"key": "value"}} ({} for none)'
         )
 
@@ -290,7 +296,7 @@ def _strings(name: str, values: Iterable[str] | None) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidSamplingError(
-                f"{name} holds {string!r}; it must hold strings of at least one character "
+                f"{name} holds {shown(string)}; it must hold strings of at least one character "
                 "(leave it out to stop at no string)"
             )
     return strings
@@ -308,4 +314,4 @@ def _as_tuple(name: str, values: Iterable[T] | None, wanted: str) -> tuple[T, ..
     try:
         return tuple(() if values is None else values)
     except TypeError:
-        raise InvalidSamplingError(f"{name} is {values!r}; it must be {wanted}") from None
+        raise InvalidSamplingError(f"{name} is {shown(values)}; it must be {wanted}") from None

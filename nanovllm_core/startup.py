@@ -20,8 +20,10 @@ from nanovllm_core.errors import (
     ExecutorError,
     PluginLoadError,
     PluginNotFoundError,
+    clip,
+    shown,
 )
-from nanovllm_core.generation_config import read_sampling_defaults, shown
+from nanovllm_core.generation_config import describe_defaults, read_sampling_defaults
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
@@ -127,7 +129,8 @@ def read_architecture(model_config: Mapping[str, Any], checkpoint: Path) -> str:
     architectures = model_config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ArchitectureError(
-            f"{checkpoint}/config.json: architectures={architectures!r} names no architecture; "
+            f"{checkpoint}/config.json: architectures={shown(architectures)} names no "
+            "architecture; "
             'expected a list such as ["Qwen3ForCausalLM"]'
         )
     return str(architectures[0])
@@ -140,7 +143,7 @@ def find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> R
     except PluginNotFoundError as error:
         raise ArchitectureError(
             f"{checkpoint}/config.json: no installed plugin runs the architecture "
-            f"{architecture!r}; install one that does, or use another checkpoint. {error}"
+            f"{shown(architecture)}; install one that does, or use another checkpoint. {error}"
         ) from error
 
 
@@ -154,8 +157,8 @@ def read_shape(
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ArchitectureError(
             f"{checkpoint}/config.json cannot be read by {model.name} ({model.distribution} "
-            f"{model.version}): {type(error).__name__}: {error}; correct that setting, or fetch "
-            "the file again"
+            f"{model.version}): {type(error).__name__}: {clip(str(error), 1000)}; correct that "
+            "setting, or fetch the file again"
         ) from error
 
 
@@ -166,21 +169,22 @@ def resolve_device(device: str) -> str:
     try:
         check_device(device)
     except ValueError as error:
-        raise DeviceError(f"device: {device!r} {error}") from None
+        raise DeviceError(f"device: {shown(device)} {error}") from None
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         return device
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"device: {device!r}, but torch {torch.__version__} sees no CUDA device; use device: "
+            f"device: {shown(device)}, but torch {torch.__version__} sees no CUDA device; use "
+            "device: "
             "cpu (or auto), or install a CUDA build of torch and the driver"
         )
     index = int(device.split(":")[1]) if ":" in device else 0
     count = torch.cuda.device_count()
     if index >= count:
         raise DeviceError(
-            f"device: {device!r}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}"
+            f"device: {shown(device)}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}"
         )
     return f"cuda:{index}"
 
@@ -194,7 +198,8 @@ def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> s
     stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
     if stored not in ("float32", "float16", "bfloat16"):
         raise ConfigError(
-            f"dtype: auto follows the checkpoint, which says {stored!r}; choose float32, float16 "
+            f"dtype: auto follows the checkpoint, which says {shown(stored)}; choose float32, "
+            "float16 "
             "or bfloat16"
         )
     return stored
@@ -219,7 +224,7 @@ def resolve_sampling_defaults(config: EngineConfig, checkpoint: Path) -> Mapping
         return {}
     defaults = read_sampling_defaults(checkpoint)
     if defaults:
-        logger.info("sampling defaults of the checkpoint: %s", shown(defaults))
+        logger.info("sampling defaults of the checkpoint: %s", describe_defaults(defaults))
     return defaults
 
 
@@ -331,7 +336,7 @@ def check_tensor_parallel_size(plugins: PluginManager, config: EngineConfig) -> 
     spec = cast(ExecutorSpec, plugins.spec("executor", choice.name))
     if size > spec.max_tensor_parallel_size:
         raise ExecutorError(
-            f"tensor_parallel_size: {size}, but the executor {choice.name!r} runs at most "
+            f"tensor_parallel_size: {size}, but the executor {shown(choice.name)} runs at most "
             f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
             "executor that spans several devices"
         )

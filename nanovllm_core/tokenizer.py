@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from nanovllm_core.chat_template import check_chat_template_kwargs
 from nanovllm_core.checkpoint_files import read_json, read_text
-from nanovllm_core.errors import CheckpointError, InvalidPromptError
+from nanovllm_core.errors import CheckpointError, InvalidPromptError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -72,7 +72,8 @@ class Tokenizer:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(
-                f"tokenizer {str(folder)!r} is not a folder; set `tokenizer` to a folder with a "
+                f"tokenizer {shown(str(folder))} is not a folder; set `tokenizer` to a folder "
+                "with a "
                 "tokenizer.json, or leave it out to use the model's own"
             )
         if (folder / "tokenizer.json").is_file():
@@ -143,12 +144,12 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
-            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {text!r:.80}")
+            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {shown(text)}")
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidPromptError(
-                f"the text {text!r:.80} has half of a surrogate pair, which is no Unicode text; "
+                f"the text {shown(text)} has half of a surrogate pair, which is no Unicode text; "
                 "decode its bytes with errors='replace'"
             ) from error
 
@@ -237,7 +238,8 @@ def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
         for token_id in found:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise CheckpointError(
-                    f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them"
+                    f"{path}: eos_token_id is {shown(value)}; it must be a token id or a list "
+                    "of them"
                 )
             if token_id < end:
                 ids[token_id] = None
@@ -316,7 +318,7 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str
     )
     if not good:
         raise InvalidPromptError(
-            f"messages are {messages!r:.200}; they must be one or more "
+            f"messages are {shown(messages)}; they must be one or more "
             '{"role": "user", "content": "..."}'
         )
     return [dict(message) for message in messages]

@@ -100,8 +100,8 @@ def test_what_show_prints_is_a_configuration_file_of_the_same_meaning(tmp_path: 
         "model: demo\nattention: {prefill: sdpa, decode: {backend: x, options: {a: [1, b]}}}\n"
         "cuda_graphs: {sizes: [1, 256]}\n"
         "plugins: {enable: [e], options: {e: {k: 'yes', 'no': {'': [], '5': 1}}}}\n"
-        "scheduler: {name: s, options: {d: 2024-01-01, n: .nan, i: .inf, b: !!binary /w==, "
-        "s: !!set {a}}}\n"
+        "scheduler: {name: s, options: {d: 2024-01-01, n: .nan, i: .inf, o: '0o17', e: '1e3', "
+        "z: '017', t: 'true', m: <<, k: {7: [~, '~']}}}\n"
     )
     again = tmp_path / "again.yaml"
     again.write_text(run("config", "show", str(file)))
@@ -187,6 +187,31 @@ def test_a_file_is_named_by_place_or_by_flag_and_not_by_both(
     both = CliRunner().invoke(make_app(), [*command, str(file), "--config", str(file)])
     assert both.exit_code == 2
     assert "two files are named" in both.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["config", "show", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
+        (["explain", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
+        (["explain", "--scheduler", "sjf", "--set", "scheduler=fcfs"], "scheduler is given twice"),
+    ],
+)
+def test_a_field_given_twice_on_the_command_line_is_refused(
+    arguments: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(*arguments, "--model", "demo")
+
+
+def test_check_tells_the_first_twenty_wrong_plugins(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(f"model: a/b\nobservers: [{', '.join(f'no{i}' for i in range(60))}]\n")
+    with pytest.raises(ConfigError) as caught:
+        run("config", "check", str(file))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "... and perhaps more: the rest was not checked"
 
 
 def test_check_without_a_file_says_how_it_is_called() -> None:

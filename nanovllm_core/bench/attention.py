@@ -25,7 +25,13 @@ from nanovllm_core.bench.rates import measure_rates, times_of
 from nanovllm_core.bench.roofline import Rates
 from nanovllm_core.bench.table import OOM, OUT_OF_MEMORY, attention_named
 from nanovllm_core.config_choices import AttentionChoice
-from nanovllm_core.errors import ConfigError, NanoVLLMError, OutOfMemoryError, UnsupportedError
+from nanovllm_core.errors import (
+    ConfigError,
+    NanoVLLMError,
+    OutOfMemoryError,
+    UnsupportedError,
+    shown,
+)
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionRequirements,
@@ -110,13 +116,15 @@ def able_backends(setup: AttentionSetup) -> list[str]:
 def _backend(setup: AttentionSetup, name: str) -> Contender:
     plugins = get_plugin_manager()
     if "+" in name:
-        raise ConfigError(f"attention {name!r}: one phase has one backend; name the two by a comma")
+        raise ConfigError(
+            f"attention {shown(name)}: one phase has one backend; name the two by a comma"
+        )
     choice = attention_named(name)
     choice = AttentionChoice(**(choice if isinstance(choice, dict) else {"backend": choice}))
     found = evaluate(plugins, choice, setup.requirements())
     if found.reasons:
         raise UnsupportedError(
-            f"attention {name!r} cannot serve {setup.phase} here: {'; '.join(found.reasons)}",
+            f"attention {shown(name)} cannot serve {setup.phase} here: {'; '.join(found.reasons)}",
             found.reasons,
         )
     # As the engine asks, for providers of one backend differ in what can be recorded of them.

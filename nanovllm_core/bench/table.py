@@ -19,7 +19,7 @@ from nanovllm_core.bench.throughput import Gauge, measure_runs, timed_generate
 from nanovllm_core.bench.workloads import Workload, fixed_workload
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_sources import LoadedConfig
-from nanovllm_core.errors import ConfigError, OutOfMemoryError
+from nanovllm_core.errors import ConfigError, OutOfMemoryError, shown
 from nanovllm_core.explain import Decisions
 from nanovllm_core.llm import LLM
 from nanovllm_core.plugin_manager import get_plugin_manager
@@ -73,7 +73,8 @@ def attention_named(name: str) -> Any:
     if len(takers) != 1:
         offered = [f"{backend}.{v}" for values in choices.values() for v in values]
         raise ConfigError(
-            f"attention {name!r}: {len(takers)} options of {backend!r} take {value!r}; "
+            f"attention {shown(name)}: {len(takers)} options of {shown(backend)} take "
+            f"{shown(value)}; "
             f"these names can be given: {', '.join([backend, *offered])}"
         )
     return {"backend": backend, "options": {takers[0]: value}}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanovllm_core.errors import ConfigError
+from nanovllm_core.errors import ConfigError, shown
 
 VOCABULARY = 10_000
 """Prompt ids are drawn from 0 to this, as nano-vllm's are."""
@@ -103,6 +103,7 @@ def recorded_workload(record: Mapping[str, Any]) -> Workload:
     if match := re.fullmatch(r"\d+ ragged (\d+)-(\d+)", name):
         return ragged_workload(num_seqs, int(match[1]), int(match[2]))
     raise ConfigError(
-        f"workload {name!r} is none that can be made again; expected 'nano', 'N x INPUT/OUTPUT' or "
+        f"workload {shown(name)} is none that can be made again; expected 'nano', 'N x "
+        "INPUT/OUTPUT' or "
         "'N ragged SHORTEST-LONGEST'"
     )

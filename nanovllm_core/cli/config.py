@@ -8,14 +8,15 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
 from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, one_file
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.config_choices import NamedPlugin
+from nanovllm_core.config_errors import MAX_ERRORS
 from nanovllm_core.config_schema import config_schema
-from nanovllm_core.config_sources import load_with_sources, parse_setting
+from nanovllm_core.config_sources import load_with_sources, parse_settings
+from nanovllm_core.config_yaml import flow_yaml
 from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 from nanovllm_core.startup import (
@@ -48,9 +49,8 @@ def show(
     settings: Settings = None,
 ) -> None:
     """Print the values in effect as YAML, and where each comes from."""
-    overrides = dict(map(parse_setting, settings or []))
+    overrides = parse_settings(settings or ())
     loaded = load_with_sources(model, file=one_file(file, config), overrides=overrides)
-    # Not as JSON, which has no dates, bytes and infinities; options may be such.
     for line in render(loaded.config.model_dump(), loaded.sources):
         print(line)
 
@@ -123,16 +123,18 @@ def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
 
 
 def raise_all(checks: Iterable[Callable[[], object]]) -> None:
-    """Run every check, and raise one ConfigError with what each that fails says."""
-    wrong: list[str] = []
+    """Run every check, and raise one ConfigError with what each of those that fail says."""
+    wrong: dict[str, None] = {}  # an executor that is not there fails two checks with one message
     for check_one in checks:
         try:
             check_one()
         except NanoVLLMError as error:
-            wrong.append(str(error))
+            wrong[str(error)] = None
+        if len(wrong) == MAX_ERRORS:
+            wrong["... and perhaps more: the rest was not checked"] = None
+            break
     if wrong:
-        # An executor that is not there fails two checks with one message.
-        raise ConfigError("\n".join(dict.fromkeys(wrong)))
+        raise ConfigError("\n".join(wrong))
 
 
 def _numbered(
@@ -149,14 +151,7 @@ def render(
     for key, value in values.items():
         here = f"{path}.{key}".removeprefix(".")
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{_flow(key)}:"
+            yield f"{indent}{flow_yaml(key)}:"
             yield from render(value, sources, here, f"{indent}  ")
         else:
-            yield f"{indent}{_flow(key)}: {_flow(value)}  # {sources.get(here, 'default')}"
-
-
-def _flow(value: Any) -> str:
-    """The value as YAML on one line."""
-    # In a list, for alone a scalar is followed by an end mark, and an empty key by a question mark.
-    text = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False)
-    return text.strip()[1:-1]
+            yield f"{indent}{flow_yaml(key)}: {flow_yaml(value)}  # {sources.get(here, 'default')}"

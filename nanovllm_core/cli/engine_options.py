@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_sources import LoadedConfig, load_with_sources, parse_setting
+from nanovllm_core.config_sources import LoadedConfig, load_with_sources, parse_settings
+from nanovllm_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm_core.llm import LLM
@@ -124,7 +125,7 @@ def loaded_config(
     **fields: Any,
 ) -> LoadedConfig:
     """The same, with who said each value."""
-    overrides: dict[str, Any] = dict(map(parse_setting, settings or []))
+    overrides = parse_settings(settings or ())
     flags = {
         "attention": attention_choice(attention) if isinstance(attention, str) else attention,
         "scheduler": scheduler,
@@ -132,7 +133,11 @@ def loaded_config(
         "dtype": dtype,
         **fields,
     }
-    overrides.update({name: value for name, value in flags.items() if value is not None})
+    for name, value in flags.items():
+        if value is not None and name in overrides:
+            raise ConfigError(f"{name} is given twice, by --{name} and by --set; give it once")
+        if value is not None:
+            overrides[name] = value
     return load_with_sources(model, file=config, overrides=overrides)
 
 

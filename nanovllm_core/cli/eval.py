@@ -18,7 +18,7 @@ from rich.table import Table
 from nanovllm_core.bench.environment import describe_environment
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.errors import CheckpointError
+from nanovllm_core.errors import CheckpointError, shown
 from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
 
 
@@ -143,7 +143,7 @@ def _item(file: Path, number: int, line: str) -> Item:
         return Item(str(fields["task"]), list(fields["messages"]), str(fields["answer"]))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f'{file}, line {number}: {error!r}; expected {{"task", "messages", "answer"}}'
+            f'{file}, line {number}: {shown(error)}; expected {{"task", "messages", "answer"}}'
         ) from error
 
 

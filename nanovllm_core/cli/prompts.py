@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import InvalidPromptError, RequestError
+from nanovllm_core.errors import InvalidPromptError, RequestError, shown
 from nanovllm_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -161,11 +161,11 @@ def _parse(line: str, place: str, chat: bool) -> PromptInput:
     if isinstance(value, str):
         return _make(value, chat, place)
     if not isinstance(value, dict):
-        raise InvalidPromptError(f"{place}: {type(value).__name__} {value!r:.80}; {LINE_HINT}")
+        raise InvalidPromptError(f"{place}: {type(value).__name__} {shown(value)}; {LINE_HINT}")
     for key in value:
         if key not in LINE_KEYS:
             raise InvalidPromptError(
-                f"{place}: unknown key {key!r:.80}{did_you_mean(key, LINE_KEYS)}; it takes "
+                f"{place}: unknown key {shown(key)}{did_you_mean(key, LINE_KEYS)}; it takes "
                 f"{', '.join(LINE_KEYS)}"
             )
     return _from_object(value, place, chat)
@@ -185,7 +185,7 @@ def _from_object(value: dict[str, Any], place: str, chat: bool) -> PromptInput:
         made = PromptInput(prompt=prompt, place=place)
     else:
         wanted = "text" if chat else "text or a list of token ids"
-        raise InvalidPromptError(f"{place}: prompt is {prompt!r:.80}; it must be {wanted}")
+        raise InvalidPromptError(f"{place}: prompt is {shown(prompt)}; it must be {wanted}")
     if kwargs and made.messages is None:
         raise InvalidPromptError(
             f"{place}: {TEMPLATE_KEY} without a conversation; give messages, or --chat"

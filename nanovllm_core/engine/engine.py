@@ -31,6 +31,7 @@ from nanovllm_core.errors import (
     InconsistentStateError,
     InvalidSamplingError,
     RequestError,
+    shown,
 )
 from nanovllm_core.interfaces.executor import Executor
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
@@ -135,11 +136,13 @@ class Engine:
         for sample_id in sample_ids:
             if sample_id in self._requests or sample_id in self._samples:
                 raise RequestError(
-                    f"request id {sample_id!r} is in use; choose another, or wait until it finishes"
+                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
+                    "finishes"
                 )
         if params.stop and detokenizer is None:
             raise InvalidSamplingError(
-                f"stop is {params.stop_strings!r}, but the request has no detokenizer; give one, "
+                f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; "
+                "give one, "
                 "or use stop_token_ids"
             )
         samples = self._factory.make_samples(
@@ -317,7 +320,8 @@ class Engine:
         expected = len(planned.plan.sampled_rows)
         if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
             raise InconsistentStateError(
-                f"{type(self._executor).__name__} returned {result!r:.80} for a step of {expected} "
+                f"{type(self._executor).__name__} returned {shown(result)} for a step of "
+                f"{expected} "
                 "tokens; collect() must return a StepResult with one for each of sampled_rows"
             )
         batch, token_ids = planned.batch, result.token_ids

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from nanovllm_core.config_errors import did_you_mean, explain_options
-from nanovllm_core.errors import InvalidSamplingError, PluginFailedError
+from nanovllm_core.errors import InvalidSamplingError, PluginFailedError, shown
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.plugin_options import read_options
 from nanovllm_core.sampling_params import SamplingParams
 
 Asked = tuple[tuple[str, Mapping[str, Any]], ...]
@@ -39,12 +40,13 @@ def _checked(
     spec, path = specs.get(name), f"logits_processors.{name}"
     if spec is None:
         raise InvalidSamplingError(
-            f"{path}: this engine has no logits processor {name!r}{did_you_mean(name, specs)}; it "
+            f"{path}: this engine has no logits processor "
+            f"{shown(name)}{did_you_mean(name, specs)}; it "
             f"has {', '.join(specs) or 'none'}; list it under logits_processors of the "
             "configuration"
         )
     try:
-        valid = spec.arguments.model_validate(dict(arguments))
+        valid = read_options(spec.arguments, arguments)
     except ValidationError as error:
         raise InvalidSamplingError(
             explain_options(error, spec.arguments, path, f"logits processor {name}")
@@ -53,7 +55,7 @@ def _checked(
         reasons = [*spec.check(valid, vocab_size)]
     except Exception as error:
         raise PluginFailedError(
-            f"{path}: the check of {name!r} failed: {type(error).__name__}: {error}"
+            f"{path}: the check of {shown(name)} failed: {type(error).__name__}: {error}"
         ) from error
     if reasons:
         raise InvalidSamplingError(f"{path}: {'; '.join(reasons)}")
@@ -67,7 +69,8 @@ def _as_plain_data(arguments: BaseModel, path: str, name: str) -> Mapping[str, A
         type(arguments).model_validate(plain)
     except ValidationError as error:
         raise PluginFailedError(
-            f"{path}: {name!r} refuses its own arguments when they are read again from plain data "
-            f"({plain!r:.80}): {error.errors()[0]['msg']}; a validator must take what it returned"
+            f"{path}: {shown(name)} refuses its own arguments when they are read again from "
+            "plain data "
+            f"({shown(plain)}): {error.errors()[0]['msg']}; a validator must take what it returned"
         ) from error
     return plain

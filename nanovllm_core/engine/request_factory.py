@@ -13,7 +13,7 @@ from nanovllm_core.engine.processor_arguments import Asked, check_processor_argu
 from nanovllm_core.engine.request import Request
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.engine.seeds import derive_seed, sample_seed
-from nanovllm_core.errors import RequestError
+from nanovllm_core.errors import RequestError, shown
 from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.request_labels import check_labels
@@ -68,7 +68,7 @@ class RequestFactory:
         """
         if not isinstance(cache_salt, bytes):
             raise RequestError(
-                f"cache_salt is {cache_salt!r:.80}; it must be bytes, as in b'tenant'"
+                f"cache_salt is {shown(cache_salt)}; it must be bytes, as in b'tenant'"
             )
         checked_labels = check_labels(labels)
         prompt = self._limits.check_prompt(prompt_token_ids)

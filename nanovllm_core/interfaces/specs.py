@@ -34,7 +34,8 @@ class PluginSpec:
     `name` is the entry point's name and the name in YAML; `impl` is `"package.module:Object"`.
     `contract` is the version of its kind's contract that the plugin was written for: a number, so
     that a plugin which nobody touched stays what it was (see `nanovllm_core.kinds`). `options` is a
-    pydantic model that forbids unknown keys.
+    pydantic model that forbids unknown keys; the core reads it as strict JSON, in which "1" is no
+    number.
     """
 
     name: str

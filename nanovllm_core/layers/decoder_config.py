@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.rotary import RopeConfig
 from nanovllm_core.layers.settings import positive_float, positive_int
@@ -131,8 +131,8 @@ def refuse_unless(config: Mapping[str, Any], **served: Any) -> None:
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is not None and one != only:
                 raise ArchitectureError(
-                    f"config.json: {key} {one!r} is not supported, only {only!r}; use another "
-                    "checkpoint, or another plugin for its architecture"
+                    f"config.json: {key} {shown(one)} is not supported, only {shown(only)}; use "
+                    "another checkpoint, or another plugin for its architecture"
                 )
 
 

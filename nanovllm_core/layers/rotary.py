@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.layers.settings import positive_float, positive_int
 
 _DEFAULT_THETA = 10_000.0
@@ -66,7 +66,7 @@ class RopeConfig:
         if kind not in _FREQUENCIES:
             reason = _REFUSED.get(kind, "it is unknown here")
             raise ArchitectureError(
-                f"rope type {kind!r} is not supported: {reason}; "
+                f"rope type {shown(kind)} is not supported: {reason}; "
                 f"supported are {', '.join(_FREQUENCIES)}"
             )
         if "mrope_section" in rope:
@@ -91,7 +91,7 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if rope["rope_theta"] is None and dropped not in (None, _DEFAULT_THETA):
         raise ArchitectureError(
             f"config.json: rope_scaling replaces rope_parameters, and has no rope_theta ("
-            f"rope_parameters: {dropped!r}); add rope_theta to rope_scaling"
+            f"rope_parameters: {shown(dropped)}); add rope_theta to rope_scaling"
         )
     return rope
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.errors import ArchitectureError, shown
 
 FILE = "config.json"
 
@@ -37,6 +37,6 @@ def positive_float(
 
 def _wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:
     return ArchitectureError(
-        f"{where}: {key} must be a positive {kind}, not {value!r}; "
+        f"{where}: {key} must be a positive {kind}, not {shown(value)}; "
         "check the checkpoint's config.json"
     )

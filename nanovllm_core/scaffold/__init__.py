@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from nanovllm_core import __version__
 from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import ScaffoldError
+from nanovllm_core.errors import ScaffoldError, shown
 from nanovllm_core.kinds import EXTENSION, KIND, declared_group, declared_hook
 from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_manager import get_plugin_manager
@@ -111,14 +111,16 @@ def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
 def check_name(name: str) -> None:
     """ScaffoldError, with a name that would do, unless packages and classes can be named so."""
     if name in ("auto", "none"):
-        raise ScaffoldError(f"{name!r} means something else in a configuration; choose another")
+        raise ScaffoldError(
+            f"{shown(name)} means something else in a configuration; choose another"
+        )
     if re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) and len(name) <= MAX_NAME:
         return
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     better = re.sub(r"[^a-z0-9]+", "_", words).lstrip("_0123456789")[:MAX_NAME].rstrip("_")
     hint = f"; try {better}" if better else ""
     raise ScaffoldError(
-        f"{name!r} cannot name a plugin: it takes lower-case letters, digits and single "
+        f"{shown(name)} cannot name a plugin: it takes lower-case letters, digits and single "
         f"underscores, begins with a letter, and has at most {MAX_NAME} characters{hint}"
     )
 
@@ -127,7 +129,7 @@ def _refuse_taken(kind: str, name: str, entries: Iterable[tuple[str, str]]) -> N
     """ScaffoldError for a name that would be a conflict as soon as the package is installed."""
     manager, groups = get_plugin_manager(), known_groups()
     if kind == KIND and (name in manager.kinds() or declared_group(name) in groups):
-        raise ScaffoldError(f"{name!r} is a kind already; choose another name")
+        raise ScaffoldError(f"{shown(name)} is a kind already; choose another name")
     wanted = {(groups.get(group), entry) for group, entry in entries}
     for plugin in manager.installed():
         if (plugin.kind, plugin.name) in wanted:
@@ -147,11 +149,13 @@ def _template(kind: str, level: str) -> Template:
     if kind not in TEMPLATES:
         _refuse_declared(kind)
         raise ScaffoldError(
-            f"there is no template for {kind!r}{did_you_mean(kind, TEMPLATES)}; "
+            f"there is no template for {shown(kind)}{did_you_mean(kind, TEMPLATES)}; "
             f"kinds: {', '.join(TEMPLATES)}"
         )
     if level not in ("policy", "scheduler"):
-        raise ScaffoldError(f"--level {level!r} is no level of a scheduler: policy or scheduler")
+        raise ScaffoldError(
+            f"--level {shown(level)} is no level of a scheduler: policy or scheduler"
+        )
     return WHOLE_SCHEDULER if (kind, level) == ("scheduler", "scheduler") else TEMPLATES[kind]
 
 

@@ -36,6 +36,7 @@ from nanovllm_core.hookspecs import PROJECT
 from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
 from nanovllm_core.kinds import NO_SPEC
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
+from nanovllm_core.plugin_options import read_options
 
 Level = Literal["default", "full"]
 """How much of a suite runs. `full` adds the checks that take minutes or many gigabytes."""
@@ -93,7 +94,7 @@ def without_spec(name: str, module: str) -> PluginUnderTest:
 
 def _options(spec: PluginSpec, options: Mapping[str, object]) -> BaseModel:
     try:
-        return spec.options.model_validate(dict(options))
+        return read_options(spec.options, options)
     except ValidationError as error:
         raise ConfigError(explain_options(error, spec.options, "options", spec.name)) from None
 

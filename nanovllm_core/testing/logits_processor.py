@@ -27,6 +27,7 @@ from nanovllm_core.interfaces.logits_processor import (
     LogitsRequest,
 )
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.plugin_options import read_options
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 
 END = "<end>"
@@ -75,7 +76,7 @@ class LogitsProcessorConformance(SpecConformance):
         assert isinstance(plugin.spec, LogitsProcessorSpec)
         model = plugin.spec.arguments
         try:
-            valid = [model.model_validate(dict(each)) for each in self.arguments]
+            valid = [read_options(model, each) for each in self.arguments]
         except ValidationError as error:
             problem = explain_options(error, model, "arguments", plugin.spec.name)
             if self.arguments is not LogitsProcessorConformance.arguments:

@@ -109,6 +109,31 @@ def test_a_logit_bias_is_copied_with_whole_ids_and_floats() -> None:
     assert {type(key) for key in params.logit_bias} == {int}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+     "frequency_penalty", "max_tokens", "min_tokens", "seed", "logprobs", "n", "priority",
+     "ignore_eos", "stop", "stop_token_ids", "logits_processors"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [10**5000, -(10**5000), [10**5000], Fraction(10**5000, 7), [["x" * 10**6]], 2**63 * 1.5],
+    ids=["large", "negative", "list", "fraction", "text", "float"],
+)
+def test_a_huge_value_is_refused_in_a_short_message(name: str, value: object) -> None:
+    """Python itself writes no whole number of more than 4,300 digits."""
+    with pytest.raises(InvalidSamplingError, match=name) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["top_k", "max_tokens", "priority"])
+def test_a_whole_number_has_64_bits(name: str) -> None:
+    assert getattr(SamplingParams(**{name: MAX_SEED}), name) == MAX_SEED
+    with pytest.raises(InvalidSamplingError, match=f"{name} is 9223372036854775808; .* of at most"):
+        SamplingParams(**{name: 2**63})
+
+
 def test_values_at_their_limits_are_taken() -> None:
     """Switched off, at the edge, or a numpy number: all fine."""
     params = SamplingParams(

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nanovllm_core.errors import shown
+
 LoadFormat = Annotated[
     str | None, typer.Option(help="dummy: random weights; needs only config.json.")
 ]
@@ -38,7 +40,9 @@ def numbers(text: str, flag: str) -> list[int]:
     except ValueError:
         values = []
     if not values or min(values) < 1:
-        raise typer.BadParameter(f"{flag}: {text!r} is no list of whole numbers such as 1,16,64")
+        raise typer.BadParameter(
+            f"{flag}: {shown(text)} is no list of whole numbers such as 1,16,64"
+        )
     if max(values) > MAX_NUMBER:
         raise typer.BadParameter(f"{flag}: {max(values)} is above {MAX_NUMBER}; give less")
     return [*dict.fromkeys(values)]
@@ -48,7 +52,9 @@ def names_of(text: str, flag: str) -> list[str]:
     """`flash,sdpa` -> ["flash", "sdpa"], each once; a usage error where one is empty."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise typer.BadParameter(f"{flag}: {text!r} is no list of names such as flash,sdpa.math")
+        raise typer.BadParameter(
+            f"{flag}: {shown(text)} is no list of names such as flash,sdpa.math"
+        )
     return [*dict.fromkeys(names)]
 
 

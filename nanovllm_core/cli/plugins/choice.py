@@ -8,7 +8,7 @@ import typer
 
 from nanovllm_core.config_errors import did_you_mean
 from nanovllm_core.config_sources import load_config
-from nanovllm_core.errors import PluginConflictError, PluginNotFoundError
+from nanovllm_core.errors import PluginConflictError, PluginNotFoundError, shown
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
 
@@ -36,11 +36,12 @@ def one_plugin(manager: PluginManager, name: str, kind: str | None) -> Installed
         names = sorted({plugin.name for plugin in installed})
         hint = manager.misplaced(name) or did_you_mean(name, names)
         raise PluginNotFoundError(
-            f"no plugin {name!r} is installed{hint}; installed: {', '.join(names) or 'none'}"
+            f"no plugin {shown(name)} is installed{hint}; installed: {', '.join(names) or 'none'}"
         )
     if len(kinds) > 1:
         raise PluginConflictError(
-            f"{name!r} is the name of several plugins; say which with --kind {' or '.join(kinds)}"
+            f"{shown(name)} is the name of several plugins; say which with --kind "
+            f"{' or '.join(kinds)}"
         )
     return manager.find(kinds[0], name)
 

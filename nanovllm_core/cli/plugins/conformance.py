@@ -17,12 +17,13 @@ from pydantic import ValidationError
 from nanovllm_core.cli.plugins.choice import KindOption, Name, installed_plugins, one_plugin
 from nanovllm_core.cli.plugins.report import Report
 from nanovllm_core.config_errors import explain_options
-from nanovllm_core.config_sources import parse_yaml
-from nanovllm_core.errors import ConfigError, PluginError
+from nanovllm_core.config_yaml import parse_yaml
+from nanovllm_core.errors import ConfigError, PluginError, shown
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, SchedulerSpec
 from nanovllm_core.kinds import EXTENSION, KIND, NO_SPEC
 from nanovllm_core.plugin_discovery import InstalledPlugin
 from nanovllm_core.plugin_manager import PluginManager
+from nanovllm_core.plugin_options import read_options
 
 POLICY_SUITE = "nanovllm_core.testing.scheduler:SchedulingPolicyConformance"
 """Of schedulers that are a policy; the kind's own suite is of whole ones."""
@@ -126,11 +127,15 @@ def run_conformance_suite(
     if report.interrupted:
         raise KeyboardInterrupt
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
-        what = f"no check of {suite} has a name with {only!r}" if only else f"{suite} has no checks"
+        what = (
+            f"no check of {suite} has a name with {shown(only)}"
+            if only
+            else f"{suite} has no checks"
+        )
         raise ConfigError(what)
     if status == pytest.ExitCode.USAGE_ERROR and only:
         raise ConfigError(
-            f"-k {only!r} cannot be read; write names, with and, or, not and brackets"
+            f"-k {shown(only)} cannot be read; write names, with and, or, not and brackets"
         )
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         problems = "\n".join(report.problems)
@@ -152,7 +157,7 @@ def _check_arguments(
             f"{plugin.name} is of the kind {plugin.kind}; its settings are --option KEY=VALUE"
         )
     try:
-        spec.arguments.model_validate(dict(arguments))
+        read_options(spec.arguments, arguments)
     except ValidationError as error:
         what = explain_options(error, spec.arguments, "--argument", str(plugin))
         raise ConfigError(what) from None
@@ -162,7 +167,8 @@ def _check_reference(plugin: InstalledPlugin, reference: str) -> None:
     """ConfigError for a plugin that finds no checkpoints."""
     if plugin.kind != "checkpoint":
         raise ConfigError(
-            f"--reference {reference!r} is a checkpoint that a source finds, and {plugin.name} is "
+            f"--reference {shown(reference)} is a checkpoint that a source finds, and "
+            f"{plugin.name} is "
             f"of the kind {plugin.kind}; leave it out"
         )
 
@@ -217,10 +223,11 @@ def _parse(texts: Sequence[str] | None, flag: str) -> dict[str, Any]:
     for text in texts or ():
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"{flag} {text!r} must be KEY=VALUE")
+            raise ConfigError(f"{flag} {shown(text)} must be KEY=VALUE")
         if key in given:
             raise ConfigError(
-                f"{flag} {key} is given twice, as {given[key]!r} and as {value!r}; give it once"
+                f"{flag} {key} is given twice, as {shown(given[key])} and as {shown(value)}; "
+                "give it once"
             )
         given[key] = value
     return {key: parse_yaml(value, f"{flag} {key}") for key, value in given.items()}

@@ -15,7 +15,7 @@ from nanovllm_core.cli.plugins.choice import (
     one_plugin,
     this_device,
 )
-from nanovllm_core.errors import ConfigError
+from nanovllm_core.errors import ConfigError, shown
 from nanovllm_core.kinds import NO_SPEC
 from nanovllm_core.plugin_details import plugin_details
 from nanovllm_core.plugin_status import plugin_status, typical_requirements
@@ -48,7 +48,7 @@ def schema(name: Name, kind: KindOption = None) -> None:
     plugin = one_plugin(manager, name, kind)
     if plugin.kind in NO_SPEC:
         raise ConfigError(
-            f"{plugin.kind} {name!r} states no options: an extension reads what stands under "
+            f"{plugin.kind} {shown(name)} states no options: an extension reads what stands under "
             "plugins.options itself, and a kind has none"
         )
     options = manager.spec(plugin.kind, plugin.name).options

@@ -13,7 +13,7 @@ def locate(reference: str) -> Path:
     """Return the embedded checkpoint's folder; there is one only, so `reference` stays empty."""
     if reference:
         raise CheckpointNotFoundError(
-            f"model 'demo:{reference}': the demo plugin holds one checkpoint; write 'demo'"
+            f"model 'demo:{reference:.80}': the demo plugin holds one checkpoint; write 'demo'"
         )
     return FOLDER
 

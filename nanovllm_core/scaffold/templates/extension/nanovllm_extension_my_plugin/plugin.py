@@ -21,7 +21,7 @@ GIB = 2**30
 class MyPluginOptions(BaseModel):
     """What stands under `plugins.options.my_plugin`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     folder: str = Field(default="~", description="A folder on the disk that fills up.")
     min_free_gib: float = Field(

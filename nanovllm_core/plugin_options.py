@@ -1,0 +1,52 @@
+"""Options of plugins and arguments of requests, read as strictly as the core's own fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_options(model: type[Model], values: Mapping[str, Any]) -> Model:
+    """What a configuration or a request says, as the plugin's own model.
+
+    It is read as strict JSON: "1" is no number, 1 is no bool and 5 is no text, while a list may
+    fill a tuple, and a text a path or a member of an enum. numpy's numbers are Python's.
+
+    Raises pydantic's ValidationError, also for what JSON cannot say.
+    """
+    try:
+        text = to_json(dict(values), inf_nan_mode="constants", fallback=_plain)
+    except (PydanticSerializationError, ValueError) as error:
+        raise _not_plain(model, values, str(error)) from None
+    try:
+        return model.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False, include_input=False)
+        if first["type"] == "json_invalid":
+            raise _not_plain(model, values, first["ctx"]["error"]) from None
+        raise
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise ValueError(f"{type(value).__name__} is none of these")
+
+
+def _not_plain(model: type[BaseModel], values: object, reason: str) -> ValidationError:
+    error = PydanticCustomError(
+        "not_plain",
+        "must hold texts, numbers, true, false, null, lists and mappings alone ({reason})",
+        {"reason": reason.removeprefix("Error serializing to JSON: ")},
+    )
+    return ValidationError.from_exception_data(
+        model.__name__, [{"type": error, "loc": (), "input": values}]
+    )
