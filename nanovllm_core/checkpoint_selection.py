@@ -42,8 +42,8 @@ def find_checkpoint(plugins: PluginManager, model: str) -> Path:
         raise
     except Exception as error:
         raise PluginLoadError(
-            f"model: {shown(model)}: {describe(source.plugin)} gave no folder: {type(error).__name__}: "
-            f"{clip(str(error), 1000)}; correct the reference, or update "
+            f"model: {shown(model)}: {describe(source.plugin)} gave no folder: "
+            f"{type(error).__name__}: {clip(str(error), 1000)}; correct the reference, or update "
             f"{source.plugin.distribution}"
         ) from error
 
@@ -80,8 +80,8 @@ def _choose(plugins: PluginManager, model: str) -> tuple[str, str, str]:
     if is_hub_id and _is(Path.is_dir, model) and not holds_checkpoint(model):
         # An incomplete copy must not become a download in silence.
         raise CheckpointNotFoundError(
-            f"model: the folder {shown(model)} holds no {CONFIG_NAME}, so it is no checkpoint; complete "
-            f"it, or write 'hub:{model}' for the Hugging Face hub's model of that name"
+            f"model: the folder {shown(model)} holds no {CONFIG_NAME}, so it is no checkpoint; "
+            f"complete it, or write 'hub:{model}' for the Hugging Face hub's model of that name"
         )
     if _is(Path.exists, model):
         return "local", model, "a folder of that path is there"

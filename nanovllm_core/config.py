@@ -80,7 +80,6 @@ class CacheSettings(Section):
     num_blocks: int | None = Field(
         default=None,
         ge=1,
-        le=2**31 - 1,
         description="Exactly how many blocks to reserve. Left out, as many as "
         "`gpu_memory_utilization` leaves room for. block_size times num_blocks is the number of "
         "tokens that all running sequences can hold together.",

@@ -46,7 +46,7 @@ _FORMS = {f"{_TAG}{name}": re.compile(form) for name, (form, _) in _SCHEMA.items
 
 
 def _problem(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)  # type: ignore[arg-type]
 
 
 class _CoreSchema(yaml.resolver.BaseResolver):
@@ -203,7 +203,7 @@ for _kind, _make in {
     f"{_TAG}map": yaml.constructor.SafeConstructor.construct_yaml_map,
     None: _Loader.construct_unknown,
 }.items():
-    _Loader.add_constructor(_kind, _make)
+    _Loader.add_constructor(_kind, _make)  # type: ignore[type-var]  # the stubs know no own loader
 
 
 class _Dumper(_CoreSchema, yaml.SafeDumper):
