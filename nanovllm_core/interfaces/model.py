@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+UNREADABLE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What `CausalLM.shape` may raise for a setting that is missing or misshapen."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -70,7 +73,8 @@ class CausalLM(Protocol):
         """Read the shape from config.json; must not need torch's device.
 
         Raises ArchitectureError for a setting that the model would otherwise ignore. A missing or
-        misshapen key may raise TypeError, ValueError or AttributeError, which the core explains.
+        misshapen one may raise any of `UNREADABLE_ERRORS` too, which the core explains: KeyError,
+        for one. For a missing one the message names it. `positive_int` and `positive_float` do.
         """
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
