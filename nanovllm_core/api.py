@@ -119,6 +119,8 @@ if TYPE_CHECKING:
         linear_add,
         make_parameter,
         norm_linear,
+        positive_float,
+        positive_int,
         refuse_unless,
     )
     from nanovllm_core.worker.executor import SingleProcessExecutor
@@ -222,6 +224,8 @@ __all__ = [
     "linear_add",
     "make_parameter",
     "norm_linear",
+    "positive_float",
+    "positive_int",
     "refuse_unless",
     "supports_dependent_launch",
 ]
@@ -254,6 +258,8 @@ _NEED_TORCH = {
         "linear_add",
         "make_parameter",
         "norm_linear",
+        "positive_float",
+        "positive_int",
         "refuse_unless",
     ),
     "nanovllm_core.worker.executor": ("SingleProcessExecutor",),

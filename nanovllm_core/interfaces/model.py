@@ -55,9 +55,9 @@ class CausalLM(Protocol):
 
     The class is called as `Model(config, context)`: `config` is the checkpoint's config.json as a
     dict, `context` a `nanovllm_core.layers.LayerContext` (device, dtype, tensor-parallel group,
-    kernel set). A model never knows which attention backend runs, never norms or rotates q and k
-    itself, and keeps no state between calls. A forward waits for nothing and makes no tensor from
-    host values, since it is captured.
+    kernel set). A model never knows which attention backend runs, leaves norm and rotation of q and
+    k to `QKPrep` where that can state them, and keeps no state between calls. A forward waits for
+    nothing and makes no tensor from host values, since it is captured.
 
     `packed_modules` maps a module name of the checkpoint to the parameter that holds it and the
     shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. One that holds several

@@ -180,11 +180,11 @@ class ModelConformance(
         rope = draw_rope(draws, rope)
         new = {"rope_parameters": rope}
         reference = self.save_served(reference_class, model_class, tmp_path, new)
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        old = {**reference.config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+        scaling = dict(reference.config["rope_parameters"])  # with what the class adds to it
+        beside = {key: scaling.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
+        stretched = None if scaling == {"rope_type": "default"} else scaling
+        old = {**reference.config, **beside, "rope_scaling": stretched}
         del old["rope_parameters"]
-        if scaling == {"rope_type": "default"}:
-            old["rope_scaling"] = None
         model = load_model(model_class, tmp_path, old)
         assert_same_logits(run_model(model, ids), reference.logits(ids))
 

@@ -163,8 +163,8 @@ class DrawnChecks(SmallModel):
     def test_a_drawn_model_split_over_ranks_equals_the_whole_one(
         self, model_class: Any, reference_class: Any, draws: Random, tmp_path: Path
     ) -> None:
-        """Over 2 to 6 ranks, with more or fewer KV heads than ranks."""
-        size = draws.randint(2, 6)
+        """Over 5 to 8 ranks, with more or fewer KV heads than ranks."""
+        size = draws.randint(5, 8)
         reference = self.draw_checkpoint(
             reference_class, model_class, tmp_path, draws, split_over(draws, size)
         )

@@ -53,7 +53,7 @@ KINDS: Mapping[str, Kind] = {
     "wide layers": Kind(spare=(520, 700), intermediate=(1100, 1500), layers=(1, 2)),
     "a large vocabulary": Kind(vocab=(66_000, 72_000), layers=(1, 2), groups=(1, 1)),
     "large numbers": Kind(embedding=(1e3, 1e5), head=(3e3, 1e5), std=0.6, layers=(1, 2)),
-    "small numbers": Kind(embedding=(1e-4, 1e-2), head=(1e-4, 1e-2), eps=(1e-7, 1e-3)),
+    "small numbers": Kind(embedding=(1e-4, 1e-3), head=(1e-4, 1e-2), eps=(1e-8, 5e-7)),
 }
 """What a bug may depend on: which layer, head, id or size of a number it begins at."""
 

@@ -1,4 +1,4 @@
-"""The part of the models' suite about config.json: what `shape()` reads in it, and what it refuses."""
+"""The part of the models' suite about config.json: what `shape()` reads there, and refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the models' suite about what lasts and what spreads: calls, instances, rows, the head.
+"""The part of the models' suite about what lasts and what spreads: calls, rows, the head.
 
 A model is one function of its weights, ids and positions. Nothing of an earlier call, of another
 instance or of a neighbouring row may show in it.
