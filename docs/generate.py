@@ -30,7 +30,7 @@ from settings_tables import allowed, default, field_tables, flat_keywords, sampl
 
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
-from nanovllm_core import config_yaml, request_labels, sampling_params
+from nanovllm_core import api, config_yaml, request_labels, sampling_params
 from nanovllm_core.bench.plots import draw, series_of
 from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
@@ -319,6 +319,35 @@ def ageing_table() -> str:
     return table(["`ageing`", "the long prompt is served at"], rows)
 
 
+def signatures() -> str:
+    """What a model is made of, as the code has it: how it is called, and what it says of itself."""
+    made = [
+        *("QKPrep", "RopeConfig", "make_parameter", "ColumnParallelLinear"),
+        *("MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"),
+        *("VocabParallelEmbedding", "ParallelLMHead", "RMSNorm", "Attention"),
+        *("norm_linear", "linear_add", "gated_mlp", "build_cos_sin_cache"),
+        *("positive_int", "positive_float"),
+    ]
+    return "\n\n".join(signature(name, getattr(api, name)) for name in made)
+
+
+def signature(name: str, called: Any) -> str:
+    """The call with a parameter a line, and the docstring below it."""
+    found = inspect.signature(called)
+    lines, starred = [], False
+    for one in found.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not starred:
+            lines.append("    *,")
+            starred = True
+        default = "" if one.default is one.empty else f" = {one.default!r}"
+        lines.append(f"    {one.name}: {one.annotation}{default},")
+    result = "" if inspect.isclass(called) else f" -> {found.return_annotation}"
+    says = inspect.cleandoc(called.__doc__ or "")
+    return "\n".join(
+        [f"### {name}", "", "```text", f"{name}(", *lines, f"){result}", "```", "", says]
+    )
+
+
 def served_at(policy: SchedulingPolicy, steps: int = 10_000) -> int | None:
     """Play the queue: the lowest key of all that wait is served in each step."""
     long = policy.service_key(job(600, 0))
@@ -349,6 +378,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "share": share_table,
         "request": request_table,
     },
+    "write/model.md": {"signatures": signatures},
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
     "performance.md": {**measured(PERFORMANCE), "plots": plots},

@@ -124,6 +124,8 @@ if TYPE_CHECKING:
         linear_add,
         make_parameter,
         norm_linear,
+        positive_float,
+        positive_int,
         refuse_unless,
     )
     from nanovllm_core.worker.executor import SingleProcessExecutor
@@ -228,6 +230,8 @@ __all__ = [
     "linear_add",
     "make_parameter",
     "norm_linear",
+    "positive_float",
+    "positive_int",
     "refuse_unless",
     "supports_dependent_launch",
 ]
@@ -260,6 +264,8 @@ _NEED_TORCH = {
         "linear_add",
         "make_parameter",
         "norm_linear",
+        "positive_float",
+        "positive_int",
         "refuse_unless",
     ),
     "nanovllm_core.worker.executor": ("SingleProcessExecutor",),

@@ -316,7 +316,8 @@ class EngineConfig(Section):
     )
     debug: bool = Field(
         default=False,
-        description="Check the engine's own bookkeeping at every step. Slow; for developers.",
+        description="Check the engine's own bookkeeping, and that logits are finite, at every "
+        "step. Slow; for developers.",
     )
     plugins: PluginSettings = Field(
         default_factory=PluginSettings, description="Plugins to leave out, extensions to load."

@@ -7,6 +7,7 @@ NanoVLLMError
 │   ├── PluginConflictError      two distributions register the same name
 │   ├── PluginLoadError          a selected plugin cannot be imported, or breaks the contract
 │   ├── PluginFailedError        a plugin raised when it was called
+│   ├── ModelOutputError         logits that are NaN or infinite; debug mode looks for them
 │   ├── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
 │   └── ScaffoldError            a new plugin cannot be written: its name, kind or folder
 ├── CheckpointError
@@ -105,6 +106,14 @@ class PluginLoadError(PluginError):
 
 class PluginFailedError(PluginError):
     """A plugin raised when it was called; its own error is the cause."""
+
+
+class ModelOutputError(PluginError):
+    """Debug mode found logits that no model may give, in `rows` of the engine's tables."""
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
 
 
 class UnsupportedError(PluginError):

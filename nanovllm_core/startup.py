@@ -26,7 +26,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.generation_config import describe_defaults, read_sampling_defaults
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
-from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
 from nanovllm_core.interfaces.observer import StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import (
@@ -154,7 +154,7 @@ def read_shape(
     implementation = load_object(model)
     try:
         return cast(ModelShape, implementation.shape(model_config))
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except UNREADABLE_ERRORS as error:
         raise ArchitectureError(
             f"{checkpoint}/config.json cannot be read by {model.name} ({model.distribution} "
             f"{model.version}): {type(error).__name__}: {clip(str(error), 1000)}; correct that "

@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from nanovllm_core.api import QKPrep
 from nanovllm_core.interfaces.specs import ModelSpec, NoOptions
 from nanovllm_core.testing import ModelConformance, PluginUnderTest
 from nanovllm_core.testing.layers import layer_context
 from nanovllm_core.worker.weights import load_weights
 
+from .gpt_neox import InterleavedQKVLinear
 from .test_docs_code import files
 
 PAGE = Path(__file__).parents[1] / "docs/write/model.md"
@@ -64,3 +66,31 @@ def test_the_page_s_layer_norm_is_loaded_and_computes_what_torch_does(tmp_path: 
         load_weights(model, tmp_path, tied=False)
         x = torch.randn(3, 8)
         assert torch.equal(model.norm(x), theirs(x))
+
+
+def test_the_page_s_interleaved_layer_is_that_of_a_whole_model() -> None:
+    """GPT-NeoX passes the suite with it; annotations and its switch for biases aside."""
+    layer = shown("my_model/interleaved.py", "InterleavedQKVLinear")(layer_context(), 8, 2, 4)
+    theirs = InterleavedQKVLinear(layer_context(), 8, 2, 4, True)
+    weight, bias = torch.randn(24, 8), torch.randn(24)
+    x = torch.randn(3, 8)
+    with torch.inference_mode():
+        for one in (layer, theirs):
+            one.weight.weight_loader(one.weight, weight, None)
+            one.bias.weight_loader(one.bias, bias, None)
+        assert torch.equal(layer(x), theirs(x))
+        q, k, v = layer(x).unflatten(1, (3, 2, 4)).unbind(1)
+        expected = (x @ weight.T + bias).unflatten(1, (2, 3, 4))
+    for part, actual in enumerate((q, k, v)):
+        torch.testing.assert_close(actual, expected[:, :, part])
+
+
+def test_a_table_of_ones_beside_zeros_turns_nothing() -> None:
+    """So a model whose norm follows its rotation can do both itself."""
+    table = torch.cat([torch.ones(9, 4), torch.zeros(9, 4)], dim=1)
+    prep = QKPrep(num_heads=2, num_kv_heads=1, head_size=8, cos_sin_cache=table)
+    qkv, caches = torch.randn(5, 32), torch.zeros(2, 1, 16, 1, 8)
+    positions, slots = torch.arange(5).int() + 3, torch.arange(5)
+    q = layer_context().kernels.prepare_qkv(qkv, prep, positions, slots, *caches)
+    assert torch.equal(q.flatten(1), qkv[:, :16])
+    assert torch.equal(caches[0, 0, :5, 0], qkv[:, 16:24])

@@ -30,6 +30,7 @@ from nanovllm_core.errors import (
     EngineClosedError,
     InconsistentStateError,
     InvalidSamplingError,
+    ModelOutputError,
     RequestError,
     shown,
 )
@@ -296,7 +297,7 @@ class Engine:
         while len(self._in_flight) <= self._steps_ahead:
             planned = self._planner.plan()
             if planned is not None:
-                self._executor.submit(planned.plan)
+                self._submit(planned)
                 self._in_flight.append(planned)
                 is_steady = planned.batch is self._newest_batch and not planned.chunks
                 self._newest_batch = planned.batch
@@ -305,6 +306,14 @@ class Engine:
             else:
                 self._planner.unblock()
         return is_steady
+
+    def _submit(self, planned: PlannedStep) -> None:
+        """Hand a step to the executor; where debug mode refuses its logits, say whose they are."""
+        try:
+            self._executor.submit(planned.plan)
+        except ModelOutputError as error:
+            ids = (str(self._rows.request_at(row).request_id) for row in error.rows)
+            raise ModelOutputError(f"request {', '.join(ids)}, {error}", error.rows) from error
 
     def _check_alive(self) -> None:
         if self._failure is not None:

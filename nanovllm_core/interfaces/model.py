@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+UNREADABLE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What `CausalLM.shape` may raise for a setting that is missing or misshapen."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -52,9 +55,9 @@ class CausalLM(Protocol):
 
     The class is called as `Model(config, context)`: `config` is the checkpoint's config.json as a
     dict, `context` a `nanovllm_core.layers.LayerContext` (device, dtype, tensor-parallel group,
-    kernel set). A model never knows which attention backend runs, never norms or rotates q and k
-    itself, and keeps no state between calls. A forward waits for nothing and makes no tensor from
-    host values, since it is captured.
+    kernel set). A model never knows which attention backend runs, leaves norm and rotation of q and
+    k to `QKPrep` where that can state them, and keeps no state between calls. A forward waits for
+    nothing and makes no tensor from host values, since it is captured.
 
     `packed_modules` maps a module name of the checkpoint to the parameter that holds it and the
     shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. One that holds several
@@ -70,7 +73,8 @@ class CausalLM(Protocol):
         """Read the shape from config.json; must not need torch's device.
 
         Raises ArchitectureError for a setting that the model would otherwise ignore. A missing or
-        misshapen key may raise TypeError, ValueError or AttributeError, which the core explains.
+        misshapen one may raise any of `UNREADABLE_ERRORS` too, which the core explains: KeyError,
+        for one. For a missing one the message names it. `positive_int` and `positive_float` do.
         """
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:

@@ -86,8 +86,12 @@ class SchedulerSpec(PluginSpec):
 class ModelSpec(PluginSpec):
     """A model architecture. `name` is the checkpoint's architecture name; `impl` a `CausalLM`.
 
-    It takes no options: what it is follows from the checkpoint's config.json.
+    It takes no options: what it is follows from the checkpoint's config.json. `test_config` are
+    settings to change in the small configuration, of the Llama family, that the conformance suite
+    makes checkpoints of; nothing else reads them.
     """
+
+    test_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from nanovllm_core.layers.linear import (
 from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers, make_parameter
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import RopeConfig, build_cos_sin_cache
+from nanovllm_core.layers.settings import positive_float, positive_int
 
 __all__ = [
     "Attention",
@@ -51,5 +52,7 @@ __all__ = [
     "linear_add",
     "make_parameter",
     "norm_linear",
+    "positive_float",
+    "positive_int",
     "refuse_unless",
 ]

@@ -9,7 +9,7 @@ all that is imported here is public, in `nanovllm_core.api`.
 What makes it work on every backend, kernel set and number of ranks, and inside captured graphs:
 - Modules are named as in checkpoints. Where one of ours holds several of theirs (q, k and v are one
   product, gate and up another), `packed_modules` says which part is which.
-- A model never norms or rotates q and k itself: `QKPrep` says as data what should happen to them.
+- It does not norm or rotate q and k itself: `QKPrep` says as data what should happen to them.
 - `norm_linear`, `linear_add` and `gated_mlp` do norm, product, activation and residual together.
   Which kernels run behind them is the kernel set's business.
 

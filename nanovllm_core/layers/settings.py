@@ -14,7 +14,11 @@ FILE = "config.json"
 def positive_int(
     settings: Mapping[str, Any], key: str, default: int | None = None, *, where: str = FILE
 ) -> int:
-    """A size or a length; absent and null mean `default`."""
+    """A size or a length of config.json, at least 1; absent and null mean `default`.
+
+    Raises ArchitectureError, which names `where`, the key and the value: also where there is
+    neither a value nor a default.
+    """
     value = settings.get(key)
     if value is None:
         value = default
@@ -26,7 +30,7 @@ def positive_int(
 def positive_float(
     settings: Mapping[str, Any], key: str, default: float | None = None, *, where: str = FILE
 ) -> float:
-    """A finite number above 0, which NaN is not; absent and null mean `default`."""
+    """A finite number above 0 of config.json, which NaN is not; else as `positive_int`."""
     value = settings.get(key)
     if value is None:
         value = default

@@ -48,26 +48,54 @@ class DenseRuntime:
         first_slots = torch.tensor(starts).repeat_interleave(torch.tensor(counts))
         slots_T = positions_T.long() + first_slots.to(positions_T.device)
         q_THD = layer.context.kernels.prepare_qkv(qkv_TX, layer.prep, positions_T, slots_T, *caches)
-        outputs = [
-            _attend_one(layer, q_part, positions, [cache.flatten(0, 1)[start:] for cache in caches])
-            for q_part, positions, start in zip(
-                q_THD.split(counts), positions_T.split(counts), starts, strict=True
-            )
-        ]
+        outputs = []
+        for q_part, positions, start in zip(
+            q_THD.split(counts), positions_T.split(counts), starts, strict=True
+        ):
+            keys_S = torch.arange(int(positions.max()) + 1, device=positions.device)
+            own = [cache.flatten(0, 1)[start:] for cache in caches]
+            outputs.append(_attend_one(layer, q_part, positions, keys_S, own))
         return torch.cat(outputs).flatten(1).to(qkv_TX.dtype)
 
 
+class SparseRuntime(DenseRuntime):
+    """The same for one sequence of which only some positions are there, in increasing order.
+
+    So a few tokens reach the far end of a long context. `positions_S` are those of all its tokens.
+    """
+
+    def __init__(self, model: nn.Module, positions_S: Tensor) -> None:
+        super().__init__(model, len(positions_S))
+        self.positions_S = positions_S
+
+    def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
+        """Tokens lie in the cache in their order, and see what is at positions up to their own."""
+        caches = self.caches[layer.layer_index]
+        slots_T = torch.searchsorted(self.positions_S, positions_T.to(self.positions_S.dtype))
+        q_THD = layer.context.kernels.prepare_qkv(qkv_TX, layer.prep, positions_T, slots_T, *caches)
+        keys_S = self.positions_S[: int(slots_T.max()) + 1]
+        own = [cache.flatten(0, 1) for cache in caches]
+        out_THD = _attend_one(layer, q_THD, positions_T, keys_S, own)
+        return out_THD.flatten(1).to(qkv_TX.dtype)
+
+
 def _attend_one(
-    layer: Attention, q_THD: Tensor, positions_T: Tensor, caches: Sequence[Tensor]
+    layer: Attention,
+    q_THD: Tensor,
+    positions_T: Tensor,
+    keys_S: Tensor,
+    caches: Sequence[Tensor],
 ) -> Tensor:
-    """One sequence's queries over its keys and values [slots, K, D], in float32."""
-    group = layer.prep.num_heads // layer.prep.num_kv_heads
-    length = int(positions_T.max()) + 1
+    """One sequence's queries over its first S keys and values [slots, K, D], in float32.
+
+    `keys_S` are the positions of the keys.
+    """
+    group, length = layer.prep.num_heads // layer.prep.num_kv_heads, len(keys_S)
     k_SHD, v_SHD = (cache[:length].float().repeat_interleave(group, dim=1) for cache in caches)
     scores_HTS = torch.einsum("thd,shd->hts", q_THD.float(), k_SHD) * layer.scale
     if layer.soft_cap is not None:
         scores_HTS = layer.soft_cap * torch.tanh(scores_HTS / layer.soft_cap)
-    distance_TS = positions_T[:, None].long() - torch.arange(length, device=positions_T.device)
+    distance_TS = positions_T[:, None].long() - keys_S.long()
     hidden_TS = distance_TS < 0
     if layer.sliding_window is not None:
         hidden_TS |= distance_TS >= layer.sliding_window

@@ -21,29 +21,32 @@ attention is `nanovllm_core.testing.dense_attention`, ranks are `nanovllm_core.t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers import Attention, TensorParallel
-from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
+from nanovllm_core.layers import TensorParallel
+from nanovllm_core.testing.conformance import SpecConformance
+from nanovllm_core.testing.model_drawn import DrawnChecks
+from nanovllm_core.testing.model_draws import draw_rope
 from nanovllm_core.testing.model_runtime import CaptureChecks
 from nanovllm_core.testing.model_settings import (
     HARMLESS,
-    LLAMA_LIKE,
-    REFUSED,
     ROPE_KINDS,
     SETTINGS,
+    UNREADABLE,
+    UNSUPPORTED,
     Settings,
     WatchedConfig,
 )
+from nanovllm_core.testing.model_shape import ShapeChecks
+from nanovllm_core.testing.model_small import SmallModel
+from nanovllm_core.testing.model_state import StateChecks
 from nanovllm_core.testing.model_weights import WeightChecks, assert_same_logits
 from nanovllm_core.testing.ranks import run_ranks
 from nanovllm_core.testing.reference_model import (
@@ -59,11 +62,11 @@ CLEAR = 1e-3
 """A likeliest token that leads by more than this must be the likeliest here too."""
 
 
-class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
+class ModelConformance(
+    StateChecks, DrawnChecks, WeightChecks, CaptureChecks, ShapeChecks, SmallModel, SpecConformance
+):
     """What every model must hold; see the module for a whole test file."""
 
-    tiny_config: ClassVar[Settings] = LLAMA_LIKE
-    """What transformers' configuration class takes, small. Heads must divide by four."""
     variants: ClassVar[Mapping[str, Settings]] = {}
     """Name -> settings to change in `tiny_config` that the model must serve."""
     rope_kinds: ClassVar[frozenset[str]] = frozenset({"default"})
@@ -79,64 +82,12 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
             "variant": {"as it is": {}, **self.variants},
             "setting": SETTINGS,
             "rope": ROPE_KINDS,
-            "wrong": {**REFUSED, **self.refused},
+            "wrong": {**UNSUPPORTED, **self.refused},
+            "unreadable": UNREADABLE,
         }
         for name, values in choices.items():
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, list(values.values()), ids=list(values))
-
-    # -- what the checks are made of
-
-    @pytest.fixture
-    def reference_class(self, plugin: PluginUnderTest) -> Any:
-        """The class of transformers to compare with: by default that of the plugin's name."""
-        import transformers
-
-        found = getattr(transformers, plugin.spec.name, None)
-        if found is None:
-            raise LookupError(
-                f"transformers has no class {plugin.spec.name!r}; override the fixture "
-                "`reference_class`"
-            )
-        return found
-
-    @pytest.fixture
-    def model_class(self, plugin: PluginUnderTest) -> Any:
-        """The plugin's `CausalLM`."""
-        return plugin.load()
-
-    @pytest.fixture
-    def reference(self, reference_class: Any, tmp_path: Path) -> ReferenceCheckpoint:
-        """A checkpoint of `tiny_config`."""
-        return ReferenceCheckpoint.save(tmp_path, reference_class, self.tiny_config)
-
-    @pytest.fixture
-    def ids(self) -> Tensor:
-        """A prompt longer than any sliding window or original length of the suite."""
-        generator = torch.Generator().manual_seed(1)
-        return torch.randint(0, int(self.tiny_config["vocab_size"]), (24,), generator=generator)
-
-    def save(self, reference_class: Any, folder: Path, changes: Settings) -> ReferenceCheckpoint:
-        """A checkpoint of `tiny_config` with changes."""
-        return ReferenceCheckpoint.save(folder, reference_class, {**self.tiny_config, **changes})
-
-    def save_served(
-        self, reference_class: Any, model_class: Any, folder: Path, changes: Settings
-    ) -> ReferenceCheckpoint:
-        """The same, or a skip: the reference knows no such setting, or it or the model refuses."""
-        known = reference_class.config_class().to_dict()
-        relevant = {key: value for key, value in changes.items() if key in known}
-        if not relevant:
-            pytest.skip(f"{reference_class.__name__} has no {', '.join(changes)}")
-        try:
-            reference = self.save(reference_class, folder, relevant)
-        except Exception as error:  # transformers has many kinds
-            pytest.skip(f"transformers refuses: {' '.join(str(error).split())}")
-        try:
-            model_class.shape(reference.config)
-        except ArchitectureError as error:
-            pytest.skip(f"refused: {error}")
-        return reference
 
     # -- the computation
 
@@ -188,7 +139,7 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
         build_model(model_class, config)
         of_class = type(reference.model.config)
         known = of_class().to_dict().keys() - PreTrainedConfig().to_dict().keys()
-        varied = [self.tiny_config, *SETTINGS.values(), *ROPE_KINDS.values()]
+        varied = [self.tiny_config, self.stated_config(), *SETTINGS.values(), *ROPE_KINDS.values()]
         varied += [*self.variants.values(), *self.refused.values()]
         overlooked = known - config.read - HARMLESS - self.harmless - {k for s in varied for k in s}
         if overlooked:
@@ -199,10 +150,16 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
             )
 
     def test_a_kind_of_rope_is_honoured_or_refused(
-        self, model_class: Any, reference_class: Any, rope: Settings, ids: Tensor, tmp_path: Path
+        self,
+        model_class: Any,
+        reference_class: Any,
+        rope: Settings,
+        ids: Tensor,
+        draws: Random,
+        tmp_path: Path,
     ) -> None:
         """Written as transformers 5 does, in one dict; what `rope_kinds` names must be honoured."""
-        changes = {"rope_parameters": rope}
+        changes = {"rope_parameters": draw_rope(draws, rope)}
         if rope["rope_type"] in self.rope_kinds:
             reference = self.save(reference_class, tmp_path, changes)
         else:
@@ -211,16 +168,23 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
         assert_same_logits(run_model(model, ids), reference.logits(ids))
 
     def test_rope_settings_in_the_old_form_mean_the_same(
-        self, model_class: Any, reference_class: Any, rope: Settings, ids: Tensor, tmp_path: Path
+        self,
+        model_class: Any,
+        reference_class: Any,
+        rope: Settings,
+        ids: Tensor,
+        draws: Random,
+        tmp_path: Path,
     ) -> None:
         """`rope_theta` beside `rope_scaling`, as checkpoints from before transformers 5 have it."""
+        rope = draw_rope(draws, rope)
         new = {"rope_parameters": rope}
         reference = self.save_served(reference_class, model_class, tmp_path, new)
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        old = {**reference.config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+        scaling = dict(reference.config["rope_parameters"])  # with what the class adds to it
+        beside = {key: scaling.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
+        stretched = None if scaling == {"rope_type": "default"} else scaling
+        old = {**reference.config, **beside, "rope_scaling": stretched}
         del old["rope_parameters"]
-        if scaling == {"rope_type": "default"}:
-            old["rope_scaling"] = None
         model = load_model(model_class, tmp_path, old)
         assert_same_logits(run_model(model, ids), reference.logits(ids))
 
@@ -275,64 +239,6 @@ class ModelConformance(WeightChecks, CaptureChecks, SpecConformance):
         out_TV = torch.full_like(expected, float("nan"))
         assert model.compute_logits(hidden_TE, out_TV).data_ptr() == out_TV.data_ptr()
         assert_same_logits(out_TV, expected)
-
-    # -- the shape
-
-    def test_the_shape_agrees_with_the_configuration(
-        self, model_class: Any, reference: ReferenceCheckpoint
-    ) -> None:
-        """What the KV cache and the row tables are sized by."""
-        expected = reference.model.config
-        heads = expected.num_attention_heads
-        shape: ModelShape = model_class.shape(reference.config)
-        assert shape.num_layers == expected.num_hidden_layers
-        assert shape.hidden_size == expected.hidden_size
-        assert shape.num_heads == heads
-        assert shape.num_kv_heads == getattr(expected, "num_key_value_heads", heads)
-        head_size = getattr(expected, "head_dim", None) or expected.hidden_size // heads
-        assert shape.head_size == head_size
-        assert shape.vocab_size == expected.vocab_size
-        assert shape.max_position >= expected.max_position_embeddings
-        assert shape.tied_embeddings is bool(expected.tie_word_embeddings)
-
-    def test_the_built_model_has_the_shape(
-        self, model_class: Any, reference: ReferenceCheckpoint
-    ) -> None:
-        """As many attention layers, of the heads, window and soft cap that `shape()` says."""
-        shape: ModelShape = model_class.shape(reference.config)
-        model = build_model(model_class, reference.config)
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
-        assert len(layers) == shape.num_layers
-        for layer in layers:
-            heads = (layer.prep.num_heads, layer.prep.num_kv_heads, layer.prep.head_size)
-            assert heads == (shape.num_heads, shape.num_kv_heads, shape.head_size)
-            assert layer.sliding_window == shape.sliding_window
-            assert layer.soft_cap == shape.soft_cap
-
-    def test_the_last_position_of_the_shape_can_be_computed(
-        self, model_class: Any, reference: ReferenceCheckpoint
-    ) -> None:
-        """A prompt of exactly the longest context: right at every position, the last one too."""
-        model = load_model(model_class, reference.folder, reference.config)
-        shape: ModelShape = model_class.shape(reference.config)
-        ids = torch.arange(shape.max_position) * 7 % shape.vocab_size
-        assert_same_logits(run_model(model, ids), reference.logits(ids))
-
-    def test_the_configuration_is_only_read(
-        self, model_class: Any, reference: ReferenceCheckpoint
-    ) -> None:
-        """Neither `shape()` nor the constructor changes the dict that they are given."""
-        before = copy.deepcopy(reference.config)
-        model_class.shape(reference.config)
-        build_model(model_class, reference.config)
-        assert reference.config == before
-
-    def test_a_setting_that_cannot_be_served_is_refused(
-        self, model_class: Any, reference: ReferenceCheckpoint, wrong: Settings
-    ) -> None:
-        """By `shape()`, with an ArchitectureError, before anything is loaded."""
-        with pytest.raises(ArchitectureError):
-            model_class.shape({**reference.config, **wrong})
 
     # -- head and invented weights
 

@@ -92,7 +92,7 @@ SETTINGS: Mapping[str, Settings] = {
 }
 """What configurations of the Llama family may say; only what the reference knows is asked."""
 
-REFUSED: Mapping[str, Settings] = {
+UNSUPPORTED: Mapping[str, Settings] = {
     "a quantised checkpoint": {"quantization_config": {"quant_method": "fp8"}},
     "an unknown activation": {"hidden_act": "no_such_activation"},
     "an unknown rope": {"rope_parameters": {"rope_type": "no_such_rope", "rope_theta": 1e4}},
@@ -101,12 +101,24 @@ REFUSED: Mapping[str, Settings] = {
         "rope_scaling": {"type": "no_such_rope", "factor": 2.0},
     },
     "heads that KV heads do not divide": {"num_key_value_heads": 3},
+}
+"""What no model can serve: an ArchitectureError of `shape()`, before any weight is read."""
+
+UNREADABLE: Mapping[str, Settings] = {
     "no layers": {"num_hidden_layers": 0},
     "a vocabulary in words": {"vocab_size": "large"},
     "no hidden size": {"hidden_size": None},
     "no longest position": {"max_position_embeddings": None},
 }
-"""What no model can serve; each must be refused by `shape()`, before any weight is read."""
+"""Values that no size has: an error of `shape()` that the core explains, of any of its types."""
+
+REQUIRED: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+"""What every configuration says, and the field of `ModelShape`; each is left out in turn."""
 
 
 class WatchedConfig(dict[str, Any]):

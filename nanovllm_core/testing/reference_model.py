@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanovllm_core.kernels import get_kernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel, finalize_layers
-from nanovllm_core.testing.dense_attention import DenseRuntime
+from nanovllm_core.testing.dense_attention import DenseRuntime, SparseRuntime
 from nanovllm_core.worker.weights import INDEX_NAME, load_weights
 
 CPU = torch.device("cpu")
@@ -36,27 +36,52 @@ class ReferenceCheckpoint:
 
     @classmethod
     def save(
-        cls, folder: Path, model_class: Any, settings: Mapping[str, Any]
+        cls,
+        folder: Path,
+        model_class: Any,
+        settings: Mapping[str, Any],
+        *,
+        seed: int = 0,
+        std: float = 0.2,
     ) -> ReferenceCheckpoint:
         """A model with random weights so large that nothing cancels and no token is a near tie.
 
         `model_class` is a class of transformers such as `Qwen3ForCausalLM`; `settings` are what its
-        configuration class takes. Norm weights and biases are around 1, so that none is neutral.
+        configuration class takes. `std` is the standard deviation of the matrices. Norm weights and
+        biases are around 1, so that none is neutral.
         """
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         # A copy: a configuration class may write into what it is given.
         config = model_class.config_class(**copy.deepcopy(dict(settings)))
         model = model_class(config).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+                mean, spread = (1.0, 0.2) if parameter.dim() == 1 else (0.0, std)
+                parameter.normal_(mean, spread)
         model.save_pretrained(folder)
         return cls(model, folder, json.loads((folder / "config.json").read_text("utf-8")))
 
+    @torch.no_grad()
+    def scale(self, *, embedding: float = 1.0, head: float = 1.0) -> None:
+        """Multiply the vocabulary's matrices, in the model and in the folder; a tied one by both.
+
+        The logits' size follows the head. The residual begins with the embedding.
+        """
+        self.model.get_input_embeddings().weight.mul_(embedding)
+        self.model.get_output_embeddings().weight.mul_(head)
+        self.model.save_pretrained(self.folder)
+
     @torch.inference_mode()
-    def logits(self, ids_T: Tensor) -> Tensor:
-        """transformers' logits [T, vocab_size] of one sequence."""
-        logits: Tensor = self.model(ids_T[None]).logits[0]
+    def logits(self, ids_T: Tensor, positions_T: Tensor | None = None) -> Tensor:
+        """transformers' logits [T, vocab_size] of one sequence, whole unless positions are given.
+
+        These increase; each token sees those before it.
+        """
+        where = {} if positions_T is None else {"position_ids": positions_T.long()[None]}
+        # Without a mask transformers takes a jump in the positions for another sequence.
+        logits: Tensor = self.model(
+            ids_T[None], attention_mask=torch.ones_like(ids_T[None]), **where
+        ).logits[0]
         return logits
 
     def tensors(self) -> dict[str, Tensor]:
@@ -120,6 +145,18 @@ def run_model(model: Any, ids_T: Tensor, chunks: Sequence[int] | None = None) ->
     DenseRuntime(model, len(ids_T))
     lengths = list(chunks or [len(ids_T)])
     positions_T = torch.arange(len(ids_T), dtype=torch.int32)
+    parts = zip(ids_T.split(lengths), positions_T.split(lengths), strict=True)
+    logits: Tensor = model.compute_logits(torch.cat([model(*part) for part in parts]))
+    return logits
+
+
+@torch.inference_mode()
+def run_sparse(
+    model: Any, ids_T: Tensor, positions_T: Tensor, chunks: Sequence[int] | None = None
+) -> Tensor:
+    """The logits [T, vocab_size] of a sequence of which only these increasing positions exist."""
+    SparseRuntime(model, positions_T)
+    lengths = list(chunks or [len(ids_T)])
     parts = zip(ids_T.split(lengths), positions_T.split(lengths), strict=True)
     logits: Tensor = model.compute_logits(torch.cat([model(*part) for part in parts]))
     return logits

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from nanovllm_core.config import FIT, EngineConfig
 from nanovllm_core.errors import (
     EngineClosedError,
+    ModelOutputError,
     NanoVLLMError,
     OutOfMemoryError,
     UnsupportedError,
@@ -117,6 +118,8 @@ class SingleProcessExecutor(Executor):
         try:
             with self._on_device:
                 runner.submit(plan)
+        except ModelOutputError as error:
+            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
         except NanoVLLMError:
             raise
         except Exception as error:
@@ -276,6 +279,7 @@ def _make_runner(setup: WorkerSetup, model: LoadedModel, attention: PagedAttenti
         bucket_sizes=_decode_sizes(config, model.device),
         prompt_sizes=setup.prompt_graph_sizes,
         max_steps_in_flight=config.steps_ahead + 2,
+        debug=config.debug,
     )
 
 

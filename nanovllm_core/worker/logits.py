@@ -7,8 +7,12 @@ given, and never waits for the device. Forbidden ids get -inf.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from nanovllm_core.errors import ModelOutputError
 
 BYTES_PER_LOGIT = 16
 """An upper bound of what a row holds at once, per vocabulary id: its copy, its probabilities."""
@@ -18,6 +22,8 @@ BYTES_PER_SORTED_LOGIT = 96
 """The same while the row is sorted."""
 MAX_SORTED_ROWS = 8
 """On CUDA a sort of this many rows is as fast as the kernel, which gives each row a processor."""
+MAX_SHOWN = 8
+"""So many wrong rows are named in an error."""
 BYTES_PER_KNOWN_ID = 32
 """The same per row and entry of the token table."""
 
@@ -26,6 +32,28 @@ def add_bias(logits_SV: Tensor, which_K: Tensor, token_ids_K: Tensor, bias_K: Te
     """Add to K (row, id) pairs, all of them different. A forbidden id stays forbidden."""
     values = logits_SV[which_K, token_ids_K] + bias_K
     logits_SV.index_put_((which_K, token_ids_K), values)
+
+
+def check_logits(logits_BV: Tensor, rows_B: Tensor, step: int) -> None:
+    """Raise ModelOutputError for logits that no model may give; waits for the device.
+
+    With NaN or +inf a sampler takes the same id for ever. -inf forbids an id, but never all of a
+    row. `rows_B` are the entries' rows in the tables, -1 for padding, which may hold anything;
+    `step` is the step's number.
+    """
+    live = rows_B >= 0
+    rows = rows_B[live].tolist()
+    # The largest of a row is NaN where one of them is.
+    largest = [float(one) for one in logits_BV[live].amax(dim=1).tolist()] if rows else []
+    wrong = {row: one for row, one in zip(rows, largest, strict=True) if not math.isfinite(one)}
+    if wrong:
+        shown = ", ".join(f"row {row}: {one}" for row, one in [*wrong.items()][:MAX_SHOWN])
+        raise ModelOutputError(
+            f"step {step}: the largest logit of {len(wrong)} of {len(rows)} rows is not finite "
+            f"({shown}); run `nanovllm plugins test` on the model and the attention backend, or "
+            "choose another backend, kernel set or dtype",
+            rows=tuple(wrong),
+        )
 
 
 def penalise(

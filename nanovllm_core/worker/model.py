@@ -14,7 +14,7 @@ from nanovllm_core.kernels import KernelSet
 from nanovllm_core.layers import Attention, LayerContext, SingleRank, finalize_layers
 from nanovllm_core.plugin_manager import load_object
 from nanovllm_core.worker.progress import counting
-from nanovllm_core.worker.weights import init_dummy_weights, load_weights
+from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,5 +54,6 @@ def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
                 load_weights(
                     module, setup.checkpoint, tied=shape.tied_embeddings, progress=progress
                 )
+            check_finite(module, setup.checkpoint)
         finalize_layers(module)
     return LoadedModel(module, shape, device, dtype)

@@ -21,7 +21,7 @@ from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
-from nanovllm_core.worker.logits import MAX_SORTED_ROWS
+from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
@@ -58,6 +58,7 @@ class ModelRunner:
 
     `bucket_sizes` are the batch sizes of decode steps, increasing; the last is the number of rows.
     `prompt_sizes` are the numbers of prompt tokens that mixed steps are captured with, increasing.
+    `debug`: look at the logits of every step, and wait for the device to do so.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ModelRunner:
         bucket_sizes: tuple[int, ...],
         prompt_sizes: tuple[int, ...],
         max_steps_in_flight: int,
+        debug: bool = False,
     ) -> None:
         self.device = model.device
         self.model = model
@@ -108,12 +110,18 @@ class ModelRunner:
         self._active: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
         self._tail_is_on = False
+        self._debug = debug
+        self._num_steps = 0
         self._graphs: StepGraphs | None = None
 
     # -- the executor's calls ---------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Apply the plan's deltas and launch its step; never waits for the device."""
+        """Apply the plan's deltas and launch its step; never waits for the device.
+
+        In debug mode it does wait, to look at the logits: raises ModelOutputError.
+        """
+        self._num_steps += 1
         self._apply(plan)
         if plan.prefill:
             self._launch_mixed(plan)
@@ -217,8 +225,10 @@ class ModelRunner:
         bucket = self.bucket(num_rows)
         self._launch(StepKey.decode(bucket))
         logprobs = None
+        inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
+        if self._debug:
+            self._check_logits(inputs)
         if self._tail_is_on:
-            inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
             logprobs = self._run_tail(
                 self.logits[:num_rows],
                 inputs,
@@ -251,6 +261,8 @@ class ModelRunner:
             packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
             self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
+        if self._debug:
+            self._check_logits(step.inputs)
         self._finish_mixed(plan, step, needs_tail)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
@@ -344,6 +356,11 @@ class ModelRunner:
         )
 
     # -- sampling ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _check_logits(self, inputs: StepInputs) -> None:
+        """Look at what the step left, in a graph's buffer too, for the entries that get a token."""
+        check_logits(self.logits[: inputs.num_rows], inputs.rows, self._num_steps)
 
     def _decode_metadata(self, inputs: StepInputs) -> DecodeMetadata:
         return DecodeMetadata(inputs.block_table, inputs.seq_lens, max_seq_len=self.max_model_len)

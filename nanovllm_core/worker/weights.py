@@ -7,6 +7,7 @@ milliseconds; only then are tensors copied, one at a time, to where the paramete
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,23 @@ def load_weights(
                 done += 1
                 if progress is not None:
                     progress(done, len(slots))
+
+
+def check_finite(model: nn.Module, checkpoint_dir: str | Path) -> None:
+    """Raise WeightsError for parameters that hold NaN or infinity: their model writes nonsense.
+
+    Reads every parameter once, and takes no memory, for a sum shows both.
+    """
+    parameters = dict(model.named_parameters())
+    sums = torch.stack([one.sum(dtype=torch.float32) for one in parameters.values()]).tolist()
+    suspects = [name for name, one in zip(parameters, sums, strict=True) if not math.isfinite(one)]
+    # The sum of huge numbers may overflow where none of them is infinite.
+    if wrong := [name for name in suspects if not parameters[name].isfinite().all()]:
+        raise WeightsError(
+            f"{len(wrong)} of the {len(parameters)} weights from {checkpoint_dir} are NaN or "
+            f"infinite in {parameters[wrong[0]].dtype}: {_some(wrong)}; download the checkpoint "
+            "again, or choose dtype: bfloat16 where the numbers are too large for float16"
+        )
 
 
 def init_dummy_weights(model: nn.Module, seed: int) -> None:

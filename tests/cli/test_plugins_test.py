@@ -545,3 +545,55 @@ def test_without_pytest_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     error = refused("sdpa")
     assert isinstance(error, PluginError)
     assert 'pip install "nanovllm-core[testing]"' in str(error)
+
+
+HEADS_ALONE = """
+from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, ModelSpec, hookimpl, positive_int
+from nanovllm_core.api import refuse_unless
+
+@hookimpl
+def nanovllm_models():
+    return [ModelSpec(name="LlamaForCausalLM", impl="alone_plugin:Model", contract=1{stated})]
+
+class Model(DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, config):
+        refuse_unless(config, num_key_value_heads=positive_int(config, "num_attention_heads"))
+        refuse_unless(config, attention_bias=False, mlp_bias=False)
+        return DecoderConfig.from_config(config)
+"""
+
+
+def install_heads_alone(install: Install, stated: str = "") -> None:
+    """A model with a KV head for each head, which the suite's small configuration has not."""
+    modules = {"alone_plugin": HEADS_ALONE.format(stated=stated)}
+    install("alone", {"nanovllm.models": {"LlamaForCausalLM": "alone_plugin"}}, modules)
+
+
+def test_a_model_that_cannot_be_built_is_one_failure_with_what_to_state(install: Install) -> None:
+    """Every other check would have failed for that reason."""
+    install_heads_alone(install)
+    result = run("LlamaForCausalLM", "-k", "not heavy and not imported and not longest")
+    assert result.exit_code == 1
+    assert result.output.count("FAILED") == 1
+    assert "FAILED   the model of the test configuration can be built" in result.output
+    assert re.search(r"num_key_value_heads 2 is not supported, .*--test-config", result.output)
+    assert re.search(r"1 passed, 1 failed, \d\d skipped", result.output)
+
+
+@pytest.mark.parametrize("where", ["the spec", "the command"])
+def test_a_stated_test_configuration_is_used(where: str, install: Install) -> None:
+    """By the checks of one size, and by those that draw theirs."""
+    told = where == "the command"
+    install_heads_alone(install, "" if told else ", test_config={'num_key_value_heads': 4}")
+    stated = ["--test-config", "num_key_value_heads=4"] if told else []
+    chosen = "built or sizes equal or equal those or every weight"
+    result = run("LlamaForCausalLM", *stated, "-k", chosen)
+    assert result.exit_code == 0, result.output
+    assert "passed   drawn sizes equal transformers (7 cases)" in result.output
+
+
+def test_a_test_configuration_is_for_models_alone() -> None:
+    error = refused("sdpa", "--test-config", "hidden_size=64")
+    assert isinstance(error, ConfigError)
+    assert re.search(r"hidden_size is for models, and sdpa is of the kind attention", str(error))

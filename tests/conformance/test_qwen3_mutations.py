@@ -33,6 +33,7 @@ class TestCopy(ModelConformance):
 """,
 )
 
+BUILT = "test_the_model_of_the_test_configuration_can_be_built"
 LOGITS = "test_logits_equal_those_of_transformers"
 SPLIT = "test_the_model_split_over_ranks_equals_the_whole_one"
 HONOURED = "test_a_setting_is_honoured_or_refused"
@@ -206,7 +207,7 @@ MUTATIONS = [
     ),
     model(
         "a head of its own is ignored",
-        "test_the_head_is_the_embedding_only_where_the_configuration_says_so",
+        BUILT,
         ("if settings.tie_word_embeddings else None", "if True else None"),
     ),
     model(
@@ -229,7 +230,7 @@ MUTATIONS = [
     ),
     model(
         "one layer too few",
-        "test_the_built_model_has_the_shape",
+        BUILT,
         ("in range(config.num_hidden_layers)", "in range(config.num_hidden_layers - 1)"),
     ),
     own(

@@ -126,6 +126,16 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], st
         WeightsError,
         r"1 of a dtype that is not supported .*: I32\)\. Check",
     ),
+    "a weight that is not a number": (
+        changed_weights(lambda weights: weights[NORM][7].fill_(float("nan"))),
+        WeightsError,
+        r"1 of the \d+ weights .* NaN or infinite in torch\.float32: model\.norm\.weight; download",
+    ),
+    "a weight that is infinite": (
+        changed_weights(lambda weights: weights[NORM][7:9].copy_(torch.tensor([1.0, -1.0]) / 0)),
+        WeightsError,
+        r"1 of the \d+ weights .* NaN or infinite in torch\.float32: model\.norm\.weight; download",
+    ),
     "truncated weights": (
         truncated,
         WeightsError,

@@ -9,7 +9,8 @@ from importlib import metadata
 import pytest
 import torch
 
-from nanovllm_core.interfaces.plan import PrefillChunk
+from nanovllm_core.errors import ModelOutputError
+from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
 from nanovllm_core.worker.graphs import StepKey
 from nanovllm_core.worker.mixed import pack_chunks
 from tests.gpu.conftest import Machine
@@ -190,3 +191,17 @@ def test_a_sampled_token_does_not_depend_on_its_batch(machine: Callable[..., Mac
         assert (drawn == drawn[0]).all()
         tokens.append(int(drawn[0]))
     assert len(set(tokens)) == 1
+
+
+def test_debug_mode_looks_at_the_logits_that_a_graph_left(machine: Callable[..., Machine]) -> None:
+    """A weight that becomes NaN after the capture is read by every replay."""
+    made = machine(attention="triton", max_num_seqs=8, max_model_len=512, debug=True)
+    assert made.runner._graphs is not None
+    made.prefill(random_prompts(4, 40), computed=40)
+    plan = StepPlan(decode_rows=(0, 1, 2))
+    made.executor.submit(plan)
+    made.executor.collect()
+    with torch.inference_mode():
+        next(made.runner.model.module.parameters()).fill_(float("nan"))
+    with pytest.raises(ModelOutputError, match=r"3 of 3 rows is not finite.*Qwen3ForCausalLM"):
+        made.executor.submit(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_what_transformers_refuses_is_not_asked(tmp_path: Path) -> None:
     """Phi3's configuration knows no rope but its own."""
     with pytest.raises(pytest.skip.Exception, match=r"transformers refuses: .*\['longrope'\]"):
         SUITE.test_a_kind_of_rope_is_honoured_or_refused(
-            Forgetful, Phi3ForCausalLM, ROPE_KINDS["linear"], IDS, tmp_path
+            Forgetful, Phi3ForCausalLM, ROPE_KINDS["linear"], IDS, Random(0), tmp_path
         )
 
 

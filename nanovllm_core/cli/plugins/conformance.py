@@ -73,6 +73,14 @@ def run_conformance_suite(
             help="A checkpoint that a checkpoint source finds: REFERENCE in model: NAME:REFERENCE."
         ),
     ] = None,
+    test_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="A setting of the small configuration that a model is tested with; may be "
+            "repeated.",
+        ),
+    ] = None,
     level: Annotated[
         Level,
         typer.Option(help="full adds the checks that take minutes or many gigabytes of memory."),
@@ -118,6 +126,9 @@ def run_conformance_suite(
     if reference is not None:
         _check_reference(plugin, reference)
         stated["reference"] = reference
+    if settings := _parse(test_config, "--test-config"):
+        _check_test_config(plugin, settings)
+        stated["test_config"] = settings
     suite = _suite(manager, plugin)
     typer.echo(f"{plugin.kind} {plugin}: {suite.partition(':')[2]}, seed {seed}")
     report = Report(verbose)
@@ -170,6 +181,15 @@ def _check_reference(plugin: InstalledPlugin, reference: str) -> None:
             f"--reference {shown(reference)} is a checkpoint that a source finds, and "
             f"{plugin.name} is "
             f"of the kind {plugin.kind}; leave it out"
+        )
+
+
+def _check_test_config(plugin: InstalledPlugin, settings: Mapping[str, Any]) -> None:
+    """ConfigError for a plugin that is no model."""
+    if plugin.kind != "model":
+        raise ConfigError(
+            f"--test-config {', '.join(settings)} is for models, and {plugin.name} is of the kind "
+            f"{plugin.kind}; its settings are --option KEY=VALUE"
         )
 
 
