@@ -17,11 +17,17 @@ from nanovllm_core.testing.attention_numbers import AttentionNumbers
 from nanovllm_core.testing.attention_pages import AttentionPages
 from nanovllm_core.testing.attention_replay import AttentionReplay
 from nanovllm_core.testing.attention_replay_prefill import AttentionPrefillReplay
+from nanovllm_core.testing.attention_shapes import AttentionShapes
 
 
 # pytest runs the last base's checks first: what is declared, then the numbers of plain batches, so
 # that the first failure is the one that tells most, and what needs a plan or a graph behind them.
 class AttentionConformance(
-    AttentionPrefillReplay, AttentionReplay, AttentionPages, AttentionNumbers, AttentionDeclarations
+    AttentionPrefillReplay,
+    AttentionReplay,
+    AttentionShapes,
+    AttentionPages,
+    AttentionNumbers,
+    AttentionDeclarations,
 ):
     """What every attention backend must hold."""
