@@ -13,11 +13,13 @@ have, are skipped with the reason. The checks are in five files, by what they ar
 from __future__ import annotations
 
 from nanovllm_core.testing.attention_declarations import AttentionDeclarations
+from nanovllm_core.testing.attention_memory import AttentionMemory
 from nanovllm_core.testing.attention_numbers import AttentionNumbers
 from nanovllm_core.testing.attention_pages import AttentionPages
 from nanovllm_core.testing.attention_replay import AttentionReplay
 from nanovllm_core.testing.attention_replay_prefill import AttentionPrefillReplay
 from nanovllm_core.testing.attention_shapes import AttentionShapes
+from nanovllm_core.testing.attention_state import AttentionState
 
 
 # pytest runs the last base's checks first: what is declared, then the numbers of plain batches, so
@@ -25,6 +27,8 @@ from nanovllm_core.testing.attention_shapes import AttentionShapes
 class AttentionConformance(
     AttentionPrefillReplay,
     AttentionReplay,
+    AttentionMemory,
+    AttentionState,
     AttentionShapes,
     AttentionPages,
     AttentionNumbers,

@@ -86,7 +86,7 @@ class AttentionShapes(AttentionSubject):
     def test_the_largest_shapes_equal_the_reference(
         self, subject: BackendUnderTest, draws: Random
     ) -> None:
-        """Thousands of rows, contexts of more than 2**17 keys, chunks of more than 2**13 queries."""
+        """Thousands of rows, contexts of more than 2**17 keys, chunks of thousands of queries."""
         _check_rows(subject, draws, near(draws, LARGEST.rows))
         _check_contexts(subject, draws, LARGEST.keys)
         if "prefill" in subject.phases:
