@@ -36,15 +36,13 @@ class Limits:
 
 
 LIMITS = {
-    "cpu": Limits(
-        rows=560, keys=12_288, queries=2_304, heads=72, longest=700, total=1_500, mixed=8
-    ),
+    "cpu": Limits(rows=560, keys=12_288, queries=2_304, heads=72, longest=500, total=800, mixed=16),
     "cuda": Limits(
-        rows=2_048, keys=40_960, queries=8_192, heads=128, longest=5_000, total=40_000, mixed=10
+        rows=2_048, keys=40_960, queries=8_192, heads=128, longest=5_000, total=40_000, mixed=16
     ),
 }
 LARGEST = Limits(
-    rows=4_096, keys=140_000, queries=8_400, heads=256, longest=20_000, total=40_000, mixed=60
+    rows=4_096, keys=140_000, queries=8_400, heads=256, longest=20_000, total=40_000, mixed=64
 )
 """At the level `full`."""
 EVERY = 16
@@ -83,8 +81,11 @@ def head_pairs(draws: Random, most: int, *, gqa: bool) -> list[tuple[int, int]]:
     ]
 
 
-def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits) -> PagedCase:
-    """A batch with everything drawn at once: decode rows or chunks, shapes, pages, sharing."""
+def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits, number: int) -> PagedCase:
+    """A batch with everything drawn at once: heads, sizes, pages, lengths, sharing.
+
+    Of eight numbers in a row each has its own choice of phase, window and soft cap.
+    """
     shape = _shape(subject, draws)
     block_size = shape["block_size"]
     lens: list[int] = []
@@ -94,23 +95,22 @@ def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits) -> Pag
             # A prefix hit leaves whole pages behind it, and sequences often end with a page.
             lens.append(-(-drawn // block_size) * block_size if draws.random() < 0.2 else drawn)
     queries = None
-    if draws.choice(subject.phases) == "prefill":
+    if subject.phases[number % len(subject.phases)] == "prefill":
         queries = [_queries(draws, n, limits.total // 8) for n in lens]
     else:
         padding = [draws.random() < 0.15 for _ in lens]
         lens = [0 if row and padding[row] else keys for row, keys in enumerate(lens)]
         draws.shuffle(lens)
-    window = None
-    if subject.capabilities.sliding_window and draws.random() < 0.4:
-        window = size(draws, 1, limits.longest)
-    soft_cap = None
-    if subject.capabilities.soft_cap and draws.random() < 0.3:
-        soft_cap = draws.uniform(1, 60)
-    asked = subject.requirements(
-        sliding_window=window is not None, soft_cap=soft_cap is not None, dtype=shape["dtype"]
-    )
-    if not subject.reasons(asked):
-        shape |= {"sliding_window": window, "soft_cap": soft_cap}
+    window = size(draws, 1, limits.longest) if number % 4 >= 2 else None
+    soft_cap = draws.uniform(1, 60) if number % 8 >= 4 else None
+    stated = subject.capabilities
+    bent: dict[str, Any] = {
+        "sliding_window": window if stated.sliding_window else None,
+        "soft_cap": soft_cap if stated.soft_cap else None,
+    }
+    asked = {name: value is not None for name, value in bent.items()}
+    if not subject.reasons(subject.requirements(dtype=shape["dtype"], **asked)):
+        shape |= bent
     case = subject.case(lens, queries, seed=draws.randrange(2**31), **shape)
     return pointed(with_stale_entries(with_shared_prefixes(case, draws), draws), draws)
 
@@ -132,7 +132,7 @@ def _shape(subject: BackendUnderTest, draws: Random) -> dict[str, Any]:
             shape = {"dtype": subject.dtype}
             break
     multiple = draws.choice(subject.page_multiples)
-    return shape | {"block_size": multiple * draws.randint(1, max(1, min(8, 256 // multiple)))}
+    return shape | {"block_size": multiple * size(draws, 1, max(1, 256 // multiple))}
 
 
 def _queries(draws: Random, keys: int, most: int) -> int:

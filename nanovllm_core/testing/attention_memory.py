@@ -133,17 +133,19 @@ def _held(backend: AttentionBackend) -> tuple[int, int, int]:
 def _reachable(backend: AttentionBackend) -> int:
     """How many objects a backend and the modules of its package hold."""
     package = type(backend).__module__.rpartition(".")[0] or type(backend).__module__
-    names = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
-    found: list[Any] = [backend, *(sys.modules[name] for name in names)]
+
+    def is_own(module: str) -> bool:
+        return f"{module}.".startswith(f"{package}.")
+
+    found: list[Any] = [backend, *(x for name, x in [*sys.modules.items()] if is_own(name))]
     seen = {id(x) for x in found}
     while found:
         one = found.pop()
         if isinstance(one, FunctionType):  # What it names globally is its module's.
             inside = [one.__closure__, one.__dict__, one.__defaults__]
-        elif isinstance(one, type) and not f"{one.__module__}.".startswith(f"{package}."):
-            continue
-        elif isinstance(one, ModuleType) and one.__name__ not in names:
-            continue
+        elif isinstance(one, (type, ModuleType)):
+            home = one.__module__ if isinstance(one, type) else one.__name__
+            inside = gc.get_referents(one) if is_own(home) else []
         else:
             inside = gc.get_referents(one)
         for x in inside:

@@ -156,7 +156,7 @@ def _check_chunks(subject: BackendUnderTest, draws: Random, most: int) -> None:
 
 def _check_mixed(subject: BackendUnderTest, draws: Random, limits: Limits) -> None:
     for number in range(limits.mixed):
-        case = mixed_batch(subject, draws, limits)
+        case = mixed_batch(subject, draws, limits, number)
         config = replace(
             case.config(max_num_seqs=len(case.seq_lens) + draws.choice((0, 0, 1, 7))),
             max_num_batched_tokens=len(case.q_THD) + draws.choice((1, 100)),

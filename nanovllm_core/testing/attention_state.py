@@ -191,10 +191,9 @@ class AttentionState(AttentionSubject):
 
     def test_a_plan_is_the_last_one(self, subject: BackendUnderTest, draws: Random) -> None:
         """Plans of steps that never run, and of the other phase in between, leave nothing."""
-        steps = [
-            drawn_step(subject, draws, phase, draws.randint(1, 5), 80)
-            for phase in subject.phases * 2
-        ]
+        # As many rows in each, so that a step cannot be told from another by its shape.
+        rows = draws.randint(2, 5)
+        steps = [drawn_step(subject, draws, phase, rows, 80) for phase in subject.phases * 2]
         backend, steps = backend_for(subject, steps, 80)
         last: dict[Phase, Step] = {}
         for number in range(16):
