@@ -1,8 +1,8 @@
 """Checks of an attention backend in shapes drawn at random, each dimension up to where it may go.
 
-Nothing declares how many heads, rows, queries or keys there may be, so nothing limits them but the
-backend's own `check`. One dimension is driven far while the others stay small; then batches are
-drawn in which everything varies at once.
+Nothing declares how many heads, rows, queries or keys there may be, so nothing limits them but what
+the backend refuses: heads by its `check`, the others by UnsupportedError when it is made. One
+dimension is driven far while the others stay small; then batches are drawn in which all vary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nanovllm_core.errors import UnsupportedError
 from nanovllm_core.testing.attention_backend import AttentionSubject, BackendUnderTest, assert_near
 from nanovllm_core.testing.attention_draws import (
     LARGEST,
@@ -47,14 +48,18 @@ class AttentionShapes(AttentionSubject):
             heads["seed"] = draws.randrange(2**31)
             lens = [size(draws, 2, 40), size(draws, 1, 20)]
             for phase in subject.phases:
-                queries = None if phase == "decode" else [draws.randint(1, n) for n in lens]
+                queries = None if phase == "decode" else [draws.randint(2, lens[0]), 1]
                 case = subject.case(lens, queries, **heads)
                 subject.check(case, f"{num_heads} on {num_kv_heads} heads", phases=(phase,))
 
     def test_a_batch_may_have_many_rows(self, subject: BackendUnderTest, draws: Random) -> None:
         """Each row as if it were alone, where all of max_num_seqs are there and where fewer are."""
-        most = LIMITS[subject.device].rows
-        for rows in (near(draws, most), size(draws, 65, 256), size(draws, 2, 64)):
+        most = _accepted(subject, "max_num_seqs", LIMITS[subject.device].rows)
+        for rows in (
+            near(draws, most),
+            size(draws, min(65, most), min(256, most)),
+            size(draws, 1, min(64, most)),
+        ):
             _check_rows(subject, draws, rows)
 
     def test_early_keys_of_a_long_context_count(
@@ -87,7 +92,7 @@ class AttentionShapes(AttentionSubject):
         self, subject: BackendUnderTest, draws: Random
     ) -> None:
         """Thousands of rows, contexts of more than 2**17 keys, chunks of thousands of queries."""
-        _check_rows(subject, draws, near(draws, LARGEST.rows))
+        _check_rows(subject, draws, near(draws, _accepted(subject, "max_num_seqs", LARGEST.rows)))
         _check_contexts(subject, draws, LARGEST.keys)
         if "prefill" in subject.phases:
             _check_chunks(subject, draws, LARGEST.queries)
@@ -98,6 +103,19 @@ def _few_heads(subject: BackendUnderTest) -> dict[str, int]:
     """Two query heads: one that is pointed at a key for each that is not."""
     heads = {"num_heads": 2, "num_kv_heads": 1 if subject.capabilities.gqa else 2}
     return {} if subject.reasons(subject.requirements(**heads)) else heads
+
+
+def _accepted(subject: BackendUnderTest, field: str, most: int) -> int:
+    """`most`, halved while the backend refuses by UnsupportedError to be made for it."""
+    config = subject.case([subject.block_size]).config()
+    while most > subject.block_size:
+        try:
+            subject.backend(replace(config, **{field: most}))
+        except UnsupportedError:
+            most //= 2
+        else:
+            break
+    return most
 
 
 def _check(subject: BackendUnderTest, draws: Random, case: PagedCase, what: str) -> None:
@@ -124,8 +142,13 @@ def _check_rows(subject: BackendUnderTest, draws: Random, rows: int) -> None:
 
 
 def _check_contexts(subject: BackendUnderTest, draws: Random, most: int) -> None:
+    most = _accepted(subject, "max_model_len", most)
     longest = near(draws, most)
-    lens = [size(draws, 1_000, most // 2), size(draws, 1, 300), size(draws, 300, most // 4)]
+    lens = [
+        size(draws, min(1_000, most // 2), most // 2),
+        size(draws, 1, 300),
+        size(draws, min(300, most // 4), most // 4),
+    ]
     for decode_lens, chunk_lens in (([longest], [longest]), (lens, lens)):
         queries = [min(n, size(draws, 2, 40)) for n in chunk_lens]
         for lengths, query_lens in ((decode_lens, None), (chunk_lens, queries)):
@@ -135,16 +158,17 @@ def _check_contexts(subject: BackendUnderTest, draws: Random, most: int) -> None
     if subject.capabilities.sliding_window and not subject.reasons(
         subject.requirements(sliding_window=True)
     ):
-        window = size(draws, 200, most // 2)
+        window = size(draws, min(200, most // 2), most // 2)
         for queries_or_none in (None, [9]):
             case = subject.case([longest], queries_or_none, sliding_window=window)
             _check(subject, draws, case, "a window into a long context")
 
 
 def _check_chunks(subject: BackendUnderTest, draws: Random, most: int) -> None:
+    most = _accepted(subject, "max_num_batched_tokens", most)
     shapes = [
         ([near(draws, most)], draws.randrange(100), subject.half),
-        ([size(draws, 200, most // 4)], size(draws, 1, 500), subject.dtype),
+        ([size(draws, min(200, most // 4), most // 4)], size(draws, 1, 500), subject.dtype),
         ([size(draws, 1, 300), size(draws, 17, 300)], size(draws, 1, 500), subject.dtype),
     ]
     for queries, context, dtype in shapes:

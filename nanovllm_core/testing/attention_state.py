@@ -193,10 +193,10 @@ class AttentionState(AttentionSubject):
         """Plans of steps that never run, and of the other phase in between, leave nothing."""
         # As many rows in each, so that a step cannot be told from another by its shape.
         rows = draws.randint(2, 5)
-        steps = [drawn_step(subject, draws, phase, rows, 80) for phase in subject.phases * 2]
+        steps = [drawn_step(subject, draws, phase, rows, 80) for phase in subject.phases * 3]
         backend, steps = backend_for(subject, steps, 80)
         last: dict[Phase, Step] = {}
-        for number in range(16):
+        for number in range(24):
             step = draws.choice(steps)
             step.plan(backend)
             last[step.phase] = step
