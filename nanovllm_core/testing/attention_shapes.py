@@ -110,7 +110,8 @@ def _accepted(subject: BackendUnderTest, field: str, most: int) -> int:
     config = subject.case([subject.block_size]).config()
     while most > subject.block_size:
         try:
-            subject.backend(replace(config, **{field: most}))
+            larger: dict[str, Any] = {field: most}
+            subject.backend(replace(config, **larger))
         except UnsupportedError:
             most //= 2
         else:
