@@ -13,15 +13,25 @@ have, are skipped with the reason. The checks are in five files, by what they ar
 from __future__ import annotations
 
 from nanovllm_core.testing.attention_declarations import AttentionDeclarations
+from nanovllm_core.testing.attention_memory import AttentionMemory
 from nanovllm_core.testing.attention_numbers import AttentionNumbers
 from nanovllm_core.testing.attention_pages import AttentionPages
 from nanovllm_core.testing.attention_replay import AttentionReplay
 from nanovllm_core.testing.attention_replay_prefill import AttentionPrefillReplay
+from nanovllm_core.testing.attention_shapes import AttentionShapes
+from nanovllm_core.testing.attention_state import AttentionState
 
 
 # pytest runs the last base's checks first: what is declared, then the numbers of plain batches, so
 # that the first failure is the one that tells most, and what needs a plan or a graph behind them.
 class AttentionConformance(
-    AttentionPrefillReplay, AttentionReplay, AttentionPages, AttentionNumbers, AttentionDeclarations
+    AttentionPrefillReplay,
+    AttentionReplay,
+    AttentionMemory,
+    AttentionState,
+    AttentionShapes,
+    AttentionPages,
+    AttentionNumbers,
+    AttentionDeclarations,
 ):
     """What every attention backend must hold."""

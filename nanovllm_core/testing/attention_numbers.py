@@ -19,8 +19,6 @@ from nanovllm_core.testing.attention_backend import (
 )
 from nanovllm_core.testing.conformance import PluginUnderTest
 
-LONG_AGO = 3001
-"""A context, in tokens, beyond what a kernel might keep by mistake for all there is."""
 NEEDLES = (0, 15, 16, 31, 32, 63, 64)
 """Positions at and around the tiles and pages that kernels use."""
 
@@ -42,17 +40,6 @@ class AttentionNumbers(AttentionSubject):
         prefiller.check(prefiller.case(page, page), "one page")
         lengths = [*(n for n in EDGES if n < 100), prefiller.longest // 2]
         prefiller.check(prefiller.case(lengths, lengths), "whole prompts")
-
-    def test_query_heads_read_their_own_kv_head(self, subject: BackendUnderTest) -> None:
-        """Query head h reads KV head h // group, in groups of every size that is declared."""
-        groups = [(1, 1), (3, 3)]
-        if subject.capabilities.gqa:
-            groups += [(4, 1), (6, 2), (16, 2), (20, 1)]
-        for num_heads, num_kv_heads in groups:
-            heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-            if not subject.reasons(subject.requirements(**heads)):
-                subject.check(subject.case([40, 17], **heads), "decode rows")
-                subject.check(subject.case([40, 17], [20, 17], **heads), "chunks")
 
     def test_the_scale_is_applied_once(self, subject: BackendUnderTest) -> None:
         """The configuration gives the softmax scale; it need not be 1 / sqrt(head size)."""
@@ -90,19 +77,6 @@ class AttentionNumbers(AttentionSubject):
         needles = [*NEEDLES, 69]
         case = subject.case([70] * len(needles), [40] * len(needles), needle=needles)
         subject.check(case, f"needles at {needles}, which only queries from there on see")
-
-    def test_early_keys_of_a_long_context_count(self, subject: BackendUnderTest) -> None:
-        """Of thousands of keys one from long ago outweighs the rest: for a row, and for a chunk."""
-        # Each page that is added to what the needle gave rounds; a lost needle shows anyway.
-        rel_norm = 1e-4 if subject.dtype == "float32" else None
-        for seq_lens, needles in (([LONG_AGO], [0]), ([2100, 2500], [3, 700])):
-            case, what = (
-                subject.case(seq_lens, needle=needles),
-                f"needles at {needles} of {seq_lens}",
-            )
-            subject.check(case, what, phases=("decode",), rel_norm=rel_norm)
-        case = subject.case([LONG_AGO, 2100], [3, 5], needle=[0, 700])
-        subject.check(case, "needles at 0 and 700, long before the chunks", rel_norm=rel_norm)
 
     def test_large_scores_neither_overflow_nor_vanish(self, subject: BackendUnderTest) -> None:
         """Only differences of scores count: the largest is subtracted before the exponential."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -34,12 +35,6 @@ class AttentionPages(AttentionSubject):
             subject.check(subject.case([subject.longest], **shape), "one long row")
             queries = [min(n, 20) for n in lengths]
             subject.check(subject.case(lengths, queries, **shape), "chunks")
-
-    def test_a_batch_may_have_many_rows(self, subject: BackendUnderTest) -> None:
-        """More than any tile or launch that a kernel may count on, each as if it were alone."""
-        lengths = [1 + i * 7 % 40 for i in range(67)]
-        subject.check(subject.case(lengths), "many rows")
-        subject.check(subject.case(lengths, [min(n, 3) for n in lengths]), "many chunks")
 
     def test_pages_may_lie_anywhere(self, subject: BackendUnderTest) -> None:
         """A block table's order is the order of the tokens: moving pages changes no bit."""
@@ -112,19 +107,11 @@ class AttentionPages(AttentionSubject):
 
     def test_pages_beyond_2_to_the_31_elements_are_read(self, subject: BackendUnderTest) -> None:
         """Offsets into a large cache need 64 bits. On a CPU its untouched pages cost no memory."""
-        for query_lens in ([1, 1, 1], [40, 1, 20]):
-            block_size = max(subject.page_multiples)
-            case = subject.case([70, 1, 65], query_lens, dtype=subject.half, block_size=block_size)
-            used = case.k_cache.shape[0]
-            total = 2**31 // case.k_cache[0].numel() + used
-            try:
-                caches = [_put_last(cache, total) for cache in (case.k_cache, case.v_cache)]
-            except (MemoryError, RuntimeError) as error:
-                pytest.skip(f"too little memory for two caches of 2**31 elements: {error}")
-            table = case.block_table + (total - used)
-            high = replace(case, k_cache=caches[0], v_cache=caches[1], block_table=table)
-            for phase, run in subject.ways(case):
-                assert_near(high, run(high), f"{phase}, the highest pages of a large cache")
+        _check_far_pages(subject, (31,))
+
+    def test_pages_beyond_2_to_the_32_elements_are_read(self, subject: BackendUnderTest) -> None:
+        """The same where 32 bits without a sign end, with pages on either side of it."""
+        _check_far_pages(subject, (31, 32))
 
     def test_padded_rows_disturb_no_other_row(self, decoder: BackendUnderTest) -> None:
         """Rows of length 0, wherever they are in the batch, and a batch of nothing else."""
@@ -223,8 +210,30 @@ def _part(case: PagedCase, first: int, stop: int) -> PagedCase:
     )
 
 
-def _put_last(pages: Tensor, total: int) -> Tensor:
-    """A cache of `total` pages that ends with these; the rest is zeros."""
+def _check_far_pages(subject: BackendUnderTest, bits: tuple[int, ...]) -> None:
+    """Sequences whose pages begin behind 2**bits elements, each behind one of these in turn."""
+    for query_lens in ([1, 1, 1, 1], [40, 1, 20, 33]):
+        block_size = max(subject.page_multiples)
+        lengths = [70, 1, 65, 33]
+        case = subject.case(lengths, query_lens, dtype=subject.half, block_size=block_size)
+        used, elements = case.k_cache.shape[0], case.k_cache[0].numel()
+        firsts = [2**bit // elements + 1 for bit in bits]
+        try:
+            caches = [
+                _put_far(cache, firsts, firsts[-1] + used) for cache in (case.k_cache, case.v_cache)
+            ]
+        except (MemoryError, RuntimeError) as error:
+            pytest.skip(f"too little memory for two caches of 2**{bits[-1]} elements: {error}")
+        table = case.block_table.clone()
+        for row in range(len(lengths)):
+            table[row] += firsts[row % len(firsts)]
+        high = replace(case, k_cache=caches[0], v_cache=caches[1], block_table=table)
+        for phase, run in subject.ways(case):
+            assert_near(high, run(high), f"{phase}, pages far into a cache of 2**{bits[-1]}")
+
+
+def _put_far(pages: Tensor, firsts: Sequence[int], total: int) -> Tensor:
+    """A cache of `total` pages with these behind each of `firsts`; the rest is zeros."""
     shape = (total, *pages.shape[1:])
     if pages.is_cuda:
         cache = torch.zeros(shape, dtype=pages.dtype, device=pages.device)
@@ -232,5 +241,6 @@ def _put_last(pages: Tensor, total: int) -> Tensor:
         # The system's zero pages: memory is taken only where something is written.
         bytes_ = np.zeros(total * pages[0].nbytes, dtype=np.uint8)
         cache = torch.from_numpy(bytes_).view(pages.dtype).view(shape)
-    cache[-len(pages) :] = pages
+    for first in firsts:
+        cache[first : first + len(pages)] = pages
     return cache

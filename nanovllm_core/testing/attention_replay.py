@@ -66,19 +66,6 @@ class AttentionReplay(AttentionSubject):
             backend.run_decode(layer.q_THD, layer.k_cache, layer.v_cache, metadata, out)
             assert_near(layer, out, f"layer {number} of one plan")
 
-    def test_backends_share_nothing(self, decoder: BackendUnderTest) -> None:
-        """Two engines in a process: each runs its own plan, whichever was made last."""
-        steps = []
-        for seed, lengths in enumerate(([40, 3, 70, 9], [5, 90, 1, 33])):
-            case = decoder.case(lengths, seed=seed)
-            backend, metadata = decoder.backend(case.config()), case.decode_metadata()
-            backend.plan_decode(metadata)
-            steps.append((backend, case, metadata, torch.full_like(case.q_THD, float("nan"))))
-        for backend, case, metadata, out in steps:
-            backend.run_decode(case.q_THD, case.k_cache, case.v_cache, metadata, out)
-        for number, (_, case, _, out) in enumerate(steps):
-            assert_near(case, out, f"backend {number} of two")
-
     def test_recorded_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
         """On a CPU a recording stands for the graph: host numbers frozen, memory by address.
 

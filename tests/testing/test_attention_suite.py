@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,100 +10,17 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from nanovllm_core.errors import UnsupportedError
-from nanovllm_core.hookspecs import hookimpl
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
-    AttentionCapabilities,
     AttentionConfig,
     AttentionRequirements,
     DecodeMetadata,
-    KVLayout,
     PrefillMetadata,
 )
-from nanovllm_core.interfaces.specs import AttentionSpec
 from nanovllm_core.testing import AttentionConformance, PluginUnderTest, plugin_under_test
 from nanovllm_core.testing.attention_backend import BackendUnderTest, UnavailableError
 
-
-class Plain(AttentionBackend):
-    """Row by row, in float64; shares no code with the reference."""
-
-    def plan_decode(self, metadata: DecodeMetadata) -> None:
-        if metadata.query_len != 1:
-            raise UnsupportedError(f"query_len is {metadata.query_len}, plain decodes 1")
-
-    def run_decode(
-        self,
-        q_BHD: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: DecodeMetadata,
-        out_BHD: Tensor,
-    ) -> None:
-        lens = metadata.seq_lens.tolist()
-        starts = [*range(len(lens) + 1)]
-        self._attend(q_BHD, k_cache, v_cache, metadata.block_table, lens, starts, out_BHD)
-
-    def run_prefill(
-        self,
-        q_THD: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: PrefillMetadata,
-        out_THD: Tensor,
-    ) -> None:
-        lens, starts = metadata.seq_lens.tolist(), metadata.query_start_loc.tolist()
-        self._attend(q_THD, k_cache, v_cache, metadata.block_table, lens, starts, out_THD)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        table: Tensor,
-        lens: list[int],
-        starts: list[int],
-        out: Tensor,
-    ) -> None:
-        config = self.config
-        for row, keys in enumerate(lens):
-            start, stop = starts[row], starts[row + 1]
-            pages = table[row, : -(-keys // config.block_size)].long()
-            k, v = (x[pages].flatten(0, 1)[:keys].double() for x in (k_cache, v_cache))
-            for index in range(start, stop if keys else start):
-                position = keys - (stop - index)
-                first = 0
-                if config.sliding_window is not None:
-                    first = max(0, position - config.sliding_window + 1)
-                for head in range(config.num_heads):
-                    kv_head = head * config.num_kv_heads // config.num_heads
-                    seen = k[first : position + 1, kv_head]
-                    scores = seen @ q[index, head].double() * config.scale
-                    if config.soft_cap is not None:
-                        scores = torch.tanh(scores / config.soft_cap) * config.soft_cap
-                    weights = scores.softmax(0)
-                    out[index, head] = (weights @ v[first : position + 1, kv_head]).to(out.dtype)
-
-
-@hookimpl
-def nanovllm_attention() -> Iterator[AttentionSpec]:
-    yield SPEC
-
-
-SPEC = AttentionSpec(
-    name="plain",
-    impl=f"{__name__}:Plain",
-    contract=1,
-    capabilities=AttentionCapabilities(
-        devices=frozenset({"cpu"}),
-        dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        gqa=True,
-        sliding_window=True,
-        soft_cap=True,
-    ),
-    kv_layouts=lambda requirements, options: [KVLayout("NPKD", 1)],
-)
+from .plain_attention import SPEC, Plain, plain_with, run_check
 
 
 class TestPlain(AttentionConformance):
@@ -117,10 +33,6 @@ class TestPlain(AttentionConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return plugin_under_test(SPEC)
-
-
-def _impl(backend: type[AttentionBackend]) -> AttentionSpec:
-    return replace(SPEC, impl=f"{__name__}:{backend.__name__}")
 
 
 class FirstRows(Plain):
@@ -245,18 +157,16 @@ def test_a_wrong_backend_fails_the_check_that_is_about_it(
 ) -> None:
     """Bugs that other checks let through."""
     with pytest.raises(AssertionError):
-        getattr(AttentionConformance(), check)(
-            BackendUnderTest(replace(plugin_under_test(SPEC), spec=_impl(wrong)))
-        )
+        run_check(check, plain_with(wrong))
 
 
 def test_a_backend_that_computes_several_queries_per_row_need_not_refuse_them() -> None:
-    it = BackendUnderTest(replace(plugin_under_test(SPEC), spec=_impl(Several)))
+    it = plain_with(Several)
     AttentionConformance().test_more_queries_per_row_are_refused_or_right(it)
 
 
 def test_what_several_queries_per_row_ask_for_is_said_to_whoever_takes_them() -> None:
-    it = BackendUnderTest(replace(plugin_under_test(SPEC), spec=_impl(Heedless)))
+    it = plain_with(Heedless)
     with pytest.raises(AssertionError, match=r"let plan_decode raise UnsupportedError where"):
         AttentionConformance().test_more_queries_per_row_are_refused_or_right(it)
 
