@@ -8,6 +8,7 @@ docs/performance.md. A test fails where a document differs from what this would 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import runpy
