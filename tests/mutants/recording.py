@@ -128,6 +128,8 @@ def record(project: Project, pool: Pool, cache: Path, tell: Callable[[str], None
     for done, outcome in enumerate(pool.run(tasks), start=1):
         if outcome.result is None:
             raise RuntimeError(f"{outcome.task.name} did not end; it was at {outcome.test}")
+        if not outcome.result["passed"] and "output" in outcome.result:
+            tell(f"nothing ran in {outcome.task.name}: {outcome.result['output']}")
         places[outcome.task.name].write_text(json.dumps(outcome.result))
         taken = sum(outcome.result["passed"].values())
         tell(f"recorded {done}/{len(missing)} {outcome.task.name} {taken:.1f} s")

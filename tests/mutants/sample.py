@@ -16,6 +16,8 @@ from statistics import fmean
 from time import monotonic
 from typing import Any
 
+import pytest
+
 from . import session
 from .forks import Outcome, Pool, Task
 from .operators import Key, Mutant, mutants_of
@@ -234,9 +236,10 @@ def _killer(outcome: Outcome) -> str:
         return f"stopped or dead in {outcome.test}"
     if outcome.result["failed"]:
         return str(outcome.result["failed"][0])
-    if outcome.result["code"] != 0:
-        raise RuntimeError(f"{outcome.task.name}: pytest ended with {outcome.result['code']}")
-    return ""
+    code = outcome.result["code"]
+    if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise RuntimeError(f"{outcome.task.name}: no test ran; {outcome.result['output']}")
+    return f"pytest ended with {code} in {outcome.test}" if code else ""
 
 
 def _failing_unchanged(
