@@ -36,6 +36,7 @@ def test_seconds_run_from_the_step_before_or_from_the_call_after_a_pause(
         monkeypatch.setattr(observation, "perf_counter", lambda now=now: now)
         stats = replace(stats, output_tokens=stats.output_tokens + 2)
         made.observe(stats, planned, in_flight, began)
+    assert [record.step for record in keep.records] == [1, 2, 3, 4]
     assert [record.seconds for record in keep.records] == [1.0, 2.0, 1.0, 2.0]
     assert [record.num_output_tokens for record in keep.records] == [2, 2, 2, 2]
     assert [record.num_prefill_tokens for record in keep.records] == [3, 3, 3, 3]

@@ -2,7 +2,7 @@
 
 An operator is a method of `_Finder` named after the syntax node that it changes. Left alone are
 texts that change no behaviour: docstrings, annotations, messages (f-strings, what is raised and
-logged), decorators, imports, and asserts that narrow a type.
+logged), decorators, imports, asserts that narrow a type, and what only a GPU tells apart.
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Pow: ast.Mult,
 }
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-MESSAGES = ("logger", "logging", "warnings", "log")
-UNCHANGED = frozenset({"__all__", "__slots__", "NotImplementedError"})
+WITHOUT_EFFECT = ("logger.", "warnings.", "torch.cuda.")
+"""Calls whose result is not used: what they do is said to somebody, or to a GPU."""
+KEPT_KEYWORDS = frozenset(
+    # Of zip, which tells what is so anyway; of a locale that is not UTF-8.
+    {"strict", "encoding"}
+    # Of tensors and kernels, where only a GPU shows the difference.
+    | {"device", "pin_memory", "non_blocking", "num_warps", "num_stages"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,17 +205,14 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Call):
-            root = node.value.func
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and root.id in MESSAGES:
+            if ast.unparse(node.value.func).startswith(WITHOUT_EFFECT):
                 return
             self.change(node, "pass")
         if not isinstance(node.value, ast.Constant):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if any(isinstance(t, ast.Name) and t.id in UNCHANGED for t in node.targets):
+        if any(isinstance(t, ast.Name) and t.id.startswith("__") for t in node.targets):
             return
         if all(isinstance(t, ast.Attribute | ast.Subscript) for t in node.targets):
             self.change(node, "pass")
@@ -311,10 +314,13 @@ class _Finder(ast.NodeVisitor):
         if name in SWAPPED_CALLS:
             self.change(node.func, SWAPPED_CALLS[name])
         for index, keyword in enumerate(node.keywords):
-            if keyword.arg not in (None, "strict"):  # zip's, which tells what is so anyway
+            if keyword.arg in KEPT_KEYWORDS:
+                continue
+            self.visit(keyword.value)
+            if keyword.arg is not None:
                 rest = [*node.keywords[:index], *node.keywords[index + 1 :]]
                 self.change(node, ast.unparse(ast.Call(node.func, node.args, rest)))
-        self.generic_visit(node)
+        self.visit_all([node.func, *node.args])
 
     def _negate(self, test: ast.expr) -> None:
         if not isinstance(test, ast.Compare | ast.UnaryOp | ast.Constant):
