@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -243,6 +244,49 @@ def test_steady_steps_are_those_that_decode_the_rows_of_the_step_before() -> Non
     assert len(decode_steps) == 19
     assert 0 < stats.steady_steps <= 18
     assert 0 < stats.steady_seconds <= stats.host_seconds
+
+
+class Counting(TokenBudgetScheduler):
+    """Counts how often it asks what a request needs, in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(FcfsPolicy())
+        self.asked: list[int] = []
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        self.asked.append(0)
+
+        def counted(request: RequestView, num_tokens: int) -> int:
+            self.asked[-1] += 1
+            return state.num_new_blocks(request, num_tokens)
+
+        return super().schedule(replace(state, num_new_blocks=counted))
+
+
+def test_nobody_behind_a_head_that_does_not_fit_is_looked_at() -> None:
+    """However long the queue: a step's work does not grow with it."""
+    scheduler = Counting()
+    harness = Harness(Setting(num_blocks=5, max_model_len=20), scheduler)
+    harness.add("runs", range(12), greedy(8))
+    for index in range(30):
+        harness.add(f"waits {index}", range(index + 1, index + 13), greedy(2))
+    for _ in range(5):
+        harness.step()
+    assert harness.engine.stats.running == 1
+    assert scheduler.asked == [2, 1, 1, 1, 1, 1]
+
+
+def test_prompts_may_take_the_last_page_and_the_last_token_of_a_step() -> None:
+    """Five prompts of two pages each in ten pages and 40 tokens start together."""
+    setting = Setting(num_blocks=10, max_num_seqs=5, max_num_batched_tokens=40, max_model_len=40)
+    harness = Harness(setting)
+    for index in range(5):
+        harness.add(str(index), range(8 * index, 8 * index + 8), greedy(1))
+    harness.step()
+    assert len(harness.executor.plans) == 1
+    assert [chunk.length for chunk in harness.executor.plans[0].prefill] == [8] * 5
+    harness.run()
+    harness.check_all()
 
 
 class Backwards(SchedulingPolicy):
