@@ -102,3 +102,20 @@ def test_only_the_wait_for_a_result_can_be_interrupted_and_taken_up_again(
         harness.engine.step()
     with pytest.raises(EngineClosedError, match="ended with KeyboardInterrupt"):
         harness.engine.step()
+
+
+def test_an_error_of_the_executor_while_its_result_is_waited_for_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only Ctrl-C is no error of the step."""
+    harness = Harness()
+    harness.add("a", range(5), greedy(12))
+
+    def broken() -> StepResult:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(harness.executor, "collect", broken)
+    with pytest.raises(OSError, match="gone"):
+        harness.engine.step()
+    with pytest.raises(EngineClosedError, match="ended with OSError: the device is gone"):
+        harness.engine.step()

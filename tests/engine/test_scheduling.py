@@ -276,6 +276,37 @@ def test_nobody_behind_a_head_that_does_not_fit_is_looked_at() -> None:
     assert scheduler.asked == [2, 1, 1, 1, 1, 1]
 
 
+def test_a_scheduler_is_asked_only_while_somebody_waits_for_something_it_can_give() -> None:
+    """Not for rows that decode, nor while every row is taken."""
+    scheduler = Counting()
+    harness = Harness(Setting(max_num_seqs=1, steps_ahead=0), scheduler)
+    harness.add("a", range(8), greedy(6))
+    harness.add("b", range(20, 28), greedy(6))
+    harness.run()
+    assert harness.engine.stats.steps == 12
+    assert len(scheduler.asked) == 2
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_scheduler_learns_how_many_pages_a_chunk_takes(prefix_caching: bool) -> None:
+    """In whichever row the prompt is; what it shares with one that runs takes none."""
+    seen: list[list[int]] = []
+
+    def look(state: SchedulerState) -> list[PrefillShare]:
+        requests = (*state.prefilling, *state.waiting)
+        seen.append([state.num_new_blocks(request, 6) for request in requests])
+        return [PrefillShare(request.request_id, 6) for request in requests][:2]
+
+    setting = Setting(steps_ahead=0, prefix_caching=prefix_caching)
+    harness = Harness(setting, Scripted(look))
+    for name in ("a", "b"):
+        harness.add(name, range(12), greedy(3))
+    harness.step()
+    harness.add("c", range(12), greedy(3))
+    harness.step()
+    assert seen == [[2, 2], [1, 1, 2]]
+
+
 def test_prompts_may_take_the_last_page_and_the_last_token_of_a_step() -> None:
     """Five prompts of two pages each in ten pages and 40 tokens start together."""
     setting = Setting(num_blocks=10, max_num_seqs=5, max_num_batched_tokens=40, max_model_len=40)

@@ -131,6 +131,9 @@ def become_session(copy: Path, imports: Sequence[str]) -> None:
     temporary.mkdir(exist_ok=True)
     tempfile.tempdir = str(temporary)
     os.environ |= {"PYTHONPATH": os.pathsep.join(mine), "TMPDIR": str(temporary)}
+    # Compiled once for all sessions, whatever the surroundings say: the copy is ours.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 def sender(pipe: int) -> Send:
