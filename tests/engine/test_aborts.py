@@ -83,10 +83,11 @@ def test_an_output_aborted_before_its_admission_has_nothing() -> None:
     assert (output.finish_reason, output.stop_reason, output.index) == ("abort", None, 0)
 
 
+@pytest.mark.parametrize("part", ["_carry_out_aborts", "_absorb"])
 def test_only_the_wait_for_a_result_can_be_interrupted_and_taken_up_again(
-    monkeypatch: pytest.MonkeyPatch,
+    part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in a later step's planning ends the engine, though a wait was interrupted before."""
+    """Ctrl-C in the parts of a step round it ends the engine, though a wait was interrupted."""
     harness = Harness()
     harness.add("a", range(5), greedy(12))
 
@@ -97,7 +98,7 @@ def test_only_the_wait_for_a_result_can_be_interrupted_and_taken_up_again(
         patched.setattr(harness.executor, "collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             harness.engine.step()
-    monkeypatch.setattr(harness.engine, "_carry_out_aborts", interrupted)
+    monkeypatch.setattr(harness.engine, part, interrupted)
     with pytest.raises(KeyboardInterrupt):
         harness.engine.step()
     with pytest.raises(EngineClosedError, match="ended with KeyboardInterrupt"):

@@ -8,6 +8,7 @@ import pytest
 
 from nanovllm_core.engine import Engine, EngineLimits, FcfsPolicy, TokenBudgetScheduler
 from nanovllm_core.engine.request import Request, RequestState
+from nanovllm_core.engine.seeds import derive_seed
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Setting
@@ -191,24 +192,29 @@ def test_a_state_at_its_bound_is_in_order(running: tuple[Harness, Request], how:
     harness.engine.assert_consistent()
 
 
-def test_invariants_are_checked_in_debug_mode_alone() -> None:
-    """They cost as much as the step."""
+def test_an_engine_that_is_told_nothing_works_one_step_ahead_caches_and_checks_nothing() -> None:
+    """Invariants cost as much as the step: they are checked in debug mode alone."""
     harness = Harness()
     s: Setting = harness.setting
-    engine = Engine(
-        harness.executor,
-        TokenBudgetScheduler(FcfsPolicy()),
-        EngineLimits(
-            max_num_seqs=s.max_num_seqs,
-            max_num_batched_tokens=s.max_num_batched_tokens,
-            max_model_len=s.max_model_len,
-            num_blocks=s.num_blocks,
-            block_size=s.block_size,
-            vocab_size=s.vocab_size,
-        ),
+    limits = EngineLimits(
+        max_num_seqs=s.max_num_seqs,
+        max_num_batched_tokens=s.max_num_batched_tokens,
+        max_model_len=s.max_model_len,
+        num_blocks=s.num_blocks,
+        block_size=s.block_size,
+        vocab_size=s.vocab_size,
     )
-    engine.add_request("a", [1, 2], SamplingParams(temperature=0, max_tokens=9))
+    engine = Engine(harness.executor, TokenBudgetScheduler(FcfsPolicy()), limits)
+    assert engine.limits is limits
+    engine.add_request("a", range(6), SamplingParams(max_tokens=9))
+    assert engine._samples["a"][0].sampling.seed == derive_seed(0, 0)
     engine._rows.free.pop(0)
     engine.step()
+    assert harness.executor.most_in_flight == 2
     with pytest.raises(InconsistentStateError):
         engine.assert_consistent()
+    while engine.has_unfinished():
+        engine.step()
+    engine.add_request("b", range(6), SamplingParams(max_tokens=1))
+    engine.step()
+    assert engine.stats.prefix_hit_tokens == 4

@@ -108,6 +108,14 @@ def test_samples_do_not_wait_where_nothing_can_be_shared() -> None:
         harness.check_all()
 
 
+def test_without_prefix_caching_nothing_is_hashed() -> None:
+    harness = Harness(Setting(prefix_caching=False))
+    (request,) = harness.add("a", range(9), greedy(12))
+    harness.run()
+    assert request.digests == []
+    assert harness.engine._kv.pool._block_of == {}
+
+
 def test_samples_start_at_once_on_a_prompt_that_is_cached() -> None:
     """Samples are held only until the pages can be found, which they already can."""
     harness = Harness(Setting(max_num_seqs=3, steps_ahead=0))

@@ -22,7 +22,7 @@ from nanovllm_core.errors import (
     RequestError,
     RequestTooLongError,
 )
-from nanovllm_core.interfaces.plan import StepPlan, StepResult
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, StepPlan, StepResult
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Letters, Setting, letters
 
@@ -235,6 +235,29 @@ def test_only_streaming_requests_give_outputs_on_the_way() -> None:
     assert "".join(out.new_text for out in streamed) == whole[0].text
     assert [out.finished for out in streamed] == [False] * 5 + [True]
     assert streamed[2].token_ids == whole[0].token_ids[:3]
+    assert (whole[0].new_token_ids, whole[0].new_text) == (whole[0].token_ids, whole[0].text)
+
+
+def test_nothing_is_streamed_unless_it_is_asked_for() -> None:
+    harness = Harness()
+    harness.engine.add_request("a", [1, 2], greedy(6))
+    assert [output.finished for _ in range(9) for output in harness.engine.step()] == [True]
+
+
+def test_only_requests_that_python_must_look_at_are_watched_token_by_token() -> None:
+    """Streams, stop strings, log-probabilities, more stop ids than the device checks."""
+    harness = Harness(Setting(max_num_seqs=8, max_num_batched_tokens=64))
+
+    def watched(name: str, stream: bool = False, **fields: Any) -> bool:
+        (request,) = harness.add(name, [1], greedy(4, **fields), stream=stream, detokenizer=Letters)
+        return request.is_watched
+
+    assert not watched("plain")
+    assert not watched("as many", stop_token_ids=list(range(MAX_DEVICE_STOP_IDS)))
+    assert watched("one more", stop_token_ids=list(range(MAX_DEVICE_STOP_IDS + 1)))
+    assert watched("stop", stop="x")
+    assert watched("logprobs", logprobs=0)
+    assert watched("stream", stream=True)
 
 
 def test_the_ending_id_is_in_the_ids_and_not_in_the_text() -> None:
@@ -432,7 +455,9 @@ def test_stats_say_how_things_stand() -> None:
     assert (harness.engine.stats.running, harness.engine.stats.waiting) == (2, 1)
     harness.run()
     stats = harness.engine.stats
-    assert stats.output_tokens == 12
+    assert (stats.output_tokens, stats.finished, stats.running, stats.waiting) == (12, 3, 0, 0)
+    assert (stats.preemptions, stats.prefix_hit_tokens) == (0, 0)
+    assert stats.blocks == stats.free_blocks == harness.setting.num_blocks
     assert stats.steps == len(harness.executor.plans)
     assert 0 < stats.host_seconds < 10
 
