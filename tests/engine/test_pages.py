@@ -138,6 +138,7 @@ def test_a_request_that_gave_way_holds_and_shares_no_page() -> None:
         assert second.num_published <= len(second.block_ids)
         harness.step()
     assert (second.state.value, second.block_ids, second.num_published) == ("waiting", [], 0)
+    assert second.num_in_flight == 0
     harness.run()
     harness.check_all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
@@ -460,6 +461,23 @@ def test_stats_say_how_things_stand() -> None:
     assert stats.blocks == stats.free_blocks == harness.setting.num_blocks
     assert stats.steps == len(harness.executor.plans)
     assert 0 < stats.host_seconds < 10
+
+
+def test_host_seconds_leave_out_the_wait_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness()
+    (request,) = harness.add("a", [1], greedy(4))
+    collect = harness.executor.collect
+
+    def slow() -> StepResult:
+        time.sleep(0.02)
+        return collect()
+
+    monkeypatch.setattr(harness.executor, "collect", slow)
+    began = time.perf_counter()
+    harness.run()
+    taken = time.perf_counter() - began
+    assert harness.engine.stats.host_seconds <= taken - 4 * 0.02
+    assert request.num_tokens == 5, "a request that has ended still knows its ids"
 
 
 def test_outputs_say_how_long_the_request_waited() -> None:
