@@ -120,3 +120,10 @@ def test_an_error_of_the_executor_while_its_result_is_waited_for_ends_the_engine
         harness.engine.step()
     with pytest.raises(EngineClosedError, match="ended with OSError: the device is gone"):
         harness.engine.step()
+
+
+def test_an_abort_of_an_id_that_nobody_has_does_not_end_a_later_request_of_that_id() -> None:
+    harness = Harness()
+    harness.engine.abort("later")
+    harness.add("later", range(5), greedy(3))
+    assert harness.run()["later", 0].finish_reason == "length"

@@ -192,6 +192,16 @@ def test_a_state_at_its_bound_is_in_order(running: tuple[Harness, Request], how:
     harness.engine.assert_consistent()
 
 
+def test_an_unfinished_prompt_holds_no_page_that_its_chunks_do_not_need() -> None:
+    """Pages come early only to rows that decode."""
+    harness = Harness(Setting(max_num_seqs=1, max_num_batched_tokens=4, steps_ahead=0))
+    (request,) = harness.add("a", range(9), SamplingParams(max_tokens=2))
+    harness.step()
+    harness.engine._kv.add_page(request)
+    with pytest.raises(InconsistentStateError, match="a holds 2 pages for 4 positions"):
+        harness.engine.assert_consistent()
+
+
 def test_an_engine_that_is_told_nothing_works_one_step_ahead_caches_and_checks_nothing() -> None:
     """Invariants cost as much as the step: they are checked in debug mode alone."""
     harness = Harness()
