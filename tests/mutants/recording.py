@@ -77,10 +77,10 @@ class Recording:
 
     def add(self, result: Mapping[str, object]) -> None:
         """Take in what `session.record` sent about one test file."""
-        passed: dict[str, float] = result["passed"]  # type: ignore[assignment] - it was JSON
-        lines: dict[str, dict[str, list[str]]] = result["lines"]  # type: ignore[assignment] - same
+        passed: dict[str, float] = result["passed"]  # type: ignore[assignment]  # it was JSON
+        lines: dict[str, dict[str, list[str]]] = result["lines"]  # type: ignore[assignment]  # same
         self.seconds |= passed
-        self.failed += result["failed"]  # type: ignore[arg-type] - same
+        self.failed += result["failed"]  # type: ignore[arg-type]  # same
         for file, by_line in lines.items():
             for line, contexts in by_line.items():
                 for context in contexts:
