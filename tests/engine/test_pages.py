@@ -118,11 +118,10 @@ def test_without_prefix_caching_nothing_is_hashed() -> None:
 
 def test_samples_start_at_once_on_a_prompt_that_is_cached() -> None:
     """Samples are held only until the pages can be found, which they already can."""
-    harness = Harness(Setting(max_num_seqs=3, steps_ahead=0))
+    harness = Harness(Setting(max_num_seqs=3))
     harness.add("first", range(9))
     harness.run()
     harness.add("more", range(9), greedy(4, n=3))
-    harness.step()
     harness.step()
     assert harness.engine.stats.running == 3
     harness.run()

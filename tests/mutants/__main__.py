@@ -43,7 +43,6 @@ PROJECT = Project(
     ),
 )
 SLOW_IMPORTS = (
-    "hypothesis",
     "numpy",
     "pydantic",
     "rich",
@@ -67,10 +66,11 @@ def main() -> int:
     arguments = parser.parse_args()
     # Before Triton is imported. A process that has met CUDA cannot be forked.
     os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as empty:
+        # It imports its plugins itself, or it would warn in every session that it did not.
+        pytest.main(["-q", "-c", os.devnull, empty])
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
-    with tempfile.TemporaryDirectory() as empty:
-        pytest.main(["-q", "-c", os.devnull, empty])  # It imports its plugins.
     gc.freeze()
     loaded = [name for name in sys.modules if name.startswith("nanovllm")]
     assert not loaded, f"a fork must import these itself: {loaded}"

@@ -7,6 +7,7 @@ import os
 import selectors
 import shutil
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ class Pool:
             try:
                 session.become_session(copy, self.imports)
                 task.body(session.sender(theirs), copy)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(theirs)

@@ -183,8 +183,9 @@ def _run(
         if why := _killer(outcome):
             verdict.fate, verdict.why = KILLED, why
         _tell(f"{done}/{len(tasks)} {verdict.fate} {outcome.task.name}")
-    killers = {v.why for v in verdicts.values()} & sample.recording.seconds.keys()
-    for test in _failing_unchanged(sorted(killers), sample.recording.seconds, pool):
+    seconds = sample.recording.seconds
+    killers = {v.why for v in verdicts.values()} & seconds.keys() or {min(seconds, key=seconds.get)}
+    for test in _failing_unchanged(sorted(killers), seconds, pool):
         for verdict in verdicts.values():
             if verdict.why == test:
                 verdict.fate, verdict.why = SURVIVED, f"{test} fails without the change too"
@@ -245,7 +246,7 @@ def _killer(outcome: Outcome) -> str:
 def _failing_unchanged(
     tests: Sequence[str], seconds: Mapping[str, float], pool: Pool
 ) -> Iterator[str]:
-    for outcome in pool.run([_task("nothing changed", tests, seconds)] if tests else []):
+    for outcome in pool.run([_task("nothing changed", tests, seconds)]):
         if outcome.result is None:
             raise RuntimeError(f"unchanged, the tests did not end; they were at {outcome.test}")
         yield from outcome.result["failed"]
