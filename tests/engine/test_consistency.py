@@ -145,6 +145,13 @@ def test_a_state_one_beyond_a_bound_is_noticed(
         harness.engine.assert_consistent()
 
 
+def test_debug_mode_notices_at_the_end_of_the_step(running: tuple[Harness, Request]) -> None:
+    harness, _ = running
+    harness.engine._rows.free.pop()
+    with pytest.raises(InconsistentStateError, match="are taken"):
+        harness.step()
+
+
 def at_its_length(harness: Harness, request: Request) -> None:
     rows = harness.engine._rows
     rows.known[request.row] = request.max_length

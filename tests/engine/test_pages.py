@@ -116,6 +116,19 @@ def test_without_prefix_caching_nothing_is_hashed() -> None:
     assert harness.engine._kv.pool._block_of == {}
 
 
+def test_what_follows_a_page_that_is_gone_is_not_found() -> None:
+    """A later page alone would stand in the first one's place."""
+    harness = Harness()
+    harness.add("a", range(9))
+    harness.run()
+    pool = harness.engine._kv.pool
+    first = next(iter(pool._digest_of))
+    del pool._block_of[pool._digest_of.pop(first)]
+    harness.add("b", range(9))
+    assert harness.run()["b", 0].num_cached_tokens == 0
+    harness.check_all()
+
+
 def test_samples_start_at_once_on_a_prompt_that_is_cached() -> None:
     """Samples are held only until the pages can be found, which they already can."""
     harness = Harness(Setting(max_num_seqs=3))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pytest
@@ -307,6 +307,36 @@ def test_of_stop_strings_that_one_token_completes_the_first_in_the_text_counts(o
     harness.add("a", [1, 2], greedy(8, stop=stops), detokenizer=Letters)
     output = harness.run()["a", 0]
     assert (output.text, output.stop_reason) == (text[: end - 2], text[end - 2 : end + 1])
+
+
+def test_a_stop_string_that_the_last_token_completes_is_the_reason() -> None:
+    """Not the length, though that is reached too."""
+    text = letters(_free_run(4))
+    harness = Harness()
+    harness.add("a", [1, 2], greedy(4, stop=text[2:4]), detokenizer=Letters)
+    output = harness.run()["a", 0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", text[2:4])
+    assert (output.text, len(output.token_ids)) == (text[:2], 4)
+
+
+class Recorded(Letters):
+    calls: ClassVar[list[str]] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self.calls.append("push")
+        return letters(token_ids)
+
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        self.calls.append("flush")
+        return letters(token_ids)
+
+
+def test_a_detokenizer_is_flushed_once_with_the_last_token() -> None:
+    Recorded.calls.clear()
+    harness = Harness()
+    harness.add("a", [1, 2], greedy(4), stream=True, detokenizer=Recorded)
+    harness.run()
+    assert Recorded.calls == ["push"] * 3 + ["flush"]
 
 
 def _free_run(max_tokens: int) -> list[int]:

@@ -69,6 +69,16 @@ def test_a_share_that_cannot_be_is_refused(share: PrefillShare, message: str) ->
         harness.add("b", range(10))
 
 
+def test_a_share_beyond_what_is_left_of_a_prompt_is_refused() -> None:
+    """What was computed in steps before counts."""
+    shares = iter([4, 7])
+    harness = Harness(Setting(steps_ahead=0), Scripted(lambda _: [PrefillShare("a", next(shares))]))
+    harness.add("a", range(10))
+    harness.step()
+    with pytest.raises(SchedulerError, match="7 tokens; it has 6 to compute"):
+        harness.step()
+
+
 def test_two_shares_for_one_request_are_refused() -> None:
     harness = Harness(scheduler=Scripted(lambda _: [PrefillShare("a", 2)] * 2))
     harness.add("a", range(10))
@@ -122,7 +132,8 @@ def _greedy_chunks(state: SchedulerState) -> list[PrefillShare]:
     return shares
 
 
-def test_a_scheduler_that_goes_round_in_circles_is_named() -> None:
+@pytest.mark.parametrize("some_prompt_was_completed", [False, True])
+def test_a_scheduler_that_goes_round_in_circles_is_named(some_prompt_was_completed: bool) -> None:
     """Whoever gave way is begun again at once, so that nobody's pages suffice."""
 
     def newcomers_first(state: SchedulerState) -> list[PrefillShare]:
@@ -137,12 +148,16 @@ def test_a_scheduler_that_goes_round_in_circles_is_named() -> None:
     harness = Harness(
         Setting(num_blocks=6, max_model_len=24, prefix_caching=False), Scripted(newcomers_first)
     )
+    if some_prompt_was_completed:
+        harness.add("completed", [1, 2], greedy(2))
+        harness.run()
     for i in range(4):
         harness.add(f"r{i}", range(20 * i % 30, 20 * i % 30 + 20), greedy(4))
     with pytest.raises(
         SchedulerError, match=r"Scripted goes round in circles: .* gave way 11 times"
     ):
         harness.run()
+    assert harness.engine.stats.preemptions == 10
 
 
 def test_half_computed_prompts_cannot_block_each_other() -> None:
