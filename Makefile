@@ -1,6 +1,7 @@
 # make demo        install into .venv and let the embedded model write
 # make test        install into .venv, check and test everything (under 15 minutes on two cores)
 # make test-full   the slow tests, which `make test` leaves out
+# make mutants     change 200 lines, one at a time, and see whether the tests notice (an hour)
 # make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests.json
 # make bench-gpu   measure the committed throughputs again on a GPU and compare
 # make lint        ruff, mypy, import-linter
@@ -48,7 +49,7 @@ COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
 FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/kinds.py,nanovllm_core/plugin_checks.py,nanovllm_core/plugin_discovery.py,nanovllm_core/plugin_manager.py,nanovllm_core/plugin_selection.py,nanovllm_core/attention_selection.py
 
-.PHONY: help demo test test-full test-gpu bench-gpu unit lint format wheels docs clean
+.PHONY: help demo test test-full test-gpu mutants bench-gpu unit lint format wheels docs clean
 
 help:
 	@sed -n 's/^# \?//;1,/^$$/p' Makefile
@@ -108,6 +109,12 @@ test-full: $(DEV_ENV)
 test-gpu: $(DEV_ENV)
 	$(PY) -m pytest -m gpu --report-json benchmarks/results/gpu_tests.json
 
+# Another seed draws other lines.
+SEED ?= 0
+COUNT ?= 200
+mutants: $(DEV_ENV)
+	$(ONE_THREAD) $(PY) -m tests.mutants --seed $(SEED) --count $(COUNT)
+
 bench-gpu: $(DEV_ENV)
 	$(PY) benchmarks/remeasure.py benchmarks/results/h200/throughput_*.json \
 		$(wildcard benchmarks/results/h200/fixed_*.json)
@@ -121,4 +128,4 @@ docs: $(DEV_ENV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf .venv dist build site .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv dist build site .coverage .mutants .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -46,7 +46,7 @@ class PagedKV:
         """The pages of the longest cached prefix of a request without a row; takes none."""
         num_pages = self.num_sharable(request.num_tokens)
         blocks: list[int] = []
-        for digest in self._digests(request, num_pages)[:num_pages]:
+        for digest in self._digests(request, num_pages):
             block_id = self.pool.find(digest)
             if block_id is None:
                 break
@@ -99,7 +99,10 @@ class PagedKV:
         request.num_published = 0
 
     def _digests(self, request: Request, num_pages: int) -> list[bytes]:
-        """The digests of a request's pages: at least the first `num_pages`, which must be full."""
+        """The digests of a request's pages: those of the first `num_pages`, which must be full.
+
+        And of no others: nobody ever asks for fewer pages than before.
+        """
         digests = request.digests
         if len(digests) < num_pages:
             size = self.block_size

@@ -103,7 +103,6 @@ class RowTable:
         self.generation[row] += 1
         self.version += 1
         self.decoding[row] = 0
-        self.known[row] = self.scheduled[row] = 0
         self.due_at[row] = self.publish_at[row] = NEVER
         self.free.append(row)
 

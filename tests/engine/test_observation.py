@@ -34,8 +34,17 @@ def test_seconds_run_from_the_step_before_or_from_the_call_after_a_pause(
     calls = ((10.0, 11.0, 1), (11.5, 13.0, 1), (13.5, 14.0, 0), (90.0, 92.0, 0))
     for began, now, in_flight in calls:
         monkeypatch.setattr(observation, "perf_counter", lambda now=now: now)
-        stats = replace(stats, output_tokens=stats.output_tokens + 2)
+        stats = replace(
+            stats,
+            output_tokens=stats.output_tokens + 2,
+            finished=stats.finished + 3,
+            preemptions=stats.preemptions + 4,
+        )
         made.observe(stats, planned, in_flight, began)
+    assert [record.step for record in keep.records] == [1, 2, 3, 4]
     assert [record.seconds for record in keep.records] == [1.0, 2.0, 1.0, 2.0]
     assert [record.num_output_tokens for record in keep.records] == [2, 2, 2, 2]
+    assert [record.num_finished for record in keep.records] == [3, 3, 3, 3]
+    assert [record.num_preempted for record in keep.records] == [4, 4, 4, 4]
+    assert [record.num_in_flight for record in keep.records] == [1, 1, 0, 0]
     assert [record.num_prefill_tokens for record in keep.records] == [3, 3, 3, 3]

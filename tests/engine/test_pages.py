@@ -99,8 +99,8 @@ def test_samples_share_the_full_pages_of_the_prompt(length: int) -> None:
 
 def test_samples_do_not_wait_where_nothing_can_be_shared() -> None:
     """Without prefix caching, or with less than a page of prompt, all samples start at once."""
-    for setting, prompt in ((Setting(prefix_caching=False), range(20)), (Setting(), range(3))):
-        harness = Harness(setting)
+    for prefix_caching, prompt in ((False, range(20)), (True, range(3))):
+        harness = Harness(Setting(prefix_caching=prefix_caching, steps_ahead=0))
         harness.add("a", prompt, greedy(4, n=3))
         harness.step()
         assert harness.engine.stats.running == 3
@@ -108,15 +108,49 @@ def test_samples_do_not_wait_where_nothing_can_be_shared() -> None:
         harness.check_all()
 
 
+def test_without_prefix_caching_nothing_is_hashed() -> None:
+    harness = Harness(Setting(prefix_caching=False))
+    (request,) = harness.add("a", range(9), greedy(12))
+    harness.run()
+    assert request.digests == []
+    assert harness.engine._kv.pool._block_of == {}
+
+
+def test_what_follows_a_page_that_is_gone_is_not_found() -> None:
+    """A later page alone would stand in the first one's place."""
+    harness = Harness()
+    harness.add("a", range(9))
+    harness.run()
+    pool = harness.engine._kv.pool
+    first = next(iter(pool._digest_of))
+    del pool._block_of[pool._digest_of.pop(first)]
+    harness.add("b", range(9))
+    assert harness.run()["b", 0].num_cached_tokens == 0
+    harness.check_all()
+
+
 def test_samples_start_at_once_on_a_prompt_that_is_cached() -> None:
     """Samples are held only until the pages can be found, which they already can."""
-    harness = Harness(Setting(max_num_seqs=3, steps_ahead=0))
+    harness = Harness(Setting(max_num_seqs=3))
     harness.add("first", range(9))
     harness.run()
     harness.add("more", range(9), greedy(4, n=3))
     harness.step()
-    harness.step()
     assert harness.engine.stats.running == 3
+    harness.run()
+    harness.check_all()
+
+
+def test_a_request_that_gave_way_holds_and_shares_no_page() -> None:
+    """Until it is admitted again, with what is then found of it."""
+    harness = Harness(Setting(num_blocks=6, steps_ahead=0))
+    harness.add("first", range(8), greedy(12))
+    (second,) = harness.add("second", range(20, 28), greedy(12))
+    while not harness.engine.stats.preemptions:
+        assert second.num_published <= len(second.block_ids)
+        harness.step()
+    assert (second.state.value, second.block_ids, second.num_published) == ("waiting", [], 0)
+    assert second.num_in_flight == 0
     harness.run()
     harness.check_all()
 
@@ -136,6 +170,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
         harness.add(name, range(9), cache_salt=salt)
         harness.run()
     assert [harness.finished[name, 0].num_cached_tokens for name in "abc"] == [0, 0, 8]
+    assert harness.engine.stats.prefix_hit_tokens == 8
 
 
 def test_pages_filled_while_decoding_are_found_again() -> None:

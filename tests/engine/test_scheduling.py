@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -79,6 +80,16 @@ def test_shares_of_another_type_are_refused(shares: Any) -> None:
         harness.step()
 
 
+def test_a_share_beyond_what_is_left_of_a_prompt_is_refused() -> None:
+    """What was computed in steps before counts."""
+    shares = iter([4, 7])
+    harness = Harness(Setting(steps_ahead=0), Scripted(lambda _: [PrefillShare("a", next(shares))]))
+    harness.add("a", range(10))
+    harness.step()
+    with pytest.raises(SchedulerError, match="7 tokens; it has 6 to compute"):
+        harness.step()
+
+
 def test_two_shares_for_one_request_are_refused() -> None:
     harness = Harness(scheduler=Scripted(lambda _: [PrefillShare("a", 2)] * 2))
     harness.add("a", range(10))
@@ -132,7 +143,8 @@ def _greedy_chunks(state: SchedulerState) -> list[PrefillShare]:
     return shares
 
 
-def test_a_scheduler_that_goes_round_in_circles_is_named() -> None:
+@pytest.mark.parametrize("some_prompt_was_completed", [False, True])
+def test_a_scheduler_that_goes_round_in_circles_is_named(some_prompt_was_completed: bool) -> None:
     """Whoever gave way is begun again at once, so that nobody's pages suffice."""
 
     def newcomers_first(state: SchedulerState) -> list[PrefillShare]:
@@ -147,12 +159,16 @@ def test_a_scheduler_that_goes_round_in_circles_is_named() -> None:
     harness = Harness(
         Setting(num_blocks=6, max_model_len=24, prefix_caching=False), Scripted(newcomers_first)
     )
+    if some_prompt_was_completed:
+        harness.add("completed", [1, 2], greedy(2))
+        harness.run()
     for i in range(4):
         harness.add(f"r{i}", range(20 * i % 30, 20 * i % 30 + 20), greedy(4))
     with pytest.raises(
         SchedulerError, match=r"Scripted goes round in circles: .* gave way 11 times"
     ):
         harness.run()
+    assert harness.engine.stats.preemptions == 10
 
 
 def test_half_computed_prompts_cannot_block_each_other() -> None:
@@ -252,8 +268,95 @@ def test_steady_steps_are_those_that_decode_the_rows_of_the_step_before() -> Non
     stats = harness.engine.stats
     decode_steps = [plan for plan in harness.executor.plans if plan.decode_rows]
     assert len(decode_steps) == 19
-    assert 0 < stats.steady_steps <= 18
+    assert stats.steady_steps == 18
     assert 0 < stats.steady_seconds <= stats.host_seconds
+
+
+class Counting(TokenBudgetScheduler):
+    """Counts how often it asks what a request needs, in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(FcfsPolicy())
+        self.asked: list[int] = []
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        self.asked.append(0)
+
+        def counted(request: RequestView, num_tokens: int) -> int:
+            self.asked[-1] += 1
+            return state.num_new_blocks(request, num_tokens)
+
+        return super().schedule(replace(state, num_new_blocks=counted))
+
+
+def test_nobody_behind_a_head_that_does_not_fit_is_looked_at() -> None:
+    """However long the queue: a step's work does not grow with it."""
+    scheduler = Counting()
+    harness = Harness(Setting(num_blocks=5, max_model_len=20), scheduler)
+    harness.add("runs", range(12), greedy(8))
+    for index in range(30):
+        harness.add(f"waits {index}", range(index + 1, index + 13), greedy(2))
+    for _ in range(5):
+        harness.step()
+    assert harness.engine.stats.running == 1
+    assert scheduler.asked == [2, 1, 1, 1, 1, 1]
+
+
+def test_a_scheduler_is_asked_only_while_somebody_waits_for_something_it_can_give() -> None:
+    """Not for rows that decode, nor while every row is taken."""
+    scheduler = Counting()
+    harness = Harness(Setting(max_num_seqs=1, steps_ahead=0), scheduler)
+    harness.add("a", range(8), greedy(6))
+    harness.add("b", range(20, 28), greedy(6))
+    harness.run()
+    assert harness.engine.stats.steps == 12
+    assert len(scheduler.asked) == 2
+
+
+def test_the_pages_that_an_unfinished_prompt_still_needs_are_given_to_nobody_else() -> None:
+    """The last page is its own, though the step has tokens left for another prompt."""
+    setting = Setting(num_blocks=4, max_model_len=17, max_num_batched_tokens=12, steps_ahead=0)
+    harness = Harness(setting)
+    harness.add("long", range(16), greedy(1))
+    harness.add("short", range(20, 24), greedy(1))
+    harness.step()
+    harness.step()
+    assert [len(plan.prefill) for plan in harness.executor.plans] == [1, 1]
+    harness.run()
+    harness.check_all()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_scheduler_learns_how_many_pages_a_chunk_takes(prefix_caching: bool) -> None:
+    """In whichever row the prompt is; what it shares with one that runs takes none."""
+    seen: list[list[int]] = []
+
+    def look(state: SchedulerState) -> list[PrefillShare]:
+        requests = (*state.prefilling, *state.waiting)
+        seen.append([state.num_new_blocks(request, 6) for request in requests])
+        return [PrefillShare(request.request_id, 6) for request in requests][:2]
+
+    setting = Setting(steps_ahead=0, prefix_caching=prefix_caching)
+    harness = Harness(setting, Scripted(look))
+    for name in ("a", "b"):
+        harness.add(name, range(12), greedy(3))
+    harness.step()
+    harness.add("c", range(12), greedy(3))
+    harness.step()
+    assert seen == [[2, 2], [1, 1, 2]]
+
+
+def test_prompts_may_take_the_last_page_and_the_last_token_of_a_step() -> None:
+    """Five prompts of two pages each in ten pages and 40 tokens start together."""
+    setting = Setting(num_blocks=10, max_num_seqs=5, max_num_batched_tokens=40, max_model_len=40)
+    harness = Harness(setting)
+    for index in range(5):
+        harness.add(str(index), range(8 * index, 8 * index + 8), greedy(1))
+    harness.step()
+    assert len(harness.executor.plans) == 1
+    assert [chunk.length for chunk in harness.executor.plans[0].prefill] == [8] * 5
+    harness.run()
+    harness.check_all()
 
 
 class Backwards(SchedulingPolicy):

@@ -10,6 +10,7 @@ from nanovllm_core.worker.graphs import StepKey
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
+    aligned,
     max_entries,
     mixed_keys,
     pack_chunks,
@@ -43,6 +44,20 @@ def test_every_part_of_a_chunk_table_begins_at_16_bytes() -> None:
         for part in (table.query_start_loc, table.chunks, table.skip_sampler):
             assert (part.data_ptr() - packed.data_ptr()) % 16 == 0
         assert table.chunks.stride(0) % 4 == 0
+
+
+def test_a_count_is_aligned_to_the_next_multiple_of_16_bytes() -> None:
+    assert [aligned(count) for count in range(10)] == [0, 4, 4, 4, 4, 8, 8, 8, 8, 12]
+
+
+def test_fresh_inputs_are_padding() -> None:
+    """No row, no key to attend to, and slots that write nothing."""
+    inputs = StepInputs.allocate(3, 2, 4, torch.device("cpu"))
+    assert inputs.slot_mapping.tolist() == [-1, -1, -1]
+    assert inputs.rows.tolist() == [-1, -1]
+    assert inputs.seq_lens.tolist() == inputs.output_index.tolist() == [0, 0]
+    assert (inputs.input_ids.shape, inputs.positions.shape) == ((3,), (3,))
+    assert (inputs.num_rows, inputs.num_tokens, inputs.block_table.shape) == (2, 3, (2, 4))
 
 
 def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> None:

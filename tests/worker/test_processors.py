@@ -111,6 +111,20 @@ def test_debug_mode_refuses_nan_and_inf(amount: float) -> None:
         run_processor(one, torch.zeros(1, VOCAB), first, (0,), tables, lengths, lengths)
 
 
+def test_debug_mode_takes_rows_with_and_without_forbidden_ids() -> None:
+    one = loaded()
+    one.checks = True
+    rows = RowProcessors({"add": one})
+    for row in (0, 1):
+        rows.admit(row, asking(2.0).logits_processors)
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 1:] = -torch.inf
+    both, lengths = torch.tensor([0, 1]), torch.tensor([3, 3])
+    run_processor(one, logits, both, (0, 1), torch.zeros(2, 8).int(), lengths, lengths)
+    assert logits[0].tolist() == [2.0] * VOCAB
+    assert logits[1].tolist() == [2.0, *[-float("inf")] * (VOCAB - 1)]
+
+
 def test_debug_mode_blames_no_processor_for_what_the_model_gave() -> None:
     """A processor may go on with +inf as it likes; -inf is what others forbade."""
     one = loaded()

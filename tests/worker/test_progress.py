@@ -32,7 +32,10 @@ def test_a_terminal_sees_what_is_being_done(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(track([1, 2], "Capturing")) == [1, 2]
     with counting("Loading") as progress:
         assert progress is not None
+        before = sys.stderr.getvalue()
         progress(1, 2)
     drawn = sys.stderr.getvalue()
     assert "Capturing" in drawn
     assert "Loading" in drawn
+    assert "%" not in before.partition("Loading")[2]  # it is not known yet of how many
+    assert "50%" in drawn

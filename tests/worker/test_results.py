@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from random import Random
 from time import perf_counter
 from typing import NoReturn
@@ -66,6 +67,36 @@ def test_a_device_that_stops_without_a_result_is_an_error() -> None:
     ring.push(1)
     with pytest.raises(ExecutorError, match="left no result"):
         ring.collect()
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_step_is_done_when_its_last_word_has_come_whichever_that_is(
+    order: tuple[int, ...],
+) -> None:
+    """Words are written in any order; those of the step before lie where they are not yet."""
+    ring = ResultRing(CPU, 3, num_slots=1)
+    write(ring, 0, 7, [(1, 0), (2, 0), (3, 0)])
+    ring.push(3)
+    (step,) = ring._pending
+    for count, place in enumerate(order):
+        assert not step.is_done(), f"{count} of 3 words have come"
+        ring.words[0, place] = (1 << 32) | ((place + 5) << 1)
+    assert step.is_done()
+    assert ring.collect().token_ids.tolist() == [4, 5, 6]
+
+
+def test_a_step_that_ends_between_the_last_look_and_the_question_is_no_error() -> None:
+    """The device is idle because it has finished."""
+    ring = ResultRing(CPU, 1, num_slots=1)
+    ring.push(1)
+
+    def ask_late(_launched: float, is_done: Callable[[], bool], check: Callable[[], None]) -> None:
+        assert not is_done()
+        write(ring, 0, 1, [(5, 0)])
+        check()
+
+    ring.wait = ask_late
+    assert ring.collect().token_ids.tolist() == [5]
 
 
 def test_more_steps_than_slots_are_refused() -> None:

@@ -246,6 +246,7 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
     """By prompt tokens and by decoding rows; one that none holds is launched as it is."""
     started = Started(folder, prompt_sizes=(8, 32), max_num_seqs=16)
     runner = started.runner
+    assert runner.prompt_sizes == (8, 32)
 
     def key(lengths: list[int], num_decode: int) -> StepKey | None:
         chunks = tuple(PrefillChunk(i, 0, n, samples=True) for i, n in enumerate(lengths))

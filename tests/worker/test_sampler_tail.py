@@ -243,6 +243,16 @@ def test_min_p_is_relative_to_the_likeliest_id_at_the_rows_temperature():
     assert allowed_ids(RowSampling(temperature=3.0, min_p=0.4), logits) == {0, 1, 2, 3}
 
 
+def test_cuts_at_their_limits_keep_the_likeliest_ids_and_their_equals():
+    """min_p 1 keeps what is as likely as the likeliest; a ratio at the floor is not below it."""
+    logits = [1.0, 2.0, 2.0, 0.0, -math.inf]
+    assert allowed_ids(RowSampling(temperature=1.0, min_p=1.0), logits) == {1, 2}
+    assert allowed_ids(RowSampling(temperature=1.0, top_k=1), logits) == {1}
+    assert allowed_ids(RowSampling(temperature=1.0, top_k=5, top_p=1.0), logits) == {0, 1, 2, 3}
+    half = [0.0, math.log(0.5), math.log(0.499)]
+    assert allowed_ids(RowSampling(temperature=1.0, min_p=0.5), half) == {0, 1}
+
+
 def test_a_row_whose_logits_are_all_nan_gives_id_zero_and_harms_no_neighbour():
     params = [RowSampling(temperature=1.0, seed=i, top_k=3, top_p=0.9) for i in range(3)]
     batch = Batch(params)

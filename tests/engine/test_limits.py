@@ -1,0 +1,102 @@
+"""What just fits is taken, and what is one too many is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nanovllm_core.engine import EngineLimits
+from nanovllm_core.errors import (
+    ConfigError,
+    InvalidPromptError,
+    InvalidSamplingError,
+    RequestTooLongError,
+)
+from nanovllm_core.sampling_params import SamplingParams
+
+SMALLEST = EngineLimits(
+    max_num_seqs=1,
+    max_num_batched_tokens=1,
+    max_model_len=2,
+    num_blocks=1,
+    block_size=1,
+    vocab_size=1,
+)
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=4,
+    max_model_len=10,
+    num_blocks=3,
+    block_size=4,
+    vocab_size=50,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_model_len", 2),
+        ("num_blocks", 1),
+        ("block_size", 1),
+        ("vocab_size", 1),
+    ],
+)
+def test_each_limit_has_a_least_value(name: str, least: int) -> None:
+    assert getattr(SMALLEST, name) == least
+    with pytest.raises(ConfigError, match=f"{name} is {least - 1}; it must be at least {least}"):
+        replace(SMALLEST, **{name: least - 1})
+
+
+def test_a_step_has_a_token_for_every_running_request() -> None:
+    assert LIMITS.max_num_batched_tokens == LIMITS.max_num_seqs
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 3, below max_num_seqs"):
+        replace(LIMITS, max_num_batched_tokens=3)
+
+
+def test_a_prompt_is_checked_up_to_the_last_id_and_the_last_place() -> None:
+    """The ids from 0 to the last; one place is left for an output. It cannot be written to."""
+    prompt = LIMITS.check_prompt([0, 49, *range(7)])
+    assert prompt.tolist() == [0, 49, *range(7)]
+    assert prompt.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        prompt[0] = 1
+    assert LIMITS.check_prompt(np.array([3], np.int64)).tolist() == [3]
+    for wrong in (50, -1):
+        with pytest.raises(InvalidPromptError, match=f"holds token id {wrong}, outside"):
+            LIMITS.check_prompt([1, wrong, 51])
+    with pytest.raises(InvalidPromptError, match="empty"):
+        LIMITS.check_prompt([])
+    with pytest.raises(RequestTooLongError, match="10 tokens; max_model_len is 10, so a prompt"):
+        LIMITS.check_prompt(range(10))
+
+
+def test_outputs_may_fill_the_model_length_and_no_more() -> None:
+    assert LIMITS.check_length(4, SamplingParams(max_tokens=6)) == 10
+    assert LIMITS.check_length(4, SamplingParams(max_tokens=None)) == 10
+    assert LIMITS.check_length(4, SamplingParams(max_tokens=3)) == 7
+    with pytest.raises(RequestTooLongError, match="make 11; max_model_len is 10"):
+        LIMITS.check_length(4, SamplingParams(max_tokens=7))
+
+
+def test_min_tokens_may_be_all_that_there_is_room_for() -> None:
+    assert LIMITS.check_length(4, SamplingParams(max_tokens=None, min_tokens=6)) == 10
+    with pytest.raises(RequestTooLongError, match="min_tokens=7 exceed the model's length of 10"):
+        LIMITS.check_length(4, SamplingParams(max_tokens=None, min_tokens=7))
+
+
+def test_a_request_may_fill_the_cache_whose_last_token_needs_no_place() -> None:
+    """Nine ids of which eight are fed to the model fill two pages of four."""
+    two_pages = replace(LIMITS, num_blocks=2)
+    assert two_pages.check_length(4, SamplingParams(max_tokens=5)) == 9
+    with pytest.raises(RequestTooLongError, match="up to 10 tokens needs 3 pages of 4 tokens"):
+        two_pages.check_length(4, SamplingParams(max_tokens=6))
+
+
+def test_the_last_id_may_stop_a_request() -> None:
+    LIMITS.check_stop_ids(SamplingParams(stop_token_ids=[0, 49]))
+    with pytest.raises(InvalidSamplingError, match="stop_token_ids holds 50; the vocabulary has"):
+        LIMITS.check_stop_ids(SamplingParams(stop_token_ids=[49, 50]))
