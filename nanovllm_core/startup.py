@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from nanovllm_core.attention_selection import Selection, select_attention
 from nanovllm_core.checkpoint_selection import CONFIG_NAME, find_checkpoint
-from nanovllm_core.config import FIT, EngineConfig, check_device
+from nanovllm_core.config import EngineConfig, check_device
 from nanovllm_core.errors import (
     ArchitectureError,
     CheckpointNotFoundError,
@@ -208,7 +208,7 @@ def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> s
 def resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
     """The configured length, or the model's own, which `fit` may cut; ConfigError beyond that."""
     asked = config.limits.max_model_len
-    if asked is None or asked == FIT:
+    if not isinstance(asked, int):
         return shape.max_position
     if asked > shape.max_position:
         raise ConfigError(

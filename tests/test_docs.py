@@ -304,11 +304,11 @@ def test_the_keywords_of_nano_vllm_are_told_with_their_fields_and_defaults() -> 
 @pytest.mark.parametrize(
     ("what", "limit", "name", "inside", "outside"),
     [
-        ("`max_tokens`", "1 or more", "max_tokens", (1, 10**6), (0,)),
+        ("`max_tokens`", "1 to 2^63 - 1", "max_tokens", (1, 2**63 - 1), (0, 2**63)),
         ("`min_tokens`", "0 to `max_tokens`", "min_tokens", (0, 64), (-1, 65)),
         ("presence penalty", "-2 to 2", "presence_penalty", (-2, 2), (-2.1, 2.1)),
         ("frequency penalty", "-2 to 2", "frequency_penalty", (-2, 2), (-2.1, 2.1)),
-        ("`top_k`", "-1 or more", "top_k", (-1, 10**6), (-2,)),
+        ("`top_k`", "-1 to 2^63 - 1", "top_k", (-1, 2**63 - 1), (-2, 2**63)),
         ("`top_p`", "above 0, at most 1", "top_p", (1e-9, 1), (0, 1.1)),
         ("`min_p`", "0 to 1", "min_p", (0, 1), (-0.1, 1.1)),
     ],
