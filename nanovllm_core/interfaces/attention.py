@@ -12,10 +12,11 @@ In a captured decode step plan_decode and run_decode are captured; a test may al
 graph and replay the runs alone. Where `cuda_graphs` is "full", small steps with prompt chunks are
 captured too, plan_prefill and run_prefill with them; all others run eagerly.
 
-A plan is for the runs that follow it, until the next plan of its phase. An engine writes the next step
-into the same tensors and metadata objects, or into new ones at old addresses: equal lengths, an
-equal address or the same object do not make two steps equal. Between plan and run of one phase the
-other may be planned and run. A backend keeps no tensor of a step beyond the next plan of its phase.
+A plan is for the runs that follow it, until the next plan of its phase. An engine writes the next
+step into the same tensors and metadata objects, or into new ones at old addresses: equal lengths,
+an equal address or the same object do not make two steps equal. Between plan and run of one phase
+the other may be planned and run. A backend keeps no tensor of a step beyond the next plan of its
+phase.
 
 Instances share no memory that they write to: two engines of one process may run at once.
 
