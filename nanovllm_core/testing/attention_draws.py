@@ -54,8 +54,9 @@ TILES = (16, 32, 64, 100, 128, 256)
 def size(draws: Random, low: int, high: int) -> int:
     """A size in [low, high], log-uniform; half of them at a multiple of a tile, or next to it."""
     drawn = round(math.exp(draws.uniform(math.log(low), math.log(high))))
-    if draws.random() < 0.5:
-        tile = draws.choice(TILES)
+    tiles = [tile for tile in TILES if tile <= drawn]
+    if tiles and draws.random() < 0.5:
+        tile = draws.choice(tiles)
         drawn = round(drawn / tile) * tile + draws.choice((-1, 0, 1))
     return min(max(drawn, low), high)
 

@@ -169,7 +169,7 @@ def _storages() -> Iterator[list[torch.UntypedStorage]]:
             seen.extend(x.untyped_storage() for x in leaves if isinstance(x, Tensor))
             return result
 
-    with Operations():  # type: ignore[no-untyped-call] - torch does not type it
+    with Operations():  # type: ignore[no-untyped-call]
         yield seen
 
 

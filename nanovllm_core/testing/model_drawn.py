@@ -39,6 +39,8 @@ from nanovllm_core.testing.reference_model import (
 
 MAX_ERROR = 1e-4
 """How far one logit may be off, as a part of the largest."""
+ROUNDINGS = 10.0
+"""Drawn weights may be such that rounding shows: so many times transformers' own is not an error."""
 FAR_ERROR = 1e-2
 """The same, and of all, at far positions: a float32 angle has few digits left there."""
 NUM_TRIES = 8
@@ -176,8 +178,9 @@ class DrawnChecks(SmallModel):
         def on_rank(tp: TensorParallel) -> Tensor:
             return run_model(load_model(model_class, tmp_path, reference.config, tp=tp), ids)
 
+        expected, slack = reference.logits(ids), ROUNDINGS * reference.rounding(ids)
         for logits in run_ranks(size, on_rank):
-            assert_near(logits, reference.logits(ids), REL_NORM, MAX_ERROR)
+            assert_near(logits, expected, max(REL_NORM, slack), max(MAX_ERROR, slack))
 
 
 def draw_ids(draws: Random, reference: ReferenceCheckpoint, count: int) -> Tensor:
@@ -209,8 +212,10 @@ def assert_near(actual: Tensor, expected: Tensor, rel_norm: float, max_error: fl
 def _assert_serves(model_class: Any, reference: ReferenceCheckpoint, ids_T: Tensor) -> None:
     __tracebackhide__ = True
     model = load_model(model_class, reference.folder, reference.config)
+    actual, expected = run_model(model, ids_T), reference.logits(ids_T)
+    slack = ROUNDINGS * reference.rounding(ids_T)
     try:
-        assert_near(run_model(model, ids_T), reference.logits(ids_T), REL_NORM, MAX_ERROR)
+        assert_near(actual, expected, max(REL_NORM, slack), max(MAX_ERROR, slack))
     except AssertionError as error:
         raise AssertionError(f"{error}; drawn were {_shown(reference)}") from None
 

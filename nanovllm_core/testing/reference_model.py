@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nanovllm_core.kernels import get_kernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel, finalize_layers
 from nanovllm_core.testing.dense_attention import DenseRuntime, SparseRuntime
+from nanovllm_core.testing.numerics import relative_norm_error
 from nanovllm_core.worker.weights import INDEX_NAME, load_weights
 
 CPU = torch.device("cpu")
@@ -83,6 +84,15 @@ class ReferenceCheckpoint:
             ids_T[None], attention_mask=torch.ones_like(ids_T[None]), **where
         ).logits[0]
         return logits
+
+    @torch.inference_mode()
+    def rounding(self, ids_T: Tensor) -> float:
+        """The relative norm error of these float32 logits beside those of float64.
+
+        What another order of the sums may change, at these weights.
+        """
+        exact = copy.deepcopy(self.model).double()(ids_T[None]).logits[0]
+        return relative_norm_error(self.logits(ids_T), exact)
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights as they lie in the folder, by their names in the checkpoint."""

@@ -115,7 +115,7 @@ class SchedulerFairness(SchedulingConformance):
         """An engine of any age, whose scheduler is held to its bound at every step."""
         watch = TurnWatch(self.make_scheduler(plugin), bound=bound)
         harness = Harness(setting, watch, engine_class=self.engine_class, debug=False)
-        harness.grow_old(*(draws.choice([0, log_uniform(draws, 1, 2**40)]) for _ in range(2)))
+        harness.grow_old(_any_age(draws), _any_age(draws))
         return harness
 
     def test_nobody_is_passed_over_for_longer_than_declared(
@@ -258,7 +258,7 @@ class SchedulerFairness(SchedulingConformance):
             max_num_seqs=runners + draws.randint(1, 3),
             max_num_batched_tokens=draws.randint(400, 2_000),
             max_model_len=1_024,
-            prefix_caching=draws.random() < 0.5,
+            prefix_caching=between == 5,
             steps_ahead=draws.randint(0, 3),
         )
         harness = self.turns(plugin, setting, self.bound(plugin), draws)
@@ -298,6 +298,12 @@ def _add_watched(
         harness.engine.abort(request.request_id)
         length, longer = length // 2, declared
     return request, declared
+
+
+def _any_age(draws: Random) -> int:
+    """A count of steps or requests: of a new engine, of an old one, or short of a power of two."""
+    wraps = 2 ** draws.choice([15, 16, 31, 32]) - draws.randint(1, 60)
+    return draws.choice([0, log_uniform(draws, 1, 2**40), wraps, wraps])
 
 
 def _running(requests: list[Request]) -> int:

@@ -553,7 +553,7 @@ from nanovllm_core.api import refuse_unless
 
 @hookimpl
 def nanovllm_models():
-    return [ModelSpec(name="LlamaForCausalLM", impl="alone_plugin:Model", contract=1{stated})]
+    return [ModelSpec(name="MinistralForCausalLM", impl="alone_plugin:Model", contract=1{stated})]
 
 class Model(DecoderForCausalLM):
     @classmethod
@@ -567,13 +567,13 @@ class Model(DecoderForCausalLM):
 def install_heads_alone(install: Install, stated: str = "") -> None:
     """A model with a KV head for each head, which the suite's small configuration has not."""
     modules = {"alone_plugin": HEADS_ALONE.format(stated=stated)}
-    install("alone", {"nanovllm.models": {"LlamaForCausalLM": "alone_plugin"}}, modules)
+    install("alone", {"nanovllm.models": {"MinistralForCausalLM": "alone_plugin"}}, modules)
 
 
 def test_a_model_that_cannot_be_built_is_one_failure_with_what_to_state(install: Install) -> None:
     """Every other check would have failed for that reason."""
     install_heads_alone(install)
-    result = run("LlamaForCausalLM", "-k", "not heavy and not imported and not longest")
+    result = run("MinistralForCausalLM", "-k", "not heavy and not imported and not longest")
     assert result.exit_code == 1
     assert result.output.count("FAILED") == 1
     assert "FAILED   the model of the test configuration can be built" in result.output
@@ -588,7 +588,7 @@ def test_a_stated_test_configuration_is_used(where: str, install: Install) -> No
     install_heads_alone(install, "" if told else ", test_config={'num_key_value_heads': 4}")
     stated = ["--test-config", "num_key_value_heads=4"] if told else []
     chosen = "built or sizes equal or equal those or every weight"
-    result = run("LlamaForCausalLM", *stated, "-k", chosen)
+    result = run("MinistralForCausalLM", *stated, "-k", chosen)
     assert result.exit_code == 0, result.output
     assert "passed   drawn sizes equal transformers (7 cases)" in result.output
 

@@ -59,7 +59,7 @@ def test_logits_that_are_not_finite_are_named_with_step_request_and_plugins(
     with open_tiny(wrong(call=call, value=value)) as llm:
         message = (
             rf"request \d+[^,]*, step {call}: the largest logit of 1 of 2 rows is not finite "
-            rf"\(row \d: -?{number}\).*WrongForCausalLM .*sdpa"
+            rf"\(row \d: -?{number}\).*'WrongForCausalLM'.*'sdpa'"
         )
         with pytest.raises(ModelOutputError, match=message) as caught:
             llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=8, ignore_eos=True))

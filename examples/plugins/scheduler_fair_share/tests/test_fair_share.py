@@ -242,7 +242,7 @@ def test_a_big_request_is_not_passed_over_for_want_of_pages() -> None:
     shares.arrive("B", 48, 8)
     shares.arrive("C", 4, 8)
     shares.run()
-    assert shares.admissions() == ["A0", "B0", "C0"]
+    assert shares.admissions()[:3] == ["A0", "B0", "C0"]
 
 
 def test_requests_without_the_label_are_one_tenant() -> None:
