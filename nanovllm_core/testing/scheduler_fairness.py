@@ -302,7 +302,7 @@ def _add_watched(
 
 def _any_age(draws: Random) -> int:
     """A count of steps or requests: of a new engine, of an old one, or short of a power of two."""
-    wraps = 2 ** draws.choice([15, 16, 31, 32]) - draws.randint(1, 60)
+    wraps = (1 << draws.choice([15, 16, 31, 32])) - draws.randint(1, 60)
     return draws.choice([0, log_uniform(draws, 1, 2**40), wraps, wraps])
 
 
