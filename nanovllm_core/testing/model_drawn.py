@@ -40,7 +40,7 @@ from nanovllm_core.testing.reference_model import (
 MAX_ERROR = 1e-4
 """How far one logit may be off, as a part of the largest."""
 ROUNDINGS = 10.0
-"""Drawn weights may be such that rounding shows: so many times transformers' own is not an error."""
+"""Drawn weights may be such that rounding shows: so many times transformers' own is no error."""
 FAR_ERROR = 1e-2
 """The same, and of all, at far positions: a float32 angle has few digits left there."""
 NUM_TRIES = 8
