@@ -45,7 +45,8 @@ _SCHEMA: dict[str, tuple[str, str]] = {
 _FORMS = {f"{_TAG}{name}": re.compile(form) for name, (form, _) in _SCHEMA.items()}
 
 
-def _problem(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+def _problem(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    """An error where a node or an event begins."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
@@ -203,7 +204,7 @@ for _kind, _make in {
     f"{_TAG}map": yaml.constructor.SafeConstructor.construct_yaml_map,
     None: _Loader.construct_unknown,
 }.items():
-    _Loader.add_constructor(_kind, _make)
+    _Loader.yaml_constructors[_kind] = _make
 
 
 class _Dumper(_CoreSchema, yaml.SafeDumper):
