@@ -45,8 +45,9 @@ _SCHEMA: dict[str, tuple[str, str]] = {
 _FORMS = {f"{_TAG}{name}": re.compile(form) for name, (form, _) in _SCHEMA.items()}
 
 
-def _problem(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)  # type: ignore[arg-type]
+def _problem(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    """An error where a node or an event begins."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 class _CoreSchema(yaml.resolver.BaseResolver):
@@ -203,7 +204,7 @@ for _kind, _make in {
     f"{_TAG}map": yaml.constructor.SafeConstructor.construct_yaml_map,
     None: _Loader.construct_unknown,
 }.items():
-    _Loader.add_constructor(_kind, _make)  # type: ignore[type-var]  # the stubs know no own loader
+    _Loader.yaml_constructors[_kind] = _make
 
 
 class _Dumper(_CoreSchema, yaml.SafeDumper):
