@@ -27,7 +27,7 @@ NOT_BUILT = pytest.StashKey[bool]()
 def known_settings(reference_class: Any) -> Set[str]:
     """What a class of transformers reads in a configuration, under all of its names."""
     config_class = reference_class.config_class
-    return config_class().to_dict().keys() | config_class.attribute_map.keys()
+    return {*config_class().to_dict(), *config_class.attribute_map}
 
 
 class SmallModel:
