@@ -40,7 +40,7 @@ from nanovllm_core.testing.reference_model import (
 MAX_ERROR = 1e-4
 """How far one logit may be off, as a part of the largest."""
 ROUNDINGS = 10.0
-"""Drawn weights may be such that rounding shows: so many times transformers' own is no error."""
+"""Rounding may show at drawn weights: so many times that of transformers is no error."""
 FAR_ERROR = 1e-2
 """The same, and of all, at far positions: a float32 angle has few digits left there."""
 NUM_TRIES = 8
@@ -70,6 +70,8 @@ class DrawnChecks(SmallModel):
         for attempt in range(NUM_TRIES):
             drawn = draw(draws, kind, base, known, stated, longest, own_head_size=attempt % 2 == 0)
             settings = {**base, **drawn.settings}
+            if attempt % 2:  # a configuration class may insist on a window
+                settings = {k: v for k, v in settings.items() if (k, v) != ("sliding_window", None)}
             try:
                 reference = ReferenceCheckpoint.save(
                     folder, reference_class, settings, seed=drawn.seed, std=drawn.std
@@ -122,6 +124,8 @@ class DrawnChecks(SmallModel):
         reference = self.draw_checkpoint(
             reference_class, model_class, tmp_path, draws, FAR, longest=FAR_POSITIONS
         )
+        if window := getattr(reference.model.config, "sliding_window", None):
+            pytest.skip(f"the reference has a window of {window} tokens, not positions")
         model = load_model(model_class, tmp_path, reference.config)
         last = model_class.shape(reference.config).max_position - 1
         positions_T = draw_positions(draws, last)
