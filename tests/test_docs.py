@@ -352,13 +352,14 @@ def test_a_configuration_that_cannot_run_gets_the_error_that_the_table_names(
 
 
 def test_the_defaults_of_the_commands_that_differ_are_told() -> None:
-    """`generate` and `chat` are greedy and write more than a request does by default."""
+    """`generate` and `chat` are greedy where the checkpoint states no temperature, and write more
+    than a request does by default."""
     command: Any = typer.main.get_command(make_app())
     found = {
         name: {p.name: p.default for p in command.commands[name].params}
         for name in ("generate", "chat")
     }
-    assert {found[name]["temperature"] for name in found} == {0.0}
+    assert {found[name]["temperature"] for name in found} == {None}
     text = " ".join(CONFIGURATION.read_text(encoding="utf-8").split())
     most = found["generate"]["max_tokens"]
     assert f"temperature 0, at most {most} output tokens for `generate`" in text

@@ -142,9 +142,8 @@ class Engine:
                 )
         if params.stop and detokenizer is None:
             raise InvalidSamplingError(
-                f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; "
-                "give one, "
-                "or use stop_token_ids"
+                f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; give "
+                "one, or use stop_token_ids"
             )
         samples = self._factory.make_samples(
             sample_ids,
@@ -297,7 +296,10 @@ class Engine:
         while len(self._in_flight) <= self._steps_ahead:
             planned = self._planner.plan()
             if planned is not None:
-                self._submit(planned)
+                try:
+                    self._executor.submit(planned.plan)
+                except ModelOutputError as error:
+                    raise self._with_requests(error) from error
                 self._in_flight.append(planned)
                 is_steady = planned.batch is self._newest_batch and not planned.chunks
                 self._newest_batch = planned.batch
@@ -307,13 +309,10 @@ class Engine:
                 self._planner.unblock()
         return is_steady
 
-    def _submit(self, planned: PlannedStep) -> None:
-        """Hand a step to the executor; where debug mode refuses its logits, say whose they are."""
-        try:
-            self._executor.submit(planned.plan)
-        except ModelOutputError as error:
-            ids = (str(self._rows.request_at(row).request_id) for row in error.rows)
-            raise ModelOutputError(f"request {', '.join(ids)}, {error}", error.rows) from error
+    def _with_requests(self, error: ModelOutputError) -> ModelOutputError:
+        """The same, with the requests whose logits debug mode refused."""
+        ids = (str(self._rows.request_at(row).request_id) for row in error.rows)
+        return ModelOutputError(f"request {', '.join(ids)}, {error}", error.rows)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -330,8 +329,8 @@ class Engine:
         if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
             raise InconsistentStateError(
                 f"{type(self._executor).__name__} returned {shown(result)} for a step of "
-                f"{expected} "
-                "tokens; collect() must return a StepResult with one for each of sampled_rows"
+                f"{expected} tokens; collect() must return a StepResult with one for each of "
+                "sampled_rows"
             )
         batch, token_ids = planned.batch, result.token_ids
         ended: set[int] = set()

@@ -225,10 +225,10 @@ class ModelRunner:
         bucket = self.bucket(num_rows)
         self._launch(StepKey.decode(bucket))
         logprobs = None
-        inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
         if self._debug:
-            self._check_logits(inputs)
+            self._check_logits(self._inputs.slice(slice(num_rows), slice(num_rows)))
         if self._tail_is_on:
+            inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
             logprobs = self._run_tail(
                 self.logits[:num_rows],
                 inputs,

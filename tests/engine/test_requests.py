@@ -20,6 +20,7 @@ from nanovllm_core.errors import (
     InconsistentStateError,
     InvalidPromptError,
     InvalidSamplingError,
+    PluginFailedError,
     RequestError,
     RequestTooLongError,
 )
@@ -94,9 +95,9 @@ def test_a_scheduler_that_fails_at_a_request_ends_the_engine(
     """What it has noted of the queue is unknown; later calls name its error, not a symptom."""
     harness = Harness()
     monkeypatch.setattr(FcfsPolicy, "service_key", lambda _policy, _request: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(PluginFailedError, match="FcfsPolicy: service_key failed: ZeroDivision"):
         harness.add("a", [1])
-    with pytest.raises(EngineClosedError, match="ended with ZeroDivisionError"):
+    with pytest.raises(EngineClosedError, match="ended with PluginFailedError"):
         harness.engine.step()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.config import GraphSettings
 from nanovllm_core.config_sources import load_config
 from nanovllm_core.errors import (
     EngineClosedError,
@@ -143,7 +144,7 @@ def test_a_start_says_for_what_there_was_no_room_and_what_helps(
             {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
             r"no room on cpu for the attention .*lower limits.max_num_seqs \(1000000000000\)",
         ),
-        ({"cache": {"num_blocks": 10**30}}, r"cache.num_blocks: 10+ pages .*ask for fewer"),
+        ({"num_blocks": 2**62}, r"cache.num_blocks: \d+ pages .*ask for fewer"),
     ],
     ids=["rows", "rows beyond the memory", "pages"],
 )
@@ -151,9 +152,19 @@ def test_sizes_beyond_all_bounds_are_refused_by_name(
     folder: Path, changes: dict[str, Any], said: str
 ) -> None:
     """Neither torch's allocator nor an overflow has the last word."""
-    executor, setup = prepare(
-        folder, cuda_graphs={"sizes": (changes.get("max_num_seqs", 5),)}, **changes
+    executor, setup = prepare(folder)
+    # Beyond what a configuration takes, so that only the worker is asked.
+    parts = {"limits": setup.config.limits, "cache": setup.config.cache}
+    config = setup.config.model_copy(
+        update={
+            name: part.model_copy(
+                update={key: changes[key] for key in changes if key in type(part).model_fields}
+            )
+            for name, part in parts.items()
+        }
+        | {"cuda_graphs": GraphSettings(sizes=(changes.get("max_num_seqs", 5),))}
     )
+    setup = replace(setup, config=config)
     with pytest.raises(OutOfMemoryError, match=said):
         executor.start(setup)
     executor.close()
