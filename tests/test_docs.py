@@ -362,7 +362,8 @@ def test_the_defaults_of_the_commands_that_differ_are_told() -> None:
     assert {found[name]["temperature"] for name in found} == {None}
     text = " ".join(CONFIGURATION.read_text(encoding="utf-8").split())
     most = found["generate"]["max_tokens"]
-    assert f"temperature 0, at most {most} output tokens for `generate`" in text
+    assert "take temperature 0 where neither a flag nor the checkpoint states one" in text
+    assert f"at most {most} output tokens for `generate`" in text
     assert found["chat"]["max_tokens"] is None
     assert "for `chat` as many as fit" in text
 
