@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from nanovllm_core.interfaces.attention import AttentionBackend, Phase
@@ -124,10 +124,18 @@ def _held(backend: AttentionBackend) -> tuple[int, int, int]:
     gc.collect()
     # By the type alone: some objects of modules warn when they are asked for their class.
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    size = sum(x.nbytes for x in tensors)
+    size = sum(map(_nbytes, tensors))
     if backend.config.device.type == "cuda":
         size = torch.cuda.memory_allocated()
     return len(tensors), size, _reachable(backend)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """0 of a tensor without sizes, as a compiler traces with."""
+    try:
+        return tensor.nbytes
+    except RuntimeError:
+        return 0
 
 
 def _reachable(backend: AttentionBackend) -> int:
@@ -157,11 +165,12 @@ def _reachable(backend: AttentionBackend) -> int:
 
 @contextmanager
 def _storages() -> Iterator[list[torch.UntypedStorage]]:
-    """The memory of every tensor that torch's operations see inside the block, kept alive."""
+    """The memory of every tensor that torch's functions see inside the block, kept alive."""
     seen: list[torch.UntypedStorage] = []
 
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(
+    # Not at the dispatcher, one level below: tensor subclasses cannot be made under such a mode.
+    class Functions(TorchFunctionMode):
+        def __torch_function__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = function(*args, **(kwargs or {}))
@@ -169,7 +178,7 @@ def _storages() -> Iterator[list[torch.UntypedStorage]]:
             seen.extend(x.untyped_storage() for x in leaves if isinstance(x, Tensor))
             return result
 
-    with Operations():  # type: ignore[no-untyped-call]
+    with Functions():
         yield seen
 
 

@@ -45,6 +45,8 @@ class Endless:
 
     setting: Setting
     length: int
+    answer: int
+    """Tokens that each of them gives: with more than one, rows and pages come free one by one."""
     per_step: int
     priorities: tuple[int, ...]
     """The others are as urgent as the watched request (0) or more."""
@@ -60,24 +62,26 @@ def draw_endless(draws: Random) -> Endless:
     """Few rows or few tokens a step or few pages, so that somebody always waits."""
     rows = log_uniform(draws, 1, 16)
     length = log_uniform(draws, 1, 40)
+    answer = draws.choice([1, 1, log_uniform(draws, 2, 12)])
     by_rows = draws.random() < 0.6
     budget = rows + (rows * length if by_rows else draws.randint(1, 40))
     per_step = rows + draws.randint(0, 2) if by_rows else budget // length + 1
     watched = log_uniform(draws, 1, 3_000)
     block_size = draws.choice([1, 4, 16, 64])
-    longest = -(-max(watched + 1, length + 1) // block_size)
-    few = longest + rows * -(-length // block_size) // 2
+    longest = -(-max(watched + 1, length + answer) // block_size)
+    few = longest + rows * -(-(length + answer) // block_size) // 2
     return Endless(
         Setting(
             num_blocks=draws.choice([few, few + rows * longest]),
             block_size=block_size,
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
-            max_model_len=max(watched, length) + 1,
+            max_model_len=max(watched, length) + answer,
             prefix_caching=False,
             steps_ahead=draws.randint(0, 3),
         ),
         length=length,
+        answer=answer,
         per_step=per_step,
         priorities=draws.choice([(0,), (-1,), (-3, -1, 0)]),
         before=draws.randint(0, 3),
@@ -86,18 +90,46 @@ def draw_endless(draws: Random) -> Endless:
     )
 
 
+def draw_short_of_pages(draws: Random) -> Endless:
+    """Rows and tokens are plenty, and the watched prompt fits only where all others have ended."""
+    rows = draws.randint(4, 16)
+    length, answer = draws.randint(1, 8), draws.randint(3, 12)
+    block_size = draws.choice([1, 4])
+    watched = draws.randint(20 * block_size, 200)
+    return Endless(
+        Setting(
+            num_blocks=-(-(watched + answer) // block_size),
+            block_size=block_size,
+            max_num_seqs=rows,
+            max_num_batched_tokens=watched + rows * length,
+            max_model_len=watched + answer,
+            prefix_caching=False,
+            steps_ahead=draws.randint(0, 3),
+        ),
+        length=length,
+        answer=answer,
+        per_step=draws.randint(1, 2),
+        priorities=(0,),
+        before=draws.randint(1, 3),
+        queue=0,
+        watched=watched,
+    )
+
+
 @dataclass
 class Others:
-    """Requests without end for one token each; each has a number."""
+    """Requests without end, for `answer` tokens each; each has a number."""
 
     harness: Harness
     draws: Random
     priorities: tuple[int, ...] = (0,)
+    answer: int = 1
     added: int = 0
 
     def arrive(self, count: int, length: int) -> None:
         for _ in range(count):
-            params = replace(ONE_TOKEN, priority=self.draws.choice(self.priorities))
+            urgency = self.draws.choice(self.priorities)
+            params = replace(ONE_TOKEN, priority=urgency, max_tokens=self.answer)
             self.harness.add(f"other {self.added}", [2] * length, params)
             self.added += 1
 
@@ -128,8 +160,9 @@ class SchedulerFairness(SchedulingConformance):
         """
         bound = self.declared_bound(plugin)
         waited = 0
-        for _ in range(ENDLESS_SCENES):
-            waited += self._watch_one(plugin, draw_endless(draws), bound, draws)
+        for number in range(ENDLESS_SCENES):
+            scene = draw_short_of_pages(draws) if number % 4 == 3 else draw_endless(draws)
+            waited += self._watch_one(plugin, scene, bound, draws)
         if not waited:
             pytest.skip(
                 f"{plugin.spec.name} promises nothing with {plugin.options!r} within "
@@ -145,7 +178,7 @@ class SchedulerFairness(SchedulingConformance):
     ) -> bool:
         """Play a scene until its watched request is admitted; False where it cannot be awaited."""
         harness = self.turns(plugin, scene.setting, bound, draws)
-        others = Others(harness, draws, scene.priorities)
+        others = Others(harness, draws, scene.priorities, scene.answer)
         others.arrive(scene.queue, scene.length)
         for _ in range(scene.before):
             others.arrive(scene.per_step, scene.length)
@@ -156,7 +189,7 @@ class SchedulerFairness(SchedulingConformance):
         # Those who may pass, at a step or two each, then the prompt's own chunks.
         passing = scene.queue + scene.per_step * (int(declared) + scene.before + 2)
         chunks = scene.watched // scene.setting.max_num_batched_tokens
-        for _ in range(6 * passing + chunks + 50):
+        for _ in range(6 * passing * scene.answer + chunks + 50):
             if request.wait_steps is not None:
                 return True
             others.arrive(scene.per_step, scene.length)

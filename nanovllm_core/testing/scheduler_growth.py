@@ -48,15 +48,15 @@ class BareQueue:
             self.step = max(self.step, one.arrival_step + 1)
             self.facts[one.request_id] = one
             self.waiting[one.request_id] = cast(RequestView, counted)
-        n = len(self.waiting)
+        n = len(self.waiting) + len(self.running)
         with self.meter.at_most(work_limit(n), f"add() of {len(facts)} requests, {n} in all,"):
             for one in facts:
                 self.scheduler.add(self.waiting[one.request_id])
 
     def remove(self, request_id: str) -> RequestView:
         """Someone leaves the queue."""
-        n = len(self.waiting)
-        with self.meter.at_most(work_limit(n), f"remove() with {n} waiting"):
+        n = len(self.waiting) + len(self.running)
+        with self.meter.at_most(work_limit(n), f"remove() with {n} requests"):
             self.scheduler.remove(self.waiting[request_id])
         self.left += 1
         return self.waiting.pop(request_id)
@@ -74,8 +74,8 @@ class BareQueue:
             num_cached_tokens=self._num_cached_tokens,
             num_new_blocks=self._num_new_blocks,
         )
-        n = len(self.waiting) + len(prefilling)
-        with self.meter.at_most(work_limit(n + self.left), f"schedule() with {n} prompts"):
+        n = len(self.waiting) + len(self.running)
+        with self.meter.at_most(work_limit(n + self.left), f"schedule() with {n} requests"):
             shares = self.scheduler.schedule(state)
         self.left = max(0, self.left - self.meter.steps // STEPS_PER_REQUEST)
         for share in shares:

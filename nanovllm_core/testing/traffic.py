@@ -11,8 +11,9 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_core.testing.scheduler_views import request_labels
 
-BASES = [[7 * i % 50 for i in range(60)], [11 * i % 50 for i in range(60)]]
-"""Prompts start as one of these, so that prefixes meet."""
+_FIRST = [7 * i % 50 for i in range(60)]
+BASES = [_FIRST, [11 * i % 50 for i in range(60)], [49, *_FIRST[1:]]]
+"""Prompts start as one of these, so that prefixes meet; two of them differ in one id alone."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
     """One request that fits."""
     return st.builds(
         Arrival,
-        base=st.integers(0, 1),
+        base=st.integers(0, len(BASES) - 1),
         shared=st.integers(0, max_prompt - 3),
         own=st.lists(st.integers(0, 49), min_size=1, max_size=3).map(tuple),
         max_tokens=st.integers(1, max_output),

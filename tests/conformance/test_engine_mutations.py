@@ -169,10 +169,11 @@ MUTATIONS = [
         "scheduler.py",
         GAVE_WAY,
         (
-            "        key = tuple(",
+            '        key = self._key("service_key", request)\n',
             "        self._seen = getattr(self, '_seen', set())\n"
             "        if request.request_id in self._seen:\n            return\n"
-            "        self._seen.add(request.request_id)\n        key = tuple(",
+            "        self._seen.add(request.request_id)\n"
+            '        key = self._key("service_key", request)\n',
         ),
     ),
     bug(
