@@ -268,6 +268,7 @@ def limit_table() -> str:
             f"{-sampling_params.MAX_BIAS:g} to {sampling_params.MAX_BIAS:g}",
             "refused",
         ),
+        ("stop strings, and stop ids", f"{sampling_params.MAX_STOPS:,} each", "refused"),
         ("token ids with a bias", f"{sampling_params.MAX_BIASED_IDS:,} of a request", "refused"),
         ("`top_k`", f"-1 to {largest}", "refused"),
         ("`priority`", f"up to {largest}, and down to its negative", "refused"),

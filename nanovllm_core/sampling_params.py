@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
+from itertools import islice
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ MAX_INTEGER = 2**63 - 1
 MAX_SEED = MAX_INTEGER
 MAX_SAMPLES = 4096
 """Of one prompt: each is a request of its own in the engine's queue."""
+MAX_STOPS = 1024
+"""Strings of one request, and ids: the host looks for each at every token."""
 MAX_BIAS = 100.0
 """Of one id, upwards and downwards, as in OpenAI's API."""
 MAX_BIASED_IDS = 1024
@@ -312,6 +315,11 @@ def _token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
 
 def _as_tuple(name: str, values: Iterable[T] | None, wanted: str) -> tuple[T, ...]:
     try:
-        return tuple(() if values is None else values)
+        if isinstance(values, bytes | bytearray):
+            raise TypeError("its items are numbers, which nobody means")
+        found = tuple(islice(() if values is None else values, MAX_STOPS + 1))
     except TypeError:
         raise InvalidSamplingError(f"{name} is {shown(values)}; it must be {wanted}") from None
+    if len(found) > MAX_STOPS:
+        raise InvalidSamplingError(f"{name} has more than {MAX_STOPS} entries; keep the first ones")
+    return found

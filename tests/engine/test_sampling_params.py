@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nanovllm_core.errors import InvalidSamplingError
-from nanovllm_core.sampling_params import MAX_SEED, NEUTRAL, SamplingParams
+from nanovllm_core.sampling_params import MAX_SEED, MAX_STOPS, NEUTRAL, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -176,3 +178,14 @@ def test_stops_are_kept_as_tuples() -> None:
     assert params.stop_ids == (4, 5)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert hash(params) == hash(SamplingParams(stop=("end",), stop_token_ids=(4, 5)))
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_a_list_of_stops_is_bounded_and_is_no_bytes(name: str) -> None:
+    """What never ends is refused, not waited for; bytes would be read as ids."""
+    item: Any = "x" if name == "stop" else 7
+    assert SamplingParams(**{name: [item] * MAX_STOPS})
+    with pytest.raises(InvalidSamplingError, match=rf"{name} has more than {MAX_STOPS} entries"):
+        SamplingParams(**{name: itertools.repeat(item)})
+    with pytest.raises(InvalidSamplingError, match=f"{name} is b'ab'"):
+        SamplingParams(**{name: b"ab"})
