@@ -255,6 +255,7 @@ def check_model(bin_: Path, folder: Path, architecture: str) -> None:
         assert ids == expected_ids(model, prompt), architecture
 
 
+@pytest.mark.slow
 @pytest.mark.wheels
 def test_examples_from_wheels_are_chosen_in_yaml_generate_and_pass_their_suites(
     tmp_path: Path,

@@ -36,6 +36,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.wheels
 def test_the_packages_of_all_kinds_install_and_pass_their_tests(tmp_path: Path) -> None:
     """In one environment, from wheels, type-checked as strictly as mypy can."""
