@@ -72,6 +72,7 @@ def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:
         (wrong.SortsAtEachArrival, WORK),
         (wrong.RemembersAll, LEFT),
         (wrong.OneQueueForAll, BESIDE),
+        (wrong.OneTurnForAll, BESIDE),
         (wrong.LastAfterTwo, READ_OFTEN),
         (wrong.LastAfterTwo, GIVES_WAY),
         (wrong.LastAfterManyOutputs, KEYS_BOUND),

@@ -226,6 +226,17 @@ class OneQueueForAll(InOrder):
         return sorted(mine, key=lambda r: (len(self.queue) > 3) * r.priority)
 
 
+class OneTurnForAll(InOrder):
+    """Takes turns in choosing the victim, and counts the turns at the class."""
+
+    turns: ClassVar[list[None]] = []
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        self.turns.append(None)
+        latest = sorted(running, key=lambda request: request.arrival_index)
+        return latest[-1 - len(self.turns) % min(2, len(latest))].request_id
+
+
 # -- policies with a bug
 
 

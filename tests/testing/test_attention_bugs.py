@@ -36,6 +36,7 @@ SHRINKING = "test_batches_shrink_and_grow"
 BESIDE = "test_backends_share_nothing"
 LET_GO = "test_past_steps_are_let_go"
 GROWTH = "test_memory_does_not_grow_with_the_steps"
+SHARED = "test_sequences_may_share_pages"
 SCRATCH = "test_backends_write_to_no_memory_of_each_other"
 
 
@@ -435,9 +436,36 @@ class GrowingScratch(Plain):
         self.scratch = torch.cat((self.scratch, metadata.seq_lens))
 
 
+class EachPageHasOneRow(Plain):
+    """A page that two rows name is read for the later one alone."""
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        table: Tensor,
+        lens: list[int],
+        starts: list[int],
+        out: Tensor,
+    ) -> None:
+        table = table.clone()
+        used = [-(-keys // self.config.block_size) for keys in lens]
+        owner = {
+            int(page): row for row, count in enumerate(used) for page in table[row, :count].tolist()
+        }
+        for row, count in enumerate(used):
+            own = [page for page in table[row, :count].tolist() if owner[page] == row]
+            for place in range(count if own else 0):
+                if owner[int(table[row, place])] != row:
+                    table[row, place] = own[-1]
+        super()._attend(q, k_cache, v_cache, table, lens, starts, out)
+
+
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
+        (EachPageHasOneRow, SHARED),
         (CutAt, CONTEXTS),
         (CutAt4096, CONTEXTS),
         (CutAt10000, CONTEXTS),

@@ -124,6 +124,19 @@ def test_an_id_that_a_row_of_one_does_not_have_is_not_read() -> None:
         suite.test_only_known_ids_count(Processor(lower_the_last_but_one), ASKED)
 
 
+def lower_the_one_behind(logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
+    """Reads on behind the known ids, where some number always stands."""
+    for logits_V, request in zip(logits_SV, requests, strict=True):
+        behind = request.num_known.long().clamp(max=len(request.token_ids) - 1)
+        logits_V[request.token_ids[behind].long() % len(logits_V)] -= 1
+
+
+def test_what_stands_behind_the_known_ids_must_not_count() -> None:
+    suite = LogitsProcessorConformance()
+    with pytest.raises(AssertionError, match="behind the known ones"):
+        suite.test_only_known_ids_count(Processor(lower_the_one_behind), ASKED)
+
+
 def subtract_the_mean(logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
     logits_SV -= logits_SV.mean(-1, keepdim=True)
 

@@ -475,3 +475,14 @@ def test_rows_that_decoded_take_no_part_in_a_step_of_prompts_alone(
     assert started.run(alone).token_ids.tolist() == [expected[0][0]]
     steps += [started.run(StepPlan(decode_rows=rows)).token_ids for _ in range(2)]
     assert np.stack(steps, axis=1).tolist() == [tokens[:4] for tokens in expected[:2]]
+
+
+def test_an_eager_step_tells_backends_the_longest_chunk_and_sequence(started: Started) -> None:
+    """Bounds of the host: a backend sizes its grid and its workspace by them."""
+    lengths = ((0, 3), (4, 7), (2, 5))
+    chunks = tuple(
+        PrefillChunk(row=row, start=start, length=length, samples=False)
+        for row, (start, length) in enumerate(lengths)
+    )
+    step = started.runner._eager_step(chunks, num_decode=0, needs_tail=False)
+    assert (step.max_query_len, step.max_seq_len) == (7, 11)
