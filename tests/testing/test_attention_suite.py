@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ from nanovllm_core.interfaces.attention import (
     DecodeMetadata,
     PrefillMetadata,
 )
-from nanovllm_core.testing import AttentionConformance, PluginUnderTest, plugin_under_test
+from nanovllm_core.testing import (
+    AttentionConformance,
+    PluginUnderTest,
+    attention_draws,
+    plugin_under_test,
+)
 from nanovllm_core.testing.attention_backend import BackendUnderTest, UnavailableError
 
 from .plain_attention import SPEC, Plain, plain_with, run_check
@@ -233,3 +239,10 @@ def test_a_failure_names_phase_batch_and_error() -> None:
         "decode, rows: query_lens [1, 1], seq_lens [5, 17], 4/2 heads of 64, pages of 16, float32: "
         "relative norm error"
     )
+
+
+def test_drawn_chunks_bring_none_one_or_many_queries() -> None:
+    """A bug in later queries of a chunk shows only where there are some, in any company."""
+    draws = Random(0)
+    drawn = {min(2, attention_draws._queries(draws, 100, 50)) for _ in range(100)}
+    assert drawn == {0, 1, 2}
