@@ -84,11 +84,6 @@ class Sample:
         """The tests that run the mutant's lines, in the order in which to try them."""
         return self.recording.tests_of(mutant, self._mentions)
 
-    def keys(self) -> set[Key]:
-        """What identifies the mutants that may be drawn."""
-        by_lines = (found for room in self.lines.values() for found in room.values())
-        return {mutant.key for found in by_lines for mutant in found}
-
     def draw(self, seed: int, count: int) -> Iterator[tuple[str, Mutant]]:
         """One mutant of each of `count` lines, as many from each room as it has and can be."""
         rng = random.Random(seed)
@@ -115,10 +110,10 @@ def examine(
 ) -> int:
     """Draw, run and report; the exit status. `folder` holds the copies, `state` what stays."""
     begin = monotonic()
+    listed = read_equivalents(equivalents, keys_of(project))  # before the long recording
     pool = Pool(project.root, project.files, folder, project.imports, jobs)
     recording = record(project, pool, state / "recordings", _tell)
     sample = Sample(project, recording)
-    listed = read_equivalents(equivalents, sample.keys())
     verdicts = list(_run(sample, pool, list(sample.draw(seed, count)), listed))
     report = {
         "seed": seed,
@@ -144,6 +139,12 @@ def examine(
     (state / "report.txt").write_text(text + "\n", encoding="utf-8")
     _tell(text)
     return 1 if survivors else 0
+
+
+def keys_of(project: Project) -> set[Key]:
+    """What identifies the mutants that there are."""
+    sources = (source for room in project.rooms for source in project.sources(room))
+    return {mutant.key for file, source in sources for mutant in mutants_of(file, source)}
 
 
 def read_equivalents(file: Path, known: Iterable[Key]) -> dict[Key, str]:
