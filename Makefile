@@ -1,7 +1,7 @@
 # make demo        install into .venv and let the embedded model write
 # make test        install into .venv, check and test everything (under 15 minutes on two cores)
 # make test-full   the slow tests, which `make test` leaves out
-# make mutants     change 200 lines, one at a time, and see whether the tests notice (an hour)
+# make mutants     change 200 lines, one at a time, and see whether the tests notice (half an hour)
 # make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests.json
 # make bench-gpu   measure the committed throughputs again on a GPU and compare
 # make lint        ruff, mypy, import-linter
