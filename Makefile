@@ -104,7 +104,8 @@ unit: $(DEV_ENV)
 test: lint unit
 
 test-full: $(DEV_ENV)
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not alone"
+	$(PY) -m pytest -m alone
 
 test-gpu: $(DEV_ENV)
 	$(PY) -m pytest -m gpu --report-json benchmarks/results/gpu_tests.json

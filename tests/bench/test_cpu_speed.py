@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("model", "least"),
     [(("demo",), 3.0), (("benchmarks/configs/qwen3-6x512", "dummy"), 2.0)],
