@@ -1,6 +1,7 @@
 # make demo        install into .venv and let the embedded model write
 # make test        install into .venv, check and test everything (under 15 minutes on two cores)
 # make test-full   the slow tests, which `make test` leaves out
+# make test-speed  comparisons of time, with nothing else on the machine
 # make mutants     change 200 lines, one at a time, and see whether the tests notice (half an hour)
 # make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests.json
 # make bench-gpu   measure the committed throughputs again on a GPU and compare
@@ -49,7 +50,7 @@ COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
 FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config*.py,nanovllm_core/kinds.py,nanovllm_core/plugin_checks.py,nanovllm_core/plugin_discovery.py,nanovllm_core/plugin_manager.py,nanovllm_core/plugin_selection.py,nanovllm_core/attention_selection.py
 
-.PHONY: help demo test test-full test-gpu mutants bench-gpu unit lint format wheels docs clean
+.PHONY: help demo test test-full test-speed test-gpu mutants bench-gpu unit lint format wheels docs clean
 
 help:
 	@sed -n 's/^# \?//;1,/^$$/p' Makefile
@@ -105,6 +106,8 @@ test: lint unit
 
 test-full: $(DEV_ENV)
 	$(PYTEST) -m "slow and not alone"
+
+test-speed: $(DEV_ENV)
 	$(PY) -m pytest -m alone
 
 test-gpu: $(DEV_ENV)
