@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nanovllm_core.kernels import get_kernels
+from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel
 from nanovllm_core.worker.weights import load_weights
 

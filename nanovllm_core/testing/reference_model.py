@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nanovllm_core.kernels import get_kernels
+from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel, finalize_layers
 from nanovllm_core.testing.dense_attention import DenseRuntime, SparseRuntime
 from nanovllm_core.testing.numerics import relative_norm_error

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.kernels import get_kernels
+from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.kernels.reference import TorchKernels
 from nanovllm_core.layers import (
     ColumnParallelLinear,
