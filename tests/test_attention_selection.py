@@ -104,7 +104,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="NAME", impl="x:Y", contract=1, options=Options, rank=lambda requirements: RANK,
+        name="NAME", impl="x:Y", contract=2, options=Options, rank=lambda requirements: RANK,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True, MORE
         ),

@@ -43,7 +43,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="fake", impl="fake_code:Fake", contract=1, options=Options, summary="Made up.",
+        name="fake", impl="fake_code:Fake", contract=2, options=Options, summary="Made up.",
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True
         ),
@@ -168,7 +168,7 @@ def test_check_fetches_no_checkpoint(
     """A source may download gigabytes: only that it is installed is asked."""
     file = tmp_path / "engine.yaml"
     monkeypatch.setattr(
-        "nanovllm_core.selection.checkpoint_sources.from_hub", lambda reference: 1 / 0
+        "nanovllm_core.selection.checkpoint_sources.from_hub", lambda options, reference: 1 / 0
     )
     file.write_text("model: organisation/name")
     assert "OK" in run("config", "check", str(file))

@@ -49,7 +49,7 @@ from sink_spec import SinkSpec
 @hookimpl
 def nanovllm_kinds():
     return [KindSpec(
-        name="sink", contract=1, current_contract=3, spec=SinkSpec, hookspecs="sink_hookspecs",
+        name="sink", contract=2, current_contract=3, spec=SinkSpec, hookspecs="sink_hookspecs",
         conformance="sink_tests:SinkConformance", summary="Places for numbers.",
     )]
 """
@@ -161,7 +161,7 @@ from sink_spec import SinkSpec
 
 @hookimpl
 def nanovllm_kinds():
-    return [KindSpec(name="tap", contract=1, spec=SinkSpec, hookspecs="tap_hookspecs",
+    return [KindSpec(name="tap", contract=2, spec=SinkSpec, hookspecs="tap_hookspecs",
                      conformance="a:B")]
 
 @hookimpl

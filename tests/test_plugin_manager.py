@@ -277,7 +277,7 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
 @pytest.mark.parametrize(
     ("kind", "hook", "spec", "said"),
     [
-        ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=1,"
+        ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=2,"
          " capabilities={'gqa': True}, kv_layouts=None)", "not AttentionCapabilities"),
         ("sampler", "samplers", "SamplerSpec(name='x', impl='x:X', contract=1, devices='cuda')",
          "devices 'cuda' is not a set of torch's device types"),
@@ -285,9 +285,9 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
          "devices None is not a set of torch's device types"),
         ("scheduler", "schedulers", "SchedulerSpec(name='x', impl='x:X', contract=1, level='p')",
          "level 'p' is none of policy, scheduler"),
-        ("model", "models", "ModelSpec(name='x', impl='x:X', contract=1, options=O)",
+        ("model", "models", "ModelSpec(name='x', impl='x:X', contract=2, options=O)",
          "options O are given by no configuration to a model"),
-        ("checkpoint", "checkpoints", "CheckpointSpec(name='x', impl='x:X', contract=1, options=O)",
+        ("checkpoint", "checkpoints", "CheckpointSpec(name='x', impl='x:X', contract=2, options=O)",
          "options O are given by no configuration to a checkpoint"),
     ],
 )  # fmt: skip

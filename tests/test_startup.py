@@ -89,14 +89,15 @@ def test_a_folder_is_found_by_its_path_absolute_or_not(
 
 
 SHELF = """
+from pathlib import Path
 from nanovllm_core.api import CheckpointSpec, hookimpl
 
 @hookimpl
 def nanovllm_checkpoints():
-    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=1)]
+    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=2)]
 
-def fetch(reference):
-    return f"/shelf/{reference}"
+def fetch(options, reference):
+    return Path("/shelf", reference)
 """
 
 
@@ -165,7 +166,7 @@ def test_a_name_with_a_slash_is_the_hubs_and_one_without_a_plugins(
 
     asked: list[str] = []
 
-    def download(reference: str) -> Path:
+    def download(options: Any, reference: str) -> Path:
         asked.append(reference)
         return tmp_path
 
@@ -205,9 +206,9 @@ from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, hookimpl
 
 @hookimpl
 def nanovllm_checkpoints():
-    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=1)]
+    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=2)]
 
-def fetch(reference):
+def fetch(options, reference):
     if reference == "gone":
         raise CheckpointNotFoundError("the shelf is empty")
     return {"none": None}[reference]
@@ -229,7 +230,7 @@ from nanovllm_core.api import ModelSpec, hookimpl
 
 @hookimpl
 def nanovllm_models():
-    return [ModelSpec(name="Mine", impl="mine_model:Mine", contract=1)]
+    return [ModelSpec(name="Mine", impl="mine_model:Mine", contract=2)]
 
 class Mine:
     @staticmethod

@@ -10,7 +10,7 @@ from nanovllm_core.config.choices import AttentionChoice
 from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
-from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, SamplerSpec
+from nanovllm_core.interfaces.specs import AttentionSpec, DeviceSpec
 from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KIND
 from nanovllm_core.registry.manager import PluginManager
@@ -90,7 +90,7 @@ def plugin_status(
             return _attention_status(manager, plugin, spec, requirements)
     except NanoVLLMError as error:
         return PluginStatus(plugin, "broken", (str(error),))
-    if isinstance(spec, SamplerSpec | KernelSetSpec) and requirements.device not in spec.devices:
+    if isinstance(spec, DeviceSpec) and requirements.device not in spec.devices:
         reason = f"does not run on {requirements.device}, only on {', '.join(sorted(spec.devices))}"
         return PluginStatus(plugin, "unsupported", (reason,), spec.summary)
     return PluginStatus(plugin, "ready", note=spec.summary)

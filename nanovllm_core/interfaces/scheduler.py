@@ -155,3 +155,7 @@ class Scheduler(ABC):
 
         `running` have a row, and are the only ones to choose from; it may be one alone.
         """
+
+
+PolicyOrScheduler = SchedulingPolicy | Scheduler
+"""The objects of scheduler plugins; `SchedulerSpec.level` says which."""

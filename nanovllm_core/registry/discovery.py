@@ -19,12 +19,7 @@ from nanovllm_core.registry.kinds import (
 )
 
 KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
-    ("attention", "sdpa"): "sdpa",
-    ("attention", "triton"): "triton",
-    ("attention", "flash"): "flash",
-    ("scheduler", "sjf"): "sjf",
-    ("model", "Qwen3ForCausalLM"): "qwen3",
-    ("checkpoint", "demo"): "demo",
+    (kind.name, plugin): extra for kind in KINDS.values() for plugin, extra in kind.extras.items()
 }
 """Which extra of nanovllm-core installs a plugin of this project."""
 
@@ -115,6 +110,13 @@ def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
                 f"{did_you_mean(entry.group, groups, GROUP_PREFIX)}"
             )
     return ""
+
+
+def install_one(kind: str) -> str:
+    """What installs a plugin of a kind that has some in this project."""
+    first, *others = KINDS[kind].extras
+    beside = f", or likewise {' or '.join(others)}" if others else ""
+    return install_command(kind, first) + beside
 
 
 def install_command(kind: str, name: str) -> str:

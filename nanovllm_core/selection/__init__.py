@@ -8,8 +8,15 @@ from nanovllm_core.selection.attention import (
 from nanovllm_core.selection.checkpoint import (
     find_checkpoint as find_checkpoint,
 )
-from nanovllm_core.selection.startup import (
-    read_model_config as read_model_config,
+from nanovllm_core.selection.decisions import (
+    Decisions as Decisions,
+)
+from nanovllm_core.selection.device import (
     resolve_device as resolve_device,
+)
+from nanovllm_core.selection.model import (
+    read_model_config as read_model_config,
+)
+from nanovllm_core.selection.startup import (
     start as start,
 )

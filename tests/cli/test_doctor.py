@@ -30,7 +30,7 @@ from nanovllm_core.api import AttentionCapabilities, AttentionSpec, KVLayout, ho
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="fake", impl="fake_code:Backend", contract=1, summary="Made up.",
+        name="fake", impl="fake_code:Backend", contract=2, summary="Made up.",
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16"}),
             gqa=True, cuda_graphs="decode",

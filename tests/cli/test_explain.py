@@ -32,7 +32,7 @@ from nanovllm_core.api import AttentionCapabilities, AttentionSpec, KVLayout, ho
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="slow", impl="slow_code:Slow", contract=1,
+        name="slow", impl="slow_code:Slow", contract=2,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16"}),
             gqa=True, cuda_graphs="decode",

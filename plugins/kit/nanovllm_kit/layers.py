@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel
 from nanovllm_core.worker import load_weights
@@ -34,6 +35,6 @@ def load_model(model_class: type[Model], folder: Path, context: LayerContext) ->
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     causal_lm: Any = model_class
-    model: Model = causal_lm(config, context)
+    model: Model = causal_lm(NoOptions(), config, context)
     load_weights(model, folder, tied=causal_lm.shape(config).tied_embeddings)
     return model
