@@ -226,7 +226,7 @@ def test_a_named_backend_is_taken_whatever_its_rank(backend: Backend) -> None:
     backend("fast", rank=5)
     selection = select({"backend": "slow", "options": {"tile": 4}})
     assert selection.decode.name == "slow"
-    assert selection.decode.options == {"tile": 4}
+    assert selection.decode.resolved.options.model_dump() == {"tile": 4}
 
 
 def test_a_named_backend_that_cannot_serve_is_an_error_with_the_alternatives(

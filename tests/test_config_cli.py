@@ -245,7 +245,7 @@ def test_version_prints_what_a_report_of_a_bug_needs() -> None:
         ("logits_processors: [nosuch]", "no logits_processor 'nosuch' is installed"),
         ("observers: [nosuch, other]", "no observer 'other' is installed"),
         ("scheduler: nosuch\nattention: {backend: fake, options: {tunin: 1}}",
-         "\nattention.options.tunin: unknown option"),
+         "\nno scheduler 'nosuch' is installed"),
         ("tensor_parallel_size: 2", "tensor_parallel_size: 2, but the executor 'single' runs at"),
         ("plugins: {enable: [nosuch]}", "no extension 'nosuch' is installed"),
     ],

@@ -32,7 +32,6 @@ from nanovllm_core.registry.kinds import (
     NO_SPEC,
     Kind,
     contract_problem,
-    version_problem,
 )
 
 CORE = "nanovllm-core"
@@ -87,7 +86,9 @@ def the_one(plugin: InstalledPlugin, hook: str, wanted: type, specs: Sequence[An
 
 def check_spec(plugin: InstalledPlugin, spec: PluginSpec, kind: Kind, owner: str) -> None:
     """Refuse a spec of another contract, or one that cannot be acted upon."""
-    problem = contract_problem(kind, spec.contract, owner)
+    problem = contract_problem(
+        kind.name, kind.oldest_contract, kind.contract, kind.changed, spec.contract, owner
+    )
     if problem:
         raise load_error(plugin, problem)
     if not _names_object(spec.impl):
@@ -143,7 +144,9 @@ def _check_model(plugin: InstalledPlugin, field: str, model: object) -> None:
 
 def check_kind_spec(plugin: InstalledPlugin, spec: KindSpec) -> None:
     """Refuse a declaration that no plugin could be found or checked by."""
-    problem = version_problem(KIND, KIND_CONTRACT, KIND_CONTRACT, KIND_CHANGED, spec.contract, CORE)
+    problem = contract_problem(
+        KIND, KIND_CONTRACT, KIND_CONTRACT, KIND_CHANGED, spec.contract, CORE
+    )
     if problem is None and (spec.name in KINDS or spec.name in NO_SPEC):
         problem = f"{spec.name!r} is a kind of {CORE}; declare another name"
     if problem is None and not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):

@@ -35,8 +35,8 @@ class Kind:
     """A kind of plugin.
 
     Its entry points are in the group `nanovllm.PLURAL`; the hook `nanovllm_PLURAL` returns its
-    specs, of the type `spec`. `interface` ("package.module:Type") is the type of the objects that
-    its plugins make; empty: any type.
+    specs, of the type `spec`. `plural` is left out where it is the name with an s. `interface`
+    ("package.module:Type") is the type of the objects that its plugins make; empty: any type.
 
     `contract` is the current version of its contract, `oldest_contract` the oldest that is taken;
     `changed` says what a plugin written for an older one must change.
@@ -51,10 +51,10 @@ class Kind:
     """
 
     name: str
-    plural: str
     spec: type[PluginSpec]
     interface: str
-    contract: int
+    plural: str = ""
+    contract: int = 1
     oldest_contract: int = 1
     changed: str = ""
     choice: str = ""
@@ -65,15 +65,15 @@ class Kind:
     @property
     def group(self) -> str:
         """The entry-point group of its plugins."""
-        return f"nanovllm.{self.plural}"
+        return f"nanovllm.{self.plural or self.name + 's'}"
 
     @property
     def hook(self) -> str:
         """The hook that returns its plugins' specs."""
-        return f"nanovllm_{self.plural}"
+        return f"nanovllm_{self.plural or self.name + 's'}"
 
 
-OPTIONS_FIRST = "state contract=2, and take the options as the first argument, {}"
+OPTIONS_FIRST = "state contract=2, and take the options as the first argument: "
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
@@ -81,24 +81,20 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         for kind in (
             Kind(
                 name="checkpoint",
-                plural="checkpoints",
                 spec=CheckpointSpec,
                 interface="pathlib:Path",
                 contract=2,
                 oldest_contract=2,
-                changed=OPTIONS_FIRST.format(
-                    2, "the function", "fetch(options, reference) -> Path"
-                ),
+                changed=OPTIONS_FIRST + "fetch(options, reference)",
                 extras={"demo": "demo"},
             ),
             Kind(
                 name="model",
-                plural="models",
                 spec=ModelSpec,
                 interface="nanovllm_core.interfaces.model:CausalLM",
                 contract=2,
                 oldest_contract=2,
-                changed=OPTIONS_FIRST.format("Model(options, config, context)"),
+                changed=OPTIONS_FIRST + "Model(options, config, context)",
                 is_needed=True,
                 extras={"Qwen3ForCausalLM": "qwen3"},
             ),
@@ -109,7 +105,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 interface="nanovllm_core.interfaces.attention:AttentionBackend",
                 contract=2,
                 oldest_contract=2,
-                changed=OPTIONS_FIRST.format("Backend(options, config)"),
+                changed=OPTIONS_FIRST + "Backend(options, config)",
                 choice="attention",
                 is_needed=True,
                 extras={"sdpa": "sdpa", "triton": "triton", "flash": "flash"},
@@ -119,48 +115,37 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 plural="kernels",
                 spec=KernelSetSpec,
                 interface="nanovllm_core.interfaces.kernels:KernelSet",
-                contract=1,
                 choice="kernels",
             ),
             Kind(
                 name="sampler",
-                plural="samplers",
                 spec=SamplerSpec,
                 interface="nanovllm_core.interfaces.sampler:Sampler",
-                contract=1,
                 choice="sampler",
             ),
             Kind(
                 name="logits_processor",
-                plural="logits_processors",
                 spec=LogitsProcessorSpec,
                 interface="nanovllm_core.interfaces.logits_processor:LogitsProcessor",
-                contract=1,
                 choice="logits_processors",
             ),
             Kind(
                 name="scheduler",
-                plural="schedulers",
                 spec=SchedulerSpec,
                 interface="nanovllm_core.interfaces.scheduler:PolicyOrScheduler",
-                contract=1,
                 choice="scheduler",
                 extras={"sjf": "sjf"},
             ),
             Kind(
                 name="executor",
-                plural="executors",
                 spec=ExecutorSpec,
                 interface="nanovllm_core.interfaces.executor:Executor",
-                contract=1,
                 choice="executor",
             ),
             Kind(
                 name="observer",
-                plural="observers",
                 spec=ObserverSpec,
                 interface="nanovllm_core.interfaces.observer:StepObserver",
-                contract=1,
                 choice="observers",
             ),
         )
@@ -200,7 +185,6 @@ def declared_kind(spec: KindSpec) -> Kind:
     """The kind that a valid declaration describes."""
     return Kind(
         name=spec.name,
-        plural=f"{spec.name}s",
         spec=spec.spec,
         interface=spec.interface,
         contract=spec.current_contract,
@@ -210,20 +194,14 @@ def declared_kind(spec: KindSpec) -> Kind:
     )
 
 
-def contract_problem(kind: Kind, stated: object, owner: str) -> str | None:
-    """Why a plugin's contract version is not taken; None where it is.
-
-    `owner` is the distribution that defines the kind, which is to be upgraded for a newer plugin.
-    """
-    return version_problem(
-        kind.name, kind.oldest_contract, kind.contract, kind.changed, stated, owner
-    )
-
-
-def version_problem(
+def contract_problem(
     kind: str, oldest: int, current: int, changed: str, stated: object, owner: str
 ) -> str | None:
-    """As `contract_problem`, of a contract whose versions `oldest` to `current` are taken."""
+    """Why a plugin's contract version is not taken; None for those from `oldest` to `current`.
+
+    `owner` is the distribution that defines the kind, which is to be upgraded for a newer plugin;
+    `changed` tells the author of an older one what to do.
+    """
     if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
         return (
             f"contract {stated!r} is not a version; state the number that it was written for, "

@@ -126,7 +126,7 @@ def test_auto_takes_the_cores_own_set_for_the_device() -> None:
     assert kernel_set_name(auto, "cpu") == "torch"
     assert kernel_set_name(auto, "cuda:0") == "triton"
     assert select_kernels(get_plugin_manager(), auto, "cpu").name == "torch"
-    with pytest.raises(ConfigError, match=r"kernels: .*options \['x'\] need a named kernel set"):
+    with pytest.raises(ConfigError, match=r"kernels: .*options \['x'\] need a named plugin"):
         open_tiny("demo", kernels={"options": {"x": 1}})
 
 
