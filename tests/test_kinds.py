@@ -246,9 +246,7 @@ def test_a_built_in_kind_is_added_in_five_files_of_the_core(
         file.write_text(source.replace(before, f"{text.lstrip(chr(10))}\n\n{before}", 1) or text)
     kinds = core / "nanovllm_core/registry/kinds.py"
     kinds.write_text(
-        kinds.read_text().replace(
-            "    CheckpointSpec,\n", "    CheckpointSpec,\n    ClockSpec,\n", 1
-        )
+        kinds.read_text().replace("    KindSpec,\n", "    ClockSpec,\n    KindSpec,\n", 1)
     )
     settings = core / "nanovllm_core/config/settings.py"
     settings.write_text(

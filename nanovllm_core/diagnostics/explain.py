@@ -238,6 +238,7 @@ def _stated(view: View, name: str, path: str) -> Seam:
 
 
 VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
+    "extensions": _extensions,
     "checkpoint": _checkpoint,
     "model": _model,
     "device": _device,
@@ -247,7 +248,6 @@ VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
     "KV pages": _pages,
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "sampling defaults": _sampling_defaults,
-    "extensions": _extensions,
     "CUDA graphs": _graphs,
     "longest sequence": _length,
     "sequences at once": partial(_stated, path="limits.max_num_seqs"),

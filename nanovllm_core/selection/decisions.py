@@ -227,6 +227,7 @@ NAMED_KINDS: Mapping[str, str] = MappingProxyType(
 
 SEQUENCE: Mapping[str, Callable[[Decisions], object]] = MappingProxyType(
     {
+        "extensions": lambda decisions: decisions.extensions,
         "checkpoint": lambda decisions: decisions.checkpoint,
         "model": lambda decisions: decisions.shape,
         "device": lambda decisions: decisions.device,
@@ -236,7 +237,6 @@ SEQUENCE: Mapping[str, Callable[[Decisions], object]] = MappingProxyType(
         "KV pages": lambda decisions: decisions.block_size,
         **{name: partial(Decisions.named, kind=kind) for name, kind in NAMED_KINDS.items()},
         "sampling defaults": lambda decisions: decisions.sampling_defaults,
-        "extensions": lambda decisions: decisions.extensions,
         "CUDA graphs": lambda decisions: decisions.prompt_graph_sizes,
         "longest sequence": lambda decisions: decisions.max_model_len,
         "sequences at once": lambda decisions: decisions.config.limits.max_num_seqs,
