@@ -157,13 +157,8 @@ class ClockSpec(DeviceSpec):
 def nanovllm_clocks():
     """Clocks."""
 '''),
-    "registry/kinds.py": ('            Kind(\n                name="observer"', '''
-            Kind(
-                name="clock",
-                spec=ClockSpec,
-                interface="nanovllm_core.interfaces.clock:Clock",
-                choice="clock",
-            ),
+    "registry/kinds.py": ('    Kind("observer", ', '''
+    Kind("clock", ClockSpec, f"{INTERFACES}.clock:Clock", choice="clock"),
 '''),
     "config/settings.py": ("class EngineConfig(Section):", '''
 class ClockSettings(NamedPlugin):

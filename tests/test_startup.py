@@ -26,8 +26,7 @@ from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.selection import startup
 from nanovllm_core.selection.attention import select_attention
 from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
-from nanovllm_core.selection.decisions import prompt_graph_sizes
-from nanovllm_core.selection.device import resolve_device, resolve_dtype
+from nanovllm_core.selection.decisions import prompt_graph_sizes, resolve_device, resolve_dtype
 from nanovllm_core.selection.model import find_model, read_model_config, read_shape
 from nanovllm_core.selection.startup import start
 

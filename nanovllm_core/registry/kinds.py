@@ -30,7 +30,7 @@ from nanovllm_core.interfaces.specs import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of plugin.
 
@@ -74,83 +74,66 @@ class Kind:
 
 
 OPTIONS_FIRST = "state contract=2, and take the options as the first argument: "
+INTERFACES = "nanovllm_core.interfaces"
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        kind.name: kind
-        for kind in (
-            Kind(
-                name="checkpoint",
-                spec=CheckpointSpec,
-                interface="pathlib:Path",
-                contract=2,
-                oldest_contract=2,
-                changed=OPTIONS_FIRST + "fetch(options, reference)",
-                extras={"demo": "demo"},
-            ),
-            Kind(
-                name="model",
-                spec=ModelSpec,
-                interface="nanovllm_core.interfaces.model:CausalLM",
-                contract=2,
-                oldest_contract=2,
-                changed=OPTIONS_FIRST + "Model(options, config, context)",
-                is_needed=True,
-                extras={"Qwen3ForCausalLM": "qwen3"},
-            ),
-            Kind(
-                name="attention",
-                plural="attention",
-                spec=AttentionSpec,
-                interface="nanovllm_core.interfaces.attention:AttentionBackend",
-                contract=2,
-                oldest_contract=2,
-                changed=OPTIONS_FIRST + "Backend(options, config)",
-                choice="attention",
-                is_needed=True,
-                extras={"sdpa": "sdpa", "triton": "triton", "flash": "flash"},
-            ),
-            Kind(
-                name="kernels",
-                plural="kernels",
-                spec=KernelSetSpec,
-                interface="nanovllm_core.interfaces.kernels:KernelSet",
-                choice="kernels",
-            ),
-            Kind(
-                name="sampler",
-                spec=SamplerSpec,
-                interface="nanovllm_core.interfaces.sampler:Sampler",
-                choice="sampler",
-            ),
-            Kind(
-                name="logits_processor",
-                spec=LogitsProcessorSpec,
-                interface="nanovllm_core.interfaces.logits_processor:LogitsProcessor",
-                choice="logits_processors",
-            ),
-            Kind(
-                name="scheduler",
-                spec=SchedulerSpec,
-                interface="nanovllm_core.interfaces.scheduler:PolicyOrScheduler",
-                choice="scheduler",
-                extras={"sjf": "sjf"},
-            ),
-            Kind(
-                name="executor",
-                spec=ExecutorSpec,
-                interface="nanovllm_core.interfaces.executor:Executor",
-                choice="executor",
-            ),
-            Kind(
-                name="observer",
-                spec=ObserverSpec,
-                interface="nanovllm_core.interfaces.observer:StepObserver",
-                choice="observers",
-            ),
-        )
-    }
+_OURS = (
+    Kind(
+        "checkpoint",
+        CheckpointSpec,
+        "pathlib:Path",
+        contract=2,
+        oldest_contract=2,
+        changed=f"{OPTIONS_FIRST}fetch(options, reference)",
+        extras={"demo": "demo"},
+    ),
+    Kind(
+        "model",
+        ModelSpec,
+        f"{INTERFACES}.model:CausalLM",
+        contract=2,
+        oldest_contract=2,
+        changed=f"{OPTIONS_FIRST}Model(options, config, context)",
+        is_needed=True,
+        extras={"Qwen3ForCausalLM": "qwen3"},
+    ),
+    Kind(
+        "attention",
+        AttentionSpec,
+        f"{INTERFACES}.attention:AttentionBackend",
+        plural="attention",
+        contract=2,
+        oldest_contract=2,
+        changed=f"{OPTIONS_FIRST}Backend(options, config)",
+        choice="attention",
+        is_needed=True,
+        extras={"sdpa": "sdpa", "triton": "triton", "flash": "flash"},
+    ),
+    Kind(
+        "kernels",
+        KernelSetSpec,
+        f"{INTERFACES}.kernels:KernelSet",
+        plural="kernels",
+        choice="kernels",
+    ),
+    Kind("sampler", SamplerSpec, f"{INTERFACES}.sampler:Sampler", choice="sampler"),
+    Kind(
+        "logits_processor",
+        LogitsProcessorSpec,
+        f"{INTERFACES}.logits_processor:LogitsProcessor",
+        choice="logits_processors",
+    ),
+    Kind(
+        "scheduler",
+        SchedulerSpec,
+        f"{INTERFACES}.scheduler:PolicyOrScheduler",
+        choice="scheduler",
+        extras={"sjf": "sjf"},
+    ),
+    Kind("executor", ExecutorSpec, f"{INTERFACES}.executor:Executor", choice="executor"),
+    Kind("observer", ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
 )
+
+KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _OURS})
 """The core's own kinds, in the order in which a start decides; plugins may declare more."""
 
 EXTENSION = "extension"
@@ -184,9 +167,9 @@ def declared_hook(name: str) -> str:
 def declared_kind(spec: KindSpec) -> Kind:
     """The kind that a valid declaration describes."""
     return Kind(
-        name=spec.name,
-        spec=spec.spec,
-        interface=spec.interface,
+        spec.name,
+        spec.spec,
+        spec.interface,
         contract=spec.current_contract,
         oldest_contract=spec.oldest_contract,
         changed=spec.changed,

@@ -273,13 +273,8 @@ class PluginManager:
         if self._pluggy.is_registered(module):
             self._pluggy.unregister(module)
 
-    def load(self, resolved: ResolvedPlugin) -> Any:
-        """Import what a resolved plugin's `impl` names; PluginLoadError if that fails."""
-        return load_object(resolved)
-
-    def make(self, resolved: ResolvedPlugin, *arguments: object) -> Any:
-        """`impl(options, *arguments)`, checked to be of the kind's interface; see `make_plugin`."""
-        return make_plugin(resolved, *arguments)
+    load = staticmethod(load_object)
+    make = staticmethod(make_plugin)
 
     def resolve(
         self, kind: str, name: str, options: Mapping[str, Any] | None = None, path: str = ""

@@ -10,8 +10,6 @@ from nanovllm_core.selection.checkpoint import (
 )
 from nanovllm_core.selection.decisions import (
     Decisions as Decisions,
-)
-from nanovllm_core.selection.device import (
     resolve_device as resolve_device,
 )
 from nanovllm_core.selection.model import (

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from nanovllm_core.config.choices import plugins_named
-from nanovllm_core.config.settings import FIT, EngineConfig
-from nanovllm_core.errors import ConfigError, NanoVLLMError
+from nanovllm_core.config.settings import FIT, EngineConfig, check_device
+from nanovllm_core.errors import ConfigError, DeviceError, NanoVLLMError, shown
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
@@ -24,7 +23,6 @@ from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.attention import Selection, select_attention
 from nanovllm_core.selection.checkpoint import CheckpointSource, fetch_checkpoint, find_source
-from nanovllm_core.selection.device import compute_capability, resolve_device, resolve_dtype
 from nanovllm_core.selection.generation_config import read_sampling_defaults
 from nanovllm_core.selection.model import (
     find_model,
@@ -113,6 +111,11 @@ class Decisions:
 
     def requirements(self, phase: Phase) -> AttentionRequirements:
         """What one phase asks of a backend."""
+        capability = None
+        if self.device.startswith("cuda"):
+            import torch
+
+            capability = torch.cuda.get_device_capability(self.device)
         return AttentionRequirements(
             phase=phase,
             device=self.device.split(":")[0],
@@ -120,7 +123,7 @@ class Decisions:
             num_heads=self.shape.num_heads,
             num_kv_heads=self.shape.num_kv_heads,
             head_size=self.shape.head_size,
-            compute_capability=compute_capability(self.device),
+            compute_capability=capability,
             cuda_graphs=self.cuda_graphs and phase == "decode",
             block_size=self.config.cache.block_size,
             sliding_window=self.shape.sliding_window is not None,
@@ -177,6 +180,49 @@ class Decisions:
         return resolve_max_model_len(self.config, self.shape)
 
 
+def resolve_device(device: str) -> str:
+    """`auto` -> the first GPU, or the CPU; DeviceError for a GPU that is not there."""
+    import torch
+
+    try:
+        check_device(device)
+    except ValueError as error:
+        raise DeviceError(f"device: {shown(device)} {error}") from None
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"device: {shown(device)}, but torch {torch.__version__} sees no CUDA device; use "
+            "device: "
+            "cpu (or auto), or install a CUDA build of torch and the driver"
+        )
+    index = int(device.split(":")[1]) if ":" in device else 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(
+            f"device: {shown(device)}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}"
+        )
+    return f"cuda:{index}"
+
+
+def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> str:
+    """`auto` -> float32 on a CPU, else as the checkpoint; ConfigError where that cannot be."""
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
+    if stored not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(
+            f"dtype: auto follows the checkpoint, which says {shown(stored)}; choose float32, "
+            "float16 "
+            "or bfloat16"
+        )
+    return stored
+
+
 def prompt_graph_sizes(config: EngineConfig, attention: Selection, device: str) -> tuple[int, ...]:
     """The prompt tokens that steps are padded to, so that they can be captured.
 
@@ -197,51 +243,49 @@ def prompt_graph_sizes(config: EngineConfig, attention: Selection, device: str) 
 
 
 def _choose(decisions: Decisions, kind: str) -> tuple[ResolvedPlugin, ...]:
-    plugins, config = decisions.plugins, decisions.config
-    if kind == "kernels":
-        chosen = [select_kernels(plugins, config.kernels, decisions.device)]
-    elif kind == "sampler":
-        graphs = decisions.cuda_graphs
-        chosen = [select_sampler(plugins, config.sampler, decisions.device, graphs)]
-    elif kind == "executor":
-        chosen = [select_executor(plugins, config)]
-    else:
-        field = KINDS[kind].choice
-        chosen = [
-            plugins.resolve(kind, choice.plugin, choice.options, f"{path}.options")
-            for path, choice in plugins_named(getattr(config, field), field)
+    field = KINDS[kind].choice
+    chosen = (
+        [CHOOSERS[kind](decisions)]
+        if kind in CHOOSERS
+        else [
+            decisions.plugins.resolve(kind, choice.plugin, choice.options, f"{path}.options")
+            for path, choice in plugins_named(getattr(decisions.config, field), field)
         ]
+    )
     for one in chosen:
         load_object(one)
     return tuple(chosen)
 
 
-NAMED_KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        kind.choice.replace("_", " "): kind.name
-        for kind in KINDS.values()
-        if kind.choice and kind.name != "attention"
-    }
-)
+CHOOSERS: Mapping[str, Callable[[Decisions], ResolvedPlugin]] = {
+    "kernels": lambda d: select_kernels(d.plugins, d.config.kernels, d.device),
+    "sampler": lambda d: select_sampler(d.plugins, d.config.sampler, d.device, d.cuda_graphs),
+    "executor": lambda d: select_executor(d.plugins, d.config),
+}
+"""The kinds whose plugin must suit the device or the configuration; others are taken as named."""
+
+NAMED_KINDS: Mapping[str, str] = {
+    kind.choice.replace("_", " "): kind.name
+    for kind in KINDS.values()
+    if kind.choice and kind.name != "attention"
+}
 """The kinds whose plugins the configuration names one by one, by the name of the decision."""
 
-SEQUENCE: Mapping[str, Callable[[Decisions], object]] = MappingProxyType(
-    {
-        "extensions": lambda decisions: decisions.extensions,
-        "checkpoint": lambda decisions: decisions.checkpoint,
-        "model": lambda decisions: decisions.shape,
-        "device": lambda decisions: decisions.device,
-        "dtype": lambda decisions: decisions.dtype,
-        "attention, prefill": lambda decisions: decisions.attention.prefill,
-        "attention, decode": lambda decisions: decisions.attention.decode,
-        "KV pages": lambda decisions: decisions.block_size,
-        **{name: partial(Decisions.named, kind=kind) for name, kind in NAMED_KINDS.items()},
-        "sampling defaults": lambda decisions: decisions.sampling_defaults,
-        "CUDA graphs": lambda decisions: decisions.prompt_graph_sizes,
-        "longest sequence": lambda decisions: decisions.max_model_len,
-        "sequences at once": lambda decisions: decisions.config.limits.max_num_seqs,
-        "tokens per step": lambda decisions: decisions.config.limits.max_num_batched_tokens,
-        "steps ahead": lambda decisions: decisions.config.steps_ahead,
-    }
-)
+SEQUENCE: Mapping[str, Callable[[Decisions], object]] = {
+    "extensions": lambda decisions: decisions.extensions,
+    "checkpoint": lambda decisions: decisions.checkpoint,
+    "model": lambda decisions: decisions.shape,
+    "device": lambda decisions: decisions.device,
+    "dtype": lambda decisions: decisions.dtype,
+    "attention, prefill": lambda decisions: decisions.attention.prefill,
+    "attention, decode": lambda decisions: decisions.attention.decode,
+    "KV pages": lambda decisions: decisions.block_size,
+    **{name: partial(Decisions.named, kind=kind) for name, kind in NAMED_KINDS.items()},
+    "sampling defaults": lambda decisions: decisions.sampling_defaults,
+    "CUDA graphs": lambda decisions: decisions.prompt_graph_sizes,
+    "longest sequence": lambda decisions: decisions.max_model_len,
+    "sequences at once": lambda decisions: decisions.config.limits.max_num_seqs,
+    "tokens per step": lambda decisions: decisions.config.limits.max_num_batched_tokens,
+    "steps ahead": lambda decisions: decisions.config.steps_ahead,
+}
 """Every decision in the order in which a start makes them."""
