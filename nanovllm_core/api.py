@@ -97,8 +97,7 @@ from nanovllm_core.interfaces.specs import (
 from nanovllm_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm_core.kernels.dependent_launch import launch_options, supports_dependent_launch
-    from nanovllm_core.kernels.reference import TorchKernels
+    from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
     from nanovllm_core.layers import (
         Attention,
         AttentionRuntime,
@@ -237,8 +236,7 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "nanovllm_core.kernels.dependent_launch": ("launch_options", "supports_dependent_launch"),
-    "nanovllm_core.kernels.reference": ("TorchKernels",),
+    "nanovllm_core.kernels": ("TorchKernels", "launch_options", "supports_dependent_launch"),
     "nanovllm_core.layers": (
         "Attention",
         "AttentionRuntime",

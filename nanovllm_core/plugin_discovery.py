@@ -26,6 +26,7 @@ KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
     ("scheduler", "sjf"): "sjf",
     ("model", "Qwen3ForCausalLM"): "qwen3",
     ("checkpoint", "demo"): "demo",
+    ("kernels", "triton"): "triton",
 }
 """Which extra of nanovllm-core installs a plugin of this project."""
 

@@ -15,7 +15,7 @@ from nanovllm_core.bench.roofline import ModelCosts, Rates
 from nanovllm_core.checkpoint_selection import find_checkpoint
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.kernels import get_kernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import LayerContext, SingleRank
 from nanovllm_core.plugin_manager import get_plugin_manager, load_object
 from nanovllm_core.startup import read_model_config
@@ -37,7 +37,7 @@ def model_costs(config: EngineConfig, dtype: torch.dtype) -> ModelCosts:
         device=torch.device("meta"),
         dtype=dtype,
         tp=SingleRank(),
-        kernels=get_kernels(torch.device("cpu")),
+        kernels=TorchKernels(),
     )
     module: torch.nn.Module = model_class(model_config, context)
     return ModelCosts(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
 from nanovllm_core.interfaces.specs import KernelSetSpec
-from nanovllm_core.kernels.reference import TorchKernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.numerics import assert_close_report
 

@@ -21,7 +21,7 @@ from nanovllm_core.testing.aot import AotJob
 
 JOBS = {
     "embed": AotJob(
-        kernel="nanovllm_core.kernels.triton_elementwise:embed_kernel",
+        kernel="nanovllm_kernels_triton.elementwise:embed_kernel",
         signature={"ids_ptr": "*i32", "weight_ptr": "*fp32", "out_ptr": "*fp32"},
         constexprs={"SIZE": 64, "BLOCK": 64, "DEPENDENT": False},
     )

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.kernels.linear_choice import (
+from nanovllm_core.api import TorchKernels
+from nanovllm_core.testing.numerics import assert_close_report
+from nanovllm_kernels_triton.kernel_set import TritonKernels
+from nanovllm_kernels_triton.linear import LinearLauncher
+from nanovllm_kernels_triton.linear_choice import (
     MAX_OUTPUTS,
     TILE_ROWS,
     VECTOR_ROWS,
@@ -17,10 +21,6 @@ from nanovllm_core.kernels.linear_choice import (
     VectorPlan,
     choose,
 )
-from nanovllm_core.kernels.reference import TorchKernels
-from nanovllm_core.kernels.triton_linear import LinearLauncher
-from nanovllm_core.kernels.triton_set import TritonKernels
-from nanovllm_core.testing.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
