@@ -20,13 +20,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import NanoVLLMError, PluginLoadError, PluginNotFoundError
+from nanovllm_core.errors import NanoVLLMError, PluginLoadError, PluginNotFoundError, did_you_mean
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
-from nanovllm_core.plugin_checks import CORE, core_requirement
-from nanovllm_core.plugin_discovery import GROUP_PREFIX, InstalledPlugin, known_groups
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
+from nanovllm_core.registry.checks import CORE, core_requirement
+from nanovllm_core.registry.discovery import GROUP_PREFIX, InstalledPlugin, known_groups
+from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
 
 HEAVY = ("torch", "triton", "transformers")
 

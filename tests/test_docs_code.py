@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
+from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/write"

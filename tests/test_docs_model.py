@@ -41,7 +41,7 @@ class TestPhi3(ModelConformance):
     def plugin(self) -> PluginUnderTest:
         impl = f"{__name__}:Phi3ForCausalLM"
         spec = ModelSpec(name="Phi3ForCausalLM", impl=impl, summary="Phi-3", contract=1)
-        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
 
 
 class Normed(nn.Module):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import nanovllm_core
-from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
-from nanovllm_core.plugin_discovery import KNOWN_EXTRAS, install_command
+from nanovllm_core.registry.discovery import KNOWN_EXTRAS, install_command
+from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {

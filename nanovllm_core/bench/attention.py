@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from nanovllm_core.attention_selection import SMALLEST_BLOCK, evaluate
 from nanovllm_core.bench.attention_cases import AttentionCase, make_case
 from nanovllm_core.bench.device import available_memory_bytes
 from nanovllm_core.bench.launches import count_launches
 from nanovllm_core.bench.rates import measure_rates, times_of
 from nanovllm_core.bench.roofline import Rates
 from nanovllm_core.bench.table import OOM, OUT_OF_MEMORY, attention_named
-from nanovllm_core.config_choices import AttentionChoice
+from nanovllm_core.config.choices import AttentionChoice
 from nanovllm_core.errors import (
     ConfigError,
     NanoVLLMError,
@@ -37,7 +36,8 @@ from nanovllm_core.interfaces.attention import (
     AttentionRequirements,
     Phase,
 )
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
+from nanovllm_core.selection.attention import SMALLEST_BLOCK, evaluate
 
 NAIVE = "naive"
 LENGTHS = tuple(2**n for n in range(4, 14))

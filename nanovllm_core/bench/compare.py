@@ -24,11 +24,11 @@ from nanovllm_core.bench.latency import percentiles, trace_requests
 from nanovllm_core.bench.record import describe_engine
 from nanovllm_core.bench.throughput import Gauge, timed_generate
 from nanovllm_core.bench.workloads import Workload
-from nanovllm_core.checkpoint_selection import find_checkpoint
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import ConfigError, InconsistentStateError
-from nanovllm_core.llm import LLM
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.frontend.llm import LLM
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection.checkpoint import find_checkpoint
 
 MODES = ("batch", "single")
 

@@ -23,8 +23,8 @@ from nanovllm_core.bench.throughput import Gauge, timed_generate
 from nanovllm_core.bench.workloads import Workload
 from nanovllm_core.engine import Engine, RequestOutput
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.llm import LLM
-from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
+from nanovllm_core.frontend.llm import LLM
+from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
 
 Arrivals = Literal["fixed", "poisson"]
 PERCENTILES = (50, 90, 99)

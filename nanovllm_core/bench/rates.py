@@ -12,13 +12,13 @@ from itertools import pairwise
 import torch
 
 from nanovllm_core.bench.roofline import ModelCosts, Rates
-from nanovllm_core.checkpoint_selection import find_checkpoint
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import LayerContext, SingleRank
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
-from nanovllm_core.startup import read_model_config
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
+from nanovllm_core.selection.checkpoint import find_checkpoint
+from nanovllm_core.selection.startup import read_model_config
 
 GPU_COPY_BYTES, CPU_COPY_BYTES = 2**30, 2**28
 """Larger than any cache, so that the copy goes through memory."""

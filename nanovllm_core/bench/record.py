@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm_core.bench.environment import describe_environment
 
 if TYPE_CHECKING:
-    from nanovllm_core.config import EngineConfig
-    from nanovllm_core.llm import LLM
+    from nanovllm_core.config.settings import EngineConfig
+    from nanovllm_core.frontend.llm import LLM
 
 _NUMBERS = re.compile(r"\[\s*(-?\d[-+.\deE,\s]*)\]")
 

@@ -17,12 +17,12 @@ import torch
 from nanovllm_core.bench.record import describe_engine
 from nanovllm_core.bench.throughput import Gauge, measure_runs, timed_generate
 from nanovllm_core.bench.workloads import Workload, fixed_workload
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_sources import LoadedConfig
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import LoadedConfig
+from nanovllm_core.diagnostics.explain import Decisions
 from nanovllm_core.errors import ConfigError, OutOfMemoryError, shown
-from nanovllm_core.explain import Decisions
-from nanovllm_core.llm import LLM
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.frontend.llm import LLM
+from nanovllm_core.registry.manager import get_plugin_manager
 
 OOM = "OOM"
 WARM_UP_STEPS = 8

@@ -21,8 +21,8 @@ from nanovllm_core.bench.roofline import (
 from nanovllm_core.bench.workloads import Workload
 from nanovllm_core.engine import EngineStats
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.llm import LLM
-from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
+from nanovllm_core.frontend.llm import LLM
+from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from nanovllm_core.bench.environment import describe_environment
 from nanovllm_core.cli import engine_options as options
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import CheckpointError, shown
-from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
+from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ def _item(file: Path, number: int, line: str) -> Item:
 
 def _own_data(config: EngineConfig) -> Path:
     """The questions that the checkpoint brings along."""
-    from nanovllm_core.checkpoint_selection import find_checkpoint
-    from nanovllm_core.plugin_manager import get_plugin_manager
+    from nanovllm_core.registry.manager import get_plugin_manager
+    from nanovllm_core.selection.checkpoint import find_checkpoint
 
     plugins = get_plugin_manager(disable=config.plugins.disable)
     return find_checkpoint(plugins, config.model) / "eval.jsonl"

@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from nanovllm_core import __version__
-from nanovllm_core.cli import bench, chat, config, explain, generate, plugins
-from nanovllm_core.cli import eval as evaluation
+from nanovllm_core.cli import bench, chat, config, eval as evaluation, explain, generate, plugins
 from nanovllm_core.cli.extensions import add_extensions
 from nanovllm_core.cli.streams import give_up_stdout, prepare_streams
 from nanovllm_core.errors import NanoVLLMError

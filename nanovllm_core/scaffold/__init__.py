@@ -16,11 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nanovllm_core import __version__
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import ScaffoldError, shown
-from nanovllm_core.kinds import EXTENSION, KIND, declared_group, declared_hook
-from nanovllm_core.plugin_discovery import known_groups
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.errors import ScaffoldError, did_you_mean, shown
+from nanovllm_core.registry.discovery import known_groups
+from nanovllm_core.registry.kinds import EXTENSION, KIND, declared_group, declared_hook
+from nanovllm_core.registry.manager import get_plugin_manager
 
 MAX_NAME = 20
 """Longer names would break the templates' lines."""

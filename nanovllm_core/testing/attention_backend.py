@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.attention_selection import SMALLEST_BLOCK, unmet
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionConfig,
@@ -22,6 +21,7 @@ from nanovllm_core.interfaces.attention import (
     Phase,
 )
 from nanovllm_core.interfaces.specs import AttentionSpec
+from nanovllm_core.selection.attention import SMALLEST_BLOCK, unmet
 from nanovllm_core.testing.attention_checks import run_decode, run_prefill
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.paged_attention import PagedCase, make_case

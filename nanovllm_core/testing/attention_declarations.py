@@ -28,7 +28,7 @@ class AttentionDeclarations(AttentionSubject):
     """Capabilities are data, and true; questions are answered, not raised.
 
     What is not declared is refused by the core, before a plugin is asked (`unmet` in
-    `nanovllm_core.attention_selection`): no answer of a plugin can undo that, so nothing here asks.
+    `nanovllm_core.selection.attention`): no answer of a plugin can undo that, so nothing here asks.
     """
 
     def test_the_spec_declares_an_attention_backend(self, plugin: PluginUnderTest) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.config import bucket_sizes
+from nanovllm_core.config.settings import bucket_sizes
 from nanovllm_core.interfaces.attention import AttentionBackend, DecodeMetadata
 from nanovllm_core.testing.attention_backend import (
     AttentionSubject,

@@ -30,13 +30,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from nanovllm_core.config_errors import did_you_mean, explain_options
-from nanovllm_core.errors import ConfigError, PluginLoadError
-from nanovllm_core.hookspecs import PROJECT
+from nanovllm_core.config.errors import explain_options
+from nanovllm_core.errors import ConfigError, PluginLoadError, did_you_mean
 from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
-from nanovllm_core.kinds import NO_SPEC
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
-from nanovllm_core.plugin_options import read_options
+from nanovllm_core.registry.hookspecs import PROJECT
+from nanovllm_core.registry.kinds import NO_SPEC
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
+from nanovllm_core.registry.options import read_options
 
 Level = Literal["default", "full"]
 """How much of a suite runs. `full` adds the checks that take minutes or many gigabytes."""

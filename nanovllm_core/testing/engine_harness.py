@@ -21,8 +21,8 @@ from nanovllm_core.engine import (
 )
 from nanovllm_core.engine.observation import Observation
 from nanovllm_core.engine.request import Request
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
-from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.fake_worker import FakeExecutor, reference_tokens
 
 MAX_STEPS = 5000

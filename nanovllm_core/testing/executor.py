@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import NanoVLLMError, PluginError
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import (
@@ -28,8 +28,8 @@ from nanovllm_core.interfaces.plan import (
     StepResult,
     WorkerInfo,
 )
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
-from nanovllm_core.startup import start
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
+from nanovllm_core.selection.startup import start
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.model_settings import LLAMA_LIKE
 from nanovllm_core.worker.executor import SingleProcessExecutor

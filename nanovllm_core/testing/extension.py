@@ -18,10 +18,10 @@ from types import ModuleType
 import pytest
 import typer
 
-from nanovllm_core import hookspecs
 from nanovllm_core.errors import PluginLoadError
-from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.registry import hookspecs
+from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP
+from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance, without_spec
 from nanovllm_core.testing.kind import declared_kinds
 

@@ -17,9 +17,9 @@ import pytest
 
 from nanovllm_core.errors import PluginLoadError
 from nanovllm_core.interfaces.specs import KindSpec, PluginSpec
-from nanovllm_core.kinds import KIND_GROUP, KINDS, declared_hook
-from nanovllm_core.plugin_checks import missing_hook
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
+from nanovllm_core.registry.checks import missing_hook
+from nanovllm_core.registry.kinds import KIND_GROUP, KINDS, declared_hook
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
 from nanovllm_core.testing.conformance import Conformance, PluginUnderTest, heavy_imports
 
 

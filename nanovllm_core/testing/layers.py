@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nanovllm_core.config_choices import KernelSettings
+from nanovllm_core.config.choices import KernelSettings
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.plugin_selection import select_kernels
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection.plugins import select_kernels
 from nanovllm_core.worker.weights import load_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,10 +27,8 @@ def layer_context(
 ) -> LayerContext:
     """The context that the runner would build layers in: the kernel set that `auto` takes."""
     device, plugins = torch.device(device), get_plugin_manager()
-    kernels = plugins.make(
-        select_kernels(plugins, KernelSettings(), device.type), KernelSet, device
-    )
-    return LayerContext(device, dtype, tp, kernels)
+    chosen = select_kernels(plugins, KernelSettings(), device.type)
+    return LayerContext(device, dtype, tp, plugins.make(chosen, KernelSet, device))
 
 
 def load_model(model_class: type[Model], folder: Path, context: LayerContext) -> Model:

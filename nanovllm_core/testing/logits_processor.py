@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm_core.config_errors import explain_options
+from nanovllm_core.config.errors import explain_options
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.interfaces.logits_processor import (
     LogitsContext,
@@ -27,7 +27,7 @@ from nanovllm_core.interfaces.logits_processor import (
     LogitsRequest,
 )
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
-from nanovllm_core.plugin_options import read_options
+from nanovllm_core.registry.options import read_options
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 
 END = "<end>"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm_core.config import bucket_sizes
+from nanovllm_core.config.settings import bucket_sizes
 from nanovllm_core.layers import Attention
 from nanovllm_core.testing.numerics import relative_norm_error
 from nanovllm_core.testing.recording import record

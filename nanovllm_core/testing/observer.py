@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine.observation import Observation
 from nanovllm_core.interfaces.observer import (
     ObserverContext,
@@ -16,9 +16,9 @@ from nanovllm_core.interfaces.observer import (
     StepObserver,
     StepRecord,
 )
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.request_labels import check_labels
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.request_labels import check_labels
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_core.testing.scheduler_views import any_labels

@@ -9,14 +9,13 @@ from random import Random
 from typing import ClassVar, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 
 from nanovllm_core.engine import Engine
 from nanovllm_core.errors import SchedulerError
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import RequestView, Scheduler
 from nanovllm_core.interfaces.specs import SchedulerSpec
-from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.engine_harness import Harness, NoEndError, Setting
 from nanovllm_core.testing.scheduler_watch import Rule, Watch

@@ -14,8 +14,8 @@ from random import Random
 import pytest
 
 from nanovllm_core.engine.request import Request
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import RequestView
-from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.conformance import PluginUnderTest, full_level
 from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_core.testing.scheduler_base import (

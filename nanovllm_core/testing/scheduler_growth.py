@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import cast
 
+from nanovllm_core.interfaces.request_labels import check_labels
 from nanovllm_core.interfaces.scheduler import RequestView, Scheduler, SchedulerState
-from nanovllm_core.request_labels import check_labels
 from nanovllm_core.testing.conformance import PluginUnderTest
 from nanovllm_core.testing.scheduler_base import SchedulingConformance, log_uniform
 from nanovllm_core.testing.scheduler_views import View

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import RequestView
-from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.conformance import PluginUnderTest, SpecConformance
 from nanovllm_core.testing.engine_harness import Setting
 from nanovllm_core.testing.scheduler_base import SchedulingConformance

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.testing.conformance import PluginUnderTest
 from nanovllm_core.testing.engine_harness import Setting
 from nanovllm_core.testing.scheduler_base import (

@@ -12,7 +12,12 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from nanovllm_core.request_labels import MAX_LABELS, MAX_NAME_LENGTH, NO_LABELS, check_labels
+from nanovllm_core.interfaces.request_labels import (
+    MAX_LABELS,
+    MAX_NAME_LENGTH,
+    NO_LABELS,
+    check_labels,
+)
 
 
 @dataclass(kw_only=True)

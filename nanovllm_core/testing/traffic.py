@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_core.testing.scheduler_views import request_labels
 

@@ -10,7 +10,7 @@ import torch
 from nanovllm_core.bench import compare
 from nanovllm_core.bench.compare import compare_with_transformers
 from nanovllm_core.bench.workloads import Workload, fixed_workload
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import ConfigError
 
 for plugin in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):

@@ -11,7 +11,7 @@ from nanovllm_core.bench.latency import Trace, arrival_times, percentiles, trace
 from nanovllm_core.bench.throughput import timed_generate
 from nanovllm_core.bench.workloads import fixed_workload
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.sampling_params import NEUTRAL
+from nanovllm_core.interfaces.sampling_params import NEUTRAL
 
 
 def test_fixed_arrivals_are_evenly_spaced() -> None:

@@ -20,7 +20,7 @@ from nanovllm_core.bench.report import NOTHING, PERFORMANCE, Results
 from nanovllm_core.bench.roofline import ModelCosts, Rates, recompute
 from nanovllm_core.bench.table import judge
 from nanovllm_core.bench.workloads import fixed_workload, recorded_workload
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import ConfigError, UnsupportedError
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.bench import table as bench_table
 from nanovllm_core.bench.table import TableCells, attention_named, judge, measure_table
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from nanovllm_core.errors import ConfigError, NanoVLLMError, PluginError, Plugin
 Install = Callable[..., None]
 
 BROKEN = """
-from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.registry.hookspecs import hookimpl
 from nanovllm_core.interfaces.attention import AttentionCapabilities, KVLayout
 from nanovllm_core.interfaces.specs import AttentionSpec
 
@@ -548,8 +548,9 @@ def test_without_pytest_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 HEADS_ALONE = """
-from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, ModelSpec, hookimpl, positive_int
-from nanovllm_core.api import refuse_unless
+from nanovllm_core.api import ModelSpec, hookimpl
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, positive_int
+from nanovllm_core.layers import refuse_unless
 
 @hookimpl
 def nanovllm_models():

@@ -31,7 +31,7 @@ class TestCopy(SchedulerConformance):
             level="scheduler",
             max_overtaking_steps=lambda _options, _request: 0,
         )
-        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
 
     def make_scheduler(self, plugin):
         return plugin.load()(FcfsPolicy())

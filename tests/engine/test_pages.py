@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm_core.engine.block_pool import BlockPool
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Setting
 
 

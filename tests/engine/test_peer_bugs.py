@@ -11,7 +11,7 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     RequestTooLongError,
 )
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Letters, Setting, letters
 
 

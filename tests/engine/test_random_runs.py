@@ -9,16 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
     Scheduler,
     SchedulerState,
 )
-from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_core.testing.traffic import arrivals, drive, engine_settings
 

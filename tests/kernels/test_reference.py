@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from nanovllm_core.kernels import QKPrep, TorchKernels
+from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.kernels.reference import store_unless_padded
 from nanovllm_core.testing.numerics import assert_close_report
 from nanovllm_core.testing.recording import record

@@ -16,9 +16,9 @@ import nanovllm_core
 from nanovllm_core import scaffold
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ConfigError, ScaffoldError
-from nanovllm_core.kinds import EXTENSION, KIND, KINDS
-from nanovllm_core.plugin_discovery import known_groups
 from nanovllm_core.plugin_validation import validate_package
+from nanovllm_core.registry.discovery import known_groups
+from nanovllm_core.registry.kinds import EXTENSION, KIND, KINDS
 from nanovllm_core.scaffold import MAX_NAME, TEMPLATES, check_name, new_plugin
 
 Install = Callable[..., None]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import UnsupportedError
-from nanovllm_core.hookspecs import hookimpl
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionCapabilities,
@@ -20,6 +19,7 @@ from nanovllm_core.interfaces.attention import (
     PrefillMetadata,
 )
 from nanovllm_core.interfaces.specs import AttentionSpec
+from nanovllm_core.registry.hookspecs import hookimpl
 from nanovllm_core.testing import AttentionConformance, plugin_under_test
 from nanovllm_core.testing.attention_backend import BackendUnderTest
 

@@ -113,7 +113,7 @@ def test_a_suite_without_its_fixture_says_which(pytester: pytest.Pytester) -> No
 def test_an_installed_plugin_is_found_with_its_light_module() -> None:
     plugin = installed_plugin("scheduler", "fcfs")
     assert plugin.spec.name == "fcfs"
-    assert plugin.spec_module == "nanovllm_core.builtins"
+    assert plugin.spec_module == "nanovllm_core.registry.builtins"
     assert plugin.load().__name__ == "FcfsPolicy"
     with pytest.raises(PluginNotFoundError, match="fcfx"):
         installed_plugin("scheduler", "fcfx")
@@ -122,7 +122,7 @@ def test_an_installed_plugin_is_found_with_its_light_module() -> None:
 def test_a_spec_alone_is_enough() -> None:
     """The module that returns it is found among those that are imported."""
     spec = installed_plugin("scheduler", "fcfs").spec
-    assert plugin_under_test(spec).spec_module == "nanovllm_core.builtins"
+    assert plugin_under_test(spec).spec_module == "nanovllm_core.registry.builtins"
 
 
 def test_a_spec_that_no_hook_returns_is_refused() -> None:

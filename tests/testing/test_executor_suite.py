@@ -12,8 +12,7 @@ import pytest
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.plan import StepPlan, StepResult
 from nanovllm_core.interfaces.specs import ExecutorSpec, NoOptions
-from nanovllm_core.testing import ExecutorConformance, PluginUnderTest
-from nanovllm_core.testing import executor as suite
+from nanovllm_core.testing import ExecutorConformance, PluginUnderTest, executor as suite
 from nanovllm_core.worker.executor import SingleProcessExecutor
 
 SUITE = ExecutorConformance()

@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from nanovllm_core.errors import ConfigError
+from nanovllm_core.frontend.tokenizer import Tokenizer
 from nanovllm_core.interfaces.logits_processor import LogitsContext, LogitsProcessor, LogitsRequest
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, NoOptions
 from nanovllm_core.testing import LogitsProcessorConformance, PluginUnderTest
 from nanovllm_core.testing.logits_processor import ROWS, VOCAB, write_tokenizer
-from nanovllm_core.tokenizer import Tokenizer
 
 Process = Callable[[Tensor, Sequence[LogitsRequest]], Any]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Phi3ForCausalLM, SmolLM3ForCausalLM
 
-from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, refuse_unless
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, refuse_unless
 from nanovllm_core.testing.model import ModelConformance
 from nanovllm_core.testing.model_settings import ROPE_KINDS, WatchedConfig
 from nanovllm_core.testing.reference_model import ReferenceCheckpoint

@@ -37,7 +37,7 @@ def attention(
     from nanovllm_core.bench.attention import AttentionSetup, able_backends, measure_attention
     from nanovllm_core.bench.environment import describe_environment
     from nanovllm_core.bench.record import write_record
-    from nanovllm_core.startup import resolve_device
+    from nanovllm_core.selection.startup import resolve_device
 
     if num_heads % num_kv_heads:
         raise typer.BadParameter(

@@ -13,11 +13,11 @@ from nanovllm_core.cli.bench.shared import (
     MaxModelLen,
     above_zero,
     engine_rows,
+    given as given_settings,
     names_of,
     numbers,
     wide_console,
 )
-from nanovllm_core.cli.bench.shared import given as given_settings
 
 
 def table(

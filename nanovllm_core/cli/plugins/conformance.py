@@ -16,14 +16,14 @@ from pydantic import ValidationError
 
 from nanovllm_core.cli.plugins.choice import KindOption, Name, installed_plugins, one_plugin
 from nanovllm_core.cli.plugins.report import Report
-from nanovllm_core.config_errors import explain_options
-from nanovllm_core.config_yaml import parse_yaml
+from nanovllm_core.config.errors import explain_options
+from nanovllm_core.config.yaml_reader import parse_yaml
 from nanovllm_core.errors import ConfigError, PluginError, shown
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, SchedulerSpec
-from nanovllm_core.kinds import EXTENSION, KIND, NO_SPEC
-from nanovllm_core.plugin_discovery import InstalledPlugin
-from nanovllm_core.plugin_manager import PluginManager
-from nanovllm_core.plugin_options import read_options
+from nanovllm_core.registry.discovery import InstalledPlugin
+from nanovllm_core.registry.kinds import EXTENSION, KIND, NO_SPEC
+from nanovllm_core.registry.manager import PluginManager
+from nanovllm_core.registry.options import read_options
 
 POLICY_SUITE = "nanovllm_core.testing.scheduler:SchedulingPolicyConformance"
 """Of schedulers that are a policy; the kind's own suite is of whole ones."""

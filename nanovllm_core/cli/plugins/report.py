@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nanovllm_core.errors import PluginLoadError
-from nanovllm_core.plugin_discovery import InstalledPlugin
+from nanovllm_core.registry.discovery import InstalledPlugin
 
 if TYPE_CHECKING:
     import pytest

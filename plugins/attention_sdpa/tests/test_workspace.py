@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nanovllm_attention_sdpa import backend as backend_module
 from nanovllm_attention_sdpa.backend import SdpaAttention

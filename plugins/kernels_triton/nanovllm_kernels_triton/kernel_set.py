@@ -8,7 +8,8 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nanovllm_core.api import QKPrep, launch_options, supports_dependent_launch
+from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import launch_options, supports_dependent_launch
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.api import QKPrep, supports_dependent_launch
+from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import supports_dependent_launch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 - only where Triton is

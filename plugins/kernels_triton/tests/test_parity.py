@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.api import KernelSet, QKPrep, TorchKernels
+from nanovllm_core.api import KernelSet, QKPrep
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.testing.numerics import assert_close_report
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 

@@ -12,8 +12,7 @@ from nanovllm_core.testing import (
 )
 from torch import Tensor
 
-from nanovllm_logits_processor_my_plugin import plugin as declared
-from nanovllm_logits_processor_my_plugin import processor as code
+from nanovllm_logits_processor_my_plugin import plugin as declared, processor as code
 
 
 class TestMyPlugin(LogitsProcessorConformance):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, refuse_unless
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, refuse_unless
 
 
 class MyPluginForCausalLM(DecoderForCausalLM):

@@ -12,21 +12,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm_core import startup
-from nanovllm_core.attention_selection import Selection, able_backends, evaluate
-from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
-from nanovllm_core.config import FIT, EngineConfig
-from nanovllm_core.config_choices import AttentionChoice
-from nanovllm_core.config_sources import LoadedConfig
+from nanovllm_core.config.choices import AttentionChoice
+from nanovllm_core.config.settings import FIT, EngineConfig
+from nanovllm_core.config.sources import LoadedConfig
+from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import NanoVLLMError, shown
-from nanovllm_core.generation_config import FILE_NAME, describe_defaults
 from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.kinds import EXTENSION
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
-from nanovllm_core.plugin_selection import kernel_set_name, select_kernels, select_sampler
-from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+from nanovllm_core.registry.kinds import EXTENSION
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
+from nanovllm_core.selection import startup
+from nanovllm_core.selection.attention import Selection, able_backends, evaluate
+from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
+from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
+from nanovllm_core.selection.plugins import kernel_set_name, select_kernels, select_sampler
 from nanovllm_core.worker.kv_cache import check_one_sequence_fits, fitting_length
 
 NOT_NAMED = "installed, and not named"

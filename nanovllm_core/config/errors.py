@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_choices import NamedPlugin
-from nanovllm_core.errors import clip, shown
+from nanovllm_core.config.choices import NamedPlugin
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.errors import clip, did_you_mean, nearest, shown
 
 MAX_ERRORS = 20
 """That one message lists; of the others it says how many there are."""
@@ -79,20 +78,6 @@ Location = tuple[int | str, ...]
 
 PluginTuple = tuple[NamedPlugin, ...]
 PLUGIN_KEYS = tuple(NamedPlugin.model_fields)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, if any is like it; no long name is like another."""
-    if len(name) > 100:
-        return None
-    matches = difflib.get_close_matches(name, [*known], n=1)
-    return matches[0] if matches else None
-
-
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """`; did you mean block_size?`, or nothing. A `prefix` that all have makes no two alike."""
-    match = nearest(name.removeprefix(prefix), (each.removeprefix(prefix) for each in known))
-    return f"; did you mean {prefix}{match}?" if match else ""
 
 
 def dotted(location: Location) -> str:

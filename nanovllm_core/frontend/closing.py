@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from nanovllm_core.engine.observation import Observation
-from nanovllm_core.garbage import thawed_objects
+from nanovllm_core.frontend.gc_freeze import thawed_objects
 from nanovllm_core.interfaces.executor import Executor
-from nanovllm_core.plugin_manager import PluginManager
+from nanovllm_core.registry.manager import PluginManager
 
 
 @dataclass

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm_core.checkpoint_files import read_json
 from nanovllm_core.errors import CheckpointError, InvalidSamplingError, shown
-from nanovllm_core.sampling_params import NEUTRAL, SamplingParams
+from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
+from nanovllm_core.selection.checkpoint_files import read_json
 
 logger = logging.getLogger(__name__)
 

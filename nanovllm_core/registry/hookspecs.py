@@ -18,7 +18,7 @@ import pluggy
 if TYPE_CHECKING:
     import typer
 
-    from nanovllm_core.config import EngineConfig
+    from nanovllm_core.config.settings import EngineConfig
     from nanovllm_core.interfaces.doctor import DoctorCheck
     from nanovllm_core.interfaces.plan import WorkerInfo
     from nanovllm_core.interfaces.plugins import Plugins

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm_core.hookspecs import hookimpl
 from nanovllm_core.interfaces.specs import (
     CheckpointSpec,
     ExecutorSpec,
@@ -12,6 +11,7 @@ from nanovllm_core.interfaces.specs import (
     SamplerSpec,
     SchedulerSpec,
 )
+from nanovllm_core.registry.hookspecs import hookimpl
 
 
 @hookimpl
@@ -47,13 +47,13 @@ def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
     return [
         CheckpointSpec(
             name="local",
-            impl="nanovllm_core.checkpoint_sources:from_folder",
+            impl="nanovllm_core.selection.checkpoint_sources:from_folder",
             contract=1,
             summary="A folder of this machine.",
         ),
         CheckpointSpec(
             name="hub",
-            impl="nanovllm_core.checkpoint_sources:from_hub",
+            impl="nanovllm_core.selection.checkpoint_sources:from_hub",
             contract=1,
             summary="A model of the Hugging Face hub, downloaded once.",
         ),
@@ -66,7 +66,7 @@ def nanovllm_samplers() -> Sequence[SamplerSpec]:
     return [
         SamplerSpec(
             name="gumbel",
-            impl="nanovllm_core.worker.sampling:GumbelSampler",
+            impl="nanovllm_core.worker.sampler:GumbelSampler",
             contract=1,
             summary="Greedy and temperature; noise follows from seed, output index and id alone.",
             devices=frozenset({"cpu", "cuda"}),

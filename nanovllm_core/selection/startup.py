@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from nanovllm_core.attention_selection import Selection, select_attention
-from nanovllm_core.checkpoint_selection import CONFIG_NAME, find_checkpoint
-from nanovllm_core.config import EngineConfig, check_device
+from nanovllm_core.config.settings import EngineConfig, check_device
 from nanovllm_core.errors import (
     ArchitectureError,
     CheckpointNotFoundError,
@@ -23,7 +21,6 @@ from nanovllm_core.errors import (
     clip,
     shown,
 )
-from nanovllm_core.generation_config import describe_defaults, read_sampling_defaults
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
@@ -35,9 +32,12 @@ from nanovllm_core.interfaces.specs import (
     ResolvedPlugin,
     SchedulerSpec,
 )
-from nanovllm_core.plugin_checks import describe
-from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
-from nanovllm_core.plugin_selection import (
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager, load_object
+from nanovllm_core.selection.attention import Selection, select_attention
+from nanovllm_core.selection.checkpoint import CONFIG_NAME, find_checkpoint
+from nanovllm_core.selection.generation_config import describe_defaults, read_sampling_defaults
+from nanovllm_core.selection.plugins import (
     make_observers,
     resolve_observers,
     select_kernels,

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanovllm_core.hookspecs import PROJECT
+from nanovllm_core.diagnostics.status import PluginStatus
 from nanovllm_core.interfaces.specs import PluginSpec
-from nanovllm_core.kinds import EXTENSION, KIND
-from nanovllm_core.plugin_discovery import InstalledPlugin
-from nanovllm_core.plugin_manager import PluginManager
-from nanovllm_core.plugin_status import PluginStatus
+from nanovllm_core.registry.discovery import InstalledPlugin
+from nanovllm_core.registry.hookspecs import PROJECT
+from nanovllm_core.registry.kinds import EXTENSION, KIND
+from nanovllm_core.registry.manager import PluginManager
 
 
 @dataclass(frozen=True, slots=True)

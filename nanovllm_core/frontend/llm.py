@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nanovllm_core.closing import EngineParts, close_parts
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.engine import Engine, EngineLimits, EngineStats, RequestOutput
 from nanovllm_core.engine.observation import Observation
 from nanovllm_core.errors import (
@@ -31,12 +30,13 @@ from nanovllm_core.errors import (
     RequestError,
     shown,
 )
-from nanovllm_core.garbage import freeze_objects
+from nanovllm_core.frontend.closing import EngineParts, close_parts
+from nanovllm_core.frontend.gc_freeze import freeze_objects
+from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
-from nanovllm_core.request_labels import Labels, labels_of_each
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.startup import Startup, start
-from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
+from nanovllm_core.interfaces.request_labels import Labels, labels_of_each
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_core.selection.startup import Startup, start
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from nanovllm_core.chat_template import check_chat_template_kwargs
-from nanovllm_core.checkpoint_files import read_json, read_text
+from nanovllm_core.config.chat_template import check_chat_template_kwargs
 from nanovllm_core.errors import CheckpointError, InvalidPromptError, shown
+from nanovllm_core.selection.checkpoint_files import read_json, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,18 +19,37 @@ from typing import Any
 import pluggy
 from pydantic import BaseModel, ValidationError
 
-from nanovllm_core import hookspecs
-from nanovllm_core.config_errors import did_you_mean, explain_options, nearest
+from nanovllm_core.config.errors import explain_options
 from nanovllm_core.errors import (
     ConfigError,
     NanoVLLMError,
     PluginConflictError,
     PluginLoadError,
     PluginNotFoundError,
+    did_you_mean,
+    nearest,
     shown,
 )
 from nanovllm_core.interfaces.specs import KindSpec, PluginSpec, ResolvedPlugin
-from nanovllm_core.kinds import (
+from nanovllm_core.registry import hookspecs
+from nanovllm_core.registry.checks import (
+    CORE,
+    check_kind_spec,
+    check_spec,
+    describe,
+    load_error,
+    missing_hook,
+    the_one,
+)
+from nanovllm_core.registry.discovery import (
+    KNOWN_EXTRAS,
+    InstalledPlugin,
+    find_plugins,
+    install_command,
+    misplaced,
+    select_disabled,
+)
+from nanovllm_core.registry.kinds import (
     EXTENSION,
     KIND,
     KIND_HOOK,
@@ -40,24 +59,7 @@ from nanovllm_core.kinds import (
     declared_hook,
     declared_kind,
 )
-from nanovllm_core.plugin_checks import (
-    CORE,
-    check_kind_spec,
-    check_spec,
-    describe,
-    load_error,
-    missing_hook,
-    the_one,
-)
-from nanovllm_core.plugin_discovery import (
-    KNOWN_EXTRAS,
-    InstalledPlugin,
-    find_plugins,
-    install_command,
-    misplaced,
-    select_disabled,
-)
-from nanovllm_core.plugin_options import read_options
+from nanovllm_core.registry.options import read_options
 
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("nanovllm_"))
 """The hooks of the core."""

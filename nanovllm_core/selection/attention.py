@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from nanovllm_core.config_choices import AttentionChoice, AttentionSettings
+from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
 from nanovllm_core.errors import ConfigError, PluginError, PluginLoadError, UnsupportedError, shown
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,
@@ -20,8 +20,8 @@ from nanovllm_core.interfaces.attention import (
     KVLayout,
 )
 from nanovllm_core.interfaces.specs import AttentionSpec, ResolvedPlugin
-from nanovllm_core.plugin_discovery import install_command
-from nanovllm_core.plugin_manager import PluginManager
+from nanovllm_core.registry.discovery import install_command
+from nanovllm_core.registry.manager import PluginManager
 
 SMALLEST_BLOCK = 16
 

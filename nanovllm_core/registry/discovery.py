@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import PluginNotFoundError, shown
-from nanovllm_core.kinds import (
+from nanovllm_core.errors import PluginNotFoundError, did_you_mean, shown
+from nanovllm_core.registry.kinds import (
     EXTENSION,
     EXTENSION_GROUP,
     KIND,
@@ -30,7 +29,7 @@ KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
 }
 """Which extra of nanovllm-core installs a plugin of this project."""
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).parents[2]
 """The checkout, if the core is imported from one; no `plugins` lies beside an installed wheel."""
 
 GROUP_PREFIX = "nanovllm."

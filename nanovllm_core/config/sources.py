@@ -21,10 +21,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_choices import expand_attention, expand_name
-from nanovllm_core.config_errors import EXPECTED, FLAT_KEYWORDS, dotted, explain_config
-from nanovllm_core.config_yaml import MAX_DEPTH, has_64_bits, is_unicode, parse_yaml, read_yaml
+from nanovllm_core.config.choices import expand_attention, expand_name
+from nanovllm_core.config.errors import EXPECTED, FLAT_KEYWORDS, dotted, explain_config
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.yaml_reader import (
+    MAX_DEPTH,
+    has_64_bits,
+    is_unicode,
+    parse_yaml,
+    read_yaml,
+)
 from nanovllm_core.errors import ConfigError, clip, shown
 
 TreePath = tuple[int | str, ...]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import PluginError
-from nanovllm_core.plugin_manager import PluginManager
+from nanovllm_core.registry.manager import PluginManager
 
 Schema = dict[str, Any]
 

@@ -10,8 +10,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import InvalidSamplingError, shown
+from nanovllm_core.errors import InvalidSamplingError, did_you_mean, shown
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
 from nanovllm_core.errors import PluginLoadError
-from nanovllm_core.hookspecs import PROJECT
 from nanovllm_core.interfaces.attention import AttentionCapabilities
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
@@ -26,8 +25,9 @@ from nanovllm_core.interfaces.specs import (
     SamplerSpec,
     SchedulerSpec,
 )
-from nanovllm_core.kinds import KIND, KIND_CONTRACT, KINDS, NO_SPEC, Kind, contract_problem
-from nanovllm_core.plugin_discovery import UNKNOWN, InstalledPlugin
+from nanovllm_core.registry.discovery import UNKNOWN, InstalledPlugin
+from nanovllm_core.registry.hookspecs import PROJECT
+from nanovllm_core.registry.kinds import KIND, KIND_CONTRACT, KINDS, NO_SPEC, Kind, contract_problem
 
 CORE = "nanovllm-core"
 _OBJECT = re.compile(r"[\w.]+:[\w.]+")

@@ -15,18 +15,17 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from nanovllm_core import __version__
-from nanovllm_core.attention_selection import INSTALL_ONE
-from nanovllm_core.checkpoint_selection import conflict, holds_checkpoint
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.config_sources import load_config
-from nanovllm_core.errors import PluginError
+from nanovllm_core.config.sources import load_config
+from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses, typical_requirements
+from nanovllm_core.errors import PluginError, did_you_mean
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.kinds import EXTENSION, KIND, KIND_GROUP
-from nanovllm_core.plugin_checks import CORE, core_requirement
-from nanovllm_core.plugin_discovery import GROUP_PREFIX, install_command, known_groups
-from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager, load_object
-from nanovllm_core.plugin_selection import kernel_set_name
-from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
+from nanovllm_core.registry.checks import CORE, core_requirement
+from nanovllm_core.registry.discovery import GROUP_PREFIX, install_command, known_groups
+from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager, load_object
+from nanovllm_core.selection.attention import INSTALL_ONE
+from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
+from nanovllm_core.selection.plugins import kernel_set_name
 
 
 def examine() -> list[DoctorCheck]:

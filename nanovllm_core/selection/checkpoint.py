@@ -16,8 +16,8 @@ from nanovllm_core.errors import (
     shown,
 )
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.plugin_checks import describe
-from nanovllm_core.plugin_manager import PluginManager, load_object
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.manager import PluginManager, load_object
 
 CONFIG_NAME = "config.json"
 """A folder that holds this file holds a checkpoint."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_choices import KernelSettings, NamedPlugin, SamplerSettings
+from nanovllm_core.config.choices import KernelSettings, NamedPlugin, SamplerSettings
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine.observation import close_observers
 from nanovllm_core.errors import UnsupportedError
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
@@ -19,8 +19,8 @@ from nanovllm_core.interfaces.specs import (
     ResolvedPlugin,
     SamplerSpec,
 )
-from nanovllm_core.plugin_checks import describe
-from nanovllm_core.plugin_manager import PluginManager
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.manager import PluginManager
 
 
 def kernel_set_name(choice: KernelSettings, device: str) -> str:

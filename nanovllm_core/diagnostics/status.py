@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from nanovllm_core.attention_selection import evaluate
-from nanovllm_core.config_choices import AttentionChoice
+from nanovllm_core.config.choices import AttentionChoice
+from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, SamplerSpec
-from nanovllm_core.kinds import EXTENSION, KIND
-from nanovllm_core.plugin_discovery import InstalledPlugin
-from nanovllm_core.plugin_manager import PluginManager
-from nanovllm_core.plugin_probe import missing_code
+from nanovllm_core.registry.discovery import InstalledPlugin
+from nanovllm_core.registry.kinds import EXTENSION, KIND
+from nanovllm_core.registry.manager import PluginManager
+from nanovllm_core.selection.attention import evaluate
 
 State = Literal["ready", "unsupported", "broken", "disabled"]
 

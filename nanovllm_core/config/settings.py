@@ -1,7 +1,7 @@
 """What an engine is told: one frozen model, checked before anything is loaded.
 
 The fields of `EngineConfig` are the keys of the YAML file. `load_config`, in
-`nanovllm_core.config_sources`, builds it from that file, the environment and keyword arguments.
+`nanovllm_core.config.sources`, builds it from that file, the environment and keyword arguments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from nanovllm_core.chat_template import check_chat_template_kwargs
-from nanovllm_core.config_choices import (
+from nanovllm_core.config.chat_template import check_chat_template_kwargs
+from nanovllm_core.config.choices import (
     AttentionSettings,
     DistinctPlugins,
     ExecutorSettings,

@@ -1,0 +1,1 @@
+"""The offline front door: `LLM`, the tokenizer, and the order in which an engine is closed."""
