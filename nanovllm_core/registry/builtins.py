@@ -85,5 +85,6 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
             contract=1,
             summary="The reference: one torch operation after another, on any device.",
             devices=frozenset({"cpu", "cuda"}),
+            rank=10,
         ),
     ]

@@ -13,7 +13,8 @@ from nanovllm_core.config.choices import KernelSettings
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel
 from nanovllm_core.registry.manager import get_plugin_manager
-from nanovllm_core.selection.plugins import select_kernels
+from nanovllm_core.selection.kernels import KernelTarget, select_kernels
+from nanovllm_core.selection.startup import compute_capability
 from nanovllm_core.worker.weights import load_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,7 +28,12 @@ def layer_context(
 ) -> LayerContext:
     """The context that the runner would build layers in: the kernel set that `auto` takes."""
     device, plugins = torch.device(device), get_plugin_manager()
-    chosen = select_kernels(plugins, KernelSettings(), device.type)
+    target = KernelTarget(
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        compute_capability=compute_capability(str(device)),
+    )
+    chosen = select_kernels(plugins, KernelSettings(), target).chosen
     return LayerContext(device, dtype, tp, plugins.make(chosen, KernelSet, device))
 
 

@@ -103,6 +103,7 @@ class SingleProcessExecutor(Executor):
             max_model_len=setup.max_model_len,
             vocab_size=model.shape.vocab_size,
             attention=_describe(attention),
+            kernels=f"{setup.kernels.name} {setup.kernels.version}",
             device=_device_name(device),
             dtype=setup.dtype,
             cuda_graphs=setup.cuda_graphs,

@@ -16,5 +16,7 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
             contract=1,
             summary="Fused Triton kernels; cuBLAS for products of many rows.",
             devices=frozenset({"cuda"}),
+            min_compute_capability=(8, 0),
+            rank=50,
         )
     ]
