@@ -27,13 +27,13 @@ from contract_tables import (
     share_table,
     state_table,
 )
+from results_tables import ATTENTION, PERFORMANCE, Results, table
 from settings_tables import allowed, default, field_tables, flat_keywords, sampling_table
 
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
+from nanovllm_bench.plots import draw, series_of
 from nanovllm_core import api, layers
-from nanovllm_core.bench.plots import draw, series_of
-from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
 from nanovllm_core.config import yaml_reader as config_yaml
 from nanovllm_core.config.settings import BLOCK_SIZES, EngineConfig

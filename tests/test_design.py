@@ -59,7 +59,7 @@ def test_no_spec_module_imports_torch() -> None:
         "nanovllm_core.diagnostics.status",
         "nanovllm_core.selection.attention",
         "nanovllm_core.cli.main",
-        "nanovllm_core.testing.scheduler",
+        "nanovllm_kit.scheduler",
     ],
 )
 def test_the_core_says_what_it_is_without_importing_torch(module: str) -> None:

@@ -179,7 +179,7 @@ def test_a_page_s_code_imports_the_api_and_the_kit_and_nothing_else_of_the_core(
                 if isinstance(node, ast.ImportFrom) and node.module
             }
             core = {module for module in modules if module.startswith("nanovllm")}
-            assert core <= {"nanovllm_core.api", "nanovllm_core.testing"}, name
+            assert core <= {"nanovllm_core.api", "nanovllm_kit"}, name
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def test_a_missing_option_is_told(install: Install) -> None:
         ("scheduler", "fcsf", "did you mean fcfs?; installed: fcfs"),
         ("scheduler", "sjf", f"no scheduler 'sjf' is installed; pip install -e {ROOT}/plugins/"),
         ("attention", "tritn",
-         f"did you mean triton?; pip install -e {ROOT}/plugins/attention_triton; installed: none"),
+         f"did you mean triton?; pip install -e {ROOT}/plugins/attention_triton "
+         f"-e {ROOT}/plugins/kernels_triton; installed: none"),
         ("model", "Qwen3ForCausalLM", f"pip install -e {ROOT}/plugins/model_qwen3"),
         ("model", "LlamaForCausalLM", "no model 'LlamaForCausalLM' is installed; installed: none"),
         ("attention", "zzz", "no attention 'zzz' is installed; installed: none"),

@@ -26,7 +26,13 @@ from nanovllm_core.errors import NanoVLLMError, PluginError, did_you_mean
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.registry.checks import CORE, core_requirement
-from nanovllm_core.registry.discovery import GROUP_PREFIX, install_command, known_groups
+from nanovllm_core.registry.discovery import (
+    COMMAND_GROUP,
+    GROUP_PREFIX,
+    SUITE_GROUP,
+    install_command,
+    known_groups,
+)
 from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.selection.attention import INSTALL_ONE
@@ -212,7 +218,7 @@ def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
             f"{did_you_mean(entry.group, known, GROUP_PREFIX)} (or update {CORE})",
         )
         for entry in entries
-        if entry.group not in known
+        if entry.group not in {*known, COMMAND_GROUP, SUITE_GROUP}
     ]
 
 

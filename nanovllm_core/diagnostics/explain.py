@@ -28,7 +28,6 @@ from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
 from nanovllm_core.selection.kernels import KernelSelection
 from nanovllm_core.selection.plugins import select_sampler
-from nanovllm_core.worker.kv_cache import check_one_sequence_fits, fitting_length
 
 NOT_NAMED = "installed, and not named"
 
@@ -243,6 +242,8 @@ def _pages(decisions: Decisions, name: str) -> Seam:
     blocks = decisions.config.cache.num_blocks
     if blocks is not None and decisions.config.limits.max_model_len != FIT:
         length = startup.resolve_max_model_len(decisions.config, decisions.shape)
+        from nanovllm_core.worker.kv_cache import check_one_sequence_fits  # torch comes with it
+
         check_one_sequence_fits(blocks, selection.block_size, length, given=True)
     return Seam(name, chosen, decisions.said("cache.block_size", "" if given else automatic))
 
@@ -344,6 +345,8 @@ def _fitting_length(decisions: Decisions, name: str, most: int) -> Seam:
     if blocks is None:
         why = f"{said}: fit; the memory that is left as an engine starts decides"
         return Seam(name, f"at most {most} tokens", why)
+    from nanovllm_core.worker.kv_cache import fitting_length  # torch comes with it
+
     chosen = fitting_length(blocks, decisions.attention.block_size, most)
     return Seam(name, f"{chosen} tokens", f"{said}: fit; cache.num_blocks decides")
 

@@ -78,7 +78,7 @@ class Engine:
         self._steps_ahead = steps_ahead
         self._observation = observation
         self._debug = debug
-        self._rows = RowTable(limits.max_num_seqs, limits.max_model_len)
+        self._rows = RowTable[Request](limits.max_num_seqs, limits.max_model_len)
         self._factory = RequestFactory(
             limits,
             self._rows,

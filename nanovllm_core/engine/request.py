@@ -59,7 +59,7 @@ class Request:
     arrival_index: int
     arrival_time: float
     """All times are in seconds of `time.perf_counter()`."""
-    table: RowTable
+    table: RowTable[Request]
     labels: Mapping[str, str]
     stream: bool = False
     cache_salt: bytes = b""

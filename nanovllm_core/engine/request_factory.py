@@ -36,7 +36,7 @@ class RequestFactory:
     def __init__(
         self,
         limits: EngineLimits,
-        table: RowTable,
+        table: RowTable[Request],
         eos_token_ids: Iterable[int],
         processors: Mapping[str, LogitsProcessorSpec],
         seed: int,

@@ -29,11 +29,29 @@ KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
 }
 """Which extra of nanovllm-core installs a plugin of this project."""
 
+KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "sdpa": ("attention_sdpa",),
+    "triton": ("attention_triton", "kernels_triton"),
+    "flash": ("attention_flash",),
+    "sjf": ("scheduler_sjf",),
+    "qwen3": ("model_qwen3",),
+    "demo": ("checkpoint_demo",),
+    "bench": ("bench",),
+    "kit": ("kit",),
+}
+"""The folders under plugins/ of what an extra of nanovllm-core installs."""
+
 CHECKOUT = Path(__file__).parents[2]
 """The checkout, if the core is imported from one; no `plugins` lies beside an installed wheel."""
 
 GROUP_PREFIX = "nanovllm."
 """What the entry-point group of every kind begins with."""
+
+COMMAND_GROUP = "nanovllm.commands"
+"""Commands of distributions; each is imported when it is called."""
+
+SUITE_GROUP = "nanovllm.suites"
+"""Conformance suites by the kind that they test; `nanovllm plugins test` imports them."""
 
 UNKNOWN = "?"
 """Distribution and version of an entry point that was given, not found installed."""
@@ -101,19 +119,29 @@ def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
 
 
 def install_command(kind: str, name: str) -> str:
-    """What installs a plugin of this project, one of `KNOWN_EXTRAS`.
+    """What installs a plugin of this project, one of `KNOWN_EXTRAS`."""
+    return extra_command(KNOWN_EXTRAS[kind, name])
 
-    From a checkout it names the plugin's folder: what is not published has no extra on an index.
+
+def extra_command(extra: str) -> str:
+    """What installs an extra of nanovllm-core, one of `KNOWN_DISTRIBUTIONS`.
+
+    From a checkout it names the distributions' folders: what is not published has no extra on an
+    index.
     """
-    extra = KNOWN_EXTRAS[kind, name]
-    folder = CHECKOUT / "plugins" / f"{kind}_{extra}"
+    folders = [CHECKOUT / "plugins" / name for name in KNOWN_DISTRIBUTIONS[extra]]
+    if all(map(_holds_its_distribution, folders)):
+        return " ".join(("pip install", *(f"-e {shlex.quote(str(folder))}" for folder in folders)))
+    return f'pip install "nanovllm-core[{extra}]"'
+
+
+def _holds_its_distribution(folder: Path) -> bool:
+    """Whether it is a folder of this project, and no other of that name."""
     try:
         project = (folder / "pyproject.toml").read_text(encoding="utf-8")
     except OSError:
-        project = ""
-    if f'\nname = "nanovllm-{kind}-{extra}"\n' in project:
-        return f"pip install -e {shlex.quote(str(folder))}"
-    return f'pip install "nanovllm-core[{extra}]"'
+        return False
+    return f'\nname = "nanovllm-{folder.name.replace("_", "-")}"\n' in project
 
 
 def select_disabled(

@@ -30,8 +30,9 @@ class Kind:
     """A kind of plugin.
 
     Its entry points are in `group`; `hook` returns its specs, of the type `spec`. `contract` is the
-    current version of its contract, `conformance` the suite that its plugins must pass,
-    `"package.module:Class"`.
+    current version of its contract. `conformance` is the suite that plugins of a declared kind must
+    pass, `"package.module:Class"`; those of the core's kinds are registered in the group
+    `nanovllm.suites`.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Kind:
     hook: str
     spec: type[PluginSpec]
     contract: int
-    conformance: str
+    conformance: str = ""
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -52,7 +53,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_attention",
                 spec=AttentionSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.attention:AttentionConformance",
             ),
             Kind(
                 name="scheduler",
@@ -60,7 +60,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_schedulers",
                 spec=SchedulerSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.scheduler:SchedulerConformance",
             ),
             Kind(
                 name="model",
@@ -68,7 +67,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_models",
                 spec=ModelSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.model:ModelConformance",
             ),
             Kind(
                 name="checkpoint",
@@ -76,7 +74,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_checkpoints",
                 spec=CheckpointSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.checkpoint:CheckpointConformance",
             ),
             Kind(
                 name="executor",
@@ -84,7 +81,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_executors",
                 spec=ExecutorSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.executor:ExecutorConformance",
             ),
             Kind(
                 name="sampler",
@@ -92,7 +88,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_samplers",
                 spec=SamplerSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.sampler:SamplerConformance",
             ),
             Kind(
                 name="logits_processor",
@@ -100,7 +95,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_logits_processors",
                 spec=LogitsProcessorSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.logits_processor:LogitsProcessorConformance",
             ),
             Kind(
                 name="observer",
@@ -108,7 +102,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_observers",
                 spec=ObserverSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.observer:ObserverConformance",
             ),
             Kind(
                 name="kernels",
@@ -116,7 +109,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 hook="nanovllm_kernels",
                 spec=KernelSetSpec,
                 contract=1,
-                conformance="nanovllm_core.testing.kernels:KernelSetConformance",
             ),
         )
     }

@@ -6,3 +6,8 @@ Knows rows, pages and token ids; knows nothing of requests or text. The public d
 from nanovllm_core.worker.executor import (
     SingleProcessExecutor as SingleProcessExecutor,
 )
+from nanovllm_core.worker.weights import (
+    INDEX_NAME as INDEX_NAME,
+    init_dummy_weights as init_dummy_weights,
+    load_weights as load_weights,
+)

@@ -15,7 +15,7 @@ import nanovllm_core
 ROOT = Path(__file__).parents[2]
 LISTING = runpy.run_path(str(Path(__file__).parent / "listing.py"))
 DOORS, names_of = LISTING["DOORS"], LISTING["public_names"]
-ALLOWED = (*(door.__name__ for door in DOORS), "nanovllm_core.testing")
+ALLOWED = (*(door.__name__ for door in DOORS), "nanovllm_kit")
 PLUGINS = sorted(
     file.parent
     for place in ("plugins", "examples/plugins")
@@ -72,7 +72,7 @@ def imports_of_the_core(file: Path) -> Iterator[str]:
 
 def is_public(module: str) -> bool:
     """A door itself, or any module of the suites."""
-    return module in ALLOWED or module.startswith("nanovllm_core.testing.")
+    return module in ALLOWED or module.startswith("nanovllm_kit.")
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)

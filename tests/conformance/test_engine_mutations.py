@@ -16,7 +16,7 @@ ENGINE = Subject(
     suite="""
 import pytest
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
-from nanovllm_core.testing import PluginUnderTest, SchedulerConformance
+from nanovllm_kit import PluginUnderTest, SchedulerConformance
 from COPY import Engine, FcfsPolicy
 
 class TestCopy(SchedulerConformance):

@@ -29,13 +29,13 @@ from nanovllm_core.interfaces.scheduler import (
 )
 from nanovllm_core.interfaces.specs import NoOptions, ObserverSpec, SchedulerSpec
 from nanovllm_core.registry.manager import get_plugin_manager
-from nanovllm_core.testing import (
+from nanovllm_kit import (
     ObserverConformance,
     PluginUnderTest,
     SchedulerConformance,
     SchedulingPolicyConformance,
 )
-from nanovllm_core.testing.observer import IN_THE_QUEUE, told_by_an_engine
+from nanovllm_kit.observer import IN_THE_QUEUE, told_by_an_engine
 
 
 class ByLabel(SchedulingPolicy):

@@ -22,14 +22,14 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulingPolicy,
 )
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
-from nanovllm_core.testing import (
+from nanovllm_kit import (
     PluginUnderTest,
     SchedulerConformance,
     SchedulingPolicyConformance,
     installed_plugin,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
-from nanovllm_core.testing.scheduler_watch import (
+from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.scheduler_watch import (
     Decision,
     gives_real_work,
     keeps_the_budget,

@@ -9,12 +9,12 @@ import pytest
 from nanovllm_core.errors import PluginFailedError, SchedulerError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
-from nanovllm_core.testing import (
+from nanovllm_kit import (
     PluginUnderTest,
     SchedulerConformance,
     SchedulingPolicyConformance,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 from . import wrong_schedulers as wrong
 

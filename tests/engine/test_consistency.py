@@ -11,7 +11,7 @@ from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.seeds import derive_seed
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 Break = Callable[[Harness, Request], None]
 

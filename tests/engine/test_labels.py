@@ -27,8 +27,8 @@ from nanovllm_core.interfaces.request_labels import (
 )
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
-from nanovllm_core.testing.engine_harness import Harness, Letters, Setting
-from nanovllm_core.testing.traffic import Traffic, drive, traffic
+from nanovllm_kit.engine_harness import Harness, Letters, Setting
+from nanovllm_kit.traffic import Traffic, drive, traffic
 
 TENANT = {"tenant": "acme", "deadline": "2031-01-01"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 DEPTHS = (0, 1, 2, 3)
 

@@ -18,8 +18,8 @@ from nanovllm_core.interfaces.scheduler import (
     Scheduler,
     SchedulerState,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
-from nanovllm_core.testing.traffic import arrivals, drive, engine_settings
+from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.traffic import arrivals, drive, engine_settings
 
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

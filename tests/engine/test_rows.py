@@ -11,7 +11,7 @@ from nanovllm_core.interfaces.scheduler import (
     Scheduler,
     SchedulerState,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 
 def greedy(max_tokens: int) -> SamplingParams:

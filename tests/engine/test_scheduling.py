@@ -21,7 +21,7 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulerState,
     SchedulingPolicy,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -12,8 +12,8 @@ from torch import Tensor
 from nanovllm_core.api import QKPrep
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.kernels.reference import store_unless_padded
-from nanovllm_core.testing.numerics import assert_close_report
-from nanovllm_core.testing.recording import record
+from nanovllm_kit.numerics import assert_close_report
+from nanovllm_kit.recording import record
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

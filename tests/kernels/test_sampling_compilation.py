@@ -9,8 +9,8 @@ from nanovllm_core.kernels import (
     sampling_triton as sampling,
     truncation_triton as truncation,
 )
-from nanovllm_core.testing.aot import AotJob, AotReport
-from nanovllm_core.testing.registers import assert_within_list, compile_jobs
+from nanovllm_kit.aot import AotJob, AotReport
+from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 MODULE = sampling.__name__
 CONSTANTS = {

@@ -21,8 +21,8 @@ from nanovllm_core.layers import (
     decoder,
     refuse_unless,
 )
-from nanovllm_core.testing.model_weights import assert_same_logits
-from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
+from nanovllm_kit.model_weights import assert_same_logits
+from nanovllm_kit.reference_model import ReferenceCheckpoint, load_model, run_model
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 131,

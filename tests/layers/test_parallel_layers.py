@@ -29,8 +29,8 @@ from nanovllm_core.layers import (
     norm_linear,
 )
 from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers
-from nanovllm_core.testing.numerics import assert_close_report
-from nanovllm_core.testing.ranks import run_ranks
+from nanovllm_kit.numerics import assert_close_report
+from nanovllm_kit.ranks import run_ranks
 
 CPU = torch.device("cpu")
 RANKS = [1, 2, 4]

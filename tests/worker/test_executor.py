@@ -27,9 +27,9 @@ from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, 
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import Attention
 from nanovllm_core.selection.startup import start
-from nanovllm_core.testing.dense_attention import DenseRuntime
 from nanovllm_core.worker.kv_cache import KVCache
 from nanovllm_core.worker.model import LoadedModel, load_model
+from nanovllm_kit.dense_attention import DenseRuntime
 
 from ..e2e.tiny import Reference, write_checkpoint, write_config
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm_attention_sdpa.backend import SdpaAttention
 from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from nanovllm_core.api import InconsistentStateError, UnsupportedError
-from nanovllm_core.testing.paged_attention import PagedCase, make_case
+from nanovllm_kit.paged_attention import PagedCase, make_case
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

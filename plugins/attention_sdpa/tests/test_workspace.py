@@ -22,7 +22,7 @@ from nanovllm_attention_sdpa.workspace import (
     slot_bytes,
 )
 from nanovllm_core.api import AttentionConfig, InconsistentStateError, UnsupportedError
-from nanovllm_core.testing.paged_attention import make_case
+from nanovllm_kit.paged_attention import make_case
 
 
 @settings(max_examples=200, deadline=None)

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from nanovllm_core.testing.numerics import assert_close_report
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan, choose
+from nanovllm_kit.numerics import assert_close_report
 
 BANDWIDTH = 4.3e12
 """Bytes per second that a copy reaches on an H200."""

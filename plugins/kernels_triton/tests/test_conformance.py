@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm_core.testing import KernelSetConformance, PluginUnderTest, plugin_under_test
 from nanovllm_kernels_triton.plugin import nanovllm_kernels
+from nanovllm_kit import KernelSetConformance, PluginUnderTest, plugin_under_test
 
 CUDA = torch.cuda.is_available()
 

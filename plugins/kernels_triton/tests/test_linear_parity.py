@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.testing.numerics import assert_close_report
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
@@ -21,6 +20,7 @@ from nanovllm_kernels_triton.linear_choice import (
     VectorPlan,
     choose,
 )
+from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanovllm_core.api import KernelSet, QKPrep
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.testing.numerics import assert_close_report
 from nanovllm_kernels_triton.kernel_set import TritonKernels
+from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
