@@ -316,7 +316,7 @@ def check_kernels(manager: PluginManager, requirements: AttentionRequirements) -
     try:
         selection = select_kernels(manager, choice, kernel_target(requirements))
     except NanoVLLMError as error:
-        remedy = f"take {REFERENCE} out of plugins.disable, or choose kernels: auto"
+        remedy = f"choose kernels: auto, and take {REFERENCE} out of plugins.disable"
         return [DoctorCheck("kernels", False, str(error), remedy, fatal=True)]
     if selection.warning:
         return [DoctorCheck("kernels", False, selection.warning, selection.remedy)]

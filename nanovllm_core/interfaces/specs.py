@@ -147,8 +147,8 @@ class KernelSetSpec(PluginSpec):
 
     `devices` are the types of torch devices that it runs on, `dtypes` what it computes in,
     `min_compute_capability` the oldest GPU. Of the sets that fit, `kernels: auto` takes the one of
-    the highest `rank`: the core's `torch`, which fits everywhere, has 10, `triton` 50. A set of a
-    rank below 10 serves only where it is named.
+    the highest `rank`: the core's `torch`, which fits everywhere, has 10, `triton` 50. A set of
+    rank 0 serves only where it is named.
     """
 
     devices: frozenset[str]

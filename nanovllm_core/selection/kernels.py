@@ -103,28 +103,29 @@ def able_sets(
 
 def _best(plugins: PluginManager, target: KernelTarget) -> KernelSelection:
     """The able set of the highest rank, and what speaks against each other one."""
-    able, unable = able_sets(plugins, target)
-    if not able:
-        reasons = [f"{name}: {why}" for name, why in unable.items()]
+    able, others = able_sets(plugins, target)
+    unranked = [one.chosen.name for one in able if one.rank < 1]
+    others |= dict.fromkeys(unranked, "it can serve where it is named: it states no rank above 0")
+    ranked = [one for one in able if one.rank > 0]
+    if not ranked:
+        reasons = [f"{name}: {why}" for name, why in others.items()]
         raise UnsupportedError(
-            f"no kernel set can serve {target.device} in {target.dtype}. "
+            f"kernels auto: no set can serve {target.device} in {target.dtype}. "
             f"{'; '.join(reasons) or 'None is installed'}. The core's own, {REFERENCE!r}, can: "
-            "take it out of plugins.disable",
+            f"take {REFERENCE} out of plugins.disable",
             reasons,
         )
-    best, *rest = able
+    best, *rest = ranked
     name = best.chosen.name
-    beaten = {
-        one.chosen.name: f"it can serve, but its rank {one.rank} is not above {name}'s {best.rank}"
-        for one in rest
-    }
-    others = unable | beaten
-    if name != REFERENCE or rest or not target.device.startswith("cuda"):
+    for one in rest:
+        beaten = f"it can serve, but its rank {one.rank} is not above {name}'s {best.rank}"
+        others[one.chosen.name] = beaten
+    if name != REFERENCE or not target.device.startswith("cuda"):
         return KernelSelection(best.chosen, best.rank, others)
-    why, remedy = _missing(plugins, unable)
+    why, remedy = _missing(plugins, others)
     warning = (
         f"{target.device} runs on the kernel set {REFERENCE!r}, one torch operation after another, "
-        f"for no other set fits: {FUSED}: {why}"
+        f"for no set of a higher rank fits; {FUSED}: {why}"
     )
     return KernelSelection(best.chosen, best.rank, {FUSED: why} | others, warning, remedy)
 
