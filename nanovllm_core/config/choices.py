@@ -167,8 +167,9 @@ class KernelSettings(NamedPlugin):
     name: str = Field(
         default="auto",
         min_length=1,
-        description="The kernel set, by name. `auto` is `triton` on a GPU and `torch`, the plain "
-        "reference, on a CPU; a set of another distribution is used only where it is named.",
+        description="The kernel set, by name. `auto` takes the installed one of the highest rank "
+        "that fits the device and the dtype, such as `triton` on a GPU and `torch`, the plain "
+        "reference, on a CPU, and says why not the others.",
     )
 
 

@@ -17,8 +17,14 @@ from typing import Any
 from nanovllm_core import __version__
 from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.sources import load_config
-from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses, typical_requirements
-from nanovllm_core.errors import PluginError, did_you_mean
+from nanovllm_core.diagnostics.status import (
+    PluginStatus,
+    kernel_target,
+    plugin_statuses,
+    typical_requirements,
+)
+from nanovllm_core.errors import NanoVLLMError, PluginError, did_you_mean
+from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.registry.checks import CORE, core_requirement
 from nanovllm_core.registry.discovery import (
@@ -32,7 +38,7 @@ from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP, KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
-from nanovllm_core.selection.plugins import kernel_set_name
+from nanovllm_core.selection.kernels import REFERENCE, select_kernels
 
 
 def examine() -> list[DoctorCheck]:
@@ -55,7 +61,8 @@ def examine() -> list[DoctorCheck]:
     told = {check.name for check in conflicts}
     checks += conflicts
     checks += [check_plugin(manager, one) for one in statuses if _label(one) not in told]
-    return checks + check_defaults(statuses, requirements.device) + ask_plugins(manager)
+    checks += check_defaults(statuses) + check_kernels(manager, requirements)
+    return checks + ask_plugins(manager)
 
 
 def next_steps(checks: Iterable[DoctorCheck]) -> list[str]:
@@ -279,7 +286,7 @@ def _label(status: PluginStatus) -> str:
     return f"{status.plugin.kind} {status.plugin.name}"
 
 
-def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[DoctorCheck]:
+def check_defaults(statuses: Sequence[PluginStatus]) -> list[DoctorCheck]:
     """Whether something can be generated: a model, attention, and what no configuration names."""
     ready = {(s.plugin.kind, s.plugin.name) for s in statuses if s.state == "ready"}
     kinds = {kind for kind, _ in ready}
@@ -290,15 +297,28 @@ def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[Doctor
     ]
     config = load_config("none")
     for kind in KINDS.values():
-        if kind.is_needed or not kind.choice:
+        if not kind.choice:
             continue
         for _, choice in plugins_named(getattr(config, kind.choice), kind.choice):
-            name = kernel_set_name(config.kernels, device) if choice.is_auto else choice.plugin
-            if (kind.name, name) not in ready:
+            name = choice.plugin
+            if not choice.is_auto and (kind.name, name) not in ready:
                 detail = f"{kind.name} {name!r} is chosen where no file chooses, and cannot be used"
                 remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"
                 checks.append(DoctorCheck(kind.name, False, detail, remedy, fatal=True))
     return checks
+
+
+def check_kernels(manager: PluginManager, requirements: AttentionRequirements) -> list[DoctorCheck]:
+    """Whether layers can run where no file chooses, and whether a GPU has a set built for it."""
+    choice = load_config("none").kernels
+    try:
+        selection = select_kernels(manager, choice, kernel_target(requirements))
+    except NanoVLLMError as error:
+        remedy = f"choose kernels: auto, and take {REFERENCE} out of plugins.disable"
+        return [DoctorCheck("kernels", False, str(error), remedy, fatal=True)]
+    if selection.warning:
+        return [DoctorCheck("kernels", False, selection.warning, selection.remedy)]
+    return []
 
 
 def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:

@@ -177,16 +177,22 @@ def _pages(view: View, name: str) -> Seam:
     return Seam(name, chosen, view.said("cache.block_size", "" if given else automatic))
 
 
+def _kernels(view: View, name: str) -> Seam:
+    selection, automatic = view.decisions.kernels, ""
+    if view.config.kernels.is_auto:
+        automatic = f"auto: rank {selection.rank}, the highest of those that fit"
+    chosen = selection.chosen
+    others = view.other_plugins(chosen.kind, chosen.name) | dict(selection.others)
+    return Seam(name, _label(chosen), view.said("kernels.name", automatic), others)
+
+
 def _named(view: View, name: str, kind: Kind) -> Seam:
     """The plugins of a kind that the configuration names one by one."""
     chosen = view.decisions.named(kind.name)
     choices = getattr(view.config, kind.choice)
-    path, automatic = kind.choice, ""
-    if isinstance(choices, PluginChoice):
-        path = f"{path}.{choices.KEY}"
-        automatic = f"auto: the core's own for {view.decisions.device}" if choices.is_auto else ""
+    path = f"{kind.choice}.{choices.KEY}" if isinstance(choices, PluginChoice) else kind.choice
     others = view.other_plugins(kind.name, *(one.name for one in chosen))
-    return Seam(name, "; ".join(map(_label, chosen)) or "none", view.said(path, automatic), others)
+    return Seam(name, "; ".join(map(_label, chosen)) or "none", view.said(path), others)
 
 
 def _extensions(view: View, name: str) -> Seam:
@@ -247,6 +253,7 @@ VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
     "attention, decode": partial(_attention, phase="decode"),
     "KV pages": _pages,
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
+    "kernels": _kernels,
     "sampling defaults": _sampling_defaults,
     "CUDA graphs": _graphs,
     "longest sequence": _length,

@@ -155,8 +155,14 @@ class ObserverSpec(PluginSpec):
 class KernelSetSpec(DeviceSpec):
     """A kernel set. `impl` makes a `KernelSet` from the options and a `torch.device`.
 
-    `kernels: auto` takes only the core's own sets, so another one is used where it is named.
+    `dtypes` are what it computes in, `min_compute_capability` is the oldest GPU. Of the sets that
+    fit, `kernels: auto` takes the one of the highest `rank`: the core's `torch`, which fits
+    everywhere, has 10, `triton` 50. A set of rank 0 serves only where it is named.
     """
+
+    dtypes: frozenset[str] = frozenset({"float32", "float16", "bfloat16"})
+    min_compute_capability: tuple[int, int] | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,7 @@ _OURS = (
         f"{INTERFACES}.kernels:KernelSet",
         plural="kernels",
         choice="kernels",
+        extras={"triton": "triton"},
     ),
     Kind("sampler", SamplerSpec, f"{INTERFACES}.sampler:Sampler", choice="sampler"),
     Kind(

@@ -10,7 +10,12 @@ from nanovllm_core.selection.checkpoint import (
 )
 from nanovllm_core.selection.decisions import (
     Decisions as Decisions,
+    compute_capability as compute_capability,
     resolve_device as resolve_device,
+)
+from nanovllm_core.selection.kernels import (
+    KernelTarget as KernelTarget,
+    select_kernels as select_kernels,
 )
 from nanovllm_core.selection.model import (
     read_model_config as read_model_config,

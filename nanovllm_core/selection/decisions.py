@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from nanovllm_core.config.choices import plugins_named
+from nanovllm_core.config.choices import AUTO, plugins_named
 from nanovllm_core.config.settings import FIT, EngineConfig, check_device
 from nanovllm_core.errors import ConfigError, DeviceError, NanoVLLMError, shown
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
@@ -24,6 +24,7 @@ from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.attention import Selection, select_attention
 from nanovllm_core.selection.checkpoint import CheckpointSource, fetch_checkpoint, find_source
 from nanovllm_core.selection.generation_config import read_sampling_defaults
+from nanovllm_core.selection.kernels import KernelSelection, KernelTarget, select_kernels
 from nanovllm_core.selection.model import (
     find_model,
     read_architecture,
@@ -31,7 +32,7 @@ from nanovllm_core.selection.model import (
     read_shape,
     resolve_max_model_len,
 )
-from nanovllm_core.selection.plugins import select_executor, select_kernels, select_sampler
+from nanovllm_core.selection.plugins import select_executor, select_sampler
 
 T = TypeVar("T")
 
@@ -102,7 +103,8 @@ class Decisions:
     @decision
     def dtype(self) -> str:
         """The number format of weights and computation."""
-        return resolve_dtype(self.config.dtype, self.device, self.model_config)
+        follows = self.config.dtype == AUTO and self.device != "cpu"
+        return resolve_dtype(self.config.dtype, self.device, self.model_config if follows else {})
 
     @property
     def cuda_graphs(self) -> bool:
@@ -111,11 +113,6 @@ class Decisions:
 
     def requirements(self, phase: Phase) -> AttentionRequirements:
         """What one phase asks of a backend."""
-        capability = None
-        if self.device.startswith("cuda"):
-            import torch
-
-            capability = torch.cuda.get_device_capability(self.device)
         return AttentionRequirements(
             phase=phase,
             device=self.device.split(":")[0],
@@ -123,7 +120,7 @@ class Decisions:
             num_heads=self.shape.num_heads,
             num_kv_heads=self.shape.num_kv_heads,
             head_size=self.shape.head_size,
-            compute_capability=capability,
+            compute_capability=compute_capability(self.device),
             cuda_graphs=self.cuda_graphs and phase == "decode",
             block_size=self.config.cache.block_size,
             sliding_window=self.shape.sliding_window is not None,
@@ -148,6 +145,13 @@ class Decisions:
 
             check_one_sequence_fits(blocks, block_size, self.max_model_len, given=True)
         return block_size
+
+    @decision
+    def kernels(self) -> KernelSelection:
+        """The kernel set, and why that one."""
+        capability = compute_capability(self.device)
+        target = KernelTarget(device=self.device, dtype=self.dtype, compute_capability=capability)
+        return select_kernels(self.plugins, self.config.kernels, target)
 
     def named(self, kind: str) -> tuple[ResolvedPlugin, ...]:
         """The plugins of a kind, but for attention, that the configuration names.
@@ -223,6 +227,15 @@ def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> s
     return stored
 
 
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Of a GPU ("cuda:0"), such as (9, 0); None of a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability(device)
+
+
 def prompt_graph_sizes(config: EngineConfig, attention: Selection, device: str) -> tuple[int, ...]:
     """The prompt tokens that steps are padded to, so that they can be captured.
 
@@ -258,7 +271,7 @@ def _choose(decisions: Decisions, kind: str) -> tuple[ResolvedPlugin, ...]:
 
 
 CHOOSERS: Mapping[str, Callable[[Decisions], ResolvedPlugin]] = {
-    "kernels": lambda d: select_kernels(d.plugins, d.config.kernels, d.device),
+    "kernels": lambda d: d.kernels.chosen,
     "sampler": lambda d: select_sampler(d.plugins, d.config.sampler, d.device, d.cuda_graphs),
     "executor": lambda d: select_executor(d.plugins, d.config),
 }

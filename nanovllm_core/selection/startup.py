@@ -37,6 +37,8 @@ class Startup:
     """By a label that names the plugin and its distribution."""
     sampling_defaults: Mapping[str, float]
     """The checkpoint's, by field of `SamplingParams`."""
+    choices: tuple[str, ...]
+    """Why these attention backends and this kernel set: the lines of the log."""
 
 
 def start(config: EngineConfig) -> Startup:
@@ -44,8 +46,12 @@ def start(config: EngineConfig) -> Startup:
     decisions = Decisions(config)
     for decide in SEQUENCE.values():
         decide(decisions)
-    for line in decisions.attention.report:
+    attention, kernels = decisions.attention, decisions.kernels
+    choices = (*attention.report, *kernels.report)
+    for line in choices:
         logger.info(line)
+    if kernels.warning:
+        logger.warning("%s; %s", kernels.warning, kernels.remedy)
     if decisions.sampling_defaults:
         defaults = describe_defaults(decisions.sampling_defaults)
         logger.info("sampling defaults of the checkpoint: %s", defaults)
@@ -65,6 +71,7 @@ def start(config: EngineConfig) -> Startup:
         },
         observers=make_observers(plugins, decisions.named("observer"), config),
         sampling_defaults=decisions.sampling_defaults,
+        choices=choices,
     )
 
 
