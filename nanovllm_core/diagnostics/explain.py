@@ -137,16 +137,17 @@ def _device(view: View, name: str) -> Seam:
 
 
 def _dtype(view: View, name: str) -> Seam:
-    automatic = ""
-    if view.config.dtype == AUTO:
+    chosen = view.decisions.dtype
+    if view.config.dtype != AUTO:
+        return Seam(name, chosen, view.said("dtype"))
+    try:
         config = view.decisions.model_config
-        stored = config.get("dtype") or config.get("torch_dtype")
-        automatic = (
-            f"auto: float32 on a CPU (the checkpoint says {stored})"
-            if view.decisions.device == "cpu"
-            else f"auto: as the checkpoint says ({stored or 'nothing, so bfloat16'})"
-        )
-    return Seam(name, view.decisions.dtype, view.said("dtype", automatic))
+    except NanoVLLMError:  # a CPU computes in float32, whatever the checkpoint says
+        return Seam(name, chosen, "auto: float32 on a CPU")
+    stored = config.get("dtype") or config.get("torch_dtype")
+    if view.decisions.device == "cpu":
+        return Seam(name, chosen, f"auto: float32 on a CPU (the checkpoint says {stored})")
+    return Seam(name, chosen, f"auto: as the checkpoint says ({stored or 'nothing, so bfloat16'})")
 
 
 def _attention(view: View, name: str, phase: Phase) -> Seam:
