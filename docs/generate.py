@@ -27,7 +27,7 @@ from contract_tables import (
     share_table,
     state_table,
 )
-from results_tables import ATTENTION, PERFORMANCE, Results, table
+from results_tables import ATTENTION, PERFORMANCE, README, Results, table
 from settings_tables import allowed, default, field_tables, flat_keywords, sampling_table
 
 from nanovllm_attention_flash.providers import PROVIDERS
@@ -369,6 +369,7 @@ def job(tokens: int, arrival_step: int) -> Any:
 
 
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "../README.md": measured(README),
     "configuration.md": TABLES,
     "capabilities.md": {
         "capabilities": capability_table,
