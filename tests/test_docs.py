@@ -482,9 +482,9 @@ def test_the_plugins_of_the_document_install_load_and_do_what_it_says(
     file = str(shown_plugins / "engine.yaml")
     with LLM(config_file=file, plugins=plugins, **small) as llm:
         [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=4), use_tqdm=False)
-        pages = llm.info.num_blocks
+        blocks = llm.info.num_blocks
     assert output.token_ids
-    assert f": {pages} pages of" in capsys.readouterr().out
+    assert f": {blocks} blocks of" in capsys.readouterr().out
 
     monkeypatch.setenv("NANOVLLM_PLUGINS__ENABLE", "[hello]")
     assert CliRunner().invoke(make_app(), ["hello"]).stdout == "hello\n"
