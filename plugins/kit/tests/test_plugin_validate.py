@@ -166,15 +166,6 @@ def test_a_kind_s_suite_must_be_there(old: str, new: str, said: str, tmp_path: P
     assert validate(str(folder)).exit_code == 1
 
 
-def test_without_pytest_a_kind_s_suite_is_not_judged(tmp_path: Path) -> None:
-    """It is for who tests; a note says what to install."""
-    folder = new_plugin("kind", "sink", tmp_path)
-    (folder / "pytest.py").write_text("raise ModuleNotFoundError('hidden', name='pytest')")
-    [found] = wrong(folder)
-    assert 'pip install "nanovllm-core[testing]"' in found
-    assert validate(str(folder)).exit_code == 0
-
-
 def test_a_package_that_declares_a_kind_and_uses_it_is_right_before_it_is_installed(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.errors import ConfigError, NanoVLLMError, PluginError, PluginNotFoundError
+from nanovllm_core.errors import ConfigError, NanoVLLMError, PluginNotFoundError
 
 Install = Callable[..., None]
 
@@ -540,17 +540,9 @@ def test_an_option_that_cannot_be_read_is_refused() -> None:
     assert "must be KEY=VALUE" in str(refused("fcfs", "--option", "ageing"))
 
 
-def test_without_pytest_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pytest", None)
-    error = refused("sdpa")
-    assert isinstance(error, PluginError)
-    assert 'pip install "nanovllm-core[testing]"' in str(error)
-
-
 HEADS_ALONE = """
 from nanovllm_core.api import ModelSpec, hookimpl
-from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, positive_int
-from nanovllm_core.layers import refuse_unless
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, positive_int, refuse_unless
 
 @hookimpl
 def nanovllm_models():

@@ -54,9 +54,7 @@ class MyPluginBackend(AttentionBackend):
             if num_keys:
                 pages_M = metadata.block_table[row]
                 one = slice(row, row + 1)
-                out_BHD[one] = self._attend(
-                    q_BHD[one], k_cache, v_cache, pages_M, num_keys
-                )
+                out_BHD[one] = self._attend(q_BHD[one], k_cache, v_cache, pages_M, num_keys)
 
     def run_prefill(
         self,
@@ -69,23 +67,14 @@ class MyPluginBackend(AttentionBackend):
         """Chunks of prompts, packed; the queries of a chunk are the last of its sequence."""
         bounds = pairwise(metadata.query_start_loc.tolist())
         seq_lens = metadata.seq_lens.tolist()
-        for row, ((start, stop), num_keys) in enumerate(
-            zip(bounds, seq_lens, strict=True)
-        ):
+        for row, ((start, stop), num_keys) in enumerate(zip(bounds, seq_lens, strict=True)):
             if start < stop:
                 pages_M = metadata.block_table[row]
                 chunk = slice(start, stop)
-                out_THD[chunk] = self._attend(
-                    q_THD[chunk], k_cache, v_cache, pages_M, num_keys
-                )
+                out_THD[chunk] = self._attend(q_THD[chunk], k_cache, v_cache, pages_M, num_keys)
 
     def _attend(
-        self,
-        q_QHD: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        pages_M: Tensor,
-        num_keys: int,
+        self, q_QHD: Tensor, k_cache: Tensor, v_cache: Tensor, pages_M: Tensor, num_keys: int
     ) -> Tensor:
         """Causal attention of a sequence's last Q positions to all its keys, [Q, H, D]."""
         used = pages_M[: -(-num_keys // self.config.block_size)].long()

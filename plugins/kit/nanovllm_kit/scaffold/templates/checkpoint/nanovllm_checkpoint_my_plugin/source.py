@@ -50,10 +50,7 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 def _checkpoint_in(folder: Path, archive: Path) -> Path:
     """Where config.json lies: at the top, or in the one folder that was packed."""
-    found = [
-        file.parent
-        for file in (*folder.glob("config.json"), *folder.glob("*/config.json"))
-    ]
+    found = [file.parent for file in (*folder.glob("config.json"), *folder.glob("*/config.json"))]
     if len(found) != 1:
         raise CheckpointNotFoundError(
             f"model: {archive} holds {len(found)} files config.json at the top or one folder down; "

@@ -46,9 +46,7 @@ def test_an_archive_is_unpacked_once(tmp_path: Path) -> None:
     folder = find(str(archive))
     (folder / "mark").touch()
     assert (find(str(archive)) / "mark").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [archive.name, folder.name]
-    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([archive.name, folder.name])
 
 
 def test_another_archive_of_the_same_name_is_another_checkpoint(tmp_path: Path) -> None:
@@ -56,14 +54,10 @@ def test_another_archive_of_the_same_name_is_another_checkpoint(tmp_path: Path) 
     find(str(archive))
     pack(archive, "", 16)
     os.utime(archive, ns=(1, 1))
-    assert json.loads((find(str(archive)) / "config.json").read_text()) == {
-        "hidden_size": 16
-    }
+    assert json.loads((find(str(archive)) / "config.json").read_text()) == {"hidden_size": 16}
 
 
-def test_what_is_no_archive_of_one_checkpoint_is_named_with_a_remedy(
-    tmp_path: Path,
-) -> None:
+def test_what_is_no_archive_of_one_checkpoint_is_named_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="give the path of one"):
         find(str(tmp_path / "none.zip"))
     with pytest.raises(CheckpointNotFoundError, match="holds 0 files"):

@@ -11,14 +11,7 @@ from collections import deque
 from time import perf_counter
 from typing import TextIO
 
-from nanovllm_core.api import (
-    ConfigError,
-    Executor,
-    StepPlan,
-    StepResult,
-    WorkerInfo,
-    WorkerSetup,
-)
+from nanovllm_core.api import ConfigError, Executor, StepPlan, StepResult, WorkerInfo, WorkerSetup
 from nanovllm_core.worker import SingleProcessExecutor
 
 from nanovllm_executor_my_plugin.plugin import MyPluginOptions
@@ -64,9 +57,7 @@ class MyPluginExecutor(Executor):
         self._steps += 1
         self._seconds += seconds
         if self._file is not None:
-            self._file.write(
-                f"{plan.num_tokens},{len(plan.sampled_rows)},{seconds:.6f}\n"
-            )
+            self._file.write(f"{plan.num_tokens},{len(plan.sampled_rows)},{seconds:.6f}\n")
         return result
 
     def close(self) -> None:

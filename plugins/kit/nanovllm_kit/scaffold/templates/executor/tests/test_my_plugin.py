@@ -39,9 +39,6 @@ def test_the_file_gets_a_line_for_each_step(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
-    executor = {
-        "name": SPEC.name,
-        "options": {"csv": str(tmp_path / "none" / "steps.csv")},
-    }
+    executor = {"name": SPEC.name, "options": {"csv": str(tmp_path / "none" / "steps.csv")}}
     with pytest.raises(ConfigError, match=r"executor\.options\.csv"):
         LLM("demo", executor=executor, **SMALL)

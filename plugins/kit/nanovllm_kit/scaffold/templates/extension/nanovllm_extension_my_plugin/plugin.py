@@ -25,9 +25,7 @@ class MyPluginOptions(BaseModel):
 
     folder: str = Field(default="~", description="A folder on the disk that fills up.")
     min_free_gib: float = Field(
-        default=1.0,
-        ge=0,
-        description="An engine does not start with less room than this, in GiB.",
+        default=1.0, ge=0, description="An engine does not start with less room than this, in GiB."
     )
 
 
@@ -35,9 +33,7 @@ def free_gib(folder: str) -> float:
     """The room on the disk of a folder, in GiB; ConfigError where there is no such folder."""
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise ConfigError(
-            f"plugins.options.{NAME}.folder: {folder!r} is no folder; name one"
-        )
+        raise ConfigError(f"plugins.options.{NAME}.folder: {folder!r} is no folder; name one")
     return shutil.disk_usage(path).free / GIB
 
 
@@ -63,9 +59,7 @@ def nanovllm_cli(app: typer.Typer) -> None:
 
     @app.command("my-plugin")
     def command(
-        folder: Annotated[
-            str, typer.Argument(help="A folder on the disk in question.")
-        ] = "~",
+        folder: Annotated[str, typer.Argument(help="A folder on the disk in question.")] = "~",
     ) -> None:
         """Print the room that is left on a disk."""
         print(f"{free_gib(folder):.1f} GiB free")

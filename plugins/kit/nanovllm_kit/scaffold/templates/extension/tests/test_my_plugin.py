@@ -47,9 +47,7 @@ def test_the_command_prints_what_is_free(tmp_path: Path) -> None:
     plugin.nanovllm_cli(app)
     result = CliRunner().invoke(app, [str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert float(result.output.split()[0]) == pytest.approx(
-        plugin.free_gib(str(tmp_path)), abs=1
-    )
+    assert float(result.output.split()[0]) == pytest.approx(plugin.free_gib(str(tmp_path)), abs=1)
 
 
 def test_the_doctor_is_told_what_is_free() -> None:

@@ -37,9 +37,7 @@ class MyPluginKernels:
         gate_TF, up_TF = gate_up_T2F.to(self._compute).chunk(2, dim=-1)
         return (silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
 
-    def linear(
-        self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
         y_TX = self._product(x_TE, weight_XE).to(x_TE.dtype)
         return y_TX if out_TX is None else out_TX.copy_(y_TX)
 
@@ -53,9 +51,7 @@ class MyPluginKernels:
     ) -> Tensor:
         return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE))
 
-    def linear_add(
-        self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor
-    ) -> Tensor:
+    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
         """Rounded once, after the addition. The residual's memory is used for the result."""
         return residual_TE.copy_(self._product(x_TF, weight_EF) + residual_TE)
 

@@ -15,9 +15,7 @@ class MyPluginObserver(StepObserver):
         super().__init__(options, context)
         plugins = context.plugins
         chosen = [
-            plugins.resolve(
-                KIND.name, name, given, path=f"observers.{KIND.name}.use.{name}"
-            )
+            plugins.resolve(KIND.name, name, given, path=f"observers.{KIND.name}.use.{name}")
             for name, given in options.use.items()
         ]
         # All options are checked before the first is made.

@@ -31,9 +31,7 @@ class JsonlOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(
-        default="steps.jsonl", description="The file that gets a line per step."
-    )
+    path: str = Field(default="steps.jsonl", description="The file that gets a line per step.")
 
 
 JSONL = StepSinkSpec(

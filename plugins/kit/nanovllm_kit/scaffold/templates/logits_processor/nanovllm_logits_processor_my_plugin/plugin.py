@@ -24,14 +24,9 @@ class RequestArguments(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    window: int = Field(
-        default=64, ge=1, description="How many of the last tokens count."
-    )
+    window: int = Field(default=64, ge=1, description="How many of the last tokens count.")
     penalty: float = Field(
-        default=1.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="What is taken off their logits.",
+        default=1.0, ge=0, allow_inf_nan=False, description="What is taken off their logits."
     )
 
 

@@ -53,33 +53,12 @@ def lowered(known: list[int], window: int, per_occurrence: bool) -> Tensor:
 
 def test_the_ids_in_the_window_are_lowered_and_no_others() -> None:
     """Five ids are known, the last three count."""
-    assert lowered([1, 2, 3, 4, 3], window=3, per_occurrence=False).tolist() == [
-        0,
-        0,
-        0,
-        -2,
-        -2,
-        0,
-    ]
+    assert lowered([1, 2, 3, 4, 3], window=3, per_occurrence=False).tolist() == [0, 0, 0, -2, -2, 0]
 
 
 def test_an_id_may_be_lowered_for_each_occurrence() -> None:
-    assert lowered([1, 2, 3, 4, 3], window=3, per_occurrence=True).tolist() == [
-        0,
-        0,
-        0,
-        -4,
-        -2,
-        0,
-    ]
+    assert lowered([1, 2, 3, 4, 3], window=3, per_occurrence=True).tolist() == [0, 0, 0, -4, -2, 0]
 
 
 def test_a_window_longer_than_the_row_takes_all_of_it() -> None:
-    assert lowered([1, 2], window=99, per_occurrence=False).tolist() == [
-        0,
-        -2,
-        -2,
-        0,
-        0,
-        0,
-    ]
+    assert lowered([1, 2], window=99, per_occurrence=False).tolist() == [0, -2, -2, 0, 0, 0]

@@ -14,8 +14,8 @@ class MyPluginForCausalLM(DecoderForCausalLM):
     What the decoder can vary is a keyword of `from_config`: qkv_bias, output_bias, mlp_bias,
     qk_norm, sliding_window. Where the checkpoint has its projections under other names, or several
     in one tensor, say so in `packed_modules`. To change another part, copy
-    `nanovllm_core/layers/decoder.py` into this package, import its names from `nanovllm_core.api`,
-    change the class that differs, and inherit from the copy.
+    `nanovllm_core/layers/decoder.py` into this package, import its names from `nanovllm_core.api`
+    and `nanovllm_core.layers`, change the class that differs, and inherit from the copy.
     """
 
     @classmethod

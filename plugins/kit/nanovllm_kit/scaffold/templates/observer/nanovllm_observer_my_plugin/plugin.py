@@ -13,9 +13,7 @@ class MyPluginOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every: int = Field(
-        default=100, ge=1, description="A line of the log per so many steps."
-    )
+    every: int = Field(default=100, ge=1, description="A line of the log per so many steps.")
 
 
 SPEC = ObserverSpec(

@@ -33,8 +33,6 @@ def test_the_log_gets_a_line_per_so_many_steps_and_the_rest_at_the_end(
     observers = [{"name": SPEC.name, "options": {"every": 2}}]
     with LLM("demo", observers=observers, **SMALL) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
-    lines = [
-        r.getMessage() for r in caplog.records if r.name.startswith("nanovllm_observer")
-    ]
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("nanovllm_observer")]
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4", "step 5"]
     assert all("tokens/s written" in line for line in lines)
