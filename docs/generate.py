@@ -195,7 +195,7 @@ def option_table() -> str:
                 one = schema["properties"][name]
                 cells = (f"`{spec.name}`", f"`{name}`", allowed(one), default(one, False))
                 rows.append([*cells, str(field.description)])
-    return table(["plugin", "option", "takes", "default", "what it means"], rows)
+    return table(["plugin", "option", "takes", "default", "meaning"], rows)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def gathering_table() -> str:
         scores = 4 * batch * heads * longest * longest
         sizes = (dense // 2, dense, dense * heads // kv_heads, scores)
         rows.append([f"{batch} x {longest}", *(f"{size / 2**20:,.0f} MiB" for size in sizes)])
-    head = "batch x longest", "in the pages", "copy", "repeated", "scores in prefill"
+    head = "batch x longest", "in the cache", "copy", "repeated", "scores in prefill"
     return table(head, rows)
 
 
@@ -225,15 +225,15 @@ def limit_table() -> str:
     rows = [
         ("prompt and answer of one request", "`limits.max_model_len`", "refused when added"),
         ("prompt", "at least 1 token; room for one more", "refused when added"),
-        ("requests in work", "`limits.max_num_seqs`", "further ones wait"),
-        ("tokens of one step", "`limits.max_num_batched_tokens`", "prompts come in chunks"),
+        ("requests that run", "`limits.max_num_seqs`", "further ones wait"),
+        ("tokens of one step", "`limits.max_num_batched_tokens`", "prompts are computed in chunks"),
         (
-            "tokens of all requests in work",
+            "tokens of all running requests",
             "`cache.num_blocks` × `cache.block_size`",
-            "somebody gives way and computes again; one that could never fit is refused",
+            "a request is preempted and computed again; one that can never fit is refused",
         ),
         (
-            "tokens per page",
+            "tokens per block",
             " or ".join([", ".join(map(str, BLOCK_SIZES[:-1])), str(BLOCK_SIZES[-1])]),
             "refused at start",
         ),
@@ -242,14 +242,14 @@ def limit_table() -> str:
         (
             "labels of one request",
             f"{request_labels.MAX_LABELS}: names of 1 to {request_labels.MAX_NAME_LENGTH} "
-            f"characters, texts of 0 to {request_labels.MAX_TEXT_LENGTH}",
+            f"characters, values of 0 to {request_labels.MAX_TEXT_LENGTH}",
             "refused",
         ),
-        ("likeliest tokens reported", f"0 to {logprobs} (`logprobs`)", "refused"),
+        ("reported likeliest tokens", f"0 to {logprobs} (`logprobs`)", "refused"),
         (
             "stop ids that the device checks",
             str(MAX_DEVICE_STOP_IDS),
-            "with more, the host looks at each token of that request",
+            "with more, the host checks each token of that request",
         ),
         (
             "temperature",
@@ -278,17 +278,21 @@ def limit_table() -> str:
         ("`min_p`", "0 to 1", "refused"),
         ("seeds", f"0 to {largest}", "refused"),
         ("a configuration file", f"{config_yaml.MAX_SIZE >> 20} MiB", "refused at start"),
-        ("keys and values of one", f"{config_yaml.MAX_VALUES:,}", "refused at start"),
-        ("sections within one another", str(config_yaml.MAX_DEPTH), "refused at start"),
-        ("values that aliases repeat in one", f"{config_yaml.MAX_ALIASED:,}", "refused at start"),
+        ("keys and values of one file", f"{config_yaml.MAX_VALUES:,}", "refused at start"),
+        ("nested sections", str(config_yaml.MAX_DEPTH), "refused at start"),
+        (
+            "values repeated by aliases in one file",
+            f"{config_yaml.MAX_ALIASED:,}",
+            "refused at start",
+        ),
         ("plugins in one list", "100", "refused at start"),
-        ("whole numbers in one", "64 bits", "refused at start"),
+        ("integers in one file", "64 bits", "refused at start"),
         (
             "prompts in a file of `nanovllm generate`",
             f"{MAX_PROMPTS:,}, {MAX_SIZE >> 20} MiB",
             "refused",
         ),
-        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
+        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are split into slices"),
     ]
     return table(["what", "limit", "beyond it"], rows)
 

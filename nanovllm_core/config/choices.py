@@ -68,19 +68,18 @@ class AttentionChoice(Section):
 
 
 class AttentionSettings(Section):
-    """Attention lets each token look back at the earlier ones; it is where most time goes.
+    """The attention backends: a name, `{backend, options}`, or one of these for each phase.
 
-    A name, `{backend, options}`, or one of these for each of the two phases: `prefill` reads the
-    prompt, `decode` writes the answer token by token.
+    `prefill` computes prompts, `decode` generates answers token by token.
     """
 
     prefill: AttentionChoice = Field(
         default_factory=AttentionChoice,
-        description="The backend that reads prompts: many tokens of one sequence at once.",
+        description="The backend for prompts: many tokens of one sequence at once.",
     )
     decode: AttentionChoice = Field(
         default_factory=AttentionChoice,
-        description="The backend that writes answers: one token of many sequences at once.",
+        description="The backend for answers: one token of many sequences at once.",
     )
 
     @model_validator(mode="before")
@@ -90,7 +89,7 @@ class AttentionSettings(Section):
 
 
 class NamedPlugin(Section):
-    """A plugin and its options; the name alone will do."""
+    """A plugin and its options, or its name alone."""
 
     name: str = Field(min_length=1, description="The plugin, by name.")
     options: dict[str, Any] = Field(
@@ -104,13 +103,13 @@ class NamedPlugin(Section):
 
 
 class SchedulerSettings(NamedPlugin):
-    """Who is served first when more requests wait than can run."""
+    """The order in which waiting requests are admitted."""
 
     name: str = Field(
         default="fcfs",
         min_length=1,
-        description="The scheduler plugin, by name. `fcfs` serves in order of arrival; `sjf` "
-        "serves short prompts first.",
+        description="The scheduler plugin, by name. `fcfs` admits in order of arrival; `sjf` "
+        "admits short prompts first.",
     )
 
 
@@ -125,13 +124,13 @@ class ExecutorSettings(NamedPlugin):
 
 
 class SamplerSettings(NamedPlugin):
-    """How the device chooses a token where no more than temperature is asked for."""
+    """How the device samples a token, for requests without top-k, penalties or the like."""
 
     name: str = Field(
         default="gumbel",
         min_length=1,
-        description="The sampler plugin, by name. `gumbel` takes the likeliest token, or draws one "
-        "with noise that depends on the request's seed alone.",
+        description="The sampler plugin, by name. `gumbel` takes the likeliest token, or samples "
+        "one with noise that depends on the request's seed alone.",
     )
 
 
@@ -142,7 +141,7 @@ class KernelSettings(NamedPlugin):
         default="auto",
         min_length=1,
         description="The kernel set, by name. `auto` is `triton` on a GPU and `torch`, the plain "
-        "reference, on a CPU; a set of another distribution is used only where it is named.",
+        "reference, on a CPU; a set of another distribution is used only if it is named.",
     )
 
     @model_validator(mode="after")
