@@ -328,7 +328,7 @@ def ageing_table() -> str:
 
 
 def signatures() -> str:
-    """What a model is made of, as the code has it: how it is called, and what it says of itself."""
+    """The signatures and docstrings of the names that models are built from."""
     made = [
         *("QKPrep", "RopeConfig", "make_parameter", "ColumnParallelLinear"),
         *("MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"),

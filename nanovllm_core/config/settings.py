@@ -125,8 +125,8 @@ class LimitSettings(Section):
         ge=1,
         le=2**24,
         description="The most tokens that the engine computes in one step, over all sequences: "
-        "each decoding sequence takes one, and prompts share the rest. A longer prompt is computed in "
-        "several steps. More compute prompts faster; fewer delay the decoding sequences less and "
+        "each decoding sequence takes one, and prompts share the rest. A longer prompt is computed "
+        "in several steps. More compute prompts faster; fewer delay decoding sequences less and "
         "need less memory. At least max_num_seqs.",
     )
 
