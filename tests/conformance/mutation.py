@@ -128,7 +128,9 @@ class Subject:
             if mutation is not None and file == mutation.file:
                 source = mutation.apply(source)
             for old, new in renamed.items():
-                source = re.sub(rf"\b{re.escape(old)}(?![\w.])", new, source)
+                # A module of the package goes with it; one inside a door of the core stays.
+                end = r"\b" if old == self.package else r"(?![\w.])"
+                source = re.sub(rf"\b{re.escape(old)}{end}", new, source)
             place = target / name / file
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(source)
