@@ -178,7 +178,7 @@ def declarations(spec: PluginSpec) -> str:
         captured = "captured in CUDA graphs" if spec.cuda_graphs else "not captured"
         return f"{in_words(spec.devices)}; {captured}"
     if isinstance(spec, KernelSetSpec):
-        return in_words(spec.devices)
+        return f"{in_words(spec.devices)}; rank {spec.rank}"
     if isinstance(spec, SchedulerSpec) and spec.max_overtaking_steps:
         steps = spec.max_overtaking_steps(spec.options(), job(600, 0))
         return f"{spec.level}; {steps:.0f} steps"

@@ -90,7 +90,7 @@ def test_built_ins_come_by_the_same_path() -> None:
 def test_every_built_in_has_its_implementation() -> None:
     manager = get_plugin_manager()
     built_in = [p for p in manager.installed() if p.distribution == "nanovllm-core"]
-    assert len(built_in) == 7
+    assert len(built_in) == 6
     for plugin in built_in:
         assert callable(load_object(manager.resolve(plugin.kind, plugin.name)))
 
@@ -142,7 +142,8 @@ def test_a_missing_option_is_told(install: Install) -> None:
         ("scheduler", "fcsf", "did you mean fcfs?; installed: fcfs"),
         ("scheduler", "sjf", f"no scheduler 'sjf' is installed; pip install -e {ROOT}/plugins/"),
         ("attention", "tritn",
-         f"did you mean triton?; pip install -e {ROOT}/plugins/attention_triton; installed: none"),
+         f"did you mean triton?; pip install -e {ROOT}/plugins/attention_triton "
+         f"-e {ROOT}/plugins/kernels_triton; installed: none"),
         ("model", "Qwen3ForCausalLM", f"pip install -e {ROOT}/plugins/model_qwen3"),
         ("model", "LlamaForCausalLM", "no model 'LlamaForCausalLM' is installed; installed: none"),
         ("attention", "zzz", "no attention 'zzz' is installed; installed: none"),
@@ -283,6 +284,12 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
          "devices 'cuda' is not a set of torch's device types"),
         ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=1, devices=None)",
          "devices None is not a set of torch's device types"),
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=1, devices={'cuda'},"
+         " dtypes='float32')", "dtypes 'float32' is not a set of names"),
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=1, devices={'cuda'},"
+         " min_compute_capability=90)", "min_compute_capability 90 is neither None nor a pair"),
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=1, devices={'cuda'},"
+         " rank='high')", "rank 'high' is not an integer"),
         ("scheduler", "schedulers", "SchedulerSpec(name='x', impl='x:X', contract=1, level='p')",
          "level 'p' is none of policy, scheduler"),
         ("model", "models", "ModelSpec(name='x', impl='x:X', contract=1, options=O)",

@@ -2,6 +2,7 @@
 
 from nanovllm_core.config.choices import (
     AttentionChoice as AttentionChoice,
+    KernelSettings as KernelSettings,
 )
 from nanovllm_core.config.errors import (
     explain_options as explain_options,

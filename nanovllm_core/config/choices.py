@@ -140,8 +140,9 @@ class KernelSettings(NamedPlugin):
     name: str = Field(
         default="auto",
         min_length=1,
-        description="The kernel set, by name. `auto` is `triton` on a GPU and `torch`, the plain "
-        "reference, on a CPU; a set of another distribution is used only if it is named.",
+        description="The kernel set, by name. `auto` takes the installed set of the highest rank "
+        "that supports the device and the dtype, and says why not the others: `triton` on a GPU, "
+        "and `torch`, the plain reference, on a CPU.",
     )
 
     @model_validator(mode="after")

@@ -16,8 +16,14 @@ from typing import Any
 
 from nanovllm_core import __version__
 from nanovllm_core.config.sources import load_config
-from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses, typical_requirements
-from nanovllm_core.errors import PluginError, did_you_mean
+from nanovllm_core.diagnostics.status import (
+    PluginStatus,
+    kernel_target,
+    plugin_statuses,
+    typical_requirements,
+)
+from nanovllm_core.errors import NanoVLLMError, PluginError, did_you_mean
+from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.registry.checks import CORE, core_requirement
 from nanovllm_core.registry.discovery import (
@@ -31,7 +37,7 @@ from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager, load_object
 from nanovllm_core.selection.attention import INSTALL_ONE
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
-from nanovllm_core.selection.plugins import kernel_set_name
+from nanovllm_core.selection.kernels import REFERENCE, select_kernels
 
 
 def examine() -> list[DoctorCheck]:
@@ -54,7 +60,8 @@ def examine() -> list[DoctorCheck]:
     told = {check.name for check in conflicts}
     checks += conflicts
     checks += [check_plugin(manager, one) for one in statuses if _label(one) not in told]
-    return checks + check_defaults(statuses, requirements.device) + ask_plugins(manager)
+    checks += check_defaults(statuses) + check_kernels(manager, requirements)
+    return checks + ask_plugins(manager)
 
 
 def next_steps(checks: Iterable[DoctorCheck]) -> list[str]:
@@ -278,7 +285,7 @@ def _label(status: PluginStatus) -> str:
     return f"{status.plugin.kind} {status.plugin.name}"
 
 
-def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[DoctorCheck]:
+def check_defaults(statuses: Sequence[PluginStatus]) -> list[DoctorCheck]:
     """Whether something can be generated: a model, attention, and what no configuration names."""
     ready = {(s.plugin.kind, s.plugin.name) for s in statuses if s.state == "ready"}
     kinds = {kind for kind, _ in ready}
@@ -295,13 +302,25 @@ def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[Doctor
             checks.append(DoctorCheck(kind, False, what, remedy, fatal=True))
     config = load_config("none")
     names = {kind: getattr(config, kind).name for kind in ("scheduler", "executor", "sampler")}
-    names["kernels"] = kernel_set_name(config.kernels, device)
     for kind, name in names.items():
         if (kind, name) not in ready:
             detail = f"{kind} {name!r} is chosen where no file chooses, and cannot be used"
             remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"
             checks.append(DoctorCheck(kind, False, detail, remedy, fatal=True))
     return checks
+
+
+def check_kernels(manager: PluginManager, requirements: AttentionRequirements) -> list[DoctorCheck]:
+    """Whether layers can run where no file chooses, and whether a GPU has a set built for it."""
+    choice = load_config("none").kernels
+    try:
+        selection = select_kernels(manager, choice, kernel_target(requirements))
+    except NanoVLLMError as error:
+        remedy = f"choose kernels: auto, and take {REFERENCE} out of plugins.disable"
+        return [DoctorCheck("kernels", False, str(error), remedy, fatal=True)]
+    if selection.warning:
+        return [DoctorCheck("kernels", False, selection.warning, selection.remedy)]
+    return []
 
 
 def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:

@@ -26,7 +26,8 @@ from nanovllm_core.selection import startup
 from nanovllm_core.selection.attention import Selection, able_backends, evaluate
 from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
-from nanovllm_core.selection.plugins import kernel_set_name, select_kernels, select_sampler
+from nanovllm_core.selection.kernels import KernelSelection
+from nanovllm_core.selection.plugins import select_sampler
 
 NOT_NAMED = "installed, and not named"
 
@@ -95,7 +96,10 @@ class Decisions:
 
     @cached_property
     def dtype(self) -> str:
-        return startup.resolve_dtype(self.config.dtype, self.device, self.model_config)
+        follows = self.config.dtype == "auto" and self.device != "cpu"
+        return startup.resolve_dtype(
+            self.config.dtype, self.device, self.model_config if follows else {}
+        )
 
     @cached_property
     def cuda_graphs(self) -> bool:
@@ -106,6 +110,10 @@ class Decisions:
         return startup.choose_attention(
             self.plugins, self.config, self.shape, self.device, self.dtype, self.cuda_graphs
         )
+
+    @cached_property
+    def kernels(self) -> KernelSelection:
+        return startup.choose_kernels(self.plugins, self.config, self.device, self.dtype)
 
     @cached_property
     def prompt_graph_sizes(self) -> tuple[int, ...]:
@@ -241,13 +249,13 @@ def _pages(decisions: Decisions, name: str) -> Seam:
 
 
 def _kernels(decisions: Decisions, name: str) -> Seam:
-    choice = decisions.config.kernels
-    chosen = select_kernels(decisions.plugins, choice, decisions.device)
-    automatic = f"auto: the core's own for {decisions.device}" if choice.name == "auto" else ""
-    others = decisions.other_plugins("kernels", kernel_set_name(choice, decisions.device))
-    return Seam(
-        name, _label(_importable(chosen)), decisions.said("kernels.name", automatic), others
-    )
+    selection = decisions.kernels
+    automatic = ""
+    if decisions.config.kernels.name == "auto":
+        automatic = f"auto: rank {selection.rank}, the highest of those that fit"
+    others = decisions.other_plugins("kernels", selection.chosen.name) | dict(selection.others)
+    why = decisions.said("kernels.name", automatic)
+    return Seam(name, _label(_importable(selection.chosen)), why, others)
 
 
 def _sampler(decisions: Decisions, name: str) -> Seam:

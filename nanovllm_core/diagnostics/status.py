@@ -10,11 +10,13 @@ from nanovllm_core.config.choices import AttentionChoice
 from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
-from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, SamplerSpec
+from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, PluginSpec, SamplerSpec
 from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KIND
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection.attention import evaluate
+from nanovllm_core.selection.fit import unmet_device
+from nanovllm_core.selection.kernels import KernelTarget, unmet
 
 State = Literal["ready", "unsupported", "broken", "disabled"]
 
@@ -90,10 +92,26 @@ def plugin_status(
             return _attention_status(manager, plugin, spec, requirements)
     except NanoVLLMError as error:
         return PluginStatus(plugin, "broken", (str(error),))
-    if isinstance(spec, SamplerSpec | KernelSetSpec) and requirements.device not in spec.devices:
-        reason = f"does not run on {requirements.device}, only on {', '.join(sorted(spec.devices))}"
-        return PluginStatus(plugin, "unsupported", (reason,), spec.summary)
-    return PluginStatus(plugin, "ready", note=spec.summary)
+    reasons = _reasons(spec, requirements)
+    return PluginStatus(plugin, "unsupported" if reasons else "ready", reasons, spec.summary)
+
+
+def _reasons(spec: PluginSpec, requirements: AttentionRequirements) -> tuple[str, ...]:
+    """Why a sampler or a kernel set cannot run here; other kinds state nothing of devices."""
+    if isinstance(spec, SamplerSpec):
+        return tuple(unmet_device(spec.devices, requirements.device))
+    if isinstance(spec, KernelSetSpec):
+        return tuple(unmet(spec, kernel_target(requirements)))
+    return ()
+
+
+def kernel_target(requirements: AttentionRequirements) -> KernelTarget:
+    """What is asked of attention, as it is asked of a kernel set."""
+    return KernelTarget(
+        device=requirements.device,
+        dtype=requirements.dtype,
+        compute_capability=requirements.compute_capability,
+    )
 
 
 def _attention_status(

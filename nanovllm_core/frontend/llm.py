@@ -91,7 +91,9 @@ class LLM:
             planned = perf_counter() - began
             info = self._executor.start(startup.setup)
             self.info: WorkerInfo = replace(
-                info, start_seconds={"plan": planned, **info.start_seconds}
+                info,
+                choices=startup.choices,
+                start_seconds={"plan": planned, **info.start_seconds},
             )
             self._engine = self._make_engine(startup, eos)
             freeze_objects()

@@ -152,9 +152,10 @@ class StepResult:
 class WorkerInfo:
     """What the workers offer once started.
 
-    `start_seconds` says where the time of the start went, by part, in the order of the parts. The
-    engine's front adds `plan` before them: the choice of plugins, and the imports. What the front
-    does after them (the engine's own tables, a garbage collection) is in none.
+    `attention` and `kernels` name what runs; `choices`, which the engine's front adds, says why
+    these and not others, a line for each. `start_seconds` says where the time of the start went, by
+    part, in the order of the parts. The front adds `plan` before them: the choice of plugins, and
+    the imports. What it does after them (the engine's own tables, a garbage collection) is in none.
     """
 
     num_blocks: int
@@ -163,6 +164,8 @@ class WorkerInfo:
     vocab_size: int
     attention: str
     device: str
+    kernels: str = ""
+    choices: Sequence[str] = ()
     dtype: str = ""
     cuda_graphs: bool = False
     load_seconds: float = 0.0

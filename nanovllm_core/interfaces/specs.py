@@ -145,11 +145,16 @@ class ObserverSpec(PluginSpec):
 class KernelSetSpec(PluginSpec):
     """A kernel set. `impl` makes a `KernelSet` from the options and a `torch.device`.
 
-    `devices` are the types of torch devices that it runs on. `kernels: auto` takes only the core's
-    own sets, so another one is used where it is named.
+    `devices` are the types of torch devices that it runs on, `dtypes` what it computes in,
+    `min_compute_capability` the oldest GPU. Of the sets that fit, `kernels: auto` takes the one of
+    the highest `rank`: the core's `torch`, which fits everywhere, has 10, `triton` 50. A set of
+    rank 0 serves only where it is named.
     """
 
     devices: frozenset[str]
+    dtypes: frozenset[str] = frozenset({"float32", "float16", "bfloat16"})
+    min_compute_capability: tuple[int, int] | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

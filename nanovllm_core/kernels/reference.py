@@ -14,8 +14,7 @@ class TorchKernels(KernelSet):
     """The reference kernel set; see `KernelSet` for what each operation promises.
 
     A set of one's own may derive from it and replace some operations: `norm_linear` and
-    `norm_gate_up` are made of the others. On a GPU it serves eagerly only: `prepare_qkv` asks the
-    device which rows are padding.
+    `norm_gate_up` are made of the others.
     """
 
     name = "torch"
@@ -67,14 +66,36 @@ class TorchKernels(KernelSet):
         qk_THD = _rotated(qk_THD, prep.cos_sin_cache.index_select(0, positions_T))
         qk_THD = qk_THD.to(qkv_TX.dtype)
         k_TKD = qk_THD[:, num_heads:]
-        stored_T = slot_mapping_T >= 0
-        if not stored_T.all():
-            slot_mapping_T, k_TKD, v_TKD = (x[stored_T] for x in (slot_mapping_T, k_TKD, v_TKD))
-        block_size = k_cache_NPKD.shape[1]
-        pages_T, offsets_T = slot_mapping_T // block_size, slot_mapping_T % block_size
-        k_cache_NPKD[pages_T, offsets_T] = k_TKD.to(k_cache_NPKD.dtype)
-        v_cache_NPKD[pages_T, offsets_T] = v_TKD.to(v_cache_NPKD.dtype)
+        # On a CPU rows are rarely padded, and looking costs less than storing with care.
+        if slot_mapping_T.device.type == "cpu" and bool((slot_mapping_T >= 0).all()):
+            pages_T, offsets_T = _pages(slot_mapping_T, k_cache_NPKD)
+            k_cache_NPKD[pages_T, offsets_T] = k_TKD.to(k_cache_NPKD.dtype)
+            v_cache_NPKD[pages_T, offsets_T] = v_TKD.to(v_cache_NPKD.dtype)
+        else:
+            store_unless_padded(k_TKD, slot_mapping_T, k_cache_NPKD)
+            store_unless_padded(v_TKD, slot_mapping_T, v_cache_NPKD)
         return qk_THD[:, :num_heads].contiguous()
+
+
+def store_unless_padded(x_TKD: Tensor, slot_mapping_T: Tensor, cache_NPKD: Tensor) -> None:
+    """Store each token in its slot, those of slot -1 nowhere; the host never waits to know which.
+
+    A padded token stores the first stored token once more, so that no slot has two writers that
+    disagree. Where all are padded, slot 0 is written back as it was.
+    """
+    stored_T = slot_mapping_T >= 0
+    tokens_T = torch.arange(len(stored_T), device=stored_T.device)
+    tokens_T = torch.where(stored_T, tokens_T, stored_T.int().argmax())
+    pages_T, offsets_T = _pages(slot_mapping_T[tokens_T].clamp_(min=0), cache_NPKD)
+    new_TKD = x_TKD[tokens_T].to(cache_NPKD.dtype)
+    any_stored = stored_T[tokens_T].view(-1, 1, 1)
+    cache_NPKD[pages_T, offsets_T] = new_TKD.where(any_stored, cache_NPKD[pages_T, offsets_T])
+
+
+def _pages(slots_T: Tensor, cache_NPKD: Tensor) -> tuple[Tensor, Tensor]:
+    """The page of each slot, and its place in the page."""
+    block_size = cache_NPKD.shape[1]
+    return slots_T // block_size, slots_T % block_size
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:

@@ -77,7 +77,7 @@ def nanovllm_samplers() -> Sequence[SamplerSpec]:
 
 @hookimpl
 def nanovllm_kernels() -> Sequence[KernelSetSpec]:
-    """The torch reference, and Triton."""
+    """The torch reference; sets for GPUs are plugins."""
     return [
         KernelSetSpec(
             name="torch",
@@ -85,12 +85,6 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
             contract=1,
             summary="The reference: one torch operation after another, on any device.",
             devices=frozenset({"cpu", "cuda"}),
-        ),
-        KernelSetSpec(
-            name="triton",
-            impl="nanovllm_core.kernels.base:make_triton_kernels",
-            contract=1,
-            summary="Fused Triton kernels.",
-            devices=frozenset({"cuda"}),
+            rank=10,
         ),
     ]

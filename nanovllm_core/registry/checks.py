@@ -100,12 +100,26 @@ def _unusable_field(spec: PluginSpec, kind: str) -> str | None:
         return f"capabilities {spec.capabilities!r:.80} are not AttentionCapabilities"
     if isinstance(spec, SamplerSpec | KernelSetSpec) and not isinstance(spec.devices, Set):
         return f"devices {spec.devices!r} is not a set of torch's device types, such as {{'cuda'}}"
+    if isinstance(spec, KernelSetSpec):
+        return _unusable_kernels(spec)
     if isinstance(spec, SchedulerSpec):
         levels = get_args(get_type_hints(SchedulerSpec)["level"])
         if spec.level not in levels:
             return f"level {spec.level!r} is none of {', '.join(levels)}"
     if isinstance(spec, ModelSpec | CheckpointSpec) and spec.options.model_fields:
         return f"options {spec.options.__name__} are given by no configuration to a {kind}"
+    return None
+
+
+def _unusable_kernels(spec: KernelSetSpec) -> str | None:
+    """A field by which `kernels: auto` could not compare this set with others."""
+    low = spec.min_compute_capability
+    if not isinstance(spec.dtypes, Set):
+        return f"dtypes {spec.dtypes!r} is not a set of names, such as {{'bfloat16'}}"
+    if low is not None and not (isinstance(low, tuple) and [*map(type, low)] == [int, int]):
+        return f"min_compute_capability {low!r} is neither None nor a pair such as (9, 0)"
+    if type(spec.rank) is not int:
+        return f"rank {spec.rank!r} is not an integer"
     return None
 
 

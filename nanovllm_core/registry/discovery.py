@@ -25,20 +25,21 @@ KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
     ("scheduler", "sjf"): "sjf",
     ("model", "Qwen3ForCausalLM"): "qwen3",
     ("checkpoint", "demo"): "demo",
+    ("kernels", "triton"): "triton",
 }
 """Which extra of nanovllm-core installs a plugin of this project."""
 
-KNOWN_DISTRIBUTIONS: Mapping[str, str] = {
-    "sdpa": "attention_sdpa",
-    "triton": "attention_triton",
-    "flash": "attention_flash",
-    "sjf": "scheduler_sjf",
-    "qwen3": "model_qwen3",
-    "demo": "checkpoint_demo",
-    "bench": "bench",
-    "kit": "kit",
+KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "sdpa": ("attention_sdpa",),
+    "triton": ("attention_triton", "kernels_triton"),
+    "flash": ("attention_flash",),
+    "sjf": ("scheduler_sjf",),
+    "qwen3": ("model_qwen3",),
+    "demo": ("checkpoint_demo",),
+    "bench": ("bench",),
+    "kit": ("kit",),
 }
-"""The folder under plugins/ of what an extra of nanovllm-core installs."""
+"""The folders under plugins/ of what an extra of nanovllm-core installs."""
 
 CHECKOUT = Path(__file__).parents[2]
 """The checkout, if the core is imported from one; no `plugins` lies beside an installed wheel."""
@@ -125,17 +126,22 @@ def install_command(kind: str, name: str) -> str:
 def extra_command(extra: str) -> str:
     """What installs an extra of nanovllm-core, one of `KNOWN_DISTRIBUTIONS`.
 
-    From a checkout it names the distribution's folder: what is not published has no extra on an
+    From a checkout it names the distributions' folders: what is not published has no extra on an
     index.
     """
-    folder = CHECKOUT / "plugins" / KNOWN_DISTRIBUTIONS[extra]
+    folders = [CHECKOUT / "plugins" / name for name in KNOWN_DISTRIBUTIONS[extra]]
+    if all(map(_holds_its_distribution, folders)):
+        return " ".join(("pip install", *(f"-e {shlex.quote(str(folder))}" for folder in folders)))
+    return f'pip install "nanovllm-core[{extra}]"'
+
+
+def _holds_its_distribution(folder: Path) -> bool:
+    """Whether it is a folder of this project, and no other of that name."""
     try:
         project = (folder / "pyproject.toml").read_text(encoding="utf-8")
     except OSError:
-        project = ""
-    if f'\nname = "nanovllm-{folder.name.replace("_", "-")}"\n' in project:
-        return f"pip install -e {shlex.quote(str(folder))}"
-    return f'pip install "nanovllm-core[{extra}]"'
+        return False
+    return f'\nname = "nanovllm-{folder.name.replace("_", "-")}"\n' in project
 
 
 def select_disabled(

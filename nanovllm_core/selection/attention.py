@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from pydantic import BaseModel
 
@@ -22,6 +22,7 @@ from nanovllm_core.interfaces.attention import (
 from nanovllm_core.interfaces.specs import AttentionSpec, ResolvedPlugin
 from nanovllm_core.registry.discovery import install_command
 from nanovllm_core.registry.manager import PluginManager
+from nanovllm_core.selection.fit import in_order, unmet_capability, unmet_device, unmet_dtype
 
 SMALLEST_BLOCK = 16
 
@@ -111,18 +112,18 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
     reasons = []
     device = requirements.device.split(":")[0]
     if requirements.phase not in capabilities.phases:
-        reasons.append(f"does not do {requirements.phase}, only {_list(capabilities.phases)}")
-    if device not in capabilities.devices:
-        reasons.append(f"does not run on {device}, only on {_list(capabilities.devices)}")
-    if requirements.dtype not in capabilities.dtypes:
-        reasons.append(
-            f"does not compute in {requirements.dtype}, only in {_list(capabilities.dtypes)}"
-        )
+        reasons.append(f"does not do {requirements.phase}, only {in_order(capabilities.phases)}")
+    reasons += unmet_device(capabilities.devices, device)
+    reasons += unmet_dtype(capabilities.dtypes, requirements.dtype)
     sizes = capabilities.head_sizes
     if sizes is not None and requirements.head_size not in sizes:
-        reasons.append(f"has no head size {requirements.head_size}, only {_list(sizes)}")
+        reasons.append(f"has no head size {requirements.head_size}, only {in_order(sizes)}")
     if device == "cuda":
-        reasons += _unmet_capability(capabilities, requirements.compute_capability)
+        reasons += unmet_capability(
+            capabilities.min_compute_capability,
+            capabilities.max_compute_capability,
+            requirements.compute_capability,
+        )
         if requirements.cuda_graphs and capabilities.cuda_graphs == "none":
             reasons.append(
                 "cannot be captured in CUDA graphs; set cuda_graphs.enforce_eager to run without"
@@ -142,22 +143,6 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
         reasons.append("has no sliding window, and the model needs one")
     if requirements.soft_cap and not capabilities.soft_cap:
         reasons.append("has no logit soft cap, and the model needs one")
-    return reasons
-
-
-def _unmet_capability(
-    capabilities: AttentionCapabilities, here: tuple[int, int] | None
-) -> list[str]:
-    low, high = capabilities.min_compute_capability, capabilities.max_compute_capability
-    if low is None and high is None:
-        return []
-    if here is None:
-        return ["depends on the GPU's compute capability, which is unknown"]
-    reasons = []
-    if low is not None and here < low:
-        reasons.append(f"needs compute capability {_dots(low)}, and this GPU has {_dots(here)}")
-    if high is not None and here > high:
-        reasons.append(f"stops at compute capability {_dots(high)}, and this GPU has {_dots(here)}")
     return reasons
 
 
@@ -187,7 +172,7 @@ def evaluate(
             ) from error
         size = requirements.block_size
         if not reasons and size and all(size % layout.page_multiple for layout in layouts):
-            multiples = _list(layout.page_multiple for layout in layouts)
+            multiples = in_order(layout.page_multiple for layout in layouts)
             reasons.append(f"cannot use cache.block_size {size}, only multiples of {multiples}")
     return Candidate(resolved, spec, layouts, rank, tuple(reasons))
 
@@ -282,7 +267,7 @@ def _common_pages(
             return layout, block_size
     raise ConfigError(
         f"cache.block_size: {block_size} does not suit both backends, which need a multiple of "
-        f"{_list(layout.page_multiple for layout in common)} (decode {decode.resolved.name}: "
+        f"{in_order(layout.page_multiple for layout in common)} (decode {decode.resolved.name}: "
         f"{_layouts(decode)}; prefill {prefill.resolved.name}: {_layouts(prefill)}); change it or "
         "leave it out"
     )
@@ -298,11 +283,3 @@ def _layouts(candidate: Candidate) -> str:
 
 def _names(candidates: Sequence[Candidate]) -> str:
     return ", ".join(candidate.resolved.name for candidate in candidates)
-
-
-def _list(values: Any) -> str:
-    return ", ".join(str(value) for value in sorted(values)) or "none"
-
-
-def _dots(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"

@@ -1,6 +1,6 @@
-"""From the configuration to the kernel set, the sampler, the logits processors and the observers.
+"""From the configuration to the sampler, the logits processors and the observers.
 
-Attention has more to weigh; see `attention_selection`.
+Attention and kernels have more to weigh; see the modules `attention` and `kernels`.
 """
 
 from __future__ import annotations
@@ -8,35 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from nanovllm_core.config.choices import KernelSettings, NamedPlugin, SamplerSettings
+from nanovllm_core.config.choices import NamedPlugin, SamplerSettings
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine.observation import close_observers
 from nanovllm_core.errors import UnsupportedError
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.specs import (
-    KernelSetSpec,
     LogitsProcessorSpec,
     ResolvedPlugin,
     SamplerSpec,
 )
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import PluginManager
-
-
-def kernel_set_name(choice: KernelSettings, device: str) -> str:
-    """The set that is named; for `auto` the core's own for that device."""
-    if choice.name != "auto":
-        return choice.name
-    return "triton" if device.startswith("cuda") else "torch"
-
-
-def select_kernels(plugins: PluginManager, choice: KernelSettings, device: str) -> ResolvedPlugin:
-    """The kernel set for `device` ("cuda:0"); UnsupportedError where it does not run there."""
-    name = kernel_set_name(choice, device)
-    resolved = plugins.resolve("kernels", name, choice.options, path="kernels.options")
-    spec = cast(KernelSetSpec, plugins.spec("kernels", name))
-    _refuse(resolved, _device_reasons(spec.devices, device), "choose kernels: auto")
-    return resolved
+from nanovllm_core.selection.fit import unmet_device
 
 
 def select_sampler(
@@ -45,22 +29,15 @@ def select_sampler(
     """The sampler; UnsupportedError where it does not run on `device`, or not in a graph."""
     resolved = plugins.resolve("sampler", choice.name, choice.options, path="sampler.options")
     spec = cast(SamplerSpec, plugins.spec("sampler", choice.name))
-    reasons = _device_reasons(spec.devices, device)
+    reasons = unmet_device(spec.devices, device)
     if cuda_graphs and not spec.cuda_graphs:
         reasons.append("it cannot be captured; set cuda_graphs: {enforce_eager: true}")
-    _refuse(resolved, reasons, "choose sampler: gumbel")
-    return resolved
-
-
-def _device_reasons(devices: frozenset[str], device: str) -> list[str]:
-    kind = device.split(":")[0]
-    return [] if kind in devices else [f"it runs on {', '.join(sorted(devices))}, device is {kind}"]
-
-
-def _refuse(resolved: ResolvedPlugin, reasons: Sequence[str], remedy: str) -> None:
     if reasons:
         text = "; ".join(reasons)
-        raise UnsupportedError(f"{describe(resolved)} cannot serve: {text}; or {remedy}", reasons)
+        raise UnsupportedError(
+            f"{describe(resolved)} cannot serve: {text}; or choose sampler: gumbel", reasons
+        )
+    return resolved
 
 
 def select_logits_processors(

@@ -37,10 +37,10 @@ from nanovllm_core.registry.manager import PluginManager, get_plugin_manager, lo
 from nanovllm_core.selection.attention import Selection, select_attention
 from nanovllm_core.selection.checkpoint import CONFIG_NAME, find_checkpoint
 from nanovllm_core.selection.generation_config import describe_defaults, read_sampling_defaults
+from nanovllm_core.selection.kernels import KernelSelection, KernelTarget, select_kernels
 from nanovllm_core.selection.plugins import (
     make_observers,
     resolve_observers,
-    select_kernels,
     select_logits_processors,
     select_sampler,
 )
@@ -62,6 +62,8 @@ class Startup:
     """By a label that names the plugin and its distribution."""
     sampling_defaults: Mapping[str, float]
     """The checkpoint's, by field of `SamplingParams`."""
+    choices: tuple[str, ...]
+    """Why these attention backends and this kernel set: the lines of the log."""
 
 
 def start(config: EngineConfig) -> Startup:
@@ -79,6 +81,9 @@ def start(config: EngineConfig) -> Startup:
     sampling_defaults = resolve_sampling_defaults(config, checkpoint)
     cuda_graphs = uses_cuda_graphs(config, device)
     attention = choose_attention(plugins, config, shape, device, dtype, cuda_graphs)
+    kernels = choose_kernels(plugins, config, device, dtype)
+    if kernels.warning:
+        logger.warning("%s; %s", kernels.warning, kernels.remedy)
     specs, processors = select_logits_processors(plugins, config.logits_processors)
     setup = WorkerSetup(
         config=config,
@@ -87,7 +92,7 @@ def start(config: EngineConfig) -> Startup:
         model=model,
         prefill_attention=attention.prefill,
         decode_attention=attention.decode,
-        kernels=select_kernels(plugins, config.kernels, device),
+        kernels=kernels.chosen,
         sampler=select_sampler(plugins, config.sampler, device, cuda_graphs),
         logits_processors=processors,
         tokenizer=config.tokenizer or str(checkpoint),
@@ -104,7 +109,8 @@ def start(config: EngineConfig) -> Startup:
     # By now every selected plugin is known, so each hears of it, as extensions do.
     plugins.hook.nanovllm_configure(config=config, plugins=plugins)
     made = make_observers(plugins, observers, config)
-    return Startup(plugins, setup, scheduler, executor, specs, made, sampling_defaults)
+    choices = (*attention.report, *kernels.report)
+    return Startup(plugins, setup, scheduler, executor, specs, made, sampling_defaults, choices)
 
 
 def read_model_config(checkpoint: Path) -> Mapping[str, Any]:
@@ -233,6 +239,15 @@ def uses_cuda_graphs(config: EngineConfig, device: str) -> bool:
     return device.startswith("cuda") and not config.cuda_graphs.enforce_eager
 
 
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Of a GPU ("cuda:0"), such as (9, 0); None of a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability(device)
+
+
 def attention_requirements(
     phase: Phase,
     config: EngineConfig,
@@ -242,11 +257,6 @@ def attention_requirements(
     cuda_graphs: bool,
 ) -> AttentionRequirements:
     """What one phase asks of a backend."""
-    capability = None
-    if device.startswith("cuda"):
-        import torch
-
-        capability = torch.cuda.get_device_capability(device)
     return AttentionRequirements(
         phase=phase,
         device=device.split(":")[0],
@@ -254,7 +264,7 @@ def attention_requirements(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
-        compute_capability=capability,
+        compute_capability=compute_capability(device),
         cuda_graphs=cuda_graphs and phase == "decode",
         block_size=config.cache.block_size,
         sliding_window=shape.sliding_window is not None,
@@ -275,6 +285,17 @@ def choose_attention(
     prefill = attention_requirements("prefill", *asked)
     decode = attention_requirements("decode", *asked)
     selection = select_attention(plugins, config.attention, prefill, decode)
+    for line in selection.report:
+        logger.info(line)
+    return selection
+
+
+def choose_kernels(
+    plugins: PluginManager, config: EngineConfig, device: str, dtype: str
+) -> KernelSelection:
+    """The kernel set; says why in the log."""
+    target = KernelTarget(device=device, dtype=dtype, compute_capability=compute_capability(device))
+    selection = select_kernels(plugins, config.kernels, target)
     for line in selection.report:
         logger.info(line)
     return selection

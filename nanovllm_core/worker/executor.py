@@ -45,6 +45,7 @@ from nanovllm_core.worker.kv_cache import (
 from nanovllm_core.worker.model import LoadedModel, load_model
 from nanovllm_core.worker.plugins import make_kernels, make_processors, make_sampler
 from nanovllm_core.worker.progress import Laps, track
+from nanovllm_core.worker.row_ops import require_triton
 from nanovllm_core.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class SingleProcessExecutor(Executor):
             setup = _within(setup, setup.config.cache.num_blocks)
         device = torch.device(setup.device)
         with _room(device, "the model", "free it of others, or take a smaller model or dtype"):
+            require_triton(device)
             before = _open_device(device)
             if device.type == "cuda":
                 self._on_device = torch.cuda.device(device)
@@ -103,6 +105,7 @@ class SingleProcessExecutor(Executor):
             max_model_len=setup.max_model_len,
             vocab_size=model.shape.vocab_size,
             attention=_describe(attention),
+            kernels=f"{setup.kernels.name} {setup.kernels.version}",
             device=_device_name(device),
             dtype=setup.dtype,
             cuda_graphs=setup.cuda_graphs,

@@ -7,6 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from nanovllm_core.errors import DeviceError
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.rows import RowTables
@@ -31,6 +32,19 @@ class RowOps(Protocol):
         results: ResultRing,
         skip: Tensor,
     ) -> None: ...
+
+
+def require_triton(device: torch.device) -> None:
+    """DeviceError on CUDA where Triton, in which the worker's kernels are written, is missing."""
+    if device.type != "cuda":
+        return
+    try:
+        import triton  # noqa: F401 - the kernels' modules import it when they are first needed
+    except ImportError as error:
+        raise DeviceError(
+            f"device {device} needs triton, which cannot be imported ({error}); "
+            'run: pip install "triton>=3.6", or choose device: cpu'
+        ) from error
 
 
 def get_row_ops(device: torch.device) -> RowOps:

@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from nanovllm_kit import PluginUnderTest, installed_plugin
 from nanovllm_kit.checkpoint import CheckpointConformance
 from nanovllm_kit.executor import ExecutorConformance
 from nanovllm_kit.kernels import KernelSetConformance
 from nanovllm_kit.sampler import SamplerConformance
-
-CUDA = torch.cuda.is_available()
 
 
 class TestLocal(CheckpointConformance):
@@ -44,20 +41,6 @@ class TestTorchKernels(KernelSetConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return installed_plugin("kernels", "torch")
-
-
-class TestTritonKernels(KernelSetConformance):
-    """Compiled on a GPU, interpreted elsewhere."""
-
-    dtypes = (torch.float32, torch.float16, *([torch.bfloat16] if CUDA else []))
-
-    @pytest.fixture
-    def plugin(self) -> PluginUnderTest:
-        return installed_plugin("kernels", "triton")
-
-    @pytest.fixture
-    def device(self) -> torch.device:
-        return torch.device("cuda" if CUDA else "cpu")
 
 
 class TestSingleProcess(ExecutorConformance):

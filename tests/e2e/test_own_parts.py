@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from nanovllm_core import SamplingParams
-from nanovllm_core.config.choices import KernelSettings, SamplerSettings
+from nanovllm_core.config.choices import SamplerSettings
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import ConfigError, PluginNotFoundError, UnsupportedError
 from nanovllm_core.registry.manager import get_plugin_manager
-from nanovllm_core.selection.plugins import kernel_set_name, select_kernels, select_sampler
+from nanovllm_core.selection.plugins import select_sampler
 
 from .tiny import Reference, open_tiny
 
@@ -121,21 +121,13 @@ def test_an_error_inside_a_step_names_whose_code_ran(install: Install, tiny: Pat
     assert "attention 'slipping' (nanovllm-slipping 1.2.3)" in note
 
 
-def test_auto_takes_the_cores_own_set_for_the_device() -> None:
-    auto = KernelSettings()
-    assert kernel_set_name(auto, "cpu") == "torch"
-    assert kernel_set_name(auto, "cuda:0") == "triton"
-    assert select_kernels(get_plugin_manager(), auto, "cpu").name == "torch"
+def test_options_need_a_named_kernel_set() -> None:
     with pytest.raises(ConfigError, match=r"kernels: .*options \['x'\] need a named kernel set"):
         open_tiny("demo", kernels={"options": {"x": 1}})
 
 
 def test_what_cannot_serve_is_refused_with_the_reason_and_a_remedy() -> None:
     plugins = get_plugin_manager()
-    with pytest.raises(
-        UnsupportedError, match="it runs on cuda, device is cpu; or choose kernels: auto"
-    ):
-        select_kernels(plugins, KernelSettings(name="triton"), "cpu")
     with pytest.raises(PluginNotFoundError, match="no sampler 'gumbl' is installed; did you mean"):
         select_sampler(plugins, SamplerSettings(name="gumbl"), "cpu", False)
 
@@ -147,7 +139,7 @@ def test_a_sampler_that_cannot_be_captured_needs_eager_steps() -> None:
     with pytest.raises(UnsupportedError) as caught:
         select_sampler(plugins, choice, "cuda:0", cuda_graphs=True)
     assert caught.value.reasons == (
-        "it runs on cpu, device is cuda",
+        "does not run on cuda, only on cpu",
         "it cannot be captured; set cuda_graphs: {enforce_eager: true}",
     )
     assert "nanovllm-second 1.2.3" in str(caught.value)

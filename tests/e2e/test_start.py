@@ -20,6 +20,8 @@ def test_a_start_says_where_its_time_went(tiny: Path) -> None:
     parts = sum(info.start_seconds.values()) - info.start_seconds["plan"]
     assert parts == pytest.approx(info.load_seconds)
     assert info.capture_seconds == 0
+    assert info.kernels.startswith("torch ")
+    assert f"kernels: {info.kernels}" in info.choices
 
 
 def printed(folder: Path, code: str) -> list[str]:

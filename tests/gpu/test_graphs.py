@@ -32,16 +32,20 @@ def perturb_allocator() -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+PARTS = {name: {"attention": name} for name in BACKENDS}
+PARTS["torch kernels"] = {"attention": "triton", "kernels": "torch"}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
-    machine: Callable[..., Machine], backend: str
+    machine: Callable[..., Machine], parts: dict[str, str]
 ) -> None:
     """Same bucket, same backend: logits, tables and tokens agree to the last bit (bug 22).
 
     Inputs differ from those at capture, the allocator was perturbed, one entry of the bucket is
     padding, and the pages are the highest.
     """
-    made = machine(attention=backend, max_num_seqs=64, max_model_len=512)
+    made = machine(**parts, max_num_seqs=64, max_model_len=512)
     runner = made.runner
     graphs = runner._graphs
     assert graphs is not None

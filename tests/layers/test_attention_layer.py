@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.kernels import QKPrep
-from nanovllm_core.kernels.base import get_kernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import Attention, LayerContext, SingleRank
 from nanovllm_kit.dense_attention import DenseRuntime
 from nanovllm_kit.numerics import assert_close_report
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def make_layer(*, sliding_window: int | None = None, soft_cap: float | None = None) -> Attention:
     no_rotation = torch.cat((torch.ones(16, 4), torch.zeros(16, 4)), dim=-1)
     prep = QKPrep(num_heads=2, num_kv_heads=1, head_size=8, cos_sin_cache=no_rotation)
-    context = LayerContext(CPU, torch.float32, SingleRank(), get_kernels(CPU))
+    context = LayerContext(CPU, torch.float32, SingleRank(), TorchKernels())
     return Attention(context, prep, scale=0.5, sliding_window=sliding_window, soft_cap=soft_cap)
 
 

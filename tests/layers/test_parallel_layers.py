@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.kernels.base import get_kernels
-from nanovllm_core.kernels.reference import TorchKernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     ColumnParallelLinear,
     LayerContext,
@@ -38,7 +37,7 @@ RANKS = [1, 2, 4]
 
 
 def context(tp: TensorParallel) -> LayerContext:
-    return LayerContext(CPU, torch.float32, tp, get_kernels(CPU))
+    return LayerContext(CPU, torch.float32, tp, TorchKernels())
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -24,7 +24,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
-from nanovllm_core.kernels.base import get_kernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import Attention
 from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.kv_cache import KVCache
@@ -333,7 +333,7 @@ def test_a_window_or_soft_cap_of_all_layers_is_served(
     windowed(monkeypatch, **rules)
     found = tokens()
     _, setup = prepare(folder)
-    model = load_model(setup, get_kernels(torch.device("cpu")))
+    model = load_model(setup, TorchKernels())
     runtime, ids = DenseRuntime(model.module, 64), list(prompt)
     with torch.inference_mode():
         fresh = ids

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 
 import pytest
 import torch
 
+from nanovllm_core.errors import DeviceError
 from nanovllm_core.worker import rows_reference, rows_triton
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.results import ResultRing
-from nanovllm_core.worker.row_ops import get_row_ops
+from nanovllm_core.worker.row_ops import get_row_ops, require_triton
 from nanovllm_core.worker.rows import RowTables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,3 +138,11 @@ def test_a_set_skip_flag_stops_the_kernel() -> None:
 def test_the_operations_follow_the_device() -> None:
     """Torch on a CPU; Triton is imported for CUDA only."""
     assert get_row_ops(torch.device("cpu")) is rows_reference
+
+
+def test_a_gpu_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever kernel set serves: the worker's own kernels are written in it."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    require_triton(torch.device("cpu"))
+    with pytest.raises(DeviceError, match=r"cuda needs triton.*pip install"):
+        require_triton(torch.device("cuda"))

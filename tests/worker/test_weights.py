@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nanovllm_core import layers
 from nanovllm_core.errors import PluginLoadError, WeightsError
-from nanovllm_core.kernels.base import get_kernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     LayerContext,
     MergedColumnParallelLinear,
@@ -43,7 +43,7 @@ class TinyModel(nn.Module):
 
     def __init__(self, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        context = LayerContext(CPU, dtype, SingleRank(), get_kernels(CPU))
+        context = LayerContext(CPU, dtype, SingleRank(), TorchKernels())
         self.embed = VocabParallelEmbedding(context, 6, 8)
         self.qkv_proj = QKVParallelLinear(context, 8, 4, 2, 2, bias=True)
         self.gate_up_proj = MergedColumnParallelLinear(context, 8, (4, 4))

@@ -14,6 +14,7 @@ _PACKAGES = (
     "nanovllm-attention-triton",
     "nanovllm-attention-sdpa",
     "nanovllm-attention-flash",
+    "nanovllm-kernels-triton",
     "torch",
     "triton",
     "transformers",

@@ -14,7 +14,7 @@ import torch
 from nanovllm_bench.roofline import ModelCosts, Rates
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.kernels.base import get_kernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import LayerContext, SingleRank
 from nanovllm_core.registry import get_plugin_manager, load_object
 from nanovllm_core.selection import find_checkpoint, read_model_config
@@ -36,7 +36,7 @@ def model_costs(config: EngineConfig, dtype: torch.dtype) -> ModelCosts:
         device=torch.device("meta"),
         dtype=dtype,
         tp=SingleRank(),
-        kernels=get_kernels(torch.device("cpu")),
+        kernels=TorchKernels(),
     )
     module: torch.nn.Module = model_class(model_config, context)
     return ModelCosts(

@@ -23,6 +23,7 @@ def describe_engine(llm: LLM) -> dict[str, Any]:
     return {
         "backend": configured_attention(llm.config),
         "attention": info.attention,
+        "kernels": info.kernels,
         "scheduler": llm.config.scheduler.name,
         "device": info.device,
         "dtype": info.dtype,

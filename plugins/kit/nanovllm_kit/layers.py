@@ -9,8 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nanovllm_core.kernels.base import get_kernels
+from nanovllm_core.config import KernelSettings
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel
+from nanovllm_core.registry import get_plugin_manager
+from nanovllm_core.selection import KernelTarget, compute_capability, select_kernels
 from nanovllm_core.worker import load_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,9 +25,15 @@ def layer_context(
     dtype: torch.dtype = torch.float32,
     tp: TensorParallel = _ALONE,
 ) -> LayerContext:
-    """The context that the runner would build layers in: the device's own kernel set."""
-    device = torch.device(device)
-    return LayerContext(device, dtype, tp, get_kernels(device))
+    """The context that the runner would build layers in: the kernel set that `auto` takes."""
+    device, plugins = torch.device(device), get_plugin_manager()
+    target = KernelTarget(
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        compute_capability=compute_capability(str(device)),
+    )
+    chosen = select_kernels(plugins, KernelSettings(), target).chosen
+    return LayerContext(device, dtype, tp, plugins.make(chosen, KernelSet, device))
 
 
 def load_model(model_class: type[Model], folder: Path, context: LayerContext) -> Model:

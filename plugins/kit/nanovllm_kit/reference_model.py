@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nanovllm_core.kernels.base import get_kernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel, finalize_layers
 from nanovllm_core.worker import INDEX_NAME, load_weights
 from nanovllm_kit.dense_attention import DenseRuntime, SparseRuntime
@@ -125,7 +125,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A plugin's model on the CPU, whole or one rank of it, every weight NaN until it is loaded."""
-    context = LayerContext(CPU, dtype, tp or SingleRank(), get_kernels(CPU))
+    context = LayerContext(CPU, dtype, tp or SingleRank(), TorchKernels())
     with torch.inference_mode():
         model = model_class(config, context)
         for parameter in model.parameters():

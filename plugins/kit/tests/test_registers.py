@@ -20,10 +20,10 @@ JOBS = """
 from nanovllm_kit.aot import AotJob
 
 JOBS = {
-    "embed": AotJob(
-        kernel="nanovllm_core.kernels.triton_elementwise:embed_kernel",
-        signature={"ids_ptr": "*i32", "weight_ptr": "*fp32", "out_ptr": "*fp32"},
-        constexprs={"SIZE": 64, "BLOCK": 64, "DEPENDENT": False},
+    "scatter": AotJob(
+        kernel="nanovllm_core.worker.rows_triton:_scatter_kernel",
+        signature={"arena": "*i32", "updates": "*i32", "num_updates": "i32"},
+        constexprs={"BLOCK": 64},
     )
 }
 """
@@ -92,12 +92,12 @@ def test_a_list_is_written_with_one_kernel_a_line(kernels_file: Path) -> None:
 
 
 def test_the_command_lists_what_a_files_jobs_compile_to(tmp_path: Path) -> None:
-    file = tmp_path / "test_embed.py"
+    file = tmp_path / "test_scatter.py"
     file.write_text(JOBS)
     command = [sys.executable, "-m", "nanovllm_kit.registers", str(file)]
     subprocess.run(command, check=True, capture_output=True)
     assert re.search(
-        r'"embed": {"registers": \d+, "spills": 0, "shared": 0}', list_of(file).read_text()
+        r'"scatter": {"registers": \d+, "spills": 0, "shared": 0}', list_of(file).read_text()
     )
 
 

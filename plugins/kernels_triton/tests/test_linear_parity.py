@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.kernels.linear_choice import (
+from nanovllm_core.kernels import TorchKernels
+from nanovllm_kernels_triton.kernel_set import TritonKernels
+from nanovllm_kernels_triton.linear import LinearLauncher
+from nanovllm_kernels_triton.linear_choice import (
     MAX_OUTPUTS,
     TILE_ROWS,
     VECTOR_ROWS,
@@ -17,9 +20,6 @@ from nanovllm_core.kernels.linear_choice import (
     VectorPlan,
     choose,
 )
-from nanovllm_core.kernels.reference import TorchKernels
-from nanovllm_core.kernels.triton_linear import LinearLauncher
-from nanovllm_core.kernels.triton_set import TritonKernels
 from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()

@@ -78,7 +78,7 @@ def prepare_qkv_kernel(
 ):  # fmt: skip
     """One program per token and group of heads: q's groups first, then k's, then v's.
 
-    DEPENDENT: see `dependent_launch`.
+    DEPENDENT: see `nanovllm_core.kernels.launch_options`.
     """
     if DEPENDENT:
         gdc_launch_dependents()

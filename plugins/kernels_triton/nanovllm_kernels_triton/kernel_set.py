@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import torch
 import triton
+from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nanovllm_core.interfaces.kernels import QKPrep
-from nanovllm_core.kernels.dependent_launch import launch_options
-from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, choose
-from nanovllm_core.kernels.triton_elementwise import (
-    embed_kernel,
-    rms_norm_kernel,
-    silu_and_mul_kernel,
-)
-from nanovllm_core.kernels.triton_linear import LinearLauncher
-from nanovllm_core.kernels.triton_prepare_qkv import prepare_qkv_kernel
+from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import launch_options, supports_dependent_launch
+from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
+from nanovllm_kernels_triton.linear import LinearLauncher
+from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
+from nanovllm_kernels_triton.prepare_qkv import prepare_qkv_kernel
 
 _SILU_BLOCK = 1024
 _EMBED_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 """Eight heads of 128 give each lane of one warp four 16-byte accesses, and enough programs."""
+
+
+def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
+    """The set for a CUDA device, with dependent launch where the device has it."""
+    return TritonKernels(dependent_launch=supports_dependent_launch(device))
 
 
 class TritonKernels:

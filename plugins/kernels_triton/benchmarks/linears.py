@@ -1,6 +1,6 @@
 """Small-batch linear layers: every candidate kernel, cuBLAS, and the time of streaming the weight.
 
-    python benchmarks/linears.py [--json linears.json] [--rows 1 16]
+    python plugins/kernels_triton/benchmarks/linears.py [--json linears.json] [--rows 1 16]
 
 Qwen3-0.6B's four products per layer and its output head, in bfloat16, inside CUDA graphs, each call
 with another weight so that the L2 cache does not help. Every candidate is checked before it is
@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, VectorPlan, choose
-from nanovllm_core.kernels.triton_linear import LinearLauncher
-from nanovllm_core.kernels.triton_set import TritonKernels
+from nanovllm_kernels_triton.kernel_set import TritonKernels
+from nanovllm_kernels_triton.linear import LinearLauncher
+from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan, choose
 from nanovllm_kit.numerics import assert_close_report
 
 BANDWIDTH = 4.3e12

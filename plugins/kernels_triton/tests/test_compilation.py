@@ -7,8 +7,8 @@ import pytest
 from nanovllm_kit.aot import AotJob, AotReport
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
-ROWS = "nanovllm_core.kernels.triton_elementwise"
-PREPARE = "nanovllm_core.kernels.triton_prepare_qkv"
+ROWS = "nanovllm_kernels_triton.elementwise"
+PREPARE = "nanovllm_kernels_triton.prepare_qkv"
 
 
 def rms_norm_job(dtype: str, size: int) -> AotJob:

@@ -8,7 +8,7 @@ operand: right for up to 64 rows. Which is used where is `linear_choice`'s decis
 Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS]; GATED: weight [2·OUTPUTS, INPUTS], the gate's
 rows first. BLOCK_N counts weight rows: a gated program holds as many of the gate as of up.
 
-DEPENDENT: see `dependent_launch`.
+DEPENDENT: see `nanovllm_core.kernels.launch_options`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.kernels.dependent_launch import launch_options
-from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, VectorPlan
+from nanovllm_core.api import InconsistentStateError
+from nanovllm_core.kernels import launch_options
+from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan
 
 _MAX_SPLIT_TILES = 1024
 

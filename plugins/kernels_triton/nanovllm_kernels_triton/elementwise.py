@@ -1,6 +1,6 @@
 """Row-wise kernels: one program per row, or per piece of a row, and every element read once.
 
-DEPENDENT: see `dependent_launch`.
+DEPENDENT: see `nanovllm_core.kernels.launch_options`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

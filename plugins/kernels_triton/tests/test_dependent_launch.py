@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import QKPrep
+from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import supports_dependent_launch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 - only where Triton is
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: E402
 
-from nanovllm_core.kernels.dependent_launch import supports_dependent_launch  # noqa: E402
-from nanovllm_core.kernels.triton_set import TritonKernels  # noqa: E402
+from nanovllm_kernels_triton.kernel_set import TritonKernels  # noqa: E402
 
 CUDA = torch.device("cuda")
 pytestmark = [

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_core.kernels.linear_choice import TilePlan, VectorPlan, choose
+from nanovllm_kernels_triton.linear_choice import TilePlan, VectorPlan, choose
 from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
-MODULE = "nanovllm_core.kernels.triton_linear"
+MODULE = "nanovllm_kernels_triton.linear"
 PRODUCTS = {  # weight rows, inputs, what is fused
     "qkv": (4096, 1024, "norm"),
     "o_proj": (1024, 2048, "add"),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.errors import DeviceError
-from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
-from nanovllm_core.kernels.base import get_kernels
-from nanovllm_core.kernels.reference import TorchKernels
-from nanovllm_core.kernels.triton_set import TritonKernels
+from nanovllm_core.api import KernelSet, QKPrep
+from nanovllm_core.kernels import TorchKernels
+from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
@@ -122,23 +119,19 @@ def test_prepare_qkv_equals_its_reference(
         assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), TritonKernels()], ids=lambda k: k.name)
-def test_a_padded_token_writes_nothing(kernels: KernelSet) -> None:
+def test_a_padded_token_writes_nothing() -> None:
     """Slot -1 leaves both caches bit for bit as they were (bug 9 of the peers)."""
     prep = make_prep((4, 2), 16, 16, torch.float32)
     caches = (random(2, 4, 2, 16, seed=3), random(2, 4, 2, 16, seed=4))
     before = [cache.clone() for cache in caches]
     positions = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     slots = torch.full((3,), -1, device=DEVICE)
-    prepare(kernels, random(3, 8 * 16), prep, positions, slots, caches)
+    prepare(TritonKernels(), random(3, 8 * 16), prep, positions, slots, caches)
     for cache, copy in zip(caches, before, strict=True):
         assert torch.equal(cache, copy)
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), TritonKernels()], ids=lambda k: k.name)
-def test_values_reach_their_slot_unchanged_through_strided_caches(
-    kernels: KernelSet,
-) -> None:
+def test_values_reach_their_slot_unchanged_through_strided_caches() -> None:
     """Caches that are views of one buffer [N, 2, K, P, D] are written through their strides."""
     prep = make_prep((2, 2), 16, 16, torch.float32)
     buffer = torch.zeros(3, 2, 2, 4, 16, device=DEVICE)
@@ -146,7 +139,7 @@ def test_values_reach_their_slot_unchanged_through_strided_caches(
     qkv_TX = random(2, 6 * 16)
     slots = torch.tensor([10, 1], device=DEVICE)
     positions = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
-    prepare(kernels, qkv_TX, prep, positions, slots, (k_cache, v_cache))
+    prepare(TritonKernels(), qkv_TX, prep, positions, slots, (k_cache, v_cache))
     v_TKD = qkv_TX.view(2, 6, 16)[:, 4:]
     assert torch.equal(v_cache[2, 2], v_TKD[0])
     assert torch.equal(v_cache[0, 1], v_TKD[1])
@@ -172,29 +165,6 @@ def test_a_missing_norm_weight_means_no_norm(kept: str) -> None:
         assert_close_report(actual, expected, rel_norm=1e-6)
 
 
-def test_the_rotation_is_the_one_of_complex_numbers() -> None:
-    """Dimension d and d + D/2 are the parts of one number, multiplied by cos + i sin."""
-    prep = make_prep((1, 1), 8, 8, torch.float32)
-    prep = replace(prep, q_norm_weight=None, k_norm_weight=None)
-    qkv_TX = random(1, 24).cpu()
-    prep = replace(prep, cos_sin_cache=prep.cos_sin_cache.cpu())
-    caches = (torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8))
-    q = prepare(TorchKernels(), qkv_TX, prep, torch.tensor([5]), torch.tensor([0]), caches)
-    cos, sin = prep.cos_sin_cache[5].chunk(2)
-    low, high = qkv_TX[0, :8].chunk(2)
-    expected = torch.complex(low, high) * torch.complex(cos, sin)
-    assert_close_report(q[0, 0], torch.cat((expected.real, expected.imag)), rel_norm=1e-6)
-
-
-def test_the_kernel_set_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch on a CPU, Triton on CUDA; where Triton cannot be imported there, an error says so."""
-    assert get_kernels(torch.device("cpu")).name == "torch"
-    assert get_kernels(torch.device("cuda")).name == "triton"
-    monkeypatch.setitem(sys.modules, "nanovllm_core.kernels.triton_set", None)
-    with pytest.raises(DeviceError, match=r"cuda needs triton.*pip install"):
-        get_kernels(torch.device("cuda"))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 def test_pages_beyond_two_billion_elements_are_written() -> None:
@@ -207,20 +177,6 @@ def test_pages_beyond_two_billion_elements_are_written() -> None:
     qkv_TX = random(1, 32 * 128, dtype=torch.float16)
     slots = torch.tensor([num_pages * 256 - 1], device=DEVICE)
     positions = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    prepare(get_kernels(DEVICE), qkv_TX, prep, positions, slots, (caches[0], caches[1]))
+    prepare(TritonKernels(), qkv_TX, prep, positions, slots, (caches[0], caches[1]))
     assert torch.equal(caches[1][-1, -1], qkv_TX.view(32, 128)[24:])
     assert int((caches[1] != 0).sum()) <= 8 * 128
-
-
-def test_a_set_derived_from_torchs_replaces_an_operation_in_the_fused_ones_too() -> None:
-    """As its docstring says: `norm_linear` and `norm_gate_up` are made of the others."""
-
-    class Doubled(TorchKernels):
-        def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-            return 2 * super().linear(x_TE, weight_XE, out_TX)
-
-    x, norm, weight = torch.randn(3, 8), torch.rand(8), torch.randn(12, 8)
-    plain, doubled = TorchKernels(), Doubled()
-    product = 2 * plain.norm_linear(x, norm, 1e-6, weight)
-    assert torch.equal(doubled.norm_linear(x, norm, 1e-6, weight), product)
-    assert torch.equal(doubled.norm_gate_up(x, norm, 1e-6, weight), plain.silu_and_mul(product))

@@ -1,0 +1,1 @@
+"""The kernel set of nanovllm for NVIDIA GPUs, written in Triton."""

@@ -1,0 +1,22 @@
+"""What this plugin offers, as data: importing it imports neither torch nor triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.api import KernelSetSpec, hookimpl
+
+
+@hookimpl
+def nanovllm_kernels() -> Sequence[KernelSetSpec]:
+    return [
+        KernelSetSpec(
+            name="triton",
+            impl="nanovllm_kernels_triton.kernel_set:make_kernels",
+            contract=1,
+            summary="Fused Triton kernels; cuBLAS for products of many rows.",
+            devices=frozenset({"cuda"}),
+            min_compute_capability=(8, 0),
+            rank=50,
+        )
+    ]
