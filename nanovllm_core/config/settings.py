@@ -176,7 +176,7 @@ class GraphSettings(Section):
 
 
 class PluginSettings(Section):
-    """Which plugins to leave out, and which extensions to load."""
+    """Plugins to leave out, and extensions to load."""
 
     disable: StrTuple = Field(
         default=(),

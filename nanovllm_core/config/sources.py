@@ -1,4 +1,4 @@
-"""Where the configuration comes from, and what wins.
+"""The sources of the configuration, and their precedence.
 
 Highest first:
 
@@ -50,7 +50,7 @@ CHOICES: Mapping[TreePath, str] = {
     ("sampler",): "name",
     ("kernels",): "name",
 }
-"""Where a plugin is chosen, and the key that names it."""
+"""The paths at which a plugin is chosen, and the key that names it."""
 
 NAMED = ("scheduler", "executor", "sampler", "kernels")
 """Sections for which the name alone will do."""

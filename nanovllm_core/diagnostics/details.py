@@ -62,7 +62,7 @@ def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, ob
 
 
 def _declaration(manager: PluginManager, name: str) -> dict[str, object]:
-    """What a plugin says of the kind that it declares, and that kind's plugins."""
+    """The kind that a plugin declares, and that kind's plugins."""
     kind = manager.kind(name)
     return {
         "summary": manager.declaration(name).summary,
@@ -98,7 +98,7 @@ def options_of(model: type[BaseModel]) -> Sequence[OptionDetails]:
 
 
 def _own_fields(spec: PluginSpec) -> Iterable[tuple[str, object]]:
-    """What the kind's spec has beyond every spec, where it is data."""
+    """The fields of the kind's own spec, beyond those of every spec, if they are data."""
     common = {field.name for field in fields(PluginSpec)}
     for field in fields(spec):
         value = getattr(spec, field.name)

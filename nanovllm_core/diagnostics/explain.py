@@ -1,4 +1,4 @@
-"""What a configuration chooses at each seam, and why each alternative was not: `nanovllm explain`.
+"""The choice at each seam for a configuration, and why each alternative lost: `nanovllm explain`.
 
 The decisions are those of `startup`, asked one by one: no weight is read, nothing is allocated.
 Where one fails, those that do not depend on it are still explained.
@@ -66,7 +66,7 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
 
 
 class Decisions:
-    """What `startup.start` would decide, each when it is first asked for."""
+    """The decisions of `startup.start`, each made when it is first read."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
         self.config: EngineConfig = loaded.config
@@ -121,14 +121,14 @@ class Decisions:
 
     @cached_property
     def _device_type(self) -> str:
-        """What alternatives are asked about; a device that is not there has no alternatives."""
+        """The device type that alternatives are checked for; the configured one as a fallback."""
         try:
             return self.device.split(":")[0]
         except NanoVLLMError:
             return self.config.device.split(":")[0]
 
     def said(self, path: str, automatic: str = "") -> str:
-        """Who said the value at a path of the configuration; `automatic` where it is `auto`."""
+        """The source of the value at a path of the configuration; `automatic` if it is `auto`."""
         for known, source in self.sources.items():
             if f"{known}.".startswith(f"{path}."):
                 return automatic or f"{path}, from {_source(source)}"

@@ -77,7 +77,7 @@ class RequestView(Protocol):
 
 
 class SchedulingPolicy(ABC):
-    """The order of service and the choice of victim.
+    """The order of admission and the choice of victim.
 
     Keys compare as tuples do, lowest first. A key is read once, when the request joins the queue
     (on arrival, and again after a preemption), so it must not depend on the time of reading: ageing

@@ -108,7 +108,7 @@ def _eager_prompts(
 
 
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
-    """What is asked and not stated, in plain words with value and limit."""
+    """Requirements that the backend does not declare, in plain words with value and limit."""
     reasons = []
     device = requirements.device.split(":")[0]
     if requirements.phase not in capabilities.phases:

@@ -43,7 +43,7 @@ def select_sampler(
 def select_logits_processors(
     plugins: PluginManager, choices: Sequence[NamedPlugin]
 ) -> tuple[dict[str, LogitsProcessorSpec], tuple[ResolvedPlugin, ...]]:
-    """What requests may ask for, by name, and what the workers load, in the order of the file."""
+    """The processors that requests may use, by name, and those that workers load, in file order."""
     resolved = tuple(
         plugins.resolve(
             "logits_processor", choice.name, choice.options, f"logits_processors[{index}].options"

@@ -50,14 +50,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What a configuration resolved to."""
+    """The plugins and settings that a configuration resolved to."""
 
     plugins: PluginManager
     setup: WorkerSetup
     scheduler: Scheduler
     executor: Executor
     logits_processors: Mapping[str, LogitsProcessorSpec]
-    """What requests may ask for, in the order in which they run."""
+    """The logits processors that requests may use, in the order in which they run."""
     observers: Mapping[str, StepObserver]
     """By a label that names the plugin and its distribution."""
     sampling_defaults: Mapping[str, float]
@@ -156,7 +156,7 @@ def find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> R
 def read_shape(
     model: ResolvedPlugin, model_config: Mapping[str, Any], checkpoint: Path
 ) -> ModelShape:
-    """What the model plugin reads in config.json; ArchitectureError where it cannot."""
+    """The facts that the model plugin reads in config.json. Raises ArchitectureError."""
     implementation = load_object(model)
     try:
         return cast(ModelShape, implementation.shape(model_config))
@@ -225,7 +225,7 @@ def resolve_max_model_len(config: EngineConfig, shape: ModelShape) -> int:
 
 
 def resolve_sampling_defaults(config: EngineConfig, checkpoint: Path) -> Mapping[str, float]:
-    """What the checkpoint states of sampling; nothing where the configuration says `none`."""
+    """The checkpoint's sampling defaults; none if the configuration says `none`."""
     if config.generation_config == "none":
         return {}
     defaults = read_sampling_defaults(checkpoint)
@@ -256,7 +256,7 @@ def attention_requirements(
     dtype: str,
     cuda_graphs: bool,
 ) -> AttentionRequirements:
-    """What one phase asks of a backend."""
+    """The requirements of one phase on a backend."""
     return AttentionRequirements(
         phase=phase,
         device=device.split(":")[0],
