@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm_attention_triton.decode import DecodeShape, next_power_of_2
+from nanovllm_attention_triton.decode import DecodeShape, padded_head_size
 from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
 from nanovllm_attention_triton.tuning import (
     LARGE_CAPABILITIES,
     LARGE_TILE,
@@ -39,6 +40,11 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32:16")
 
 
+def strides(*names: str, unit: int) -> dict[str, str]:
+    """Strides that are multiples of `unit`, which Triton knows where 16 divides it."""
+    return dict.fromkeys(names, "i32" if unit % 16 else "i32:16")
+
+
 def decode_job(
     dtype: str,
     head_size: int,
@@ -65,8 +71,9 @@ def decode_job(
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr")
         | pointers("i32", "table_ptr", "items_ptr", "num_items_ptr", "tickets_ptr")
         | pointers("fp32", "partial_ptr", "lse_ptr")
-        | integers("q_stride_row", "q_stride_head", "out_stride_row", "out_stride_head")
-        | integers("table_stride", "stride_page", "stride_token", "stride_head", "item_capacity")
+        | strides("q_stride_head", "out_stride_head", "stride_head", unit=head_size)
+        | strides("q_stride_row", "out_stride_row", "stride_token", unit=8 * head_size)
+        | integers("table_stride", "stride_page", "item_capacity")
         | {"log2_scale": "fp32", "programs_per_item": "i32"},
         constexprs=shape.constants(page, tuning.tile) | {"DEPENDENT": capability >= 90},
         num_warps=tuning.num_warps,
@@ -85,18 +92,20 @@ def prefill_job(
     capability: int = 90,
 ) -> AotJob:
     """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
-    large = page % LARGE_TILE == 0 and capability // 10 in LARGE_CAPABILITIES
+    aligned = head_size * 2 % COPY_ENGINE_ALIGNMENT == 0
+    large = aligned and page % LARGE_TILE == 0 and capability // 10 in LARGE_CAPABILITIES
     tuning = prefill_tuning(2, head_size, large, TritonOptions())
     names = ("k_desc", "v_desc")
-    block_d = next_power_of_2(head_size)
+    block_d = padded_head_size(head_size)
     tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{block_d}]>"
-    described = page % tuning.block_n == 0 and capability >= 90
+    described = page % tuning.block_n == 0 and capability >= 90 and aligned
     return AotJob(
         kernel=f"{KERNELS}.prefill_kernels:prefill_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
         | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr")
-        | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
-        | integers("table_stride", "stride_page", "stride_token", "stride_head")
+        | strides("q_stride_head", "out_stride_head", "stride_head", unit=head_size)
+        | strides("q_stride_token", "out_stride_token", "stride_token", unit=8 * head_size)
+        | integers("table_stride", "stride_page")
         | {"log2_scale": "fp32", "lse_stride_head": "i32", "num_seqs": "i32"}
         | (dict.fromkeys(names, tile) if described else {}),
         constexprs=({} if described else dict.fromkeys(names))
