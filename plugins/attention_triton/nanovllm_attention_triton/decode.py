@@ -46,7 +46,8 @@ class DecodeShape:
 
     A program takes `block_heads` query heads of one KV head, `head_blocks` of them make a group;
     `partial_heads` of a block are real heads, rounded up to a power of two; `block_d` is the head
-    size as `padded_head_size` rounds it. `window`: keys that a query sees, its own included; None: all.
+    size as `padded_head_size` rounds it. `window`: keys that a query sees, its own included; None:
+    all.
     """
 
     num_heads: int
@@ -171,7 +172,8 @@ class DecodeWorkspace:
     def plan(self, seq_lens_B: Tensor, block_table: Tensor, page: int) -> None:
         """Cut the rows of `seq_lens_B` (int32, contiguous) into the items of the next runs.
 
-        `block_table` [B, M] int32 names the pages, of `page` tokens, that those runs will read.
+        `block_table` [B, M] int32 names the pages, of `page` tokens, that those runs will read; a
+        length beyond M pages is cut to them.
         """
         tuning = self.tuning
         fixed = tuning.fixed_chunk
@@ -182,6 +184,7 @@ class DecodeWorkspace:
             self.num_items,
             block_table.stride(0),
             seq_lens_B.shape[0],
+            block_table.shape[1] * page,
             wave_items=self.shape.items_per_step(tuning.wave_programs),
             # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
             max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),

@@ -131,7 +131,9 @@ PLAN = AotJob(
     kernel=f"{KERNELS}.decode_kernels:plan_kernel",
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
     | integers("table_stride", "item_capacity")
-    | dict.fromkeys(("num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"),
+    | dict.fromkeys(
+        ("num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"
+    ),
     constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32, "WINDOW": 0},
 )
 JOBS = {
