@@ -23,6 +23,7 @@ Shape suffixes as in `nanovllm_core.interfaces.attention`; S sequences, L keys o
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -250,7 +251,7 @@ def _attend_row(
 
 def _outputs(q: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
     """New tensors: the output like q [..., H, D], contiguous; the LSE [H, queries], or [0]."""
-    shape = (q.shape[-2], q.shape[:-2].numel()) if with_lse else (0,)
+    shape = (q.shape[-2], math.prod(q.shape[:-2])) if with_lse else (0,)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
         torch.empty(shape, dtype=wide_dtype(q), device=q.device),

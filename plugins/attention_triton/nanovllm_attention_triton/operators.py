@@ -21,6 +21,7 @@ Shape suffixes as in `nanovllm_core.interfaces.attention`; S sequences, L keys o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ def _outputs(q: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
 
 def _lse(q: Tensor, with_lse: bool) -> Tensor:
     """[H, queries] float32, or empty where nobody asked for it."""
-    shape = (q.shape[-2], q.shape[:-2].numel()) if with_lse else (0,)
+    shape = (q.shape[-2], math.prod(q.shape[:-2])) if with_lse else (0,)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 

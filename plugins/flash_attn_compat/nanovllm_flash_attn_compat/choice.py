@@ -48,8 +48,6 @@ def backend_for(device: torch.device) -> Backend:
     return _backends[_name(device)]
 
 
-# A tracer runs this instead of looking into it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _name(device: torch.device) -> str:
     """The chosen backend's name; at a device's first call it is imported, and the log says why."""
     if device not in _names:
@@ -58,3 +56,8 @@ def _name(device: torch.device) -> str:
         _backends[name] = import_module(f"nanovllm_flash_attn_compat.{name}").BACKEND
         _names[device] = name
     return _names[device]
+
+
+# The compiler runs it instead of tracing it. `torch.compiler.assume_constant_result` sets this too,
+# but imports the compiler, which takes as long as importing torch.
+setattr(_name, "_dynamo_marked_constant", True)  # noqa: B010

@@ -30,7 +30,7 @@ def _check(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] > _operators.MAX_HEAD_SIZE:
         refuse(
             function, "q", f"head size {q.shape[-1]}",
-            f"triton has sizes up to {_operators.MAX_HEAD_SIZE}; take nanovllm_flash_attn_compat.sdpa",
+            f"triton has at most {_operators.MAX_HEAD_SIZE}; take nanovllm_flash_attn_compat.sdpa",
         )  # fmt: skip
     if k.dim() == 4 and k.stride() != v.stride():
         refuse(
