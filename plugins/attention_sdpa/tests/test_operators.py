@@ -170,6 +170,9 @@ def test_decode_by_lengths_on_the_device_equals_decode_by_lengths_on_the_host(
     out, lse = attend_single(q, k, v, table, lens, bent, slopes, limit)
     torch.testing.assert_close(out, expected[:, 0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse[:, :, 0].T, rtol=1e-5, atol=1e-5)
+    beyond = torch.where(lens == 64, 10**6, lens)  # is cut to what the table holds
+    cut, _ = attend_single(q, k, v, table, beyond, bent, slopes, limit)
+    assert torch.equal(cut, out)
 
 
 def test_decode_by_lengths_on_the_device_can_be_captured() -> None:

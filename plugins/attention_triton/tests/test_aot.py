@@ -176,6 +176,10 @@ JOBS = {
             ("wide", 16, 256, 16, 1, None, None),
             ("wide", 16, 256, 256, 2, None, None),
             ("wide", 16, 256, 256, 2, 1024, 50.0),
+            ("few", 16, 32, 256, 4, None, None),
+            ("many", 256, 8, 16, 2, None, None),
+            ("wide", 16, 192, 16, 1, None, None),
+            ("wide", 16, 192, 256, 2, 1024, 50.0),
         )
     },
     **{
@@ -196,6 +200,9 @@ JOBS = {
             (256, 16, -1, 0.0),
             (256, 256, 1023, 50.0),
             (256, 16, 1023, 50.0),
+            (32, 256, -1, 0.0),
+            (192, 256, -1, 0.0),
+            (192, 16, 1023, 50.0),
         )
     },
 }
@@ -266,7 +273,7 @@ def test_every_kernel_fits_the_shared_memory_of_smaller_gpus():
     jobs = {
         f"{phase} of heads of {head_size}, sm_{capability}": job
         for capability in MOST_SHARED
-        for head_size in (128, 256)
+        for head_size in (128, 192, 256)
         for phase, job in {
             "decode": decode_job("bf16", head_size, 256, 2, 256, capability=capability),
             "prefill": prefill_job("bf16", head_size, 256, capability=capability),
