@@ -1,16 +1,63 @@
-"""Before any test imports Triton: without a GPU, kernels are interpreted. Reports on request."""
+"""Fixtures that test files of several folders share; reports on request.
+
+Before any test imports Triton: without a GPU, kernels are interpreted.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from nanovllm_core.testing.interpreter import interpret_triton_without_cuda
+from nanovllm_kit.interpreter import interpret_triton_without_cuda
 
 interpret_triton_without_cuda()
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a distribution for one test: metadata and modules in a folder on sys.path.
+
+    `install("nanovllm-x", {"nanovllm.attention": {"x": "x_plugin"}}, {"x_plugin": "source"})`.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    known = set(sys.modules)
+
+    def install_distribution(
+        name: str,
+        entry_points: Mapping[str, Mapping[str, str]],
+        modules: Mapping[str, str],
+        version: str = "1.2.3",
+    ) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = []
+        for group, entries in entry_points.items():
+            lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for module, source in modules.items():
+            (tmp_path / f"{module}.py").write_text(source)
+
+    yield install_distribution
+    for module in set(sys.modules) - known:
+        if (tmp_path / f"{module}.py").exists():
+            del sys.modules[module]
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """docs/generate.py, which writes the documents' tables; its own modules lie beside it."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "docs")
+    return import_module("generate")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +73,7 @@ def pytest_terminal_summary(
     file: Path | None = config.getoption("--report-json")
     if file is None:
         return
-    from nanovllm_core.bench.environment import describe_environment
+    from nanovllm_bench.environment import describe_environment
 
     stats = terminalreporter.stats
     kinds = ("passed", "failed", "error", "skipped")

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nanovllm_bench.environment import describe_environment
+from nanovllm_bench.workloads import load_format
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.bench.environment import describe_environment
-from nanovllm_core.bench.workloads import load_format
 
 CONFIG = Path(__file__).parent / "configs" / "qwen3-0.6b"
 BURSTS = ((1, 30), (8, 30), (20, 30), (100, 30), (1, 1000), (8, 500), (40, 100), (1, 4000))

@@ -30,7 +30,7 @@ from torch import Tensor
 from nanovllm_core.kernels.linear_choice import LinearPlan, TilePlan, VectorPlan, choose
 from nanovllm_core.kernels.triton_linear import LinearLauncher
 from nanovllm_core.kernels.triton_set import TritonKernels
-from nanovllm_core.testing.numerics import assert_close_report
+from nanovllm_kit.numerics import assert_close_report
 
 BANDWIDTH = 4.3e12
 """Bytes per second that a copy reaches on an H200."""

@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nanovllm_bench.record import write_record
+from nanovllm_bench.throughput import measure_throughput
+from nanovllm_bench.workloads import recorded_workload
 from nanovllm_core import LLM, EngineConfig
-from nanovllm_core.bench.record import write_record
-from nanovllm_core.bench.throughput import measure_throughput
-from nanovllm_core.bench.workloads import recorded_workload
 from nanovllm_core.errors import ConfigError, NanoVLLMError
 
 TOLERANCE = 0.05

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 import xxhash
 
+from nanovllm_bench.environment import describe_environment
+from nanovllm_bench.workloads import load_format
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.bench.environment import describe_environment
-from nanovllm_core.bench.workloads import load_format
 
 MOODS = (0.0, 0.3, 1.0, 3.0)
 """Requests arriving, relative to how many the rows can serve."""

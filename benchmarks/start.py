@@ -33,7 +33,7 @@ def start(arguments: argparse.Namespace) -> dict[str, float]:
     from nanovllm_core import LLM, SamplingParams
 
     imported = time.time()
-    from nanovllm_core.bench.workloads import load_format
+    from nanovllm_bench.workloads import load_format
 
     with LLM(
         arguments.model,
@@ -100,7 +100,7 @@ def main() -> None:
         if arguments.profile:
             in_new_process(triton_cache, ["--profiled"])
     if arguments.out:
-        from nanovllm_core.bench.environment import describe_environment
+        from nanovllm_bench.environment import describe_environment
 
         document = {"model": Path(arguments.model).name, "starts": results}
         document["environment"] = describe_environment()

@@ -25,12 +25,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from nanovllm_bench.environment import describe_environment
+from nanovllm_bench.workloads import VOCABULARY
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.bench.environment import describe_environment
-from nanovllm_core.bench.workloads import VOCABULARY
 from nanovllm_core.worker.executor import SingleProcessExecutor
+from nanovllm_core.worker.polling import StepWait, Wait
 from nanovllm_core.worker.runner import ModelRunner
-from nanovllm_core.worker.waiting import StepWait, Wait
 
 CONFIG = Path(__file__).parent / "configs" / "qwen3-0.6b"
 STEPS = 150

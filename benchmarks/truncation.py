@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm_core.bench.environment import describe_environment
+from nanovllm_bench.environment import describe_environment
 from nanovllm_core.kernels import truncation_reference, truncation_triton
 
 VOCAB_SIZE = 151_936

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from nanovllm_core.bench.report import table
+from results_tables import table
+
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,

@@ -27,15 +27,17 @@ from contract_tables import (
     share_table,
     state_table,
 )
+from results_tables import ATTENTION, PERFORMANCE, Results, table
 from settings_tables import allowed, default, field_tables, flat_keywords, sampling_table
 
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
-from nanovllm_core import api, config_yaml, request_labels, sampling_params
-from nanovllm_core.bench.plots import draw, series_of
-from nanovllm_core.bench.report import ATTENTION, PERFORMANCE, Results, table
+from nanovllm_bench.plots import draw, series_of
+from nanovllm_core import api, layers
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
-from nanovllm_core.config import BLOCK_SIZES, EngineConfig
+from nanovllm_core.config import yaml_reader as config_yaml
+from nanovllm_core.config.settings import BLOCK_SIZES, EngineConfig
+from nanovllm_core.interfaces import request_labels, sampling_params
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 from nanovllm_core.interfaces.scheduler import SchedulingPolicy
@@ -46,7 +48,7 @@ from nanovllm_core.interfaces.specs import (
     SamplerSpec,
     SchedulerSpec,
 )
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object
+from nanovllm_core.registry.manager import get_plugin_manager, load_object
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "benchmarks"
@@ -330,7 +332,9 @@ def signatures() -> str:
         *("norm_linear", "linear_add", "gated_mlp", "build_cos_sin_cache"),
         *("positive_int", "positive_float"),
     ]
-    return "\n\n".join(signature(name, getattr(api, name)) for name in made)
+    return "\n\n".join(
+        signature(name, getattr(layers if hasattr(layers, name) else api, name)) for name in made
+    )
 
 
 def signature(name: str, called: Any) -> str:

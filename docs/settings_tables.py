@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanovllm_core import sampling_params
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_errors import FLAT_KEYWORDS
+from nanovllm_core.config.errors import FLAT_KEYWORDS
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.interfaces import sampling_params
 
 TYPE_NAMES = {
     "string": "text",

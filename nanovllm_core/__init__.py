@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanovllm_core.config import EngineConfig
-    from nanovllm_core.config_sources import load_config
+    from nanovllm_core.config.settings import EngineConfig
+    from nanovllm_core.config.sources import load_config
     from nanovllm_core.engine import RequestOutput
     from nanovllm_core.errors import NanoVLLMError
-    from nanovllm_core.hookspecs import hookimpl
-    from nanovllm_core.llm import LLM
-    from nanovllm_core.sampling_params import SamplingParams
+    from nanovllm_core.frontend.llm import LLM
+    from nanovllm_core.interfaces.sampling_params import SamplingParams
+    from nanovllm_core.registry.hookspecs import hookimpl
 
 __version__ = "0.1.0"
 
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EngineConfig": "config",
-    "LLM": "llm",
+    "EngineConfig": "config.settings",
+    "LLM": "frontend.llm",
     "NanoVLLMError": "errors",
     "RequestOutput": "engine",
-    "SamplingParams": "sampling_params",
-    "hookimpl": "hookspecs",
-    "load_config": "config_sources",
+    "SamplingParams": "interfaces.sampling_params",
+    "hookimpl": "registry.hookspecs",
+    "load_config": "config.sources",
 }
 
 

@@ -35,8 +35,9 @@ by `shown`, which cuts it.
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MAX_MESSAGE = 20_000
 """Characters of one error's message; a plugin's own text may be longer and is cut."""
@@ -75,6 +76,20 @@ class _ShortRepr(reprlib.Repr):
 
 
 _SHORT = _ShortRepr()
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, if any is like it; no long name is like another."""
+    if len(name) > 100:
+        return None
+    matches = difflib.get_close_matches(name, [*known], n=1)
+    return matches[0] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean block_size?`, or nothing. A `prefix` that all have makes no two alike."""
+    match = nearest(name.removeprefix(prefix), (each.removeprefix(prefix) for each in known))
+    return f"; did you mean {prefix}{match}?" if match else ""
 
 
 class NanoVLLMError(Exception):

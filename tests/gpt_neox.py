@@ -12,14 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
-from nanovllm_core.api import (
+from nanovllm_core.api import ModelShape, QKPrep
+from nanovllm_core.layers import (
     Attention,
     ColumnParallelLinear,
     Layer,
     LayerContext,
-    ModelShape,
     ParallelLMHead,
-    QKPrep,
     RopeConfig,
     RowParallelLinear,
     VocabParallelEmbedding,

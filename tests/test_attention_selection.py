@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm_core.attention_selection import Selection, select_attention, unmet
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import ConfigError, PluginLoadError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionCapabilities, AttentionRequirements
-from nanovllm_core.plugin_discovery import install_command
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.registry.discovery import install_command
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection.attention import Selection, select_attention, unmet
 
 Install = Callable[..., None]
 
@@ -93,7 +93,7 @@ def test_a_compute_capability_within_its_bounds_is_met() -> None:
 
 SOURCE = """
 from pydantic import BaseModel, ConfigDict
-from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.registry.hookspecs import hookimpl
 from nanovllm_core.interfaces.attention import AttentionCapabilities, KVLayout
 from nanovllm_core.interfaces.specs import AttentionSpec
 

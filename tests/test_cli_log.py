@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from nanovllm_core.cli import engine_options
-from nanovllm_core.config_sources import load_config
-from nanovllm_core.llm import LLM
+from nanovllm_core.config.sources import load_config
+from nanovllm_core.frontend.llm import LLM
 
 
 @pytest.mark.parametrize(("watched", "level"), [(True, logging.INFO), (False, logging.NOTSET)])

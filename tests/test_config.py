@@ -6,12 +6,11 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import BaseModel, ValidationError
 
-from nanovllm_core.config import PROMPT_SIZES, EngineConfig, bucket_sizes
-from nanovllm_core.config_choices import AttentionChoice, AttentionSettings
+from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
+from nanovllm_core.config.settings import PROMPT_SIZES, EngineConfig, bucket_sizes
 
 
 @given(st.integers(1, 2000))

@@ -15,20 +15,20 @@ from typer.testing import CliRunner
 
 import nanovllm_core
 from nanovllm_core.cli.main import main, make_app
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_schema import config_schema
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import load_config
+from nanovllm_core.diagnostics.schema import config_schema
+from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import ConfigError, PluginFailedError
-from nanovllm_core.plugin_discovery import install_command
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+from nanovllm_core.registry.discovery import install_command
+from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
 
 ATTENTION = """
 from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
-from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.registry.hookspecs import hookimpl
 from nanovllm_core.interfaces.attention import AttentionCapabilities, KVLayout
 from nanovllm_core.interfaces.specs import AttentionSpec
 
@@ -52,7 +52,7 @@ def nanovllm_attention():
 """
 
 EXTENSION = """
-from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.registry.hookspecs import hookimpl
 
 @hookimpl
 def nanovllm_cli(app):
@@ -167,7 +167,9 @@ def test_check_fetches_no_checkpoint(
 ) -> None:
     """A source may download gigabytes: only that it is installed is asked."""
     file = tmp_path / "engine.yaml"
-    monkeypatch.setattr("nanovllm_core.checkpoint_sources.from_hub", lambda reference: 1 / 0)
+    monkeypatch.setattr(
+        "nanovllm_core.selection.checkpoint_sources.from_hub", lambda reference: 1 / 0
+    )
     file.write_text("model: organisation/name")
     assert "OK" in run("config", "check", str(file))
     file.write_text("model: nosuch:name")

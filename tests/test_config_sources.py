@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_errors import FLAT_KEYWORDS
-from nanovllm_core.config_sources import (
+from nanovllm_core.config.errors import FLAT_KEYWORDS
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import (
     load_config,
     load_with_sources,
     parse_setting,
@@ -285,7 +285,7 @@ def test_of_many_mistakes_the_first_twenty_are_told_and_the_others_counted(
     def nearest(name: str, known: object) -> None:
         looked.append(name)
 
-    monkeypatch.setattr("nanovllm_core.config_errors.nearest", nearest)
+    monkeypatch.setattr("nanovllm_core.errors.nearest", nearest)
     with pytest.raises(ConfigError) as caught:
         load(**{f"{section}k{i}": i for i in range(3000)})
     lines = str(caught.value).splitlines()

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from typer.testing import CliRunner
 
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.config_sources import load_config, parse_settings
-from nanovllm_core.config_yaml import MAX_ALIASED, MAX_SIZE, flow_yaml, parse_yaml
+from nanovllm_core.config.sources import load_config, parse_settings
+from nanovllm_core.config.yaml_reader import MAX_ALIASED, MAX_SIZE, flow_yaml, parse_yaml
 from nanovllm_core.errors import MAX_MESSAGE, ConfigError, NanoVLLMError
 
 Door = Callable[[str], object]
@@ -167,7 +166,7 @@ def test_ordinary_aliases_are_within_the_limit() -> None:
 def test_text_and_values_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=f"{MAX_SIZE + 1} characters; at most {MAX_SIZE}"):
         parse_yaml("x" * (MAX_SIZE + 1), "text")
-    monkeypatch.setattr("nanovllm_core.config_yaml.MAX_VALUES", 500)
+    monkeypatch.setattr("nanovllm_core.config.yaml_reader.MAX_VALUES", 500)
     assert len(parse_yaml("[" + "1," * 499 + "]", "text")) == 499
     with pytest.raises(ConfigError, match="more than 500 keys and values"):
         parse_yaml("[" + "1," * 500 + "]", "text")

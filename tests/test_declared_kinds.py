@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import (
     ConfigError,
     PluginConflictError,
     PluginLoadError,
     PluginNotFoundError,
 )
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
 KINDS_GROUP, SINKS = "nanovllm.kinds", "nanovllm.sinks"
@@ -329,7 +329,7 @@ def test_the_light_modules_of_a_declared_kind_need_no_torch(
     add_plugin(install)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from nanovllm_core.plugin_manager import get_plugin_manager\n"
+        "from nanovllm_core.registry.manager import get_plugin_manager\n"
         "get_plugin_manager().spec('sink', 'lines')\nprint('torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

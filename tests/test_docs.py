@@ -21,19 +21,19 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from nanovllm_core import hookspecs
 from nanovllm_core.cli.config import check_plugins
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.cli.plugins.choice import one_plugin
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_errors import FLAT_KEYWORDS
-from nanovllm_core.config_sources import REFUSED_KEYWORDS, load_config
+from nanovllm_core.config.errors import FLAT_KEYWORDS
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import REFUSED_KEYWORDS, load_config
 from nanovllm_core.errors import ConfigError, InvalidSamplingError, NanoVLLMError
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import SchedulerState
-from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
-from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.startup import make_scheduler
+from nanovllm_core.registry import hookspecs
+from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
+from nanovllm_core.selection.startup import make_scheduler
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -12,9 +12,9 @@ from torch import nn
 
 from nanovllm_core.api import QKPrep
 from nanovllm_core.interfaces.specs import ModelSpec, NoOptions
-from nanovllm_core.testing import ModelConformance, PluginUnderTest
-from nanovllm_core.testing.layers import layer_context
 from nanovllm_core.worker.weights import load_weights
+from nanovllm_kit import ModelConformance, PluginUnderTest
+from nanovllm_kit.layers import layer_context
 
 from .gpt_neox import InterleavedQKVLinear
 from .test_docs_code import files
@@ -41,7 +41,7 @@ class TestPhi3(ModelConformance):
     def plugin(self) -> PluginUnderTest:
         impl = f"{__name__}:Phi3ForCausalLM"
         spec = ModelSpec(name="Phi3ForCausalLM", impl=impl, summary="Phi-3", contract=1)
-        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
 
 
 class Normed(nn.Module):

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.config_sources import load_config, load_with_sources
+from nanovllm_core.config.sources import load_config, load_with_sources
+from nanovllm_core.diagnostics.explain import Seam, explain
 from nanovllm_core.errors import CheckpointError
-from nanovllm_core.explain import Seam, explain
-from nanovllm_core.generation_config import WITHOUT_EFFECT, read_sampling_defaults
-from nanovllm_core.startup import start
+from nanovllm_core.selection.generation_config import WITHOUT_EFFECT, read_sampling_defaults
+from nanovllm_core.selection.startup import start
 
 from .e2e.tiny import open_tiny, write_checkpoint, write_config
 

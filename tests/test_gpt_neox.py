@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from nanovllm_core.testing import ModelConformance, PluginUnderTest, plugin_under_test
+from nanovllm_kit import ModelConformance, PluginUnderTest, plugin_under_test
 
 from .gpt_neox_plugin import SPEC
 

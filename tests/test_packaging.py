@@ -15,8 +15,15 @@ from typing import Any
 import pytest
 
 import nanovllm_core
-from nanovllm_core.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
-from nanovllm_core.plugin_discovery import KNOWN_EXTRAS, install_command
+from nanovllm_core.cli.installed import KNOWN_COMMANDS
+from nanovllm_core.registry.discovery import (
+    COMMAND_GROUP,
+    KNOWN_EXTRAS,
+    SUITE_GROUP,
+    extra_command,
+    install_command,
+)
+from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {
@@ -27,12 +34,14 @@ PLUGINS = {folder: project for folder, project in PROJECTS.items() if folder != 
 CORE: Mapping[str, Any] = PROJECTS[ROOT]
 
 
-def test_the_six_plugins_of_the_project_are_there() -> None:
+def test_the_distributions_of_the_project_are_there() -> None:
     assert {folder.name for folder in PLUGINS} == {
         "attention_flash",
         "attention_sdpa",
         "attention_triton",
+        "bench",
         "checkpoint_demo",
+        "kit",
         "model_qwen3",
         "scheduler_sjf",
     }
@@ -76,28 +85,34 @@ def test_every_plugin_has_an_extra_of_the_core() -> None:
     in_extras = {requirement for extra in extras.values() for requirement in extra}
     for project in PLUGINS.values():
         assert f"{project['name']}=={project['version']}" in in_extras
-    everything = "nanovllm-core[sdpa,triton,flash,sjf,qwen3,demo]"
+    # The kit is for authors: it needs pytest and hypothesis.
+    everything = "nanovllm-core[sdpa,triton,flash,sjf,qwen3,demo,bench]"
     assert extras["all"] == [everything]
 
 
 def test_the_hints_name_extras_that_install_that_plugin() -> None:
     """What an error tells to install brings the entry point that was missing."""
-    by_group = {kind.group: name for name, kind in KINDS.items()}
+    groups = {kind.group: name for name, kind in KINDS.items()} | {COMMAND_GROUP: "command"}
     offered = {}
     for project in PLUGINS.values():
-        for group, entries in project["entry-points"].items():
-            for name in entries:
-                offered[by_group[group], name] = f"{project['name']}=={project['version']}"
-    assert set(offered) == set(KNOWN_EXTRAS)
-    for plugin, extra in KNOWN_EXTRAS.items():
+        for group in groups.keys() & project["entry-points"].keys():
+            for name in project["entry-points"][group]:
+                offered[groups[group], name] = f"{project['name']}=={project['version']}"
+    hints = {plugin: (extra, install_command(*plugin)) for plugin, extra in KNOWN_EXTRAS.items()}
+    hints |= {
+        ("command", name): (extra, extra_command(extra)) for name, extra in KNOWN_COMMANDS.items()
+    }
+    assert set(offered) == set(hints)
+    for plugin, (extra, command) in hints.items():
         assert CORE["optional-dependencies"][extra] == [offered[plugin]]
-        folder = Path(shlex.split(install_command(*plugin))[-1])
+        folder = Path(shlex.split(command)[-1])
         project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         assert f"{project['name']}=={project['version']}" == offered[plugin]
 
 
 def test_every_entry_point_group_is_one_that_the_core_reads() -> None:
-    known = {kind.group for kind in KINDS.values()} | {EXTENSION_GROUP, KIND_GROUP}
+    known = {kind.group for kind in KINDS.values()}
+    known |= {EXTENSION_GROUP, KIND_GROUP, COMMAND_GROUP, SUITE_GROUP}
     for project in PROJECTS.values():
         assert set(project["entry-points"]) <= known
 
@@ -189,6 +204,9 @@ def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(tmp_path
     refused = fails(nanovllm, "generate", "--model", "demo", "Hello")
     assert 'pip install "nanovllm-core[demo]"' in refused
 
+    assert 'pip install "nanovllm-core[bench]"' in fails(nanovllm, "bench", "throughput")
+    assert 'pip install "nanovllm-core[kit]"' in fails(nanovllm, "plugins", "test", "fcfs")
+
     install("nanovllm-core[qwen3,sdpa,demo]")
     listed = run(nanovllm, "plugins", "list")
     for name in ("nanovllm-attention-sdpa", "nanovllm-model-qwen3", "nanovllm-checkpoint-demo"):
@@ -196,6 +214,8 @@ def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(tmp_path
     assert "42" in run(nanovllm, "generate", "--model", "demo", "--chat", "What is 27 + 15?")
 
     install("nanovllm-core[all]")
+    assert "kit" not in run(python, "-m", "pip", "list")
+    assert "throughput" in run(nanovllm, "bench", "--help")
     for attention, scheduler, ran in (
         ("sdpa", "fcfs", "sdpa"),
         ("triton", "sjf", "triton"),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 ENGINE = "tests/engine/test_peer_bugs.py"
 E2E = "tests/e2e"
-KIT = "nanovllm_core/testing"
+KIT = "plugins/kit/nanovllm_kit"
 
 PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
     1: (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm_core import plugin_discovery
+from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import (
     ConfigError,
     PluginConflictError,
@@ -19,8 +19,8 @@ from nanovllm_core.errors import (
     PluginNotFoundError,
 )
 from nanovllm_core.interfaces.specs import SchedulerSpec
-from nanovllm_core.plugin_manager import get_plugin_manager, load_object, parse_options
-from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+from nanovllm_core.registry import discovery as plugin_discovery
+from nanovllm_core.registry.manager import get_plugin_manager, load_object, parse_options
 
 Install = Callable[..., None]
 ROOT = Path(__file__).parents[1]
@@ -75,7 +75,7 @@ def test_what_is_installed_is_read_once_for_all_kinds(monkeypatch: pytest.Monkey
         asked += 1
         return entry_points(*arguments, **wanted)
 
-    monkeypatch.setattr("nanovllm_core.plugin_discovery.entry_points", counted)
+    monkeypatch.setattr("nanovllm_core.registry.discovery.entry_points", counted)
     assert {plugin.kind for plugin in get_plugin_manager().installed()} >= {"scheduler", "executor"}
     assert asked == 1
 
@@ -394,7 +394,7 @@ def test_two_managers_share_nothing(install: Install) -> None:
 
 
 def test_entry_points_without_a_distribution_can_be_given() -> None:
-    entry = EntryPoint("fcfs", "nanovllm_core.builtins", SCHEDULERS)
+    entry = EntryPoint("fcfs", "nanovllm_core.registry.builtins", SCHEDULERS)
     other_group = EntryPoint("x", "y", "console_scripts")
     manager = get_plugin_manager(entry_points=[entry, other_group])
     assert [str(plugin) for plugin in manager.installed()] == ["fcfs ?, ?"]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nanovllm_core.config_errors import explain_options
-from nanovllm_core.plugin_options import read_options
+from nanovllm_core.config.errors import explain_options
+from nanovllm_core.registry.options import read_options
 
 
 class Colour(Enum):

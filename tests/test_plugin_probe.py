@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.plugin_probe import missing_code
-from nanovllm_core.plugin_status import plugin_statuses, typical_requirements
+from nanovllm_core.diagnostics.probe import missing_code
+from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
+from nanovllm_core.registry.manager import get_plugin_manager
 
 FILES = {
     "probed/__init__.py": "raise RuntimeError('imported')",

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm_core import startup
-from nanovllm_core.attention_selection import select_attention
-from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import (
     ArchitectureError,
     CheckpointConflictError,
@@ -25,8 +22,11 @@ from nanovllm_core.errors import (
     SchedulerError,
 )
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.startup import read_model_config, resolve_device, start
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection import startup
+from nanovllm_core.selection.attention import select_attention
+from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
+from nanovllm_core.selection.startup import read_model_config, resolve_device, start
 
 from .e2e.tiny import write_config
 
@@ -161,7 +161,7 @@ def test_a_folder_of_a_hub_name_is_used_and_never_fetched(shelf: Path) -> None:
 def test_a_name_with_a_slash_is_the_hubs_and_one_without_a_plugins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import nanovllm_core.checkpoint_sources as sources
+    import nanovllm_core.selection.checkpoint_sources as sources
 
     asked: list[str] = []
 
@@ -391,6 +391,6 @@ def test_nothing_heavy_happens_at_the_start(folder: Path) -> None:
 def test_the_chosen_attention_is_logged_with_why_others_lost(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="nanovllm_core.startup"):
+    with caplog.at_level("INFO", logger="nanovllm_core.selection.startup"):
         started(folder)
     assert "sdpa" in caplog.text

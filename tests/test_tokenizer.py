@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm_core.chat_template import RESERVED
+from nanovllm_core.config.chat_template import RESERVED
 from nanovllm_core.errors import CheckpointError, InvalidPromptError
-from nanovllm_core.tokenizer import Tokenizer, checkpoint_eos_token_ids
+from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 
 SPECIAL = ["<|end|>", "<|begin|>", "<|user|>", "<|stop|>"]
 TEMPLATE = (
@@ -418,7 +418,7 @@ def test_a_format_that_transformers_cannot_read_says_what_to_do(tmp_path):
 
 def test_reading_a_tokenizer_imports_neither_torch_nor_transformers(folder):
     code = (
-        "import sys; from nanovllm_core.tokenizer import Tokenizer; "
+        "import sys; from nanovllm_core.frontend.tokenizer import Tokenizer; "
         f"Tokenizer.load({str(folder)!r}).encode('hi'); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )

@@ -15,10 +15,10 @@ from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.generate import MinP, Seed, Temperature, TopK, TopP, greedy_unless_stated
 from nanovllm_core.cli.output import Speed, write_text
 from nanovllm_core.errors import RequestError
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm_core.llm import LLM
+    from nanovllm_core.frontend.llm import LLM
 
 HELP = "/clear starts over, /exit quits; Ctrl-C stops an answer."
 

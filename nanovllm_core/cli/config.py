@@ -9,17 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from nanovllm_core.checkpoint_selection import find_checkpoint, find_source
 from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, one_file
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_choices import NamedPlugin
-from nanovllm_core.config_errors import MAX_ERRORS
-from nanovllm_core.config_schema import config_schema
-from nanovllm_core.config_sources import load_with_sources, parse_settings
-from nanovllm_core.config_yaml import flow_yaml
+from nanovllm_core.config.choices import NamedPlugin
+from nanovllm_core.config.errors import MAX_ERRORS
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import load_with_sources, parse_settings
+from nanovllm_core.config.yaml_reader import flow_yaml
+from nanovllm_core.diagnostics.schema import config_schema
 from nanovllm_core.errors import ConfigError, NanoVLLMError
-from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
-from nanovllm_core.startup import (
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
+from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
+from nanovllm_core.selection.startup import (
     check_tensor_parallel_size,
     find_model,
     read_architecture,

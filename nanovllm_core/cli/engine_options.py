@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_sources import LoadedConfig, load_with_sources, parse_settings
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import LoadedConfig, load_with_sources, parse_settings
 from nanovllm_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nanovllm_core.llm import LLM
+    from nanovllm_core.frontend.llm import LLM
 
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Folder, checkpoint plugin or hub id.")
@@ -152,7 +152,7 @@ def open_llm(config: EngineConfig) -> LLM:
 
     On a terminal the log of the choices is shown: what `auto` took, and why the others lost.
     """
-    from nanovllm_core.llm import LLM
+    from nanovllm_core.frontend.llm import LLM
 
     if sys.stderr.isatty():
         logging.basicConfig(format="%(message)s")

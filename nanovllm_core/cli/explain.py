@@ -39,8 +39,7 @@ def explain(
     Exit status 1 if an engine would not start.
     """
     # It asks torch for devices, and plugins what they can do.
-    from nanovllm_core.explain import Seam, problems
-    from nanovllm_core.explain import explain as explain_config
+    from nanovllm_core.diagnostics.explain import Seam, explain as explain_config, problems
 
     path = one_file(file, config)
     loaded = loaded_config(model, path, attention, scheduler, device, dtype, settings)

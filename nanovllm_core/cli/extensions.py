@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from nanovllm_core.config_sources import ENV_PREFIX, load_config
+from nanovllm_core.config.sources import ENV_PREFIX, load_config
 from nanovllm_core.errors import NanoVLLMError, PluginFailedError
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.registry.manager import get_plugin_manager
 
 VARIABLE = f"{ENV_PREFIX}PLUGINS__ENABLE"
 

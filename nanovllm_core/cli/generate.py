@@ -13,10 +13,10 @@ import typer
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.output import Work, print_json, show_all, stream_each
 from nanovllm_core.cli.prompts import PromptInput, read_prompts
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm_core.llm import LLM
+    from nanovllm_core.frontend.llm import LLM
 
 Prompts = Annotated[
     list[str] | None,

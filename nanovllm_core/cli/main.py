@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 
 from nanovllm_core import __version__
-from nanovllm_core.cli import bench, chat, config, explain, generate, plugins
-from nanovllm_core.cli import eval as evaluation
+from nanovllm_core.cli import chat, config, explain, generate, plugins
 from nanovllm_core.cli.extensions import add_extensions
+from nanovllm_core.cli.installed import add_installed_commands
 from nanovllm_core.cli.streams import give_up_stdout, prepare_streams
 from nanovllm_core.errors import NanoVLLMError
 
@@ -40,10 +40,10 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
     app.command()(generate.generate)
     app.command()(chat.chat)
     app.command()(explain.explain)
-    app.command("eval")(evaluation.evaluate)
-    app.add_typer(bench.app, name="bench")
-    app.add_typer(plugins.app, name="plugins")
+    plugins_app = plugins.make_app()
+    app.add_typer(plugins_app, name="plugins")
     app.add_typer(config.app, name="config")
+    add_installed_commands({"": app, "plugins": plugins_app})
     if list(arguments[:2]) != DOCTOR:
         add_extensions(app)
     return app

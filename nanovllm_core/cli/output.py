@@ -14,12 +14,12 @@ from rich.console import Console
 
 from nanovllm_core.cli.prompts import PromptInput, naming
 from nanovllm_core.errors import RequestError
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm_core.engine import RequestOutput
+    from nanovllm_core.frontend.llm import LLM
     from nanovllm_core.interfaces.plan import TokenLogprobs
-    from nanovllm_core.llm import LLM
 
 
 @dataclass(slots=True)

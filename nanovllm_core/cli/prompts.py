@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.errors import InvalidPromptError, RequestError, shown
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.errors import InvalidPromptError, RequestError, did_you_mean, shown
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm_core.llm import LLM
+    from nanovllm_core.frontend.llm import LLM
 
 STDIN = "-"
 MAX_SIZE = 64 << 20

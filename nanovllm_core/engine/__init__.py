@@ -1,25 +1,31 @@
 """Requests, KV pages, scheduling and the loop one step ahead. Nothing here imports torch."""
 
-from nanovllm_core.engine.engine import Engine
-from nanovllm_core.engine.limits import EngineLimits
-from nanovllm_core.engine.output_processor import (
-    Detokenizer,
-    DetokenizerFactory,
-    RequestOutput,
+from nanovllm_core.engine.engine import (
+    Engine as Engine,
 )
-from nanovllm_core.engine.policies import FcfsPolicy
-from nanovllm_core.engine.scheduler import TokenBudgetScheduler
-from nanovllm_core.engine.stats import EngineStats
-from nanovllm_core.interfaces.observer import FinishReason
-
-__all__ = [
-    "Detokenizer",
-    "DetokenizerFactory",
-    "Engine",
-    "EngineLimits",
-    "EngineStats",
-    "FcfsPolicy",
-    "FinishReason",
-    "RequestOutput",
-    "TokenBudgetScheduler",
-]
+from nanovllm_core.engine.limits import (
+    EngineLimits as EngineLimits,
+)
+from nanovllm_core.engine.observation import (
+    Observation as Observation,
+)
+from nanovllm_core.engine.output_processor import (
+    Detokenizer as Detokenizer,
+    DetokenizerFactory as DetokenizerFactory,
+    RequestOutput as RequestOutput,
+)
+from nanovllm_core.engine.policies import (
+    FcfsPolicy as FcfsPolicy,
+)
+from nanovllm_core.engine.request import (
+    Request as Request,
+)
+from nanovllm_core.engine.scheduler import (
+    TokenBudgetScheduler as TokenBudgetScheduler,
+)
+from nanovllm_core.engine.stats import (
+    EngineStats as EngineStats,
+)
+from nanovllm_core.interfaces.observer import (
+    FinishReason as FinishReason,
+)

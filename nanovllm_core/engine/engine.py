@@ -36,9 +36,9 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.executor import Executor
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
-from nanovllm_core.sampling_params import SamplingParams
 
 
 class Engine:
@@ -78,7 +78,7 @@ class Engine:
         self._steps_ahead = steps_ahead
         self._observation = observation
         self._debug = debug
-        self._rows = RowTable(limits.max_num_seqs, limits.max_model_len)
+        self._rows = RowTable[Request](limits.max_num_seqs, limits.max_model_len)
         self._factory = RequestFactory(
             limits,
             self._rows,

@@ -14,7 +14,7 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     RequestTooLongError,
 )
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,11 @@ class Planner:
     """Owns the queue, the rows and the pages; decides nothing that the scheduler may decide."""
 
     def __init__(
-        self, rows: RowTable, kv: PagedKV, scheduler: Scheduler, max_num_batched_tokens: int
+        self,
+        rows: RowTable[Request],
+        kv: PagedKV,
+        scheduler: Scheduler,
+        max_num_batched_tokens: int,
     ) -> None:
         self.rows = rows
         self.kv = kv

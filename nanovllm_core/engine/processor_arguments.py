@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nanovllm_core.config_errors import did_you_mean, explain_options
-from nanovllm_core.errors import InvalidSamplingError, PluginFailedError, shown
+from nanovllm_core.config.errors import explain_options
+from nanovllm_core.errors import InvalidSamplingError, PluginFailedError, did_you_mean, shown
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
-from nanovllm_core.plugin_options import read_options
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.registry.options import read_options
 
 Asked = tuple[tuple[str, Mapping[str, Any]], ...]
 

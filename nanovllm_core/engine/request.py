@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, RowSampling
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 NO_ROW = -1
 
@@ -59,7 +59,7 @@ class Request:
     arrival_index: int
     arrival_time: float
     """All times are in seconds of `time.perf_counter()`."""
-    table: RowTable
+    table: RowTable[Request]
     labels: Mapping[str, str]
     stream: bool = False
     cache_salt: bytes = b""

@@ -15,9 +15,9 @@ from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.engine.seeds import derive_seed, sample_seed
 from nanovllm_core.errors import RequestError, shown
 from nanovllm_core.interfaces.plan import RowSampling
+from nanovllm_core.interfaces.request_labels import check_labels
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
-from nanovllm_core.request_labels import check_labels
-from nanovllm_core.sampling_params import SamplingParams
 
 
 def sample_ids_of(request_id: str, n: int) -> list[str]:
@@ -36,7 +36,7 @@ class RequestFactory:
     def __init__(
         self,
         limits: EngineLimits,
-        table: RowTable,
+        table: RowTable[Request],
         eos_token_ids: Iterable[int],
         processors: Mapping[str, LogitsProcessorSpec],
         seed: int,

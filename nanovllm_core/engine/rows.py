@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,19 @@ from numpy.typing import NDArray
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.plan import StepPlan
 
-if TYPE_CHECKING:
-    from nanovllm_core.engine.request import Request
-
 NEVER = -1
+
+
+class RowOwner(Protocol):
+    """What the table reads of a request that gets a row."""
+
+    token_ids: NDArray[np.int32]
+
+    @property
+    def is_watched(self) -> bool: ...
+
+
+Owner = TypeVar("Owner", bound=RowOwner)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +51,7 @@ class DecodeBatch:
         return len(self.rows)
 
 
-class RowTable:
+class RowTable(Generic[Owner]):
     """Rows 0 to R - 1 and what is known of their requests.
 
     `known` ids are on the host, `scheduled` positions are computed or planned. `generation` counts
@@ -62,7 +71,7 @@ class RowTable:
         self.due_at = np.full(num_rows, NEVER, dtype=np.int64)
         self.publish_at = np.full(num_rows, NEVER, dtype=np.int64)
         self._due = np.zeros(num_rows, dtype=np.bool_)
-        self.requests: list[Request | None] = [None] * num_rows
+        self.requests: list[Owner | None] = [None] * num_rows
         self.free = list(range(num_rows))[::-1]
         self.version = 0
         """Grows whenever a row changes hands."""
@@ -76,7 +85,7 @@ class RowTable:
         ids: NDArray[np.int32] = self.token_ids[row, : self.known[row]]
         return ids
 
-    def request_at(self, row: int) -> Request:
+    def request_at(self, row: int) -> Owner:
         """The request that has this row."""
         request = self.requests[row]
         if request is None:
@@ -85,7 +94,7 @@ class RowTable:
 
     # -- a row changes hands
 
-    def acquire(self, request: Request, num_computed: int) -> int:
+    def acquire(self, request: Owner, num_computed: int) -> int:
         """Give a free row to a request whose first `num_computed` positions have KV already."""
         row = self.free.pop()
         length = len(request.token_ids)

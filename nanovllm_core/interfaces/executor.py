@@ -23,7 +23,7 @@ from nanovllm_core.interfaces.specs import ResolvedPlugin
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from nanovllm_core.config import EngineConfig
+    from nanovllm_core.config.settings import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

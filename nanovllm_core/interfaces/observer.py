@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from nanovllm_core.config import EngineConfig
+    from nanovllm_core.config.settings import EngineConfig
     from nanovllm_core.interfaces.plugins import Plugins
 
 FinishReason = Literal["stop", "length", "abort"]

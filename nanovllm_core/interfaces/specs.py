@@ -1,8 +1,8 @@
 """What a plugin says about itself: frozen specs, readable without importing torch.
 
-A hook (see `nanovllm_core.hookspecs`) returns specs; `impl` names the code, which is imported only
-when the configuration selects the spec. The functions in a spec are called at start and by
-listings, on the host, before anything is allocated; they must not import torch.
+A hook (see `nanovllm_core.registry.hookspecs`) returns specs; `impl` names the code, which is
+imported only when the configuration selects the spec. The functions in a spec are called at start
+and by listings, on the host, before anything is allocated; they must not import torch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PluginSpec:
 
     `name` is the entry point's name and the name in YAML; `impl` is `"package.module:Object"`.
     `contract` is the version of its kind's contract that the plugin was written for: a number, so
-    that a plugin which nobody touched stays what it was (see `nanovllm_core.kinds`). `options` is a
-    pydantic model that forbids unknown keys; the core reads it as strict JSON, in which "1" is no
-    number.
+    that a plugin which nobody touched stays what it was (see `nanovllm_core.registry.kinds`).
+    `options` is a pydantic model that forbids unknown keys; the core reads it as strict JSON, in
+    which "1" is no number.
     """
 
     name: str

@@ -1,6 +1,9 @@
-"""The kernel set: the fused operations layers are built on, each with its torch reference."""
+"""The public door for kernel sets: the reference of every operation, and dependent launch."""
 
-from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
-from nanovllm_core.kernels.base import get_kernels
-
-__all__ = ["KernelSet", "QKPrep", "get_kernels"]
+from nanovllm_core.kernels.dependent_launch import (
+    launch_options as launch_options,
+    supports_dependent_launch as supports_dependent_launch,
+)
+from nanovllm_core.kernels.reference import (
+    TorchKernels as TorchKernels,
+)

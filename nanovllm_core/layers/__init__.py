@@ -1,4 +1,4 @@
-"""What a model plugin builds with: parallel linears, norms, rotation, attention, block operations.
+"""The public door for models: parallel linears, norms, rotation, attention, block operations.
 
 `DecoderForCausalLM` is a whole decoder made of them, the base of models that are one.
 
@@ -6,53 +6,52 @@ A model written only from these never sees a kernel, a cache or a process group,
 change under it.
 """
 
-from nanovllm_core.kernels import KernelSet, QKPrep
-from nanovllm_core.layers.attention import Attention, AttentionRuntime
-from nanovllm_core.layers.blocks import gated_mlp, linear_add, norm_linear
-from nanovllm_core.layers.context import LayerContext, SingleRank, TensorParallel
-from nanovllm_core.layers.decoder import DecoderForCausalLM
-from nanovllm_core.layers.decoder_config import DecoderConfig, refuse_unless
-from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from nanovllm_core.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    heads_per_rank,
+from nanovllm_core.layers.attention import (
+    Attention as Attention,
+    AttentionRuntime as AttentionRuntime,
 )
-from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers, make_parameter
-from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.rotary import RopeConfig, build_cos_sin_cache
-from nanovllm_core.layers.settings import positive_float, positive_int
-
-__all__ = [
-    "Attention",
-    "AttentionRuntime",
-    "ColumnParallelLinear",
-    "DecoderConfig",
-    "DecoderForCausalLM",
-    "KernelSet",
-    "Layer",
-    "LayerContext",
-    "MergedColumnParallelLinear",
-    "ModelParameter",
-    "ParallelLMHead",
-    "QKPrep",
-    "QKVParallelLinear",
-    "RMSNorm",
-    "RopeConfig",
-    "RowParallelLinear",
-    "SingleRank",
-    "TensorParallel",
-    "VocabParallelEmbedding",
-    "build_cos_sin_cache",
-    "finalize_layers",
-    "gated_mlp",
-    "heads_per_rank",
-    "linear_add",
-    "make_parameter",
-    "norm_linear",
-    "positive_float",
-    "positive_int",
-    "refuse_unless",
-]
+from nanovllm_core.layers.blocks import (
+    gated_mlp as gated_mlp,
+    linear_add as linear_add,
+    norm_linear as norm_linear,
+)
+from nanovllm_core.layers.context import (
+    LayerContext as LayerContext,
+    SingleRank as SingleRank,
+    TensorParallel as TensorParallel,
+)
+from nanovllm_core.layers.decoder import (
+    DecoderForCausalLM as DecoderForCausalLM,
+)
+from nanovllm_core.layers.decoder_config import (
+    DecoderConfig as DecoderConfig,
+    refuse_unless as refuse_unless,
+)
+from nanovllm_core.layers.embedding import (
+    ParallelLMHead as ParallelLMHead,
+    VocabParallelEmbedding as VocabParallelEmbedding,
+)
+from nanovllm_core.layers.linear import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    MergedColumnParallelLinear as MergedColumnParallelLinear,
+    QKVParallelLinear as QKVParallelLinear,
+    RowParallelLinear as RowParallelLinear,
+    heads_per_rank as heads_per_rank,
+)
+from nanovllm_core.layers.module import (
+    Layer as Layer,
+    ModelParameter as ModelParameter,
+    finalize_layers as finalize_layers,
+    make_parameter as make_parameter,
+)
+from nanovllm_core.layers.norm import (
+    RMSNorm as RMSNorm,
+)
+from nanovllm_core.layers.rotary import (
+    RopeConfig as RopeConfig,
+    build_cos_sin_cache as build_cos_sin_cache,
+)
+from nanovllm_core.layers.settings import (
+    positive_float as positive_float,
+    positive_int as positive_int,
+)

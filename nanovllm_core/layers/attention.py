@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
-from nanovllm_core.kernels import QKPrep
+from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.module import Layer
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.kernels import KernelSet
+from nanovllm_core.interfaces.kernels import KernelSet
 
 
 class TensorParallel(Protocol):

@@ -4,7 +4,7 @@
 
 An architecture that is this decoder says in `read_config` how it reads config.json, and is done. A
 model of another make starts from a copy of this file in its own package and changes what differs:
-all that is imported here is public, in `nanovllm_core.api`.
+all that is imported here is public, in `nanovllm_core.api` and `nanovllm_core.layers`.
 
 What makes it work on every backend, kernel set and number of ranks, and inside captured graphs:
 - Modules are named as in checkpoints. Where one of ours holds several of theirs (q, k and v are one

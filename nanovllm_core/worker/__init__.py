@@ -1,4 +1,13 @@
 """The worker: the model runner, its device-resident batch state, CUDA graphs and the sampler.
 
-Knows rows, pages and token ids; knows nothing of requests or text.
+Knows rows, pages and token ids; knows nothing of requests or text. The public door for executors.
 """
+
+from nanovllm_core.worker.executor import (
+    SingleProcessExecutor as SingleProcessExecutor,
+)
+from nanovllm_core.worker.weights import (
+    INDEX_NAME as INDEX_NAME,
+    init_dummy_weights as init_dummy_weights,
+    load_weights as load_weights,
+)

@@ -12,7 +12,7 @@ from nanovllm_core.interfaces.attention import (
     DecodeMetadata,
     PrefillMetadata,
 )
-from nanovllm_core.kernels import KernelSet
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.layers import Attention
 from nanovllm_core.worker.kv_cache import KVCache
 

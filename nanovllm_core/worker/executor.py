@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from pydantic import BaseModel
 
-from nanovllm_core.config import FIT, EngineConfig
+from nanovllm_core.config.settings import FIT, EngineConfig
 from nanovllm_core.errors import (
     EngineClosedError,
     ModelOutputError,
@@ -27,8 +27,8 @@ from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.layers import Attention
-from nanovllm_core.plugin_checks import describe
-from nanovllm_core.plugin_manager import load_object, parse_options
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.manager import load_object, parse_options
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.graphs import StepGraphs
 from nanovllm_core.worker.kv_cache import (

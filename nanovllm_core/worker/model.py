@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.kernels import KernelSet
 from nanovllm_core.layers import Attention, LayerContext, SingleRank, finalize_layers
-from nanovllm_core.plugin_manager import load_object
+from nanovllm_core.registry.manager import load_object
 from nanovllm_core.worker.progress import counting
 from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_weights
 

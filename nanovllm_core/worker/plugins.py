@@ -11,8 +11,8 @@ from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.logits_processor import LogitsContext, LogitsProcessor
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
-from nanovllm_core.plugin_checks import describe
-from nanovllm_core.plugin_manager import get_plugin_manager, make_plugin, parse_options
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.manager import get_plugin_manager, make_plugin, parse_options
 from nanovllm_core.worker.mixed import max_entries
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors
 

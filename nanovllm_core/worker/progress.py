@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.progress import track as rich_track
+from rich.progress import Progress, track as rich_track
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
-from nanovllm_core.worker.sampler import LogprobTensors, SamplerTail
+from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
 
 _NOTHING_ASKED = RowSampling()
 _EVERYTHING_ASKED = RowSampling(

@@ -159,7 +159,7 @@ def _checked(name: str, parameter: nn.Parameter) -> ModelParameter:
     if missing := [part for part in _PARTS if not hasattr(parameter, part)]:
         raise PluginLoadError(
             f"parameter {name} has no {', '.join(missing)}; build it with make_parameter of "
-            "nanovllm_core.api"
+            "nanovllm_core.layers"
         )
     return cast(ModelParameter, parameter)
 

@@ -1,4 +1,4 @@
-"""The public names of `nanovllm_core.api`, with signatures and fields.
+"""The public names of the core's four doors, with signatures and fields.
 
     python tests/api/listing.py     # writes tests/api/public_names.txt
 
@@ -13,16 +13,34 @@ import inspect
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from nanovllm_core import api
+from nanovllm_core import api, kernels, layers, worker
 
 FILE = Path(__file__).parent / "public_names.txt"
 
 
+DOORS = (api, layers, kernels, worker)
+
+
+def public_names(door: ModuleType) -> list[str]:
+    """The names that a door re-exports, sorted; its submodules are none of them."""
+    return sorted(
+        name
+        for name, value in vars(door).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    )
+
+
 def listing() -> str:
-    """Every public name, sorted, one block each."""
-    return "\n".join("\n".join(describe(name, getattr(api, name))) for name in api.__all__) + "\n"
+    """Every public name, sorted within its door, one block each."""
+    lines = []
+    for door in DOORS:
+        lines += ["", f"# {door.__name__}"]
+        for name in public_names(door):
+            lines += describe(name, getattr(door, name))
+    return "\n".join(lines[1:]) + "\n"
 
 
 def describe(name: str, value: Any) -> Iterator[str]:

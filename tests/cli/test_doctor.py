@@ -15,11 +15,12 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from nanovllm_core import __version__, doctor
+from nanovllm_core import __version__
 from nanovllm_core.cli.main import main, make_app
+from nanovllm_core.diagnostics import doctor
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.plugin_discovery import install_command
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.registry.discovery import install_command
+from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nanovllm_core import doctor
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.config_sources import load_with_sources
+from nanovllm_core.config.sources import load_with_sources
+from nanovllm_core.diagnostics import doctor
+from nanovllm_core.diagnostics.explain import SEAMS, Seam, explain as explain_config
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.explain import SEAMS, Seam
-from nanovllm_core.explain import explain as explain_config
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.plugin_manager import get_plugin_manager
+from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
 

@@ -17,7 +17,7 @@ from nanovllm_core.cli.main import make_app
 from nanovllm_core.engine import RequestOutput
 from nanovllm_core.errors import InvalidPromptError, InvalidSamplingError, RequestError
 from nanovllm_core.interfaces.plan import TokenLogprobs
-from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 
 class FakeTokenizer:
@@ -87,7 +87,7 @@ class FakeLLM:
 
 @pytest.fixture(autouse=True)
 def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    monkeypatch.setattr("nanovllm_core.llm.LLM", FakeLLM)
+    monkeypatch.setattr("nanovllm_core.frontend.llm.LLM", FakeLLM)
     for name in ("made", "templates"):
         monkeypatch.setattr(FakeLLM, name, [])
     return FakeLLM

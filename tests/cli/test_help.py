@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from nanovllm_core.cli.installed import ForwardingCommand, load_command
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.registry import COMMAND_GROUP
 
 EXTENSION = """
 import typer
@@ -32,7 +35,13 @@ def nanovllm_cli(app):
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words that name every command of a tree."""
+    """The words that name every command of a tree, those of installed distributions too."""
+    if isinstance(command, ForwardingCommand):
+        name = ".".join(path)
+        entries = [*entry_points(group=COMMAND_GROUP, name=name)]
+        if entries:
+            yield from commands(load_command(name, entries), path)
+        return
     yield path
     for name, inner in getattr(command, "commands", {}).items():
         yield from commands(inner, (*path, name))

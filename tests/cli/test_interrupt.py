@@ -182,7 +182,7 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
 
 INTERRUPTED_CHECK = """
 from nanovllm_core.api import KindSpec, PluginSpec, hookimpl
-from nanovllm_core.testing import SpecConformance
+from nanovllm_kit import SpecConformance
 
 @hookimpl
 def nanovllm_kinds():

@@ -45,7 +45,7 @@ class Echo:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs `main()` with streams of its own; gives its status and what it wrote."""
-    monkeypatch.setattr("nanovllm_core.llm.LLM", Echo)
+    monkeypatch.setattr("nanovllm_core.frontend.llm.LLM", Echo)
 
     def run(*arguments: str, stdin: Any = b"", stdout: Any = b"", encoding: str = "utf-8") -> Any:
         written = io.BytesIO() if stdout == b"" else stdout

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.engine import RequestOutput
 from nanovllm_core.errors import CheckpointError, ConfigError, InvalidSamplingError, RequestError
-from nanovllm_core.sampling_params import NEUTRAL
+from nanovllm_core.interfaces.sampling_params import NEUTRAL
 
 ENDS = "stop"
 WORDS = ["Hel", "lo ", "[bold]", "you"]
@@ -98,7 +98,7 @@ class FakeLLM:
 def llm(monkeypatch) -> type[FakeLLM]:
     """Commands get a fresh fake class instead of the engine."""
     fake = type("LLM", (FakeLLM,), {"made": [], "replies": {}, "checkpoint": {}})
-    monkeypatch.setattr("nanovllm_core.llm.LLM", fake)
+    monkeypatch.setattr("nanovllm_core.frontend.llm.LLM", fake)
     return fake
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core import api
+from nanovllm_core import layers
 
 Edits = tuple[tuple[str, str], ...]
 
@@ -68,16 +68,16 @@ class Outcomes:
             raise RuntimeError(report.longreprtext)
 
 
-API = """
+LAYERS = """
 from importlib import import_module
-from nanovllm_core import api
+from nanovllm_core import layers
 
 HOMES = {homes!r}
 
 def __getattr__(name):
-    return getattr(import_module(HOMES[name]) if name in HOMES else api, name)
+    return getattr(import_module(HOMES[name]) if name in HOMES else layers, name)
 """
-"""The copy's own `nanovllm_core.api`: the names of the inlined modules, and all else forwarded."""
+"""The copy's own `nanovllm_core.layers`: the names of the inlined modules, all else forwarded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Subject:
 
     `inlined` are modules of the core that the package is mostly made of. They are copied into it
     (`nanovllm_core.layers.decoder` as COPY.decoder, in `decoder.py`), so that a bug planted there
-    is one of the copy alone; what the copy imports of `nanovllm_core.api` comes from COPY.api.
+    is one of the copy alone; the copy imports COPY.layers instead of `nanovllm_core.layers`.
     """
 
     package: str
@@ -110,13 +110,13 @@ class Subject:
     def renamed(self, name: str) -> dict[str, str]:
         """What is called otherwise in the copy: modules, by their full names."""
         inlined = {module: f"{name}.{module.split('.')[-1]}" for module in self.inlined}
-        own_api = {"nanovllm_core.api": f"{name}.api"} if inlined else {}
-        return {self.package: name, **inlined, **own_api}
+        own_layers = {"nanovllm_core.layers": f"{name}.layers"} if inlined else {}
+        return {self.package: name, **inlined, **own_layers}
 
     def homes(self, renamed: dict[str, str]) -> dict[str, str]:
         """The public names of the inlined modules, and where the copy has them."""
         modules = {
-            public: getattr(getattr(api, public), "__module__", None) for public in api.__all__
+            public: getattr(value, "__module__", None) for public, value in vars(layers).items()
         }
         return {public: renamed[str(m)] for public, m in modules.items() if m in self.inlined}
 
@@ -128,12 +128,14 @@ class Subject:
             if mutation is not None and file == mutation.file:
                 source = mutation.apply(source)
             for old, new in renamed.items():
-                source = re.sub(rf"\b{re.escape(old)}\b", new, source)
+                # A module of the package goes with it; one inside a door of the core stays.
+                end = r"\b" if old == self.package else r"(?![\w.])"
+                source = re.sub(rf"\b{re.escape(old)}{end}", new, source)
             place = target / name / file
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(source)
         if self.inlined:
-            (target / name / "api.py").write_text(API.format(homes=self.homes(renamed)))
+            (target / name / "layers.py").write_text(LAYERS.format(homes=self.homes(renamed)))
         suite = target / f"test_{name}.py"
         suite.write_text(self.suite.replace("COPY", name))
         sys.path.insert(0, str(target))

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from nanovllm_core.errors import NanoVLLMError, PluginLoadError
-from nanovllm_core.testing import (
+from nanovllm_kit import (
     ExtensionConformance,
     KindConformance,
     KindUnderTest,
@@ -50,7 +50,7 @@ def nanovllm_bells():
     "Bells."
 """,
     "bell_suite": """
-from nanovllm_core.testing import SpecConformance
+from nanovllm_kit import SpecConformance
 
 class BellConformance(SpecConformance):
     def test_it_is_heard(self, plugin):

@@ -16,7 +16,7 @@ ENGINE = Subject(
     suite="""
 import pytest
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
-from nanovllm_core.testing import PluginUnderTest, SchedulerConformance
+from nanovllm_kit import PluginUnderTest, SchedulerConformance
 from COPY import Engine, FcfsPolicy
 
 class TestCopy(SchedulerConformance):
@@ -31,7 +31,7 @@ class TestCopy(SchedulerConformance):
             level="scheduler",
             max_overtaking_steps=lambda _options, _request: 0,
         )
-        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
 
     def make_scheduler(self, plugin):
         return plugin.load()(FcfsPolicy())

@@ -17,7 +17,7 @@ KERNELS = Subject(
     suite="""
 from dataclasses import replace
 import pytest
-from nanovllm_core.testing import KernelSetConformance, PluginUnderTest, installed_plugin
+from nanovllm_kit import KernelSetConformance, PluginUnderTest, installed_plugin
 
 class TestCopy(KernelSetConformance):
     @pytest.fixture

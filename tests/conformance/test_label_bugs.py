@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine import FcfsPolicy, TokenBudgetScheduler
 from nanovllm_core.errors import PluginFailedError, SchedulerError
 from nanovllm_core.interfaces.observer import (
@@ -28,14 +28,14 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulingPolicy,
 )
 from nanovllm_core.interfaces.specs import NoOptions, ObserverSpec, SchedulerSpec
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.testing import (
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_kit import (
     ObserverConformance,
     PluginUnderTest,
     SchedulerConformance,
     SchedulingPolicyConformance,
 )
-from nanovllm_core.testing.observer import IN_THE_QUEUE, told_by_an_engine
+from nanovllm_kit.observer import IN_THE_QUEUE, told_by_an_engine
 
 
 class ByLabel(SchedulingPolicy):
@@ -107,7 +107,7 @@ def check(policy: type[object], level: str, name: str) -> None:
         spec, suite = replace(spec, level="scheduler"), SchedulerConformance()
     case = getattr(suite, name)
     more = {"draws": Random(name)} if "draws" in signature(case).parameters else {}
-    case(PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins"), **more)
+    case(PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins"), **more)
 
 
 SERVED = "test_requests_with_any_labels_or_none_are_served"
@@ -230,7 +230,7 @@ def test_an_observer_that_misreads_a_record_fails(
 ) -> None:
     """Labels, times and ids of requests that no author thinks of first."""
     spec = ObserverSpec(name="wrong", impl=f"{__name__}:{wrong.__name__}", contract=1)
-    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
     config = EngineConfig.model_validate({"model": "demo"})
     context = ObserverContext(config=config, plugins=get_plugin_manager())
     with pytest.raises(error):

@@ -19,7 +19,7 @@ QWEN3 = Subject(
     inlined=("nanovllm_core.layers.decoder", "nanovllm_core.layers.decoder_config"),
     suite="""
 import pytest
-from nanovllm_core.testing import ModelConformance, PluginUnderTest
+from nanovllm_kit import ModelConformance, PluginUnderTest
 from COPY.plugin import nanovllm_models
 
 class TestCopy(ModelConformance):

@@ -13,6 +13,7 @@ import pytest
 
 from nanovllm_core.engine import FcfsPolicy, TokenBudgetScheduler
 from nanovllm_core.errors import SchedulerError
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -21,15 +22,14 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulingPolicy,
 )
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing import (
+from nanovllm_kit import (
     PluginUnderTest,
     SchedulerConformance,
     SchedulingPolicyConformance,
     installed_plugin,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
-from nanovllm_core.testing.scheduler_watch import (
+from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.scheduler_watch import (
     Decision,
     gives_real_work,
     keeps_the_budget,
@@ -71,7 +71,7 @@ class TestPolicyByPriority(SchedulingPolicyConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         spec = SchedulerSpec(name="urgent", impl=f"{__name__}:Urgent", contract=1, level="policy")
-        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+        return PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
 
 
 class TestTokenBudgetScheduler(SchedulerConformance):
@@ -79,7 +79,7 @@ class TestTokenBudgetScheduler(SchedulerConformance):
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return PluginUnderTest(TOKEN_BUDGET, NoOptions(), "nanovllm_core.builtins")
+        return PluginUnderTest(TOKEN_BUDGET, NoOptions(), "nanovllm_core.registry.builtins")
 
     def make_scheduler(self, plugin: PluginUnderTest) -> Scheduler:
         scheduler: Scheduler = plugin.load()(FcfsPolicy())
@@ -178,7 +178,7 @@ def test_a_wrong_scheduler_fails_the_check_that_is_about_it(
 ) -> None:
     """Bugs that other checks let through."""
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:{wrong.__name__}")
-    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
     holds = getattr(SchedulerConformance(), check)
     drawn = {"draws": Random(0)} if "draws" in signature(holds).parameters else {}
     with pytest.raises((AssertionError, SchedulerError)):
@@ -190,7 +190,7 @@ def harness_of(scheduler: type[Scheduler], **sizes: Any) -> Harness:
     plugin = PluginUnderTest(
         replace(TOKEN_BUDGET, impl=f"{__name__}:{scheduler.__name__}"),
         NoOptions(),
-        "nanovllm_core.builtins",
+        "nanovllm_core.registry.builtins",
     )
     harness = SchedulerConformance().harness(plugin, Setting(num_blocks=14, **sizes))
     for name in "abcd":
@@ -209,7 +209,7 @@ def test_the_core_s_errors_name_the_author_s_class_and_requests() -> None:
 @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
 def test_a_scheduler_that_begins_what_cannot_be_held_is_told_so(steps_ahead: int) -> None:
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Eager")
-    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
     check = SchedulerConformance().test_prompts_that_do_not_fit_together_all_end
     with pytest.raises(SchedulerError, match=r"^Eager goes round in circles: .*begin a prompt on"):
         check(plugin, steps_ahead)
@@ -218,7 +218,7 @@ def test_a_scheduler_that_begins_what_cannot_be_held_is_told_so(steps_ahead: int
 def test_traffic_without_end_is_no_fault_of_the_rules_for_one_decision() -> None:
     """It fails the checks that are about an end, and not whichever is the first to meet it."""
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Eager")
-    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
     SchedulerConformance().test_only_work_that_is_there_is_given_out(plugin, Random(0))
 
 
@@ -254,7 +254,7 @@ def test_the_rules_say_which_number_broke_which_limit() -> None:
 def test_a_bound_is_broken_by_more_urgent_requests() -> None:
     """Strict classes without ageing keep no bound, though equals are served as they came."""
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Urgent", level="policy")
-    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
     suite = SchedulingPolicyConformance()
     with pytest.raises(AssertionError, match="the declared bound is 0 steps"):
         suite.test_nobody_is_passed_over_for_longer_than_declared(plugin, Random(0))

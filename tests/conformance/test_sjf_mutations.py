@@ -14,7 +14,7 @@ SJF = Subject(
     package="nanovllm_scheduler_sjf",
     suite="""
 import pytest
-from nanovllm_core.testing import PluginUnderTest, SchedulingPolicyConformance
+from nanovllm_kit import PluginUnderTest, SchedulingPolicyConformance
 from COPY.plugin import nanovllm_schedulers
 
 class TestCopy(SchedulingPolicyConformance):

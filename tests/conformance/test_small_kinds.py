@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm_core.testing import PluginUnderTest, installed_plugin
-from nanovllm_core.testing.checkpoint import CheckpointConformance
-from nanovllm_core.testing.executor import ExecutorConformance
-from nanovllm_core.testing.kernels import KernelSetConformance
-from nanovllm_core.testing.sampler import SamplerConformance
+from nanovllm_kit import PluginUnderTest, installed_plugin
+from nanovllm_kit.checkpoint import CheckpointConformance
+from nanovllm_kit.executor import ExecutorConformance
+from nanovllm_kit.kernels import KernelSetConformance
+from nanovllm_kit.sampler import SamplerConformance
 
 CUDA = torch.cuda.is_available()
 

@@ -24,7 +24,7 @@ TRITON = Subject(
     package="nanovllm_attention_triton",
     suite="""
 import pytest
-from nanovllm_core.testing import AttentionConformance, PluginUnderTest
+from nanovllm_kit import AttentionConformance, PluginUnderTest
 from COPY.plugin import nanovllm_attention
 
 class TestCopy(AttentionConformance):

@@ -7,14 +7,14 @@ from random import Random
 import pytest
 
 from nanovllm_core.errors import PluginFailedError, SchedulerError
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing import (
+from nanovllm_kit import (
     PluginUnderTest,
     SchedulerConformance,
     SchedulingPolicyConformance,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 from . import wrong_schedulers as wrong
 
@@ -43,7 +43,7 @@ def plugin(impl: type, promises: bool = True) -> PluginUnderTest:
         level="policy" if issubclass(impl, wrong.First) else "scheduler",
         max_overtaking_steps=(lambda _options, _request: 0) if promises else None,
     )
-    return PluginUnderTest(spec, NoOptions(), "nanovllm_core.builtins")
+    return PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
 
 
 def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from nanovllm_bench.environment import describe_commit, describe_environment
+from nanovllm_bench.throughput import measure_throughput
+from nanovllm_bench.workloads import Workload, fixed_workload, nano_workload
 from nanovllm_core import LLM
-from nanovllm_core.bench.environment import describe_commit, describe_environment
-from nanovllm_core.bench.throughput import measure_throughput
-from nanovllm_core.bench.workloads import Workload, fixed_workload, nano_workload
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ConfigError, InconsistentStateError, RequestTooLongError
 

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from nanovllm_core import SamplingParams, garbage
+from nanovllm_core import SamplingParams
 from nanovllm_core.errors import ConfigError, EngineClosedError, PluginLoadError, WeightsError
+from nanovllm_core.frontend import gc_freeze as garbage
 from nanovllm_core.worker.executor import SingleProcessExecutor
 
 from .tiny import open_tiny, write_config
@@ -20,7 +21,7 @@ from .tiny import open_tiny, write_config
 Install = Callable[..., None]
 
 DIARY = """
-from nanovllm_core.hookspecs import hookimpl
+from nanovllm_core.registry.hookspecs import hookimpl
 from nanovllm_core.interfaces.scheduler import SchedulingPolicy
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
 from nanovllm_core.errors import ConfigError

@@ -12,8 +12,8 @@ import pytest
 
 import nanovllm_core
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import (
     CheckpointError,
     EngineClosedError,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from nanovllm_core import SamplingParams
-from nanovllm_core.config import EngineConfig
-from nanovllm_core.config_choices import KernelSettings, SamplerSettings
+from nanovllm_core.config.choices import KernelSettings, SamplerSettings
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import ConfigError, PluginNotFoundError, UnsupportedError
-from nanovllm_core.plugin_manager import get_plugin_manager
-from nanovllm_core.plugin_selection import kernel_set_name, select_kernels, select_sampler
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection.plugins import kernel_set_name, select_kernels, select_sampler
 
 from .tiny import Reference, open_tiny
 
@@ -41,7 +41,8 @@ def nanovllm_samplers():
 """
 
 KERNELS = """
-from nanovllm_core.api import KernelSetSpec, TorchKernels, hookimpl
+from nanovllm_core.api import KernelSetSpec, hookimpl
+from nanovllm_core.kernels import TorchKernels
 
 class Counting(TorchKernels):
     calls = 0

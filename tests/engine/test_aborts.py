@@ -7,9 +7,9 @@ import pytest
 from nanovllm_core.engine import FcfsPolicy, TokenBudgetScheduler
 from nanovllm_core.errors import EngineClosedError
 from nanovllm_core.interfaces.plan import StepPlan, StepResult
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import RequestView
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Letters, Setting
+from nanovllm_kit.engine_harness import Harness, Letters, Setting
 
 
 def greedy(max_tokens: int, **fields: object) -> SamplingParams:

@@ -10,8 +10,8 @@ from nanovllm_core.engine import Engine, EngineLimits, FcfsPolicy, TokenBudgetSc
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.seeds import derive_seed
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_kit.engine_harness import Harness, Setting
 
 Break = Callable[[Harness, Request], None]
 

@@ -18,17 +18,17 @@ from nanovllm_core.engine.observation import Observation
 from nanovllm_core.engine.scheduler import TokenBudgetScheduler
 from nanovllm_core.errors import InvalidLabelsError
 from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
-from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
-from nanovllm_core.request_labels import (
+from nanovllm_core.interfaces.request_labels import (
     MAX_LABELS,
     MAX_NAME_LENGTH,
     MAX_TEXT_LENGTH,
     check_labels,
     labels_of_each,
 )
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Letters, Setting
-from nanovllm_core.testing.traffic import Traffic, drive, traffic
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_core.interfaces.scheduler import RequestView, SchedulingPolicy
+from nanovllm_kit.engine_harness import Harness, Letters, Setting
+from nanovllm_kit.traffic import Traffic, drive, traffic
 
 TENANT = {"tenant": "acme", "deadline": "2031-01-01"}
 

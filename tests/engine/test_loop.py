@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_kit.engine_harness import Harness, Setting
 
 DEPTHS = (0, 1, 2, 3)
 

@@ -9,7 +9,7 @@ import pytest
 from nanovllm_core.engine import observation
 from nanovllm_core.engine.observation import Observation
 from nanovllm_core.interfaces.observer import StepObserver, StepRecord
-from nanovllm_core.testing.engine_harness import Harness
+from nanovllm_kit.engine_harness import Harness
 
 
 class Keep(StepObserver):

@@ -6,8 +6,8 @@ import pytest
 
 from nanovllm_core.engine.block_pool import BlockPool
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_kit.engine_harness import Harness, Setting
 
 
 def greedy(max_tokens: int, **fields: object) -> SamplingParams:

@@ -11,8 +11,8 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     RequestTooLongError,
 )
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Letters, Setting, letters
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_kit.engine_harness import Harness, Letters, Setting, letters
 
 
 def greedy(max_tokens: int | None = 8, **fields: object) -> SamplingParams:

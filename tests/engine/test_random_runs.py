@@ -9,18 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
     Scheduler,
     SchedulerState,
 )
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
-from nanovllm_core.testing.traffic import arrivals, drive, engine_settings
+from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.traffic import arrivals, drive, engine_settings
 
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

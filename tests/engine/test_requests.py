@@ -25,8 +25,8 @@ from nanovllm_core.errors import (
     RequestTooLongError,
 )
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, StepPlan, StepResult
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Letters, Setting, letters
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_kit.engine_harness import Harness, Letters, Setting, letters
 
 
 def greedy(max_tokens: int | None = 8, **fields: object) -> SamplingParams:

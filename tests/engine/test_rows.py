@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
     Scheduler,
     SchedulerState,
 )
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nanovllm_core.errors import InvalidSamplingError
-from nanovllm_core.sampling_params import MAX_SEED, MAX_STOPS, NEUTRAL, SamplingParams
+from nanovllm_core.interfaces.sampling_params import MAX_SEED, MAX_STOPS, NEUTRAL, SamplingParams
 
 
 @pytest.mark.parametrize(

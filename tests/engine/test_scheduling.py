@@ -13,6 +13,7 @@ import pytest
 
 from nanovllm_core.engine import FcfsPolicy, TokenBudgetScheduler
 from nanovllm_core.errors import EngineClosedError, PluginFailedError, SchedulerError
+from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -20,8 +21,7 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulerState,
     SchedulingPolicy,
 )
-from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 
 
 def greedy(max_tokens: int) -> SamplingParams:

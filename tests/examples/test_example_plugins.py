@@ -73,7 +73,7 @@ def test_an_example_imports_of_nanovllm_only_what_is_public(folder: Path) -> Non
         allowed = {"nanovllm_core.api"} | ({"nanovllm_core"} if "tests" in file.parts else set())
         for module in imported(file):
             if module.split(".")[0] == "nanovllm_core":
-                public = module in allowed or module.startswith("nanovllm_core.testing")
+                public = module in allowed or module.startswith("nanovllm_kit")
                 assert public, f"{file} imports {module}"
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan, WorkerInfo
-from nanovllm_core.startup import start
+from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.runner import ModelRunner
 

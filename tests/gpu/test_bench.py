@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm_core.bench.attention import AttentionSetup, able_backends, measure_attention
-from nanovllm_core.bench.device import GpuUtilisation
-from nanovllm_core.bench.launches import count_launches
-from nanovllm_core.bench.rates import measure_rates
+from nanovllm_bench.attention import able_backends, measure_attention
+from nanovllm_bench.attention_cases import AttentionSetup
+from nanovllm_bench.device import GpuUtilisation
+from nanovllm_bench.launches import count_launches
+from nanovllm_bench.rates import measure_rates
 from nanovllm_core.interfaces.attention import Phase
 
 pytestmark = pytest.mark.gpu

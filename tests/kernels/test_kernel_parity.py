@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import DeviceError
-from nanovllm_core.kernels import KernelSet, QKPrep, get_kernels
+from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
+from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.kernels.reference import TorchKernels
 from nanovllm_core.kernels.triton_set import TritonKernels
-from nanovllm_core.testing.numerics import assert_close_report
+from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanovllm_core.kernels.linear_choice import TilePlan, VectorPlan, choose
-from nanovllm_core.testing.aot import AotJob, AotReport, compile_kernels
-from nanovllm_core.testing.registers import assert_within_list, compile_jobs
+from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
+from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 MODULE = "nanovllm_core.kernels.triton_linear"
 PRODUCTS = {  # weight rows, inputs, what is fused

@@ -20,7 +20,7 @@ from nanovllm_core.kernels.linear_choice import (
 from nanovllm_core.kernels.reference import TorchKernels
 from nanovllm_core.kernels.triton_linear import LinearLauncher
 from nanovllm_core.kernels.triton_set import TritonKernels
-from nanovllm_core.testing.numerics import assert_close_report
+from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

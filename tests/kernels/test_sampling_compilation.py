@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.kernels import sampling_reference
-from nanovllm_core.kernels import sampling_triton as sampling
-from nanovllm_core.kernels import truncation_triton as truncation
-from nanovllm_core.testing.aot import AotJob, AotReport
-from nanovllm_core.testing.registers import assert_within_list, compile_jobs
+from nanovllm_core.kernels import (
+    sampling_reference,
+    sampling_triton as sampling,
+    truncation_triton as truncation,
+)
+from nanovllm_kit.aot import AotJob, AotReport
+from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 MODULE = sampling.__name__
 CONSTANTS = {

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from nanovllm_core.kernels import sampling_reference
-from nanovllm_core.kernels import sampling_triton as sampling
+from nanovllm_core.kernels import sampling_reference, sampling_triton as sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

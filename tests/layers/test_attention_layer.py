@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.kernels import QKPrep, get_kernels
+from nanovllm_core.interfaces.kernels import QKPrep
+from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.layers import Attention, LayerContext, SingleRank
-from nanovllm_core.testing.dense_attention import DenseRuntime
-from nanovllm_core.testing.numerics import assert_close_report
+from nanovllm_kit.dense_attention import DenseRuntime
+from nanovllm_kit.numerics import assert_close_report
 
 CPU = torch.device("cpu")
 

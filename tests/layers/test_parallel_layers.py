@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.kernels import get_kernels
+from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.kernels.reference import TorchKernels
 from nanovllm_core.layers import (
     ColumnParallelLinear,
@@ -30,8 +30,8 @@ from nanovllm_core.layers import (
     norm_linear,
 )
 from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers
-from nanovllm_core.testing.numerics import assert_close_report
-from nanovllm_core.testing.ranks import run_ranks
+from nanovllm_kit.numerics import assert_close_report
+from nanovllm_kit.ranks import run_ranks
 
 CPU = torch.device("cpu")
 RANKS = [1, 2, 4]

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.layers import RopeConfig, build_cos_sin_cache
-from nanovllm_core.testing.numerics import assert_close_report
+from nanovllm_kit.numerics import assert_close_report
 
 HEAD_SIZE = 64
 SIZES: dict[str, Any] = {"max_position_embeddings": 256, "head_dim": HEAD_SIZE}

@@ -18,7 +18,7 @@ from .sample import examine
 ROOT = Path(__file__).parents[2]
 PROJECT = Project(
     root=ROOT,
-    rooms=("nanovllm_core/engine", "nanovllm_core/worker", "nanovllm_core/testing"),
+    rooms=("nanovllm_core/engine", "nanovllm_core/worker", "plugins/kit/nanovllm_kit"),
     tests=("tests/**/test_*.py", "plugins/*/tests/**/test_*.py"),
     others=(
         "tests/api/*",

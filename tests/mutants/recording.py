@@ -58,7 +58,7 @@ class Project:
 
     def sources(self, room: str) -> Iterator[tuple[str, str]]:
         """(file, text) of every module of a room."""
-        for path in sorted((self.root / room).rglob("*.py")):
+        for path in sorted((self.root / room).glob("*.py")):
             yield path.relative_to(self.root).as_posix(), path.read_text(encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.scaffold import TEMPLATES, new_plugin
+from nanovllm_kit.scaffold import TEMPLATES, new_plugin
 
 from ..environments import make_environment
 

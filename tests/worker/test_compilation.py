@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.testing.aot import AotJob, AotReport
-from nanovllm_core.testing.registers import assert_within_list, compile_jobs
+from nanovllm_kit.aot import AotJob, AotReport
+from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 MODULE = "nanovllm_core.worker.rows_triton"
 TABLES = ("num_prompt", "token_ids", "block_table")

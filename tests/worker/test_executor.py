@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.config import GraphSettings
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.settings import GraphSettings
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import (
     EngineClosedError,
     OutOfMemoryError,
@@ -24,12 +24,12 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
-from nanovllm_core.kernels import get_kernels
+from nanovllm_core.kernels.base import get_kernels
 from nanovllm_core.layers import Attention
-from nanovllm_core.startup import start
-from nanovllm_core.testing.dense_attention import DenseRuntime
+from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.kv_cache import KVCache
 from nanovllm_core.worker.model import LoadedModel, load_model
+from nanovllm_kit.dense_attention import DenseRuntime
 
 from ..e2e.tiny import Reference, write_checkpoint, write_config
 

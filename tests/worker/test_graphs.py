@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import GraphSafetyError
-from nanovllm_core.startup import start
+from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.graphs import StepGraphs, StepKey, _addresses
 
 from ..e2e.tiny import write_config

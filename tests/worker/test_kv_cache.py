@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.model import ModelShape

@@ -19,10 +19,10 @@ from nanovllm_core.interfaces.logits_processor import (
 from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
-from nanovllm_core.worker import sampler as sampler_module
+from nanovllm_core.worker import sampler_tail as sampler_module
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors, run_processor
-from nanovllm_core.worker.sampler import SamplerTail
-from nanovllm_core.worker.sampling import GumbelSampler
+from nanovllm_core.worker.sampler import GumbelSampler
+from nanovllm_core.worker.sampler_tail import SamplerTail
 
 CPU = torch.device("cpu")
 VOCAB = 11

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from nanovllm_core.errors import ExecutorError
+from nanovllm_core.worker.polling import StepWait
 from nanovllm_core.worker.results import ResultRing
-from nanovllm_core.worker.waiting import StepWait
 
 CPU = torch.device("cpu")
 

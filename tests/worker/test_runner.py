@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.config_sources import load_config
+from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.plan import (
     PADDED,
@@ -27,8 +27,8 @@ from nanovllm_core.interfaces.plan import (
     StepResult,
 )
 from nanovllm_core.interfaces.sampler import SamplerContext
-from nanovllm_core.startup import start
-from nanovllm_core.worker import logits, sampler
+from nanovllm_core.selection.startup import start
+from nanovllm_core.worker import logits, sampler_tail as sampler
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.runner import ModelRunner

@@ -15,10 +15,10 @@ from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels.sampling_reference import gumbel_noise, sample_tokens
-from nanovllm_core.worker import sampler as sampler_module
+from nanovllm_core.worker import sampler_tail as sampler_module
 from nanovllm_core.worker.processors import RowProcessors
-from nanovllm_core.worker.sampler import LogprobTensors, SamplerTail
-from nanovllm_core.worker.sampling import GumbelSampler
+from nanovllm_core.worker.sampler import GumbelSampler
+from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.worker.waiting import LOOKING_SECONDS, NAP_SECONDS, StepWait
+from nanovllm_core.worker.polling import LOOKING_SECONDS, NAP_SECONDS, StepWait
 
 LOOK_SECONDS = 1e-6
 

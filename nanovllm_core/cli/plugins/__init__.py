@@ -1,18 +1,18 @@
-"""`nanovllm plugins`: what is installed, what runs here, and how to write one more."""
+"""`nanovllm plugins`: what is installed, and what runs here."""
 
 from __future__ import annotations
 
 import typer
 
-from nanovllm_core.cli.plugins import conformance, details, doctor, listing, new, validate
+from nanovllm_core.cli.plugins import details, doctor, listing
 
-app = typer.Typer(no_args_is_help=True, help="List, check, test and create plugins.")
 
-# In the order of `nanovllm plugins --help`.
-app.command("list")(listing.list_plugins)
-app.command()(details.show)
-app.command()(details.schema)
-app.command()(doctor.doctor)
-app.command()(validate.validate)
-app.command("test")(conformance.run_conformance_suite)
-app.command()(new.new)
+def make_app() -> typer.Typer:
+    """The core's commands; installed distributions add theirs (`nanovllm_core.cli.installed`)."""
+    app = typer.Typer(no_args_is_help=True, help="List, check, test and create plugins.")
+    # In the order of `nanovllm plugins --help`.
+    app.command("list")(listing.list_plugins)
+    app.command("show")(details.show)
+    app.command("schema")(details.schema)
+    app.command("doctor")(doctor.doctor)
+    return app

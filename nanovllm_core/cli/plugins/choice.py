@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_core.config_errors import did_you_mean
-from nanovllm_core.config_sources import load_config
-from nanovllm_core.errors import PluginConflictError, PluginNotFoundError, shown
-from nanovllm_core.plugin_discovery import InstalledPlugin
-from nanovllm_core.plugin_manager import PluginManager, get_plugin_manager
+from nanovllm_core.config.sources import load_config
+from nanovllm_core.errors import PluginConflictError, PluginNotFoundError, did_you_mean, shown
+from nanovllm_core.registry.discovery import InstalledPlugin
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 
 Name = Annotated[str, typer.Argument(help="Name of the plugin.")]
 KindOption = Annotated[

@@ -15,10 +15,10 @@ from nanovllm_core.cli.plugins.choice import (
     one_plugin,
     this_device,
 )
+from nanovllm_core.diagnostics.details import plugin_details
+from nanovllm_core.diagnostics.status import plugin_status, typical_requirements
 from nanovllm_core.errors import ConfigError, shown
-from nanovllm_core.kinds import NO_SPEC
-from nanovllm_core.plugin_details import plugin_details
-from nanovllm_core.plugin_status import plugin_status, typical_requirements
+from nanovllm_core.registry.kinds import NO_SPEC
 
 
 def show(

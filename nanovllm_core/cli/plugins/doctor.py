@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nanovllm_core.cli.extensions import VARIABLE, add_extensions
-from nanovllm_core.doctor import examine, next_steps
+from nanovllm_core.diagnostics.doctor import examine, next_steps
 from nanovllm_core.interfaces.doctor import DoctorCheck
 
 

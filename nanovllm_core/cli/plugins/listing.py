@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nanovllm_core.attention_selection import INSTALL_ONE
 from nanovllm_core.cli.plugins.choice import installed_plugins, this_device
-from nanovllm_core.plugin_status import PluginStatus, plugin_statuses, typical_requirements
+from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses, typical_requirements
+from nanovllm_core.selection.attention import INSTALL_ONE
 
 
 def list_plugins(

@@ -11,7 +11,7 @@ from nanovllm_attention_flash.backend import FlashAttention
 from nanovllm_attention_flash.plugin import FlashOptions
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_core.api import AttentionConfig
-from nanovllm_core.testing.attention_checks import (
+from nanovllm_kit.attention_checks import (
     check_decode_never_synchronises,
     check_matrix,
     check_pages_beyond_2_31_elements,
@@ -19,7 +19,7 @@ from nanovllm_core.testing.attention_checks import (
     run_decode,
     run_prefill,
 )
-from nanovllm_core.testing.paged_attention import make_case
+from nanovllm_kit.paged_attention import make_case
 
 pytestmark = [
     pytest.mark.gpu,

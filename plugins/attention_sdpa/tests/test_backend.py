@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from nanovllm_attention_sdpa.backend import SdpaAttention
 from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from nanovllm_core.api import InconsistentStateError, UnsupportedError
-from nanovllm_core.testing.paged_attention import PagedCase, make_case
+from nanovllm_kit.paged_attention import PagedCase, make_case
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

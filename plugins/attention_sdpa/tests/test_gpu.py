@@ -12,7 +12,7 @@ from nanovllm_attention_sdpa.compat import flash_attn_varlen_func
 from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_core.api import AttentionConfig
-from nanovllm_core.testing.attention_checks import (
+from nanovllm_kit.attention_checks import (
     check_decode_never_synchronises,
     check_matrix,
     check_pages_beyond_2_31_elements,
@@ -20,7 +20,7 @@ from nanovllm_core.testing.attention_checks import (
     run_decode,
     run_prefill,
 )
-from nanovllm_core.testing.paged_attention import make_case
+from nanovllm_kit.paged_attention import make_case
 
 pytestmark = [
     pytest.mark.gpu,

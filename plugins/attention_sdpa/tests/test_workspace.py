@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nanovllm_attention_sdpa import backend as backend_module
 from nanovllm_attention_sdpa.backend import SdpaAttention
@@ -23,7 +22,7 @@ from nanovllm_attention_sdpa.workspace import (
     slot_bytes,
 )
 from nanovllm_core.api import AttentionConfig, InconsistentStateError, UnsupportedError
-from nanovllm_core.testing.paged_attention import make_case
+from nanovllm_kit.paged_attention import make_case
 
 
 @settings(max_examples=200, deadline=None)

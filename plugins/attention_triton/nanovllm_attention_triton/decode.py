@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm_attention_triton.decode_kernels import ITEM_FIELDS, decode_kernel, plan_kernel
 from nanovllm_attention_triton.tuning import DECODE_REGISTERS, DecodeTuning
-from nanovllm_core.api import launch_options, supports_dependent_launch
+from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
 LOG2_E = math.log2(math.e)
 MAX_BLOCK_HEADS = 64

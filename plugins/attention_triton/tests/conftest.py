@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
-from nanovllm_core.testing.numerics import assert_close_report
+from nanovllm_kit.numerics import assert_close_report
 
 NORM_LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 

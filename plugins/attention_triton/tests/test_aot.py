@@ -15,8 +15,8 @@ from nanovllm_attention_triton.tuning import (
     decode_tuning,
     prefill_tuning,
 )
-from nanovllm_core.testing.aot import AotJob, compile_kernels
-from nanovllm_core.testing.registers import assert_within_list, compile_jobs
+from nanovllm_kit.aot import AotJob, compile_kernels
+from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 KERNELS = "nanovllm_attention_triton"
 # What the programs that share a multiprocessor may take each of its 65,536 registers and 228 KiB

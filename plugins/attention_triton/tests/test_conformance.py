@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm_attention_triton.plugin import nanovllm_attention
-from nanovllm_core.testing import AttentionConformance, PluginUnderTest, plugin_under_test
+from nanovllm_kit import AttentionConformance, PluginUnderTest, plugin_under_test
 
 
 class TestConformance(AttentionConformance):

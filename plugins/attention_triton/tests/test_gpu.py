@@ -13,7 +13,7 @@ from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
-from nanovllm_core.testing.attention_checks import check_replay
+from nanovllm_kit.attention_checks import check_replay
 
 pytestmark = [
     pytest.mark.gpu,

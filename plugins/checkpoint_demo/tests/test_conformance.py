@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm_checkpoint_demo.plugin import nanovllm_checkpoints
-from nanovllm_core.testing import CheckpointConformance, PluginUnderTest, plugin_under_test
+from nanovllm_kit import CheckpointConformance, PluginUnderTest, plugin_under_test
 
 
 class TestDemo(CheckpointConformance):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, refuse_unless
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, refuse_unless
 
 _HEADS = {"num_key_value_heads": 32, "head_dim": 128}
 """What is meant where config.json leaves them out."""

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import pytest
 
-from nanovllm_core.testing.conformance import PluginUnderTest, installed_plugin
-from nanovllm_core.testing.model import ModelConformance
+from nanovllm_kit.conformance import PluginUnderTest, installed_plugin
+from nanovllm_kit.model import ModelConformance
 
 
 class TestQwen3(ModelConformance):

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config
-from transformers import Qwen3ForCausalLM as Reference
+from transformers import Qwen3Config, Qwen3ForCausalLM as Reference
 
-from nanovllm_core.testing.dense_attention import DenseRuntime
-from nanovllm_core.testing.layers import layer_context, load_model
+from nanovllm_kit.dense_attention import DenseRuntime
+from nanovllm_kit.layers import layer_context, load_model
 from nanovllm_model_qwen3.model import Qwen3ForCausalLM
 
 SLACK = 1.1

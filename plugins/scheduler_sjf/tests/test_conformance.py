@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.testing import (
+from nanovllm_kit import (
     PluginUnderTest,
     SchedulingPolicyConformance,
     plugin_under_test,

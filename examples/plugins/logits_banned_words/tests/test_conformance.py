@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from nanovllm_core.testing import LogitsProcessorConformance, PluginUnderTest, plugin_under_test
 from nanovllm_example_logits_banned_words.plugin import SPEC
+from nanovllm_kit import LogitsProcessorConformance, PluginUnderTest, plugin_under_test
 
 
 class TestBannedWords(LogitsProcessorConformance):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.testing import PluginUnderTest, SpecConformance
-from nanovllm_core.testing.observer import IN_THE_QUEUE, request_record
 from nanovllm_example_metrics_sink.interface import Metrics, MetricsSink, MetricsSinkSpec
+from nanovllm_kit import PluginUnderTest, SpecConformance
+from nanovllm_kit.observer import IN_THE_QUEUE, request_record
 
 SOME = Metrics(
     last_step=100,

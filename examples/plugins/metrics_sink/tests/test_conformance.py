@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.testing import ObserverConformance, PluginUnderTest, plugin_under_test
 from nanovllm_example_metrics_sink.plugin import JSONL, OBSERVER
 from nanovllm_example_metrics_sink.testing import MetricsSinkConformance
+from nanovllm_kit import ObserverConformance, PluginUnderTest, plugin_under_test
 
 
 class TestMetricsObserver(ObserverConformance):

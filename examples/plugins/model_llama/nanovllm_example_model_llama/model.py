@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_core.api import DecoderConfig, DecoderForCausalLM, LayerContext, refuse_unless
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, LayerContext, refuse_unless
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 """What a Mistral config.json without them means; null means a KV head for each head, no window."""

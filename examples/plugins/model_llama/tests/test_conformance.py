@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from nanovllm_core.testing import ModelConformance, PluginUnderTest, plugin_under_test
 from nanovllm_example_model_llama.plugin import LLAMA, MISTRAL
+from nanovllm_kit import ModelConformance, PluginUnderTest, plugin_under_test
 
 Settings = dict[str, Any]
 ROPES = frozenset({"default", "linear", "yarn", "llama3"})

@@ -11,9 +11,9 @@ import transformers
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ArchitectureError
-from nanovllm_core.testing.model_weights import assert_same_logits
-from nanovllm_core.testing.reference_model import ReferenceCheckpoint, load_model, run_model
 from nanovllm_example_model_llama.model import LlamaForCausalLM, MistralForCausalLM
+from nanovllm_kit.model_weights import assert_same_logits
+from nanovllm_kit.reference_model import ReferenceCheckpoint, load_model, run_model
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "vocab_size": 128256,

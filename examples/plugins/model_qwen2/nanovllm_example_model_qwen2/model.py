@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm_core.api import ArchitectureError, DecoderConfig, DecoderForCausalLM
+from nanovllm_core.api import ArchitectureError
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _FIRST_SLIDING_LAYER = 4096, 28

@@ -11,8 +11,8 @@ import transformers
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ArchitectureError
-from nanovllm_core.testing.reference_model import ReferenceCheckpoint
 from nanovllm_example_model_qwen2.model import Qwen2ForCausalLM
+from nanovllm_kit.reference_model import ReferenceCheckpoint
 
 QWEN2_5_0_5B: dict[str, Any] = {
     "vocab_size": 151936,

@@ -6,15 +6,8 @@ from collections import deque
 from time import perf_counter
 from typing import TextIO
 
-from nanovllm_core.api import (
-    ConfigError,
-    Executor,
-    SingleProcessExecutor,
-    StepPlan,
-    StepResult,
-    WorkerInfo,
-    WorkerSetup,
-)
+from nanovllm_core.api import ConfigError, Executor, StepPlan, StepResult, WorkerInfo, WorkerSetup
+from nanovllm_core.worker import SingleProcessExecutor
 from nanovllm_example_more_kinds.command import Step
 from nanovllm_example_more_kinds.plugin import TimedOptions
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from nanovllm_core.api import QKPrep, TorchKernels
+from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import TorchKernels
 
 
 class Float64Kernels(TorchKernels):

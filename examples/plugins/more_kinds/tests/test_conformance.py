@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.testing import (
+from nanovllm_example_more_kinds import plugin as module
+from nanovllm_kit import (
     ExecutorConformance,
     ExtensionConformance,
     KernelSetConformance,
@@ -15,7 +16,6 @@ from nanovllm_core.testing import (
     extension_under_test,
     plugin_under_test,
 )
-from nanovllm_example_more_kinds import plugin as module
 
 
 class TestTimed(ExecutorConformance):

@@ -6,20 +6,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from pydantic import ValidationError
 
 from nanovllm_core.api import SamplingParams
-from nanovllm_core.testing import (
+from nanovllm_example_scheduler_fair_share.plugin import FairShareOptions
+from nanovllm_example_scheduler_fair_share.scheduler import FairShareScheduler
+from nanovllm_kit import (
     PluginUnderTest,
     SchedulingPolicyConformance,
     installed_plugin,
 )
-from nanovllm_core.testing.engine_harness import Harness, Setting
-from nanovllm_core.testing.scheduler_watch import Watch
-from nanovllm_example_scheduler_fair_share.plugin import FairShareOptions
-from nanovllm_example_scheduler_fair_share.scheduler import FairShareScheduler
+from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.scheduler_watch import Watch
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "prefix_caching": False, "num_blocks": 128}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.testing import PluginUnderTest, SchedulerConformance, plugin_under_test
 from nanovllm_example_scheduler_priority.plugin import SPEC
+from nanovllm_kit import PluginUnderTest, SchedulerConformance, plugin_under_test
 
 
 class TestPriority(SchedulerConformance):

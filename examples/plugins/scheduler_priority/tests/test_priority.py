@@ -6,17 +6,16 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from pydantic import ValidationError
 
 from nanovllm_core.api import SamplingParams
-from nanovllm_core.testing.engine_harness import Harness, Setting
 from nanovllm_example_scheduler_priority.plugin import (
     PriorityOptions,
     max_overtaking_steps,
 )
 from nanovllm_example_scheduler_priority.scheduler import PriorityScheduler
+from nanovllm_kit.engine_harness import Harness, Setting
 
 
 def request(priority: int, max_tokens: int = 1) -> SamplingParams:

@@ -1,0 +1,104 @@
+"""Commands of installed distributions: known from metadata, imported when they are called.
+
+An entry point in the group `nanovllm.commands` is one command. Its name is the command's path with
+dots (`bench`, `plugins.test`); its target is a `typer.Typer`, or a function that typer can make a
+command of. No setting enables it, and a broken one stops only itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from nanovllm_core.errors import PluginConflictError, PluginLoadError, PluginNotFoundError
+from nanovllm_core.registry.discovery import COMMAND_GROUP, extra_command
+
+KNOWN_COMMANDS: Mapping[str, str] = {
+    "bench": "bench",
+    "eval": "bench",
+    "plugins.new": "kit",
+    "plugins.test": "kit",
+    "plugins.validate": "kit",
+}
+"""Commands of this project's own distributions, and the extra that installs each."""
+
+
+class ForwardingCommand(TyperCommand):
+    """A command that keeps its arguments, `--help` and `--` included, for another to parse."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Nothing is parsed here."""
+        ctx.args = [*args]
+        return []
+
+
+def add_installed_commands(groups: Mapping[str, typer.Typer]) -> None:
+    """Add each installed command to its group; `groups` are by path, "" is the command itself.
+
+    A command of ours that is not installed is there too, hidden, and names its pip line.
+    """
+    installed: dict[str, list[EntryPoint]] = defaultdict(list)
+    for entry in entry_points(group=COMMAND_GROUP):
+        installed[entry.name].append(entry)
+    for path in sorted({*installed, *KNOWN_COMMANDS}):
+        parent, _, name = path.rpartition(".")
+        if parent in groups and name not in _own_names(groups[parent]):
+            _add(groups[parent], path, name, installed[path])
+
+
+def _own_names(app: typer.Typer) -> set[str]:
+    """The names of the core's commands, which no distribution may replace."""
+    commands = {
+        command.name or getattr(command.callback, "__name__", "")
+        for command in app.registered_commands
+    }
+    return commands | {str(group.name) for group in app.registered_groups}
+
+
+def _add(app: typer.Typer, path: str, name: str, entries: Sequence[EntryPoint]) -> None:
+    def forward(ctx: typer.Context) -> None:
+        command = load_command(path, entries)
+        command.main(ctx.args, prog_name=ctx.command_path, help_option_names=ctx.help_option_names)
+
+    summary = "Not installed." if not entries else f"From {' and '.join(map(_owner, entries))}."
+    app.command(
+        name, cls=ForwardingCommand, help=summary, add_help_option=False, hidden=not entries
+    )(forward)
+
+
+def load_command(path: str, entries: Sequence[EntryPoint]) -> Any:
+    """The click command of a path. `entries` are all that claim it.
+
+    Raises PluginNotFoundError for none, PluginConflictError for several, and PluginLoadError where
+    importing it fails.
+    """
+    words = f"nanovllm {path.replace('.', ' ')}"
+    if not entries:
+        raise PluginNotFoundError(
+            f"{words} is not installed: {extra_command(KNOWN_COMMANDS[path])}"
+        )
+    if len(entries) > 1:
+        owners = " and ".join(map(_owner, entries))
+        raise PluginConflictError(f"{words} is registered by {owners}; uninstall one of them")
+    [entry] = entries
+    try:
+        target = entry.load()
+        if not isinstance(target, typer.Typer):
+            app = typer.Typer(add_completion=False)
+            app.command()(target)
+            target = app
+        return typer.main.get_command(target)
+    except Exception as error:
+        raise PluginLoadError(
+            f"{words} of {_owner(entry)} cannot be imported from {entry.value}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _owner(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value

@@ -1,0 +1,148 @@
+"""All that an installed plugin says about itself, as plain data: behind `nanovllm plugins show`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from nanovllm_core.diagnostics.status import PluginStatus
+from nanovllm_core.interfaces.specs import PluginSpec
+from nanovllm_core.registry.discovery import InstalledPlugin
+from nanovllm_core.registry.hookspecs import PROJECT
+from nanovllm_core.registry.kinds import EXTENSION, KIND
+from nanovllm_core.registry.manager import PluginManager
+
+
+@dataclass(frozen=True, slots=True)
+class OptionDetails:
+    """One option of a plugin; `default` is "required" where there is none."""
+
+    name: str
+    type: str
+    default: object
+    description: str
+
+
+def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, object]:
+    """The plugin's own words, and whether it runs here; plain values only.
+
+    Raises PluginLoadError where the plugin cannot be loaded.
+    """
+    plugin = status.plugin
+    details: dict[str, object] = {
+        "kind": plugin.kind,
+        "name": plugin.name,
+        "distribution": f"{plugin.distribution} {plugin.version}",
+        "defined in": _where(plugin),
+        "runs here": status.state if not status.reasons else "; ".join(status.reasons),
+    }
+    if plugin.kind == EXTENSION:
+        return details | {"hooks": _hooks(manager, plugin)}
+    if plugin.kind == KIND:
+        return details | _declaration(manager, plugin.name)
+    spec = manager.spec(plugin.kind, plugin.name)
+    details |= {
+        "summary": spec.summary,
+        "implementation": spec.impl,
+        "contract": spec.contract,
+        "current contract": manager.kind(plugin.kind).contract,
+    }
+    for name, value in _own_fields(spec):
+        details[name.replace("_", " ")] = value
+    details["options"] = [
+        {"name": o.name, "type": o.type, "default": o.default, "description": o.description}
+        for o in options_of(spec.options)
+    ]
+    return details
+
+
+def _declaration(manager: PluginManager, name: str) -> dict[str, object]:
+    """What a plugin says of the kind that it declares, and that kind's plugins."""
+    kind = manager.kind(name)
+    return {
+        "summary": manager.declaration(name).summary,
+        "entry-point group": kind.group,
+        "hook": kind.hook,
+        "spec": f"{kind.spec.__module__}:{kind.spec.__qualname__}",
+        "current contract": kind.contract,
+        "conformance": kind.conformance,
+        "plugins": manager.names(name),
+    }
+
+
+def _hooks(manager: PluginManager, plugin: InstalledPlugin) -> list[str]:
+    """The hooks that an extension implements."""
+    manager.enable([plugin.name])
+    module = importlib.import_module(plugin.entry_point.partition(":")[0])
+    return [name for name, value in vars(module).items() if hasattr(value, f"{PROJECT}_impl")]
+
+
+def options_of(model: type[BaseModel]) -> Sequence[OptionDetails]:
+    """The options of a plugin in the order in which they are declared."""
+    schema = model.model_json_schema()
+    required = schema.get("required", ())
+    return [
+        OptionDetails(
+            name,
+            _type_name(one, schema.get("$defs", {})),
+            "required" if name in required else one.get("default"),
+            one.get("description", ""),
+        )
+        for name, one in schema.get("properties", {}).items()
+    ]
+
+
+def _own_fields(spec: PluginSpec) -> Iterable[tuple[str, object]]:
+    """What the kind's spec has beyond every spec, where it is data."""
+    common = {field.name for field in fields(PluginSpec)}
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.name in common or value is None:
+            continue
+        if isinstance(value, type) and issubclass(value, BaseModel):
+            yield field.name, {one.name: one.type for one in options_of(value)}
+        elif not callable(value):
+            yield field.name, _plain(value)
+
+
+def _plain(value: Any) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name.replace("_", " "): _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Set):
+        return sorted(value)
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _type_name(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """A JSON schema's type on one line: `integer`, `fa2 | fa3`, `number or null`."""
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[-1]
+        return _type_name(definitions.get(name, {"type": name}), definitions)
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    if "anyOf" in schema:
+        return " or ".join(_type_name(one, definitions) for one in schema["anyOf"])
+    if schema.get("type") == "array" and "items" in schema:
+        return f"list of {_type_name(schema['items'], definitions)}"
+    return str(schema.get("type", "any"))
+
+
+def _where(plugin: InstalledPlugin) -> str:
+    """The light module and its file, found without importing it."""
+    module = plugin.entry_point.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:
+        found = None
+    return f"{module} ({found.origin})" if found else f"{module} (not found)"

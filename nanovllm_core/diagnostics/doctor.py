@@ -1,0 +1,322 @@
+"""Checks of this environment, in the order in which one would look: behind `plugins doctor`.
+
+Each part appends facts; nothing here raises for what it finds, for a doctor that falls over says
+nothing. The plugins' own checks come through the hook `nanovllm_doctor`.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import Any
+
+from nanovllm_core import __version__
+from nanovllm_core.config.sources import load_config
+from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses, typical_requirements
+from nanovllm_core.errors import PluginError, did_you_mean
+from nanovllm_core.interfaces.doctor import DoctorCheck
+from nanovllm_core.registry.checks import CORE, core_requirement
+from nanovllm_core.registry.discovery import (
+    COMMAND_GROUP,
+    GROUP_PREFIX,
+    SUITE_GROUP,
+    install_command,
+    known_groups,
+)
+from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager, load_object
+from nanovllm_core.selection.attention import INSTALL_ONE
+from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
+from nanovllm_core.selection.plugins import kernel_set_name
+
+
+def examine() -> list[DoctorCheck]:
+    """Every check, the machine's first. Imports torch, and the code of plugins that can run."""
+    checks = [DoctorCheck("python", True, platform.python_version())]
+    checks += check_torch()
+    installed = [*distributions()]
+    entries, unreadable = read_entry_points(installed)
+    checks += check_installs(installed) + unreadable + check_groups(entries)
+    manager = get_plugin_manager(entry_points=entries)
+    disable = load_config("none").plugins.disable
+    try:
+        manager = get_plugin_manager(disable=disable, entry_points=entries)
+    except PluginError as error:
+        remedy = "correct NANOVLLM_PLUGINS__DISABLE: nanovllm plugins list has the names"
+        checks.append(DoctorCheck("plugins.disable", False, str(error), remedy))
+    requirements = typical_requirements(*_device())
+    statuses = plugin_statuses(manager, requirements)
+    conflicts = check_conflicts(manager)
+    told = {check.name for check in conflicts}
+    checks += conflicts
+    checks += [check_plugin(manager, one) for one in statuses if _label(one) not in told]
+    return checks + check_defaults(statuses, requirements.device) + ask_plugins(manager)
+
+
+def next_steps(checks: Iterable[DoctorCheck]) -> list[str]:
+    """What to do, the most urgent first; how to generate where nothing stops it."""
+    wrong = [check for check in checks if not check.ok and check.remedy]
+    steps = [c.remedy for c in sorted(wrong, key=lambda check: not check.fatal)]
+    if not any(check.fatal and not check.ok for check in checks):
+        has_demo = any(check.ok and check.name == "checkpoint demo" for check in checks)
+        model = "demo --chat" if has_demo else "MODEL"
+        steps.append(f'write something: nanovllm generate --model {model} "What is 27 + 15?"')
+    return [*dict.fromkeys(steps)]
+
+
+# ------------------------------------------------------------------------------------ the machine
+
+
+def check_torch() -> list[DoctorCheck]:
+    """torch, Triton and the GPUs that they see."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        remedy = "pip install --force-reinstall torch (see pytorch.org for the build of your GPU)"
+        detail = f"cannot be imported: {type(error).__name__}: {error}"
+        return [DoctorCheck("torch", False, detail, remedy, fatal=True)]
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
+    checks = [DoctorCheck("torch", True, f"{torch.__version__}, {build}")]
+    has_gpu = torch.cuda.is_available()
+    checks.append(_check_triton(has_gpu))
+    for index in range(torch.cuda.device_count() if has_gpu else 0):
+        major, minor = torch.cuda.get_device_capability(index)
+        memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+        detail = (
+            f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}, "
+            f"{memory:.0f} GiB"
+        )
+        checks.append(DoctorCheck(f"cuda:{index}", True, detail))
+    return [*checks, _check_driver(has_gpu, torch.version.cuda)]
+
+
+def _check_triton(needed: bool) -> DoctorCheck:
+    try:
+        import triton
+    except Exception as error:
+        detail = f"cannot be imported: {type(error).__name__}: {error}"
+        remedy = 'pip install "triton>=3.6"' if needed else ""
+        return DoctorCheck("triton", False, detail, remedy, fatal=needed)
+    return DoctorCheck("triton", True, str(triton.__version__))
+
+
+def _check_driver(has_gpu: bool, torch_cuda: str | None) -> DoctorCheck:
+    """The driver, as nvidia-smi names it; wrong where it is there and torch sees no GPU."""
+    driver = _driver_version()
+    if driver is None:
+        return DoctorCheck("driver", True, "no NVIDIA driver: computes on the CPU")
+    if has_gpu:
+        return DoctorCheck("driver", True, f"NVIDIA {driver}")
+    why = f"torch is built for CUDA {torch_cuda}" if torch_cuda else "torch is built for CPUs"
+    remedy = (
+        "update the NVIDIA driver, or install a torch built for an older CUDA (pytorch.org)"
+        if torch_cuda
+        else "install a torch built for CUDA (pytorch.org)"
+    )
+    return DoctorCheck(
+        "driver", False, f"NVIDIA {driver} is there, but torch sees no GPU; {why}", remedy
+    )
+
+
+def _driver_version() -> str | None:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = result.stdout.split()
+    return lines[0] if result.returncode == 0 and lines else None
+
+
+def _device() -> tuple[str, tuple[int, int] | None]:
+    """The device that `auto` takes; the CPU where torch itself is broken."""
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda", torch.cuda.get_device_capability()
+    except Exception:
+        return "cpu", None  # check_torch has said so
+    return "cpu", None
+
+
+# ------------------------------------------------------------------------- what is installed
+
+
+def read_entry_points(
+    installed: Iterable[Distribution],
+) -> tuple[list[EntryPoint], list[DoctorCheck]]:
+    """The entry points of each distribution alone: one that cannot be read hides no other."""
+    entries: dict[tuple[str, str, str], EntryPoint] = {}
+    checks = []
+    for distribution in installed:
+        try:
+            for entry in distribution.entry_points:
+                if entry.group.startswith(GROUP_PREFIX):
+                    # Of two installs of one distribution the first on sys.path is imported.
+                    entries.setdefault((distribution.name, entry.group, entry.name), entry)
+        except Exception as error:
+            name = distribution.metadata["Name"] or "a distribution"
+            detail = f"entry_points.txt cannot be read: {type(error).__name__}: {error}"
+            remedy = f"pip install --force-reinstall {name} (or uninstall it): as it is, it stops "
+            remedy += "every program that looks for plugins"
+            checks.append(DoctorCheck(f"{name}", False, detail, remedy, fatal=True))
+    return [*entries.values()], checks
+
+
+def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
+    """The core and all that needs it: installed once, each with a core that it accepts."""
+    versions: dict[str, list[str]] = defaultdict(list)
+    checks = []
+    for distribution in installed:
+        name = distribution.metadata["Name"] or ""
+        needs = core_requirement(distribution.requires or ())
+        if name != CORE and needs is None:
+            continue
+        versions[name].append(distribution.version)
+        if needs is not None and not needs.specifier.contains(__version__, prereleases=True):
+            checks.append(
+                DoctorCheck(
+                    f"{name} {distribution.version}",
+                    False,
+                    f"needs {needs}, and {CORE} is {__version__}",
+                    f"pip install --upgrade {CORE} {name}",
+                )
+            )
+    for name, found in versions.items():
+        if len(set(found)) > 1:
+            detail = f"installed more than once: {', '.join(found)}; the first is imported"
+            remedy = f"pip uninstall {name}, until nothing is left, then install it once"
+            checks.append(DoctorCheck(name, False, detail, remedy))
+    return [DoctorCheck(CORE, True, __version__), *checks]
+
+
+def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
+    """Entry points of groups that nobody reads: a typing mistake, or a plugin for a newer core."""
+    entries = [*entries]
+    known = known_groups(entry.name for entry in entries if entry.group == KIND_GROUP)
+    return [
+        DoctorCheck(
+            f"{entry.group}: {entry.name}",
+            False,
+            f"{CORE} {__version__} reads no group {entry.group!r}, so this plugin is never found",
+            f"in {entry.dist.name if entry.dist else 'its package'}, correct the group"
+            f"{did_you_mean(entry.group, known, GROUP_PREFIX)} (or update {CORE})",
+        )
+        for entry in entries
+        if entry.group not in {*known, COMMAND_GROUP, SUITE_GROUP}
+    ]
+
+
+def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
+    """Names that two distributions, or a source and a folder here, claim; an error to select."""
+    owners: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for plugin in manager.installed():
+        owners[plugin.kind, plugin.name].append(plugin.distribution)
+    double = [
+        DoctorCheck(
+            f"{kind} {name}",
+            False,
+            f"registered by {' and '.join(found)}",
+            f"uninstall one of {', '.join(found)}, or leave one out with plugins: "
+            f"{{disable: [{found[-1]}]}}",
+        )
+        for (kind, name), found in owners.items()
+        if len(found) > 1
+    ]
+    beside = [
+        _beside_a_folder(manager, name)
+        for (kind, name), found in owners.items()
+        if kind == "checkpoint" and len(found) == 1 and holds_checkpoint(name)
+    ]
+    return double + beside
+
+
+def _beside_a_folder(manager: PluginManager, source: str) -> DoctorCheck:
+    meanings, remedy = conflict(manager, source)
+    detail = f"in this folder, model: {source} is {meanings}"
+    return DoctorCheck(f"checkpoint {source}", False, detail, f"as the model, {remedy}")
+
+
+# ------------------------------------------------------------------------------------ the plugins
+
+
+def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
+    """One plugin: does its light module load, can it run here, is its code importable."""
+    plugin = status.plugin
+    label = _label(status)
+    remedy = (
+        f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or uninstall "
+        f"it; if it is yours: nanovllm plugins validate {plugin.name}"
+    )
+    who = f"{plugin.distribution} {plugin.version}"
+    try:
+        if plugin.kind == EXTENSION:
+            manager.enable([plugin.name])
+            return DoctorCheck(label, True, f"{who}; {status.note}")
+        if plugin.kind == KIND:
+            contract = manager.kind(plugin.name).contract
+            return DoctorCheck(label, True, f"{who}; current contract {contract}; {status.note}")
+        if status.state == "ready":
+            spec = manager.spec(plugin.kind, plugin.name)
+            load_object(spec.impl)
+            return DoctorCheck(label, True, f"{who}; contract {spec.contract}; {status.note}")
+    except PluginError as error:
+        return DoctorCheck(label, False, str(error), remedy)
+    detail = f"{status.state}: {'; '.join(status.reasons)}"
+    return DoctorCheck(label, False, detail, remedy if status.state == "broken" else "")
+
+
+def _label(status: PluginStatus) -> str:
+    return f"{status.plugin.kind} {status.plugin.name}"
+
+
+def check_defaults(statuses: Sequence[PluginStatus], device: str) -> list[DoctorCheck]:
+    """Whether something can be generated: a model, attention, and what no configuration names."""
+    ready = {(s.plugin.kind, s.plugin.name) for s in statuses if s.state == "ready"}
+    kinds = {kind for kind, _ in ready}
+    checks = []
+    for kind, what, remedy in (
+        ("attention", "no attention backend can run here", INSTALL_ONE),
+        (
+            "model",
+            "no model architecture is installed",
+            install_command("model", "Qwen3ForCausalLM"),
+        ),
+    ):
+        if kind not in kinds:
+            checks.append(DoctorCheck(kind, False, what, remedy, fatal=True))
+    config = load_config("none")
+    names = {kind: getattr(config, kind).name for kind in ("scheduler", "executor", "sampler")}
+    names["kernels"] = kernel_set_name(config.kernels, device)
+    for kind, name in names.items():
+        if (kind, name) not in ready:
+            detail = f"{kind} {name!r} is chosen where no file chooses, and cannot be used"
+            remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"
+            checks.append(DoctorCheck(kind, False, detail, remedy, fatal=True))
+    return checks
+
+
+def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:
+    """What the plugins themselves find; one that fails while it is asked is a finding too."""
+    checks: list[DoctorCheck] = []
+    for implementation in manager.hook.nanovllm_doctor.get_hookimpls():
+        try:
+            answer: Any = implementation.function()
+            found = [*answer]
+            for check in found:
+                if not isinstance(check, DoctorCheck):
+                    raise TypeError(f"it returned {check!r:.80}, which is no DoctorCheck")
+            checks += found
+        except Exception as error:
+            name = implementation.plugin_name
+            detail = f"its nanovllm_doctor failed: {type(error).__name__}: {error}"
+            checks.append(DoctorCheck(name, False, detail, f"tell the authors of {name}"))
+    return checks

@@ -1,0 +1,115 @@
+"""What is installed, and whether this machine can run it: behind `nanovllm plugins list`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from nanovllm_core.config.choices import AttentionChoice
+from nanovllm_core.diagnostics.probe import missing_code
+from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.interfaces.attention import AttentionRequirements
+from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, SamplerSpec
+from nanovllm_core.registry.discovery import InstalledPlugin
+from nanovllm_core.registry.kinds import EXTENSION, KIND
+from nanovllm_core.registry.manager import PluginManager
+from nanovllm_core.selection.attention import evaluate
+
+State = Literal["ready", "unsupported", "broken", "disabled"]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginStatus:
+    """One installed plugin: ready here, or why not. `note` says what it is or what it runs on."""
+
+    plugin: InstalledPlugin
+    state: State
+    reasons: tuple[str, ...] = ()
+    note: str = ""
+
+    def to_json(self) -> Mapping[str, object]:
+        """The same as plain data."""
+        return {
+            **asdict(self.plugin),
+            "state": self.state,
+            "reasons": list(self.reasons),
+            "note": self.note,
+        }
+
+
+def typical_requirements(
+    device: str, compute_capability: tuple[int, int] | None
+) -> AttentionRequirements:
+    """What a usual model asks of a backend: grouped heads of size 128, in the device's dtype."""
+    return AttentionRequirements(
+        phase="decode",
+        device=device,
+        dtype="float32" if device == "cpu" else "bfloat16",
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        compute_capability=compute_capability,
+        cuda_graphs=device == "cuda",
+    )
+
+
+def plugin_statuses(
+    manager: PluginManager, requirements: AttentionRequirements, kind: str | None = None
+) -> list[PluginStatus]:
+    """The state of every installed plugin, or of those of one kind; a broken one is no error."""
+    statuses = [
+        plugin_status(manager, plugin, requirements)
+        for plugin in manager.installed()
+        if kind in (None, plugin.kind)
+    ]
+    statuses += [
+        PluginStatus(plugin, "disabled", ("listed in plugins.disable",))
+        for plugin in manager.disabled()
+        if kind in (None, plugin.kind)
+    ]
+    return sorted(statuses, key=lambda status: status.plugin)
+
+
+def plugin_status(
+    manager: PluginManager, plugin: InstalledPlugin, requirements: AttentionRequirements
+) -> PluginStatus:
+    """The state of one plugin, by its light module, and whether its code is where that says.
+
+    The code is not imported: one that fails when it is stays "ready" here.
+    """
+    if plugin.kind == EXTENSION:
+        return PluginStatus(plugin, "ready", note="loaded when plugins.enable names it")
+    try:
+        if plugin.kind == KIND:
+            return PluginStatus(plugin, "ready", note=manager.declaration(plugin.name).summary)
+        spec = manager.spec(plugin.kind, plugin.name)
+        if missing := missing_code(spec.impl):
+            return PluginStatus(plugin, "broken", (missing,))
+        if isinstance(spec, AttentionSpec):
+            return _attention_status(manager, plugin, spec, requirements)
+    except NanoVLLMError as error:
+        return PluginStatus(plugin, "broken", (str(error),))
+    if isinstance(spec, SamplerSpec | KernelSetSpec) and requirements.device not in spec.devices:
+        reason = f"does not run on {requirements.device}, only on {', '.join(sorted(spec.devices))}"
+        return PluginStatus(plugin, "unsupported", (reason,), spec.summary)
+    return PluginStatus(plugin, "ready", note=spec.summary)
+
+
+def _attention_status(
+    manager: PluginManager,
+    plugin: InstalledPlugin,
+    spec: AttentionSpec,
+    requirements: AttentionRequirements,
+) -> PluginStatus:
+    """Ask about each phase that the backend claims, with its default options."""
+    reasons: list[str] = []
+    note = spec.summary
+    for phase in sorted(spec.capabilities.phases):
+        candidate = evaluate(
+            manager, AttentionChoice(backend=plugin.name), replace(requirements, phase=phase)
+        )
+        reasons += candidate.reasons
+        note = note if candidate.reasons else candidate.label
+    state: State = "unsupported" if reasons else "ready"
+    return PluginStatus(plugin, state, tuple(dict.fromkeys(reasons)), note)

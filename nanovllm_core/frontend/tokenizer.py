@@ -1,0 +1,335 @@
+"""Text to token ids and back, read from a checkpoint's folder.
+
+A folder with a tokenizer.json needs the `tokenizers` library alone, which imports in a tenth of a
+second; transformers comes in for chat templates, and for folders of other formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from nanovllm_core.config.chat_template import check_chat_template_kwargs
+from nanovllm_core.errors import CheckpointError, InvalidPromptError, shown
+from nanovllm_core.selection.checkpoint_files import read_json, read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+REPLACEMENT = "\ufffd"
+"""What stands for bytes that are no character, and for those of an incomplete one."""
+OTHER_FORMATS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LONGEST_VOCABULARY = 2**31  # the engine keeps ids as int32
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Use `load` or `find` rather than the constructor.
+
+    `config` is tokenizer_config.json as a dict, `template` the chat template, if there is one,
+    `eos_token_ids` every id that ends a sequence. `chat_template_kwargs` are variables for every
+    use of the chat template, which a call may override.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        folder: Path,
+        config: Mapping[str, Any],
+        template: str | None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        # What a file may have switched on for training would cut prompts short here.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.folder = folder
+        self.eos_token_ids = _merge_eos(folder, backend, config)
+        self._config = config
+        self._template = template
+        self._template_kwargs = dict(chat_template_kwargs or {})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read the tokenizer of a folder; CheckpointError where there is none or it is broken."""
+        tokenizer = cls.find(folder)
+        if tokenizer is None:
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json nor any of {', '.join(OTHER_FORMATS)}; add the "
+                "model's tokenizer, or set `tokenizer` to a folder that has one"
+            )
+        return tokenizer
+
+    @classmethod
+    def find(
+        cls, folder: str | Path, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> Tokenizer | None:
+        """Read the tokenizer of a folder; None where it has no file of one."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"tokenizer {shown(str(folder))} is not a folder; set `tokenizer` to a folder "
+                "with a "
+                "tokenizer.json, or leave it out to use the model's own"
+            )
+        if (folder / "tokenizer.json").is_file():
+            backend = _read_backend(folder / "tokenizer.json")
+        elif any((folder / name).is_file() for name in OTHER_FORMATS):
+            backend = _convert_with_transformers(folder)
+        else:
+            return None
+        config = read_json(folder / "tokenizer_config.json")
+        template = _find_template(folder, config)
+        return cls(backend, folder, config, template, chat_template_kwargs)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with the special tokens that the checkpoint puts around one."""
+        return self._encode(text, add_special_tokens=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental decoder, for one sequence."""
+        return Detokenizer(self)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids of a conversation of `{"role", "content"}`, as the checkpoint's template has it.
+
+        `add_generation_prompt` opens the assistant's turn at the end. `chat_template_kwargs` are
+        further variables for the template (`{"enable_thinking": False}`); it ignores those that it
+        does not know. Raises InvalidPromptError where there is no template, or it refuses.
+        """
+        if self._template is None:
+            raise InvalidPromptError(
+                f"the checkpoint at {self.folder} has no chat template (in tokenizer_config.json "
+                "or chat_template.jinja); pass the prompt as text or token ids, or use a model "
+                "made for chat"
+            )
+        conversation = _check_messages(messages)
+        try:
+            given = check_chat_template_kwargs(chat_template_kwargs or {})
+        except ValueError as error:
+            raise InvalidPromptError(f"chat_template_kwargs: {error}") from None
+        try:
+            text = self._renderer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **{**self._template_kwargs, **given},
+            )
+        except Exception as error:  # a template is the checkpoint's code: it may raise anything
+            roles = ", ".join(message["role"] for message in conversation)
+            raise InvalidPromptError(
+                f"the checkpoint's chat template refuses messages of the roles {roles}: {error}"
+            ) from error
+        # The template writes the special tokens itself.
+        return self._encode(str(text), add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {shown(text)}")
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidPromptError(
+                f"the text {shown(text)} has half of a surrogate pair, which is no Unicode text; "
+                "decode its bytes with errors='replace'"
+            ) from error
+
+    @cached_property
+    def _renderer(self) -> PreTrainedTokenizerFast:
+        """Renders templates as transformers does, with the special tokens they may name."""
+        from transformers import PreTrainedTokenizerFast
+
+        named = {key: _content(value) for key, value in self._config.items() if _is_token(key)}
+        special = {key: value for key, value in named.items() if value is not None}
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # transformers has no types
+            tokenizer_object=self.backend, **special
+        )
+
+
+class Detokenizer:
+    """Turns one sequence's ids into text as they come; `push` never splits a character.
+
+    What was given out stays, even where it is not how a later `decode` of all ids begins: in
+    vocabularies that fall back to bytes, those that are no UTF-8 change the text of bytes before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self._start = 0
+        """Ids before this one were given out, and have no part in the text after them."""
+        self._num_given = 0
+        """Ids whose text was given out."""
+        self._text: list[str] = []
+        """What was given out of the ids from `_start` on."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these further ids complete; "" while a character is incomplete."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        """The rest with these last ids: an incomplete character at the end becomes U+FFFD.
+
+        A whole sequence is decoded in one call, ten times faster than id by id.
+        """
+        self._token_ids += token_ids
+        text = self._tokenizer.decode(self._token_ids[self._start :])
+        given = "".join(self._text)
+        if not text.startswith(given):
+            text, given = self._tokenizer.decode(self._token_ids[self._num_given :]), ""
+        self._give(text[len(given) :])
+        return text[len(given) :]
+
+    def _push_one(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id) or ""
+        except Exception:  # the library raises no other for text that does not go on as it began
+            text = self._start_anew()
+        if text:
+            self._give(text)
+        return text
+
+    def _start_anew(self) -> str:
+        """Decode the ids that were not given out apart from those that were."""
+        self._start, self._text = self._num_given, []
+        held = self._token_ids[self._start :]
+        self._stream = DecodeStream(ids=held, skip_special_tokens=True)
+        text = self._tokenizer.decode(held)
+        return "" if text.endswith(REPLACEMENT) else text
+
+    def _give(self, text: str) -> None:
+        self._num_given = len(self._token_ids)
+        self._text.append(text)
+
+
+def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, then those that only config.json has.
+
+    Without those beyond config.json's `vocab_size`: of a vocabulary that was cut, some checkpoints
+    name tokens that can no longer be sampled.
+    """
+    end = _vocabulary_end(Path(folder))
+    ids: dict[int, None] = {}
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        value = read_json(path).get("eos_token_id")
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        for token_id in found:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise CheckpointError(
+                    f"{path}: eos_token_id is {shown(value)}; it must be a token id or a list "
+                    "of them"
+                )
+            if token_id < end:
+                ids[token_id] = None
+    return tuple(ids)
+
+
+def _vocabulary_end(folder: Path) -> int:
+    size = read_json(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else _LONGEST_VOCABULARY
+
+
+def _merge_eos(
+    folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    ids = dict.fromkeys(checkpoint_eos_token_ids(folder))
+    token = _content(config.get("eos_token"))
+    token_id = None if token is None else backend.token_to_id(token)
+    if token_id is not None and token_id < _vocabulary_end(folder):
+        ids[token_id] = None
+    return tuple(ids)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong
+        raise CheckpointError(
+            f"{path} cannot be read as a tokenizer: {error}; fetch the file again, or check that "
+            "it is not a Git LFS pointer"
+        ) from error
+
+
+def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    """The named route for folders without tokenizer.json: transformers converts what it knows."""
+    from transformers import AutoTokenizer
+
+    remedy = "save the tokenizer with `save_pretrained`, which writes tokenizer.json"
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever transformers and the libraries beneath it may raise
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and transformers cannot convert what is there: "
+            f"{error}; {remedy}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and {type(loaded).__name__} has no fast form; "
+            f"{remedy}"
+        )
+    return backend
+
+
+def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else the (default) template of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    good = (
+        isinstance(messages, Sequence)
+        and bool(messages)
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )
+    if not good:
+        raise InvalidPromptError(
+            f"messages are {shown(messages)}; they must be one or more "
+            '{"role": "user", "content": "..."}'
+        )
+    return [dict(message) for message in messages]
+
+
+def _is_token(key: str) -> bool:
+    return key.endswith("_token") and not key.startswith("add_")
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text: tokenizer_config.json has it bare or inside an object."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

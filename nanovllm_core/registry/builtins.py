@@ -1,0 +1,96 @@
+"""The plugins that come with the core, by the same path as anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm_core.interfaces.specs import (
+    CheckpointSpec,
+    ExecutorSpec,
+    KernelSetSpec,
+    SamplerSpec,
+    SchedulerSpec,
+)
+from nanovllm_core.registry.hookspecs import hookimpl
+
+
+@hookimpl
+def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+    """First come, first served."""
+    return [
+        SchedulerSpec(
+            name="fcfs",
+            impl="nanovllm_core.engine.policies:FcfsPolicy",
+            contract=1,
+            summary="First come, first served.",
+            max_overtaking_steps=lambda _options, _request: 0,
+        )
+    ]
+
+
+@hookimpl
+def nanovllm_executors() -> Sequence[ExecutorSpec]:
+    """One worker in this process."""
+    return [
+        ExecutorSpec(
+            name="single",
+            impl="nanovllm_core.worker.executor:SingleProcessExecutor",
+            contract=1,
+            summary="The model runs in this process, on one device.",
+        )
+    ]
+
+
+@hookimpl
+def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
+    """Folders of this machine, and models of the Hugging Face hub."""
+    return [
+        CheckpointSpec(
+            name="local",
+            impl="nanovllm_core.selection.checkpoint_sources:from_folder",
+            contract=1,
+            summary="A folder of this machine.",
+        ),
+        CheckpointSpec(
+            name="hub",
+            impl="nanovllm_core.selection.checkpoint_sources:from_hub",
+            contract=1,
+            summary="A model of the Hugging Face hub, downloaded once.",
+        ),
+    ]
+
+
+@hookimpl
+def nanovllm_samplers() -> Sequence[SamplerSpec]:
+    """The Gumbel-max trick over a counter-based generator."""
+    return [
+        SamplerSpec(
+            name="gumbel",
+            impl="nanovllm_core.worker.sampler:GumbelSampler",
+            contract=1,
+            summary="Greedy and temperature; noise follows from seed, output index and id alone.",
+            devices=frozenset({"cpu", "cuda"}),
+            cuda_graphs=True,
+        )
+    ]
+
+
+@hookimpl
+def nanovllm_kernels() -> Sequence[KernelSetSpec]:
+    """The torch reference, and Triton."""
+    return [
+        KernelSetSpec(
+            name="torch",
+            impl="nanovllm_core.kernels.reference:TorchKernels",
+            contract=1,
+            summary="The reference: one torch operation after another, on any device.",
+            devices=frozenset({"cpu", "cuda"}),
+        ),
+        KernelSetSpec(
+            name="triton",
+            impl="nanovllm_core.kernels.base:make_triton_kernels",
+            contract=1,
+            summary="Fused Triton kernels.",
+            devices=frozenset({"cuda"}),
+        ),
+    ]

@@ -1,0 +1,155 @@
+"""What is installed, from the metadata of distributions alone: nothing is imported."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
+
+from nanovllm_core.errors import PluginNotFoundError, did_you_mean, shown
+from nanovllm_core.registry.kinds import (
+    EXTENSION,
+    EXTENSION_GROUP,
+    KIND,
+    KIND_GROUP,
+    KINDS,
+    declared_group,
+)
+
+KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
+    ("attention", "sdpa"): "sdpa",
+    ("attention", "triton"): "triton",
+    ("attention", "flash"): "flash",
+    ("scheduler", "sjf"): "sjf",
+    ("model", "Qwen3ForCausalLM"): "qwen3",
+    ("checkpoint", "demo"): "demo",
+}
+"""Which extra of nanovllm-core installs a plugin of this project."""
+
+KNOWN_DISTRIBUTIONS: Mapping[str, str] = {
+    "sdpa": "attention_sdpa",
+    "triton": "attention_triton",
+    "flash": "attention_flash",
+    "sjf": "scheduler_sjf",
+    "qwen3": "model_qwen3",
+    "demo": "checkpoint_demo",
+    "bench": "bench",
+    "kit": "kit",
+}
+"""The folder under plugins/ of what an extra of nanovllm-core installs."""
+
+CHECKOUT = Path(__file__).parents[2]
+"""The checkout, if the core is imported from one; no `plugins` lies beside an installed wheel."""
+
+GROUP_PREFIX = "nanovllm."
+"""What the entry-point group of every kind begins with."""
+
+COMMAND_GROUP = "nanovllm.commands"
+"""Commands of distributions; each is imported when it is called."""
+
+SUITE_GROUP = "nanovllm.suites"
+"""Conformance suites by the kind that they test; `nanovllm plugins test` imports them."""
+
+UNKNOWN = "?"
+"""Distribution and version of an entry point that was given, not found installed."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class InstalledPlugin:
+    """What the metadata of an installed distribution says of one plugin."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    entry_point: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}, {self.distribution}"
+
+
+def find_plugins(given: Iterable[EntryPoint] | None = None) -> dict[InstalledPlugin, EntryPoint]:
+    """Every plugin of every kind, declared ones too. `given` stands in for what is installed."""
+    # Asked once: every time reads the metadata of all that is installed.
+    found = entry_points() if given is None else EntryPoints(given)
+
+    def in_group(group: str) -> Iterable[EntryPoint]:
+        return found.select(group=group)
+
+    groups = known_groups(entry.name for entry in in_group(KIND_GROUP))
+    return {
+        _installed(kind, entry): entry
+        for group, kind in groups.items()
+        for entry in in_group(group)
+    }
+
+
+def known_groups(declared: Iterable[str] = ()) -> dict[str, str]:
+    """Each entry-point group that is read, and its kind; `declared` are the kinds of plugins."""
+    groups = {kind.group: name for name, kind in KINDS.items()}
+    groups |= {EXTENSION_GROUP: EXTENSION, KIND_GROUP: KIND}
+    # A declaration cannot take a group over: loading it is an error, its name is known already.
+    return {declared_group(name): name for name in declared} | groups
+
+
+def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
+    distribution, version = UNKNOWN, UNKNOWN
+    if entry.dist:
+        metadata = entry.dist.metadata  # parsed by each look at it
+        distribution, version = metadata["Name"], metadata["Version"]
+    return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
+
+
+def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
+    """Where a plugin of that name is and is not looked for: a group that is that of no kind."""
+    found = entry_points() if given is None else EntryPoints(given)
+    groups = known_groups(entry.name for entry in found.select(group=KIND_GROUP))
+    for entry in found.select(name=name):
+        if entry.group.startswith(GROUP_PREFIX) and entry.group not in groups:
+            plugin = _installed("", entry)
+            return (
+                f"; {shown(name)} is in the group {shown(entry.group)} of {plugin.distribution} "
+                f"{plugin.version}, which is that of no installed kind"
+                f"{did_you_mean(entry.group, groups, GROUP_PREFIX)}"
+            )
+    return ""
+
+
+def install_command(kind: str, name: str) -> str:
+    """What installs a plugin of this project, one of `KNOWN_EXTRAS`."""
+    return extra_command(KNOWN_EXTRAS[kind, name])
+
+
+def extra_command(extra: str) -> str:
+    """What installs an extra of nanovllm-core, one of `KNOWN_DISTRIBUTIONS`.
+
+    From a checkout it names the distribution's folder: what is not published has no extra on an
+    index.
+    """
+    folder = CHECKOUT / "plugins" / KNOWN_DISTRIBUTIONS[extra]
+    try:
+        project = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        project = ""
+    if f'\nname = "nanovllm-{folder.name.replace("_", "-")}"\n' in project:
+        return f"pip install -e {shlex.quote(str(folder))}"
+    return f'pip install "nanovllm-core[{extra}]"'
+
+
+def select_disabled(
+    plugins: Iterable[InstalledPlugin], disable: Iterable[str]
+) -> set[InstalledPlugin]:
+    """The plugins that `plugins.disable` names; PluginNotFoundError for a name that fits none."""
+    labels = [(p, (p.name, f"{p.kind}:{p.name}", p.distribution)) for p in plugins]
+    selected: set[InstalledPlugin] = set()
+    for name in disable:
+        matching = {plugin for plugin, known in labels if name in known}
+        if not matching:
+            hint = did_you_mean(name, {label for _, known in labels for label in known})
+            raise PluginNotFoundError(
+                f"plugins.disable: no installed plugin is {shown(name)}{hint}"
+            )
+        selected |= matching
+    return selected

@@ -1,0 +1,377 @@
+"""Load what is chosen among the installed plugins, check it, explain what is wrong.
+
+    manager = get_plugin_manager(disable=config.plugins.disable)
+    manager.installed()                                     # nothing is imported
+    resolved = manager.resolve("scheduler", "sjf", {...})   # imports that plugin's light module
+    policy = manager.make(resolved, SchedulingPolicy)       # imports its code, and calls it
+
+Each kind of plugin (`kinds`) has an entry-point group; the entry point's name is the name in YAML,
+its target a light module of hook implementations that return specs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pluggy
+from pydantic import BaseModel, ValidationError
+
+from nanovllm_core.config.errors import explain_options
+from nanovllm_core.errors import (
+    ConfigError,
+    NanoVLLMError,
+    PluginConflictError,
+    PluginLoadError,
+    PluginNotFoundError,
+    did_you_mean,
+    nearest,
+    shown,
+)
+from nanovllm_core.interfaces.specs import KindSpec, PluginSpec, ResolvedPlugin
+from nanovllm_core.registry import hookspecs
+from nanovllm_core.registry.checks import (
+    CORE,
+    check_kind_spec,
+    check_spec,
+    describe,
+    load_error,
+    missing_hook,
+    the_one,
+)
+from nanovllm_core.registry.discovery import (
+    KNOWN_EXTRAS,
+    InstalledPlugin,
+    find_plugins,
+    install_command,
+    misplaced,
+    select_disabled,
+)
+from nanovllm_core.registry.kinds import (
+    EXTENSION,
+    KIND,
+    KIND_HOOK,
+    KINDS,
+    NO_SPEC,
+    Kind,
+    declared_hook,
+    declared_kind,
+)
+from nanovllm_core.registry.options import read_options
+
+HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("nanovllm_"))
+"""The hooks of the core."""
+
+
+def get_plugin_manager(
+    disable: Iterable[str] = (), entry_points: Iterable[EntryPoint] | None = None
+) -> PluginManager:
+    """A manager of what is installed now, less what `disable` names.
+
+    `disable` holds names (`flash`), kinds and names (`attention:flash`) or distributions; one that
+    fits nothing raises PluginNotFoundError. `entry_points` stands in for the installed ones.
+    """
+    return PluginManager(entry_points, disable)
+
+
+def load_object(target: str | ResolvedPlugin) -> Any:
+    """Import `"package.module:Object"`, or a resolved plugin's; PluginLoadError if that fails."""
+    impl = target if isinstance(target, str) else target.impl
+    owner = "" if isinstance(target, str) else f" of {describe(target)}"
+    module, _, name = impl.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise PluginLoadError(
+            f"cannot load {impl!r}{owner}: {type(error).__name__}: {error}"
+        ) from error
+    return found
+
+
+def parse_options(resolved: ResolvedPlugin, manager: PluginManager | None = None) -> BaseModel:
+    """The options of a resolved plugin as its own model, in a worker that has only the plan.
+
+    Raises PluginLoadError where another version than the resolved one is installed.
+    """
+    return (manager or get_plugin_manager()).parse_options(resolved)
+
+
+def make_plugin(
+    resolved: ResolvedPlugin,
+    options: BaseModel,
+    wanted: type | tuple[type, ...],
+    *arguments: object,
+) -> Any:
+    """`impl(options, *arguments)`, checked to be a `wanted`; see `PluginManager.make`."""
+    implementation = load_object(resolved)
+    try:
+        made = implementation(options, *arguments)
+    except NanoVLLMError:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"{describe(resolved)}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, wanted):
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise PluginLoadError(
+            f"{describe(resolved)}: {resolved.impl} made {shown(made)}, which is no {names}"
+        )
+    return made
+
+
+class PluginManager:
+    """The plugins of this environment. Make one with `get_plugin_manager`."""
+
+    def __init__(self, given: Iterable[EntryPoint] | None, disable: Iterable[str] = ()) -> None:
+        self._given = None if given is None else tuple(given)
+        installed = find_plugins(self._given)
+        self._disabled = select_disabled(installed, disable)
+        self._entries = {
+            plugin: entry for plugin, entry in installed.items() if plugin not in self._disabled
+        }
+        self._declared_kinds: dict[str, Kind] = {}
+        """The kinds that plugins declare, as far as they were needed so far."""
+        self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
+        self._pluggy.add_hookspecs(hookspecs)
+
+    @property
+    def hook(self) -> pluggy.HookRelay:
+        """The hooks of every plugin loaded so far: `manager.hook.nanovllm_engine_closed()`."""
+        return self._pluggy.hook
+
+    # -------------------------------------------------------------------- metadata, no imports
+
+    def installed(self) -> list[InstalledPlugin]:
+        """Every plugin that may be selected, by kind and name, from metadata alone."""
+        return sorted(self._entries)
+
+    def disabled(self) -> list[InstalledPlugin]:
+        """The installed plugins that the configuration switched off."""
+        return sorted(self._disabled)
+
+    def names(self, kind: str) -> list[str]:
+        """The names of one kind that may be selected."""
+        return sorted({plugin.name for plugin in self._entries if plugin.kind == kind})
+
+    def find(self, kind: str, name: str) -> InstalledPlugin:
+        """The one plugin of that kind and name.
+
+        Raises PluginNotFoundError or PluginConflictError, which say what to do.
+        """
+        found = [p for p in self.installed() if (p.kind, p.name) == (kind, name)]
+        if not found:
+            raise PluginNotFoundError(self._not_found(kind, name))
+        if len(found) > 1:
+            owners = " and ".join(f"{p.distribution} {p.version}" for p in found)
+            raise PluginConflictError(
+                f"{kind} {shown(name)} is registered by {owners}; uninstall one of them, or "
+                "leave one "
+                f"out with plugins: {{disable: [{found[-1].distribution}]}}"
+            )
+        return found[0]
+
+    def _not_found(self, kind: str, name: str) -> str:
+        for plugin in self.disabled():
+            if (plugin.kind, plugin.name) == (kind, name):
+                return (
+                    f"{kind} {name!r} ({plugin.distribution} {plugin.version}) is disabled; take "
+                    "it out of plugins.disable"
+                )
+        if elsewhere := self.misplaced(name):
+            return f"no {kind} {shown(name)} is installed{elsewhere}"
+        names = self.names(kind)
+        known = [name_ for kind_, name_ in KNOWN_EXTRAS if kind_ == kind]
+        # An architecture is read from a checkpoint, not typed: another one is no help.
+        like = None if kind == "model" else nearest(name, [*names, *known])
+        match = name if name in known else like
+        hint = f"; did you mean {match}?" if match and match != name else ""
+        if match and match not in names:
+            hint += f"; {install_command(kind, match)}"
+        return (
+            f"no {kind} {shown(name)} is installed{hint}; installed: {', '.join(names) or 'none'}"
+        )
+
+    def misplaced(self, name: str) -> str:
+        """Which group, of no kind, holds an entry point of that name; empty where none does."""
+        return misplaced(name, self._given)
+
+    # ---------------------------------------------------------------------------------- kinds
+
+    def kinds(self) -> list[str]:
+        """The names of all kinds, declared ones too, from metadata alone."""
+        return sorted({*KINDS, *NO_SPEC, *self.names(KIND)})
+
+    def kind(self, name: str) -> Kind:
+        """The kind of that name, of the core or declared by a plugin, whose module is imported.
+
+        Raises PluginNotFoundError where nothing declares it, and for `extension` and `kind`, whose
+        plugins have no spec; PluginLoadError where the declaration cannot be used.
+        """
+        if name in KINDS:
+            return KINDS[name]
+        if name in NO_SPEC:
+            raise PluginNotFoundError(f"plugins of the kind {shown(name)} have no spec to load")
+        if name not in self._declared_kinds:
+            spec = self.declaration(name)
+            # Its own plugins may stand in the same module, so that loading it came by here.
+            if name not in self._declared_kinds:
+                self._add_hookspecs(self.find(KIND, name), spec)
+                self._declared_kinds[name] = declared_kind(spec)
+        return self._declared_kinds[name]
+
+    def declaration(self, name: str) -> KindSpec:
+        """What the plugin that declares a kind says of it; PluginLoadError if that cannot be."""
+        plugin = self.find(KIND, name)
+        spec: KindSpec = the_one(plugin, KIND_HOOK, KindSpec, self._answers(plugin, KIND_HOOK))
+        check_kind_spec(plugin, spec)
+        return spec
+
+    def _add_hookspecs(self, plugin: InstalledPlugin, spec: KindSpec) -> None:
+        try:
+            module = importlib.import_module(spec.hookspecs)
+        except Exception as error:
+            raise load_error(plugin, f"hookspecs {spec.hookspecs!r} fail", error) from error
+        ours = [name for name in HOOKS if hasattr(module, name)]
+        if ours:
+            raise load_error(plugin, f"{spec.hookspecs} declares {ours[0]}, a hook of {CORE}")
+        if problem := missing_hook(module, declared_hook(spec.name)):
+            raise load_error(plugin, problem)
+        try:
+            self._pluggy.add_hookspecs(module)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            raise load_error(plugin, f"{spec.hookspecs} does not fit", error) from error
+
+    # -------------------------------------------------------------------------------- loading
+
+    def spec(self, kind: str, name: str) -> PluginSpec:
+        """Import one plugin's light module and return its spec, of the kind's type.
+
+        Raises PluginLoadError, with distribution, entry point and the original error, where the
+        module does not import or does not keep the contract.
+        """
+        return self._spec(self.kind(kind), self.find(kind, name))
+
+    def _spec(self, kind: Kind, plugin: InstalledPlugin) -> PluginSpec:
+        answers = self._answers(plugin, kind.hook)
+        spec: PluginSpec = the_one(plugin, kind.hook, kind.spec, answers)
+        owner = CORE if kind.name in KINDS else self.find(KIND, kind.name).distribution
+        check_spec(plugin, spec, kind, owner)
+        return spec
+
+    def _answers(self, plugin: InstalledPlugin, hook: str) -> list[Any]:
+        """What this plugin alone answers to the hook of its kind."""
+        module = self._load(plugin)
+        others = [other for other in self._pluggy.get_plugins() if other is not module]
+        try:
+            answers = self._pluggy.subset_hook_caller(hook, others)()
+            return [spec for answer in answers for spec in answer]
+        except Exception as error:
+            raise load_error(plugin, f"its hook {hook} failed", error) from error
+
+    def enable(self, names: Iterable[str]) -> None:
+        """Load extensions, so that their hooks are called from now on."""
+        for name in names:
+            self._load(self.find(EXTENSION, name))
+
+    def _load(self, plugin: InstalledPlugin) -> Any:
+        """Import an entry point's module and register it, once."""
+        try:
+            module = self._entries[plugin].load()
+        except (Exception, SystemExit) as error:
+            raise load_error(plugin, "it cannot be imported", error) from error
+        if self._pluggy.is_registered(module):
+            return module
+        try:
+            self._pluggy.register(module)
+            self._load_kinds_of(module)
+            self._check_hooks(module)
+        except pluggy.PluginValidationError as error:
+            self._forget(module)
+            raise load_error(plugin, "it does not fit the hooks", error) from error
+        except PluginLoadError:
+            self._forget(module)
+            raise
+        return module
+
+    def _load_kinds_of(self, module: Any) -> None:
+        """A module may answer the hooks of declared kinds too, among them those it declares."""
+        implemented = {caller.name for caller in self._pluggy.get_hookcallers(module) or ()}
+        for name in self.names(KIND):
+            if declared_hook(name) in implemented.difference(HOOKS):
+                self.kind(name)
+
+    def _check_hooks(self, module: Any) -> None:
+        """PluginValidationError for a hook that nothing calls; pluggy's own check is of all."""
+        for caller in self._pluggy.get_hookcallers(module) or ():
+            mine = [one for one in caller.get_hookimpls() if one.plugin is module]
+            if not caller.has_spec() and not all(one.optionalhook for one in mine):
+                hint = did_you_mean(caller.name, self._known_hooks(), "nanovllm_")
+                raise pluggy.PluginValidationError(module, f"unknown hook {caller.name!r}{hint}")
+
+    def _known_hooks(self) -> set[str]:
+        """Those of the core and of the kinds loaded so far, and the hook of each other kind."""
+        specified = {name for name, caller in vars(self.hook).items() if caller.has_spec()}
+        return specified | {declared_hook(name) for name in self.names(KIND)}
+
+    def _forget(self, module: Any) -> None:
+        if self._pluggy.is_registered(module):
+            self._pluggy.unregister(module)
+
+    def load(self, resolved: ResolvedPlugin) -> Any:
+        """Import what a resolved plugin's `impl` names; PluginLoadError if that fails."""
+        return load_object(resolved)
+
+    def make(
+        self, resolved: ResolvedPlugin, wanted: type | tuple[type, ...], *arguments: object
+    ) -> Any:
+        """Call a resolved plugin's `impl` with its options, then `arguments`.
+
+        Raises PluginLoadError, with the distribution, where that fails or makes no `wanted`.
+        """
+        return make_plugin(resolved, self.parse_options(resolved), wanted, *arguments)
+
+    def resolve(
+        self, kind: str, name: str, options: Mapping[str, Any] | None = None, path: str = ""
+    ) -> ResolvedPlugin:
+        """Load the spec and check the options.
+
+        `path` is where the options stand in the configuration; ConfigError names it.
+        """
+        spec = self.spec(kind, name)
+        plugin = self.find(kind, name)
+        try:
+            parsed = read_options(spec.options, options or {})
+        except ValidationError as error:
+            where = path or f"{kind}.options"
+            raise ConfigError(explain_options(error, spec.options, where, str(plugin))) from None
+        return ResolvedPlugin(
+            kind=kind,
+            name=name,
+            distribution=plugin.distribution,
+            version=plugin.version,
+            impl=spec.impl,
+            options=parsed.model_dump(),
+        )
+
+    def parse_options(self, resolved: ResolvedPlugin) -> BaseModel:
+        """The options of a resolved plugin as an instance of its options model."""
+        here = [
+            plugin
+            for plugin in self._entries
+            if (plugin.kind, plugin.name, plugin.distribution)
+            == (resolved.kind, resolved.name, resolved.distribution)
+        ]
+        if [plugin.version for plugin in here] != [resolved.version]:
+            raise PluginLoadError(
+                f"the engine chose {describe(resolved)}, but installed here: "
+                f"{', '.join(plugin.version for plugin in here) or 'none'}; install the same "
+                "version on every machine"
+            )
+        spec = self._spec(self.kind(resolved.kind), here[0])
+        return spec.options.model_validate(dict(resolved.options))

@@ -1,0 +1,15 @@
+"""Start-up: which checkpoint and which plugins serve a configuration, and why not the others."""
+
+from nanovllm_core.selection.attention import (
+    SMALLEST_BLOCK as SMALLEST_BLOCK,
+    evaluate as evaluate,
+    unmet as unmet,
+)
+from nanovllm_core.selection.checkpoint import (
+    find_checkpoint as find_checkpoint,
+)
+from nanovllm_core.selection.startup import (
+    read_model_config as read_model_config,
+    resolve_device as resolve_device,
+    start as start,
+)

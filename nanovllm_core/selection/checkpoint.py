@@ -1,0 +1,112 @@
+"""Which checkpoint a `model` names: the source that gives it, and its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm_core.errors import (
+    CheckpointConflictError,
+    CheckpointNotFoundError,
+    NanoVLLMError,
+    PluginLoadError,
+    PluginNotFoundError,
+    clip,
+    shown,
+)
+from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.manager import PluginManager, load_object
+
+CONFIG_NAME = "config.json"
+"""A folder that holds this file holds a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """The checkpoint plugin that a `model` asks, for what, and why that one."""
+
+    plugin: ResolvedPlugin
+    reference: str
+    why: str
+
+
+def find_checkpoint(plugins: PluginManager, model: str) -> Path:
+    """The folder of a checkpoint, from the source that `find_source` finds."""
+    source = find_source(plugins, model)
+    fetch = load_object(source.plugin)
+    try:
+        return Path(fetch(source.reference))
+    except NanoVLLMError:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"model: {shown(model)}: {describe(source.plugin)} gave no folder: "
+            f"{type(error).__name__}: {clip(str(error), 1000)}; correct the reference, or update "
+            f"{source.plugin.distribution}"
+        ) from error
+
+
+def find_source(plugins: PluginManager, model: str) -> CheckpointSource:
+    """The source of a `model`: a path, an installed source's name, `source:reference` or a hub id.
+
+    Nothing is fetched. An installed source wins over a folder of its name that holds no checkpoint.
+    Raises CheckpointConflictError where the folder holds one, and CheckpointNotFoundError where
+    `model` is none of these.
+    """
+    name, reference, why = _choose(plugins, model)
+    try:
+        plugin = plugins.resolve("checkpoint", name, {}, path="model")
+    except PluginNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"model: {shown(model)} is no folder and no checkpoint plugin; give a path, a hub id "
+            f"(organisation/name) or an installed source. {error}"
+        ) from error
+    return CheckpointSource(plugin, reference, why)
+
+
+def _choose(plugins: PluginManager, model: str) -> tuple[str, str, str]:
+    """The source's name, what it is asked for, and why that source."""
+    name, colon, reference = model.partition(":")
+    if name in plugins.names("checkpoint"):
+        if not colon and holds_checkpoint(model):
+            meanings, remedy = conflict(plugins, model)
+            raise CheckpointConflictError(f"model: {shown(model)} is {meanings}; {remedy}")
+        return name, reference, "a checkpoint source of that name is installed"
+    if model.startswith((".", "/", "~")):
+        return "local", model, "it is a path"
+    is_hub_id = "/" in model and not colon
+    if is_hub_id and _is(Path.is_dir, model) and not holds_checkpoint(model):
+        # An incomplete copy must not become a download in silence.
+        raise CheckpointNotFoundError(
+            f"model: the folder {shown(model)} holds no {CONFIG_NAME}, so it is no checkpoint; "
+            f"complete it, or write 'hub:{model}' for the Hugging Face hub's model of that name"
+        )
+    if _is(Path.exists, model):
+        return "local", model, "a folder of that path is there"
+    if is_hub_id:
+        return "hub", model, "organisation/name is a model of the hub"
+    return name, reference, ""
+
+
+def holds_checkpoint(folder: str) -> bool:
+    """Whether a folder with a config.json is there."""
+    return _is(Path.is_file, Path(folder) / CONFIG_NAME)
+
+
+def conflict(plugins: PluginManager, name: str) -> tuple[str, str]:
+    """What the name of a source means besides, where a folder here holds a checkpoint; a remedy."""
+    source = plugins.find("checkpoint", name)
+    meanings = (
+        f"the checkpoint in {Path(name).resolve()} and the checkpoint source of "
+        f"{source.distribution} {source.version}"
+    )
+    return meanings, f"write './{name}' for the folder or '{name}:' for the source"
+
+
+def _is(predicate: Callable[[Path], bool], path: str | Path) -> bool:
+    try:
+        return predicate(Path(path))
+    except OSError:  # a name longer than the file system takes is no path
+        return False

@@ -1,0 +1,97 @@
+"""`nanovllm bench throughput`: output tokens per second of one batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm_bench.commands.shared import (
+    LoadFormat,
+    MaxModelLen,
+    engine_rows,
+    given,
+    memory,
+    percent,
+    rates,
+    show_rows,
+)
+from nanovllm_core.cli import engine_options as options
+
+if TYPE_CHECKING:
+    from nanovllm_bench.workloads import Workload
+
+
+def throughput(
+    model: options.Model = None,
+    config: options.ConfigFile = None,
+    num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 256,
+    input_len: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens per request; default: the nano workload.", min=1),
+    ] = None,
+    output_len: Annotated[
+        int | None,
+        typer.Option(help="Output tokens per request; goes with --input-len.", min=1),
+    ] = None,
+    attention: options.Attention = None,
+    load_format: LoadFormat = None,
+    max_model_len: MaxModelLen = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
+    runs: Annotated[int, typer.Option(help="Measured runs, after one warm-up run.", min=1)] = 3,
+    scheduler: options.Scheduler = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    settings: options.Settings = None,
+    out: options.Out = None,
+) -> None:
+    """Measure output tokens per second of one batch, prefill included."""
+    from nanovllm_bench.record import write_record
+    from nanovllm_bench.throughput import measure_throughput
+
+    engine_config = options.engine_config(
+        model,
+        config,
+        attention,
+        scheduler,
+        device,
+        dtype,
+        [*(settings or []), *given(load_format=load_format, max_model_len=max_model_len)],
+    )
+    workload = _workload(num_seqs, input_len, output_len)
+    with options.open_llm(engine_config) as llm:
+        result = measure_throughput(llm, workload, temperature=temperature, runs=runs)
+    _show(result)
+    if out is not None:
+        write_record(out, result)
+
+
+def _workload(num_seqs: int, input_len: int | None, output_len: int | None) -> Workload:
+    from nanovllm_bench.workloads import fixed_workload, nano_workload
+
+    if (input_len is None) != (output_len is None):
+        raise typer.BadParameter("--input-len and --output-len go together")
+    if input_len is None or output_len is None:
+        return nano_workload(num_seqs)
+    return fixed_workload(num_seqs, input_len, output_len)
+
+
+def _show(result: dict[str, Any]) -> None:
+    roofline = result["roofline"]
+    show_rows(
+        {
+            "workload": f"{result['workload']}: {result['num_seqs']} requests, "
+            f"{result['prompt_tokens']:,} prompt tokens, {result['output_tokens']:,} output tokens",
+            **engine_rows(result),
+            "runs": ", ".join(f"{seconds:.2f} s" for seconds in result["seconds"]),
+            "host time per step": f"{result['host_us_per_steady_step']:.0f} µs per steady decode "
+            f"step, {result['host_us_per_step']:.0f} µs over all {result['steps']:,} steps",
+            "GPU utilisation": percent(result["gpu_utilisation"]),
+            "peak memory": memory(result["peak_memory_gib"]),
+            "device rates": rates(roofline),
+            "roofline": f"{percent(roofline['share'])} of it: at these rates no less than "
+            f"{roofline['floor_seconds']:.2f} s, "
+            f"{result['output_tokens'] / roofline['floor_seconds']:,.0f} tok/s",
+            "throughput": f"[bold]{result['tokens_per_second']:,.0f} output tok/s[/] (best run)",
+        }
+    )

@@ -1,0 +1,165 @@
+"""Latency under a steady arrival of requests: time to first token, and time between tokens.
+
+One thread adds what has arrived and takes step after step, as a server's loop does; tokens count as
+seen when the step that brought them returns. A request's clock starts when it arrives, also when
+the engine is busy in a step at that moment.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from nanovllm_bench.device import GpuUtilisation
+from nanovllm_bench.record import describe_engine
+from nanovllm_bench.throughput import Gauge, timed_generate
+from nanovllm_bench.workloads import Workload
+from nanovllm_core.engine import Engine, RequestOutput
+from nanovllm_core.errors import ConfigError
+from nanovllm_core.frontend import LLM
+from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
+
+Arrivals = Literal["fixed", "poisson"]
+PERCENTILES = (50, 90, 99)
+WARM_UP_REQUESTS = 8
+
+
+def arrival_times(count: int, rate: float, arrivals: Arrivals, seed: int = 0) -> list[float]:
+    """Seconds at which `count` requests arrive, `rate` per second: evenly, or as a Poisson process.
+
+    An infinite rate lets all arrive at once.
+    """
+    if not rate > 0:
+        raise ConfigError(f"rate is {rate}; it must be above 0 requests per second")
+    if arrivals == "fixed" or rate == float("inf"):
+        return [index / rate for index in range(count)]
+    rng, times, now = random.Random(seed), [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
+
+
+@dataclass(slots=True)
+class Trace:
+    """When each request arrived, and when each of its tokens was seen, in seconds."""
+
+    arrivals: list[float]
+    seen: list[list[float]]
+    running: list[int] = field(default_factory=list)
+    """Requests that were running, after each step."""
+
+    def first_token_ms(self) -> list[float]:
+        """Time to first token of every request."""
+        pairs = zip(self.seen, self.arrivals, strict=True)
+        return [1e3 * (seen[0] - arrived) for seen, arrived in pairs]
+
+    def inter_token_ms(self) -> list[float]:
+        """Time between neighbouring tokens of every request, one request after the other."""
+        return [1e3 * (later - earlier) for seen in self.seen for earlier, later in pairwise(seen)]
+
+
+def trace_requests(
+    engine: Engine,
+    workload: Workload,
+    arrivals: Sequence[float],
+    temperature: float,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Trace:
+    """Send the requests at their times and take steps until all are answered."""
+    trace = Trace(list(arrivals), [[] for _ in arrivals])
+    started = clock()
+    sent = 0
+    while sent < len(arrivals) or engine.has_unfinished():
+        while sent < len(arrivals) and arrivals[sent] <= clock() - started:
+            params = SamplingParams(
+                **{**NEUTRAL, "temperature": temperature},
+                max_tokens=workload.output_lens[sent],
+                ignore_eos=True,
+            )
+            engine.add_request(f"bench-{sent}", workload.prompts[sent], params, stream=True)
+            sent += 1
+        if not engine.has_unfinished():
+            sleep(max(0.0, arrivals[sent] - (clock() - started)))
+            continue
+        outputs = engine.step()
+        _note(trace, outputs, clock() - started)
+        trace.running.append(engine.stats.running)
+    return trace
+
+
+def _note(trace: Trace, outputs: Sequence[RequestOutput], now: float) -> None:
+    for output in outputs:
+        index = int(output.request_id.removeprefix("bench-"))
+        trace.seen[index] += [now] * len(output.new_token_ids)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90 and p99 by linear interpolation."""
+    return {f"p{p}": round(float(np.percentile(values, p)), 3) for p in PERCENTILES}
+
+
+def measure_latency(
+    llm: LLM,
+    workload: Workload,
+    *,
+    rate: float,
+    arrivals: Arrivals = "poisson",
+    seed: int = 0,
+    temperature: float = 0.6,
+) -> dict[str, Any]:
+    """One run of the workload at `rate` requests per second; the record of a result file.
+
+    A few of the requests run first, all at once, and are not counted. `rate` is None in the record
+    where all arrive at once. The share is the floor of a
+    decode step of the mean running batch and context, over the median time between tokens.
+    """
+    shortest = min(workload.output_lens)
+    if shortest < 2:
+        raise ConfigError(
+            f"the shortest output is {shortest} token, and between tokens of one is no time; ask "
+            "for at least 2"
+        )
+    workload = workload.within(llm.info.vocab_size)
+    gauge = Gauge.measure(llm)
+    few = slice(0, WARM_UP_REQUESTS)
+    timed_generate(llm, Workload("", workload.prompts[few], workload.output_lens[few]), temperature)
+    llm.reset_prefix_cache()
+    times = arrival_times(len(workload.prompts), rate, arrivals, seed)
+    with GpuUtilisation(gauge.device) as utilisation:
+        trace = trace_requests(llm.engine, workload, times, temperature)
+    first, between = trace.first_token_ms(), trace.inter_token_ms()
+    running = [rows for rows in trace.running if rows]
+    mean_rows = sum(running) / max(1, len(running))
+    context = sum(p + o / 2 for p, o in workload.lengths) / len(workload.lengths)
+    seconds = max(seen[-1] for seen in trace.seen)
+    return {
+        "benchmark": "latency",
+        "workload": workload.name,
+        "num_seqs": len(workload.prompts),
+        "prompt_tokens": workload.num_prompt_tokens,
+        "output_tokens": workload.num_output_tokens,
+        "temperature": temperature,
+        "arrivals": arrivals,
+        "rate": rate if math.isfinite(rate) else None,
+        "seed": seed,
+        "ttft_ms": percentiles(first),
+        "inter_token_ms": percentiles(between),
+        "tokens_per_second": round(workload.num_output_tokens / seconds, 1),
+        "mean_running": round(mean_rows, 2),
+        "mean_context": round(context, 1),
+        "gpu_utilisation": utilisation.mean,
+        "peak_memory_gib": gauge.peak_memory_gib(),
+        "roofline": gauge.step_roofline(mean_rows, context, float(np.median(between)) * 1e-3),
+        **describe_engine(llm),
+        "raw_ttft_ms": [round(ms, 3) for ms in first],
+        "raw_inter_token_ms": [round(ms, 3) for ms in between],
+    }

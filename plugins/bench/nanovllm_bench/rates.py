@@ -1,0 +1,119 @@
+"""What a device reaches: bandwidth of a large copy, rate of a large matrix product, both measured.
+
+Also the costs of a model, read from the model plugin itself: no figure here knows an architecture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from nanovllm_bench.roofline import ModelCosts, Rates
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.kernels.base import get_kernels
+from nanovllm_core.layers import LayerContext, SingleRank
+from nanovllm_core.registry import get_plugin_manager, load_object
+from nanovllm_core.selection import find_checkpoint, read_model_config
+
+GPU_COPY_BYTES, CPU_COPY_BYTES = 2**30, 2**28
+"""Larger than any cache, so that the copy goes through memory."""
+
+GPU_MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 1536
+
+
+def model_costs(config: EngineConfig, dtype: torch.dtype) -> ModelCosts:
+    """The sizes of a configuration's model; it is built without memory, on torch's meta device."""
+    plugins = get_plugin_manager(disable=config.plugins.disable)
+    model_config = read_model_config(find_checkpoint(plugins, config.model))
+    model = plugins.resolve("model", model_config["architectures"][0], {}, path="model")
+    model_class = load_object(model)
+    shape: ModelShape = model_class.shape(model_config)
+    context = LayerContext(
+        device=torch.device("meta"),
+        dtype=dtype,
+        tp=SingleRank(),
+        kernels=get_kernels(torch.device("cpu")),
+    )
+    module: torch.nn.Module = model_class(model_config, context)
+    return ModelCosts(
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        vocab_size=shape.vocab_size,
+        tied_embeddings=shape.tied_embeddings,
+        itemsize=dtype.itemsize,
+        sliding_window=shape.sliding_window,
+    )
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Copy a buffer larger than the caches and multiply large matrices; the best of several.
+
+    On a GPU the buffers are smaller where less than eight times their size is free. What was taken
+    is given back.
+    """
+    num_bytes, size = CPU_COPY_BYTES, CPU_MATMUL_SIZE
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        num_bytes, size = min(GPU_COPY_BYTES, free // 8), GPU_MATMUL_SIZE
+    copy_rate = _copy_rate(device, num_bytes)
+    _give_back(device)  # before the first product, whose library keeps a workspace for good
+    matmul_rate = _matmul_rate(device, dtype, size)
+    _give_back(device)
+    return Rates(copy_rate, matmul_rate)
+
+
+def _give_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _copy_rate(device: torch.device, num_bytes: int) -> float:
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * num_bytes / best_seconds(lambda: target.copy_(source), device)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    seconds = best_seconds(lambda: torch.mm(left, right, out=product), device)
+    return 2 * size**3 / seconds
+
+
+def best_seconds(call: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """The shortest of `repeats` runs after one that is not counted; on a GPU, by its own clock."""
+    return min(times_of(call, device, repeats))
+
+
+def times_of(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` runs after one that is not counted."""
+    call()
+    if device.type != "cuda":
+        return [_host_seconds(call) for _ in range(repeats)]
+    with torch.cuda.device(device):
+        return _device_seconds(call, repeats)
+
+
+def _host_seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _device_seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    """By events, and nobody waits between runs: else all but the first would count a launch."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    marks[-1].synchronize()
+    return [1e-3 * start.elapsed_time(end) for start, end in pairwise(marks)]

@@ -1,0 +1,141 @@
+"""The roofline's arithmetic, against the figures that were derived by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nanovllm_bench.roofline import (
+    ModelCosts,
+    Rates,
+    decode_step_seconds,
+    generate_floor,
+    roofline_record,
+)
+from nanovllm_bench.workloads import (
+    fixed_workload,
+    nano_workload,
+    ragged_workload,
+    recorded_workload,
+)
+from nanovllm_core.errors import ConfigError
+
+QWEN3_0_6B = ModelCosts(
+    num_parameters=596_049_920,
+    num_layers=28,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=8,
+    head_size=128,
+    vocab_size=151_936,
+    tied_embeddings=True,
+    itemsize=2,
+)
+H200 = Rates(copy_bytes_per_s=4.3e12, matmul_flops_per_s=989e12)
+"""The copy as measured, the tensor cores as in the data sheet."""
+
+
+def test_the_nano_workload_takes_3_65_seconds_at_4_3_tb_per_second() -> None:
+    """13.85 TB of keys and values, 1.22 TB of weights, 0.14 s of prompts: 36,700 tok/s."""
+    workload = nano_workload()
+    floor = generate_floor(QWEN3_0_6B, workload.lengths, 256, H200)
+    assert floor.kv_bytes == pytest.approx(13.85e12, rel=2e-3)
+    assert floor.weight_bytes == pytest.approx(1.22e12, rel=2e-3)
+    assert floor.prefill_seconds == pytest.approx(0.14, rel=2e-2)
+    assert floor.seconds == pytest.approx(3.65, rel=2e-3)
+    assert workload.num_output_tokens / floor.seconds == pytest.approx(36_700, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "prompt", "output", "rate"),
+    [
+        (1, 512, 512, 3_360),
+        (16, 512, 512, 26_400),
+        (64, 512, 512, 40_300),
+        (64, 1024, 1024, 22_000),
+        (16, 2048, 1024, 11_700),
+    ],
+)
+def test_the_published_floors_of_fixed_lengths_are_those_of_decoding(
+    batch: int, prompt: int, output: int, rate: float
+) -> None:
+    """They leave the prompts out; our floor has them too, and is up to 4 % longer."""
+    lengths = fixed_workload(batch, prompt, output).lengths
+    floor = generate_floor(QWEN3_0_6B, lengths, 256, H200)
+    assert batch * output / floor.decode_seconds == pytest.approx(rate, rel=2e-2)
+    assert floor.decode_seconds < floor.seconds < 1.04 * floor.decode_seconds
+
+
+def test_fewer_rows_than_requests_need_more_steps() -> None:
+    """Every step reads the weights, so waiting requests make the floor longer."""
+    lengths = [(8, 5)] * 6
+    together = generate_floor(QWEN3_0_6B, lengths, 6, H200)
+    in_pairs = generate_floor(QWEN3_0_6B, lengths, 2, H200)
+    assert (together.decode_steps, in_pairs.decode_steps) == (4, 12)
+    assert in_pairs.weight_bytes == 3 * together.weight_bytes
+    assert in_pairs.kv_bytes == together.kv_bytes
+
+
+def test_a_window_bounds_what_a_step_reads_and_a_prompt_computes() -> None:
+    """As counted one by one: step k reads min(prompt + k, window) keys, query i min(i, window)."""
+    costs = replace(QWEN3_0_6B, sliding_window=6)
+    per_key = costs.kv_bytes_per_token
+    for prompt, output in ((1, 1), (3, 9), (5, 2), (6, 4), (20, 7)):
+        floor = generate_floor(costs, [(prompt, output)], 1, H200)
+        keys = sum(min(prompt + step, 6) for step in range(1, output))
+        assert floor.kv_bytes == keys * per_key
+    # The convention counts half a square, p * p / 2, where one by one it is p * (p + 1) / 2.
+    pairs = sum(min(query, 6) for query in range(1, 101)) - 6 / 2
+    per_pair = 4 * costs.num_layers * costs.num_heads * costs.head_size
+    assert costs.attention_flops(100) == pairs * per_pair
+    assert costs.attention_flops(5) == QWEN3_0_6B.attention_flops(5)
+    assert decode_step_seconds(costs, 4, 900, H200) == decode_step_seconds(costs, 4, 6, H200)
+
+
+def test_a_request_of_one_output_decodes_nothing() -> None:
+    floor = generate_floor(QWEN3_0_6B, [(8, 1)], 1, H200)
+    assert (floor.decode_steps, floor.kv_bytes, floor.decode_seconds) == (0, 0, 0.0)
+    assert floor.prefill_seconds > 0
+
+
+def test_a_table_of_its_own_is_not_read_in_a_step() -> None:
+    sizes = {name: getattr(QWEN3_0_6B, name) for name in QWEN3_0_6B.__slots__}
+    table = QWEN3_0_6B.vocab_size * QWEN3_0_6B.hidden_size
+    untied = ModelCosts(
+        **{**sizes, "tied_embeddings": False, "num_parameters": 596_049_920 + table}
+    )
+    assert untied.weight_bytes_per_step == QWEN3_0_6B.weight_bytes_per_step
+    assert untied.layer_flops_per_token == QWEN3_0_6B.layer_flops_per_token
+
+
+def test_where_arithmetic_is_slow_it_decides() -> None:
+    """On a CPU a step of many rows takes its multiplications longer than its bytes."""
+    slow = Rates(copy_bytes_per_s=1e13, matmul_flops_per_s=1e10)
+    floor = generate_floor(QWEN3_0_6B, [(8, 9)] * 16, 16, slow)
+    assert floor.decode_seconds == floor.decode_flops / 1e10
+
+
+def test_the_share_is_the_floor_over_the_measured_time() -> None:
+    floor = generate_floor(QWEN3_0_6B, [(8, 9)], 1, H200)
+    record = roofline_record(QWEN3_0_6B, H200, floor, 4 * floor.seconds)
+    assert record["share"] == 0.25
+
+
+@pytest.mark.parametrize("make", [lambda: nano_workload(5), lambda: fixed_workload(3, 7, 2)])
+def test_a_recorded_workload_can_be_made_again(make) -> None:
+    workload = make()
+    record = {"workload": workload.name, "num_seqs": len(workload.prompts)}
+    assert recorded_workload(record) == workload
+
+
+def test_ragged_requests_have_lengths_between_the_bounds() -> None:
+    workload = ragged_workload(200, 16, 64)
+    assert {min(n) for n in zip(*workload.lengths, strict=True)} == {16}
+    assert {max(n) for n in zip(*workload.lengths, strict=True)} == {64}
+    assert recorded_workload({"workload": workload.name, "num_seqs": 200}) == workload
+
+
+def test_an_unknown_workload_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"'chat' is none.*'nano'"):
+        recorded_workload({"workload": "chat", "num_seqs": 1})

@@ -1,0 +1,37 @@
+"""`nanovllm plugins new`: a complete package to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanovllm_core.errors import ConfigError
+from nanovllm_kit.scaffold import TEMPLATES, new_plugin
+
+
+def new(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(TEMPLATES)}.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Its name in the configuration, such as my_plugin; of a model, its architecture, "
+            "such as Phi3ForCausalLM."
+        ),
+    ],
+    into: Annotated[Path, typer.Option(help="The folder in which to create KIND_NAME.")] = Path(),
+    level: Annotated[
+        str | None,
+        typer.Option(
+            help="For a scheduler: policy (an order; the default) or scheduler (every step)."
+        ),
+    ] = None,
+) -> None:
+    """Create a working plugin package: code, options, tests, README, CI."""
+    if level is not None and kind != "scheduler":
+        raise ConfigError(f"--level {level}: only schedulers have levels, not {kind}; leave it out")
+    folder = new_plugin(kind, name, into, level or "policy")
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        print(path)
+    print(f'\nNext: pip install -e "{folder}[dev]" && pytest {folder}')

@@ -1,0 +1,208 @@
+"""The real engine on the fake worker, and the reference to compare it with. Imports no torch.
+
+harness = Harness(Setting(num_blocks=6), TokenBudgetScheduler(MyPolicy(options)))
+harness.add("a", [1, 2, 3])
+harness.run()         # to the end; fails where a page leaked or nothing goes on
+harness.check_all()   # every output is what its ids alone decide
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nanovllm_core.engine import (
+    DetokenizerFactory,
+    Engine,
+    EngineLimits,
+    FcfsPolicy,
+    Observation,
+    Request,
+    RequestOutput,
+    TokenBudgetScheduler,
+)
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_core.interfaces.scheduler import Scheduler
+from nanovllm_kit.fake_worker import FakeExecutor, reference_tokens
+
+MAX_STEPS = 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The sizes of one engine under test; small, so that everything runs short."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 64
+    max_model_len: int = 64
+    vocab_size: int = 50
+    prefix_caching: bool = True
+    steps_ahead: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Letters:
+    """A detokenizer: id 0 is "a", id 1 is "b" and so on, round the alphabet."""
+
+    pushed: list[int] = field(default_factory=list)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self.pushed += token_ids
+        return letters(token_ids)
+
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        return self.push(token_ids)
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
+
+
+class NoEndError(AssertionError):
+    """Requests are left after more steps than any of these runs takes."""
+
+
+class Harness:
+    """An engine, in debug mode unless told otherwise, its fake worker, and what came out so far."""
+
+    def __init__(
+        self,
+        setting: Setting | None = None,
+        scheduler: Scheduler | None = None,
+        *,
+        engine_class: type[Engine] = Engine,
+        observation: Observation | None = None,
+        debug: bool = True,
+    ) -> None:
+        self.setting = s = setting or Setting()
+        self.executor = FakeExecutor(
+            num_blocks=s.num_blocks,
+            block_size=s.block_size,
+            num_rows=s.max_num_seqs,
+            max_model_len=s.max_model_len,
+            max_num_batched_tokens=s.max_num_batched_tokens,
+            vocab_size=s.vocab_size,
+        )
+        self.engine = engine_class(
+            self.executor,
+            scheduler or TokenBudgetScheduler(FcfsPolicy()),
+            EngineLimits(
+                max_num_seqs=s.max_num_seqs,
+                max_num_batched_tokens=s.max_num_batched_tokens,
+                max_model_len=s.max_model_len,
+                num_blocks=s.num_blocks,
+                block_size=s.block_size,
+                vocab_size=s.vocab_size,
+            ),
+            eos_token_ids=s.eos_token_ids,
+            observation=observation,
+            prefix_caching=s.prefix_caching,
+            steps_ahead=s.steps_ahead,
+            debug=debug,
+        )
+        self.outputs: list[RequestOutput] = []
+        self.finished: dict[tuple[str, int], RequestOutput] = {}
+        self.requests: dict[tuple[str, int], Request] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        detokenizer: DetokenizerFactory | None = None,
+        cache_salt: bytes = b"",
+        labels: Mapping[str, str] | None = None,
+    ) -> list[Request]:
+        """Add a request; greedy and without a stop unless `params` say otherwise."""
+        self.engine.add_request(
+            request_id,
+            prompt,
+            params or SamplingParams(temperature=0, max_tokens=8),
+            stream=stream,
+            detokenizer=detokenizer,
+            cache_salt=cache_salt,
+            labels=labels,
+        )
+        samples = list(self.engine._samples[request_id])
+        self.requests.update({(request_id, sample.index): sample for sample in samples})
+        return samples
+
+    def step(self) -> list[RequestOutput]:
+        __tracebackhide__ = True
+        outputs = self.engine.step()
+        self.outputs += outputs
+        for output in outputs:
+            if output.finished:
+                key = (output.request_id, output.index)
+                assert key not in self.finished, f"{key} finished twice"
+                self.finished[key] = output
+        return outputs
+
+    def run(self) -> dict[tuple[str, int], RequestOutput]:
+        """Step until nothing is left, then check that nothing leaked; NoEndError if it stays."""
+        __tracebackhide__ = True
+        for _ in self.steps():
+            pass
+        return self.finished
+
+    def steps(self) -> Iterator[None]:
+        """As `run`, a step at a time."""
+        __tracebackhide__ = True
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_unfinished():
+                break
+            self.step()
+            yield
+        else:
+            stats = self.engine.stats
+            raise NoEndError(
+                f"no end after {MAX_STEPS} steps: {stats.running} requests run, {stats.waiting} "
+                f"wait, and requests gave way {stats.preemptions} times; the scheduler goes in "
+                "circles, or gives out nothing"
+            )
+        assert self.engine.stats.free_blocks == self.setting.num_blocks, "pages leaked"
+        assert not self.executor.results, "a result was never collected"
+        assert self.engine.stats.running == self.engine.stats.waiting == 0
+
+    def grow_old(self, steps: int, requests: int) -> None:
+        """Count on from so many steps and requests, as an engine that has run for long."""
+        self.engine._planner.step = steps
+        self.engine._num_arrived = requests
+
+    def take_free_pages(self) -> list[int]:
+        """Hold every free page, as if others did; debug mode takes that for a leak."""
+        pool = self.engine._kv.pool
+        return [pool.allocate() for _ in range(pool.num_free)]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Free what `take_free_pages` held."""
+        self.engine._kv.pool.release(pages)
+
+    def expected(self, request_id: str, index: int = 0) -> list[int]:
+        """What a request's output must be, from its ids alone."""
+        request = self.requests[request_id, index]
+        return reference_tokens(
+            request.prompt_token_ids,
+            request.sampling,
+            request.max_length,
+            self.setting.vocab_size,
+        )
+
+    def check_all(self) -> None:
+        """Every request that was not aborted gave exactly the reference's tokens."""
+        assert self.finished.keys() == self.requests.keys(), "a request got no reply"
+        for (request_id, index), output in self.finished.items():
+            expected = self.expected(request_id, index)
+            if output.finish_reason == "abort":
+                assert output.token_ids == expected[: len(output.token_ids)]
+                continue
+            assert output.token_ids == expected, f"{request_id}/{index}"
+            request = self.requests[request_id, index]
+            stopped = expected[-1] in request.sampling.stop_token_ids
+            assert output.finish_reason == ("stop" if stopped else "length")
+            assert output.stop_reason == (expected[-1] if stopped else None)

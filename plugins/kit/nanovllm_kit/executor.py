@@ -1,0 +1,306 @@
+"""The conformance suite of executors: plans in order, results in order, late or not.
+
+A checkpoint's config.json with random weights is enough; which model it is does not matter. The
+executor is started with the set-up that the core resolves for it, on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event, get_ident
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm_core.config import load_config
+from nanovllm_core.errors import NanoVLLMError, PluginError
+from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.plan import (
+    PADDED,
+    Admission,
+    PrefillChunk,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    WorkerInfo,
+)
+from nanovllm_core.registry import get_plugin_manager, load_object
+from nanovllm_core.selection import start
+from nanovllm_core.worker import SingleProcessExecutor
+from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
+from nanovllm_kit.model_settings import LLAMA_LIKE
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "load_format": "dummy",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "steps_ahead": 3,
+    "cache": {"num_blocks": 16, "block_size": 16},
+}
+PROMPTS = ((9, 8, 7, 6, 5), (3, 3, 1))
+NUM_DECODES = 5
+PATIENCE = 5.0
+"""Seconds in which any `submit` has returned that does not wait."""
+
+
+class ExecutorConformance(SpecConformance):
+    """The engine cannot tell how the worker is reached."""
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        """A folder with the config.json of a small model that some installed plugin serves."""
+        import transformers
+
+        manager = get_plugin_manager()
+        for name in manager.names("model"):
+            model_class: Any = getattr(transformers, name, None)
+            with suppress(PluginError):  # A broken model plugin is no matter of the executor's.
+                load_object(manager.spec("model", name).impl)
+                if model_class is None:
+                    continue
+                settings = {**LLAMA_LIKE, "architectures": [name]}
+                model_class.config_class(**settings).save_pretrained(tmp_path)
+                return tmp_path
+        pytest.skip("no installed model plugin is known to transformers; override `checkpoint`")
+
+    @pytest.fixture
+    def setup(self, checkpoint: Path) -> WorkerSetup:
+        """What the engine would start the executor with."""
+        return start(load_config(str(checkpoint), overrides=SETTINGS)).setup
+
+    @contextmanager
+    def started(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> Iterator[tuple[Executor, WorkerInfo]]:
+        """A fresh executor, closed at the end."""
+        executor = plugin.load()(plugin.options)
+        assert isinstance(executor, Executor)
+        with ExitStack() as stack:
+            stack.callback(executor.close)
+            yield executor, executor.start(setup)
+
+    def test_started_it_says_what_it_offers(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """The sizes of the set-up, and the pages that the engine may use."""
+        with self.started(plugin, setup) as (_, info):
+            assert info.num_blocks == SETTINGS["cache"]["num_blocks"]
+            assert info.block_size == setup.block_size
+            assert info.max_model_len == setup.max_model_len
+            assert info.vocab_size == LLAMA_LIKE["vocab_size"]
+            assert info.attention
+            assert info.device
+
+    def test_results_are_those_of_the_core(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """The same tokens, flags and log-probabilities as from the core's own, step by step."""
+        with self.started(plugin, setup) as (executor, _):
+            actual = run(executor, two_prompts(), ahead=0)
+        reference = SingleProcessExecutor(plugin.options)
+        try:
+            reference.start(setup)
+            assert_same(actual, run(reference, two_prompts(), ahead=0))
+        finally:
+            reference.close()
+
+    def test_submit_does_not_wait_for_the_step(
+        self, plugin: PluginUnderTest, setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A worker gives no result before `submit` has returned; so who waits, waits in vain."""
+        asked: list[SingleProcessExecutor] = []
+        waited: list[SingleProcessExecutor] = []
+        engine, returned, collect = get_ident(), Event(), SingleProcessExecutor.collect
+        returned.set()
+
+        def held_back(worker: SingleProcessExecutor) -> StepResult:
+            asked.append(worker)
+            if not returned.wait(0 if get_ident() == engine else PATIENCE):
+                waited.append(worker)
+            return collect(worker)
+
+        monkeypatch.setattr(SingleProcessExecutor, "collect", held_back)
+        with self.started(plugin, setup) as (executor, _):
+            for plan in two_prompts()[: SETTINGS["steps_ahead"]]:
+                returned.clear()
+                executor.submit(plan)
+                returned.set()
+                assert not waited, "submit waited for the result of a step: the device would idle"
+            executor.collect()
+        if not asked:
+            pytest.skip("its worker is no SingleProcessExecutor of this process, so out of reach")
+
+    @pytest.mark.parametrize("ahead", [1, 3])
+    def test_results_come_in_the_order_of_the_plans_however_late(
+        self, plugin: PluginUnderTest, setup: WorkerSetup, ahead: int
+    ) -> None:
+        """Several steps are submitted before the first is collected; nothing changes."""
+        outcomes = []
+        for depth in (0, ahead):
+            with self.started(plugin, setup) as (executor, _):
+                outcomes.append(run(executor, two_prompts(), ahead=depth))
+        assert_same(*outcomes)
+
+    def test_a_row_ends_at_its_length_and_is_padding_from_then_on(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """`finished` with the last token; later steps that still name the row give PADDED."""
+        with self.started(plugin, setup) as (executor, _):
+            plans = [admit({0: PROMPTS[0]}, max_length=len(PROMPTS[0]) + 2), *decodes((0,), 3)]
+            results = run(executor, plans, ahead=3)
+        assert [result.finished for result in results[:2]] == [(False,), (True,)]
+        assert all(result.token_ids == (PADDED,) for result in results[2:])
+
+    def test_a_row_ends_at_a_stop_id(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
+        """The device checks the ids that the row was admitted with."""
+        with self.started(plugin, setup) as (executor, _):
+            [first] = run(executor, [admit({0: PROMPTS[0]})], ahead=0)
+        with self.started(plugin, setup) as (executor, _):
+            plans = [admit({0: PROMPTS[0]}, stop=first.token_ids), *decodes((0,), 1)]
+            last, padding = run(executor, plans, ahead=1)
+        assert (last.token_ids, last.finished) == (first.token_ids, (True,))
+        assert padding.token_ids == (PADDED,)
+
+    def test_a_row_may_change_hands(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
+        """A second request in the row and pages of a first one: as if it ran alone."""
+        outcomes = []
+        for prompts in ((PROMPTS[0], PROMPTS[1]), (PROMPTS[1],)):
+            with self.started(plugin, setup) as (executor, _):
+                for prompt in prompts:
+                    result = run(executor, [admit({0: prompt}), *decodes((0,), 3)], ahead=2)
+                outcomes.append(result)
+        assert_same(*outcomes)
+
+    def test_closing_twice_is_fine(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
+        """After work, with steps in flight, and before a start."""
+        plugin.load()(plugin.options).close()
+        with self.started(plugin, setup) as (executor, _):
+            for plan in two_prompts()[:3]:
+                executor.submit(plan)
+            executor.close()
+            executor.close()
+
+    def test_two_executors_live_side_by_side(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """No fixed port, no shared name: two engines on one machine."""
+        with (
+            self.started(plugin, setup) as (first, _),
+            self.started(plugin, setup) as (second, _),
+        ):
+            assert_same(run(first, two_prompts(), ahead=1), run(second, two_prompts(), ahead=1))
+
+    def test_a_start_that_fails_is_an_error_of_the_project(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """Of a checkpoint without weights, however far away the worker is; closing is fine then."""
+        config = setup.config.model_copy(update={"load_format": "auto"})
+        executor = plugin.load()(plugin.options)
+        try:
+            with pytest.raises(NanoVLLMError, match="safetensors"):
+                executor.start(replace(setup, config=config))
+        finally:
+            executor.close()
+
+    @pytest.mark.parametrize("call", ["submit", "collect"])
+    def test_after_closing_work_is_refused(
+        self, plugin: PluginUnderTest, setup: WorkerSetup, call: str
+    ) -> None:
+        """With an error of the project, not by waiting for ever."""
+        with self.started(plugin, setup) as (executor, _):
+            executor.close()
+            calls: dict[str, Callable[[], object]] = {
+                "submit": lambda: executor.submit(two_prompts()[0]),
+                "collect": executor.collect,
+            }
+            with pytest.raises(NanoVLLMError):
+                calls[call]()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step gave.
+
+    `logprobs` by entry and id: those of the most likely ids, and of the sampled one under `None`.
+    """
+
+    token_ids: tuple[int, ...]
+    finished: tuple[bool, ...]
+    logprobs: Mapping[tuple[int, int | None], float]
+
+
+def outcome_of(result: StepResult) -> Outcome:
+    """The same as plain data."""
+    assert isinstance(result.logprobs, Mapping), f"logprobs is {result.logprobs!r}, not a mapping"
+    logprobs: dict[tuple[int, int | None], float] = {}
+    for entry, each in result.logprobs.items():
+        logprobs[entry, None] = each.token_logprob
+        logprobs |= {(entry, token_id): value for token_id, value in each.top}
+    return Outcome(tuple(result.token_ids.tolist()), tuple(result.finished.tolist()), logprobs)
+
+
+def assert_same(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
+    """Step by step; log-probabilities may be computed by other threads, in another order."""
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert one.token_ids == other.token_ids, f"token ids of step {number}"
+        assert one.finished == other.finished, f"finish flags of step {number}"
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4), (
+            f"log-probabilities of step {number}"
+        )
+
+
+def admit(
+    prompts: dict[int, Sequence[int]],
+    *,
+    max_length: int = 32,
+    stop: tuple[int, ...] = (),
+    logprobs: int | None = None,
+) -> StepPlan:
+    """A step that computes whole prompts, each in a row of its own with two pages of its own."""
+    admissions = tuple(
+        Admission(
+            row=row,
+            token_ids=np.array(prompt, np.int32),
+            num_prompt_tokens=len(prompt),
+            num_computed=0,
+            block_ids=(3 + 2 * row, 2 * row),
+            max_length=max_length,
+            sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
+        )
+        for row, prompt in prompts.items()
+    )
+    chunks = tuple(PrefillChunk(row, 0, len(prompt), True) for row, prompt in prompts.items())
+    return StepPlan(admissions=admissions, prefill=chunks)
+
+
+def decodes(rows: tuple[int, ...], count: int) -> list[StepPlan]:
+    """The same steady step, several times: one object, as the engine submits it."""
+    return [StepPlan(decode_rows=rows)] * count
+
+
+def two_prompts() -> list[StepPlan]:
+    """Two requests, the second joining while the first decodes, then steady steps of both.
+
+    The second asks for log-probabilities, the first does not.
+    """
+    join = admit({2: PROMPTS[1]}, logprobs=2)
+    mixed = StepPlan(admissions=join.admissions, decode_rows=(0,), prefill=join.prefill)
+    return [admit({0: PROMPTS[0]}), *decodes((0,), 1), mixed, *decodes((0, 2), NUM_DECODES)]
+
+
+def run(executor: Executor, plans: Sequence[StepPlan], ahead: int) -> list[Outcome]:
+    """Submit all plans and collect all results, `ahead` steps behind."""
+    results: list[Outcome] = []
+    for number, plan in enumerate(plans):
+        executor.submit(plan)
+        if number >= ahead:
+            results.append(outcome_of(executor.collect()))
+    results += [outcome_of(executor.collect()) for _ in range(min(ahead, len(plans)))]
+    return results

@@ -1,0 +1,333 @@
+"""The conformance suite of kernel sets: every operation against the torch reference.
+
+Shape suffixes as in `nanovllm_core.interfaces.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from inspect import signature
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
+from nanovllm_core.interfaces.specs import KernelSetSpec
+from nanovllm_core.kernels import TorchKernels
+from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
+from nanovllm_kit.numerics import assert_close_report
+
+REL_NORM = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+"""How far a result may be from the reference, by dtype: another order of the sums."""
+REFERENCE = TorchKernels()
+WRITTEN = ("out_TX", "residual_TE", "k_cache_NPKD", "v_cache_NPKD")
+"""The parameters that an operation writes to; it leaves all others as they are."""
+PAGE, UNUSED = 4, 5.0
+
+# Beyond any table of small sizes: decode batches have hundreds of rows, prompts thousands.
+ROW_SHAPES = [(1, 16), (3, 96), (1, 1024), (17, 1100), (129, 1100), (513, 96)]
+"""(rows, size), powers of two or not."""
+Shape = tuple[int, int, int]
+FEW = [(rows, 64, 48) for rows in (1, 2, 5)]
+PRODUCT_SHAPES = [*FEW, (17, 1100, 200), (129, 1100, 200), (513, 64, 48)]
+"""(rows, inputs, outputs), in whole tiles or not."""
+
+
+class KernelSetConformance(SpecConformance):
+    """Each operation equals the reference, with gaps between rows and padding among them."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
+    """What the set computes in; Triton's interpreter cannot do bfloat16."""
+
+    @pytest.fixture(params=["cpu", "cuda"])
+    def device(self, plugin: PluginUnderTest, request: pytest.FixtureRequest) -> torch.device:
+        """Each device that the plugin declares and this machine has."""
+        assert isinstance(plugin.spec, KernelSetSpec)
+        if request.param not in plugin.spec.devices:
+            pytest.skip(f"{plugin.spec.name} does not declare {request.param}")
+        if request.param == "cuda" and not torch.cuda.is_available():
+            pytest.skip("no CUDA device here")
+        return torch.device(request.param)
+
+    @pytest.fixture
+    def kernels(self, plugin: PluginUnderTest, device: torch.device) -> KernelSet:
+        """The set, made as the worker makes it."""
+        made: KernelSet = plugin.load()(plugin.options, device)
+        return made
+
+    @pytest.fixture(params=["float32", "float16", "bfloat16"])
+    def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
+        """Each dtype of a model."""
+        dtype: torch.dtype = getattr(torch, request.param)
+        if dtype not in self.dtypes:
+            pytest.skip(f"the suite does not ask for {request.param}")
+        return dtype
+
+    def test_it_has_every_operation_and_a_name(self, kernels: KernelSet) -> None:
+        """The protocol, and what listings and benchmarks call the set."""
+        assert isinstance(kernels, KernelSet)
+        assert kernels.name
+
+    @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+    def test_embed_copies_rows(
+        self, kernels: KernelSet, device: torch.device, ids_dtype: torch.dtype
+    ) -> None:
+        """The first and the last, one id alone and many, of a width that is no power of two.
+
+        What they are copied to becomes the residual, to which layers add: it is not the weight.
+        """
+        weight_VE = random(9, 1100, device=device)
+        for ids in ([8, 0, 3, 8], [8], [4, 7, 1] * 43):
+            ids_T = torch.tensor(ids, dtype=ids_dtype, device=device)
+            assert torch.equal(run(kernels, "embed", ids_T, weight_VE), weight_VE[ids_T.long()])
+
+    @pytest.mark.parametrize(("rows", "size"), ROW_SHAPES)
+    def test_rms_norm_equals_the_reference(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int, size: int
+    ) -> None:
+        """With gaps between the rows; epsilon counts where a row is small."""
+        x_TE = (random(rows, 2 * size, device=device, dtype=dtype) * 0.03)[:, :size]
+        weight_E = random(size, device=device, dtype=dtype, seed=1)
+        expected = REFERENCE.rms_norm(x_TE, weight_E, 1e-3)
+        assert_equal(run(kernels, "rms_norm", x_TE, weight_E, 1e-3), expected)
+
+    def test_rms_norm_is_computed_in_float32(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Of residuals in the thousands, whose squares overflow float16 and are coarse in bfloat16.
+
+        A weight of ones rounds nothing, so that what is left is the order of the sums.
+        """
+        x_TE = random(17, 1100, device=device, dtype=dtype) * 1000
+        weight_E = torch.ones_like(x_TE[0])
+        expected = REFERENCE.rms_norm(x_TE, weight_E, 1e-6)
+        actual = run(kernels, "rms_norm", x_TE, weight_E, 1e-6)
+        assert_close_report(actual, expected, rel_norm=max(torch.finfo(dtype).eps / 8, 3e-6))
+
+    @pytest.mark.parametrize(("rows", "size"), ROW_SHAPES)
+    def test_silu_and_mul_equals_the_reference(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int, size: int
+    ) -> None:
+        """The gate is the first half."""
+        gate_up_T2F = random(rows, 2 * size, device=device, dtype=dtype) * 4
+        expected = REFERENCE.silu_and_mul(gate_up_T2F)
+        assert_equal(run(kernels, "silu_and_mul", gate_up_T2F), expected)
+
+    @pytest.mark.filterwarnings("ignore:overflow")
+    def test_silu_and_mul_stays_finite(self, kernels: KernelSet, device: torch.device) -> None:
+        """The exponential of a large gate overflows; the result does not."""
+        gates = [-1e4, -100.0, 100.0, 1e4]
+        gate_up_T2F = torch.tensor([[gate, 2.0] for gate in gates], device=device)
+        expected = torch.tensor([[max(gate, 0.0) * 2.0] for gate in gates])
+        assert_close_report(kernels.silu_and_mul(gate_up_T2F), expected, rel_norm=1e-6)
+
+    @pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
+    def test_products_equal_the_reference(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
+    ) -> None:
+        """Alone, after a norm, and with the gated activation behind it."""
+        rows, inputs, outputs = shape
+        x_TE = random(rows, inputs, device=device, dtype=dtype)
+        weight_XE = random(outputs, inputs, device=device, dtype=dtype, seed=1) * 0.1
+        norm_E = random(inputs, device=device, dtype=dtype, seed=2)
+        expected = REFERENCE.linear(x_TE, weight_XE)
+        assert_equal(run(kernels, "linear", x_TE, weight_XE), expected)
+        for name in ("norm_linear", "norm_gate_up"):
+            arguments = (x_TE, norm_E, 1e-2, weight_XE)
+            expected = getattr(REFERENCE, name)(*arguments)
+            assert_equal(run(kernels, name, *arguments), expected)
+
+    @pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
+    def test_linear_writes_where_it_is_told(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
+    ) -> None:
+        """The logits of all captured graphs share one buffer; what was written is returned."""
+        rows, inputs, outputs = shape
+        x_TE = random(rows, inputs, device=device, dtype=dtype)
+        weight_XE = random(outputs, inputs, device=device, dtype=dtype, seed=1)
+        out_TX = torch.full((rows + 1, outputs), float("nan"), device=device, dtype=dtype)
+        returned_TX = run(kernels, "linear", x_TE, weight_XE, out_TX[:rows])
+        assert_equal(out_TX[:rows], REFERENCE.linear(x_TE, weight_XE))
+        assert torch.equal(returned_TX, out_TX[:rows]), "it returned something else"
+        assert out_TX[rows].isnan().all(), "it wrote behind its rows"
+
+    @pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
+    def test_linear_add_adds_to_the_residual(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
+    ) -> None:
+        """What is returned is residual + x W^T, once."""
+        rows, inputs, outputs = shape
+        x_TF = random(rows, inputs, device=device, dtype=dtype)
+        weight_EF = random(outputs, inputs, device=device, dtype=dtype, seed=1) * 0.1
+        residual_TE = random(rows, outputs, device=device, dtype=dtype, seed=2)
+        expected = REFERENCE.linear_add(x_TF, weight_EF, residual_TE.clone())
+        assert_equal(run(kernels, "linear_add", x_TF, weight_EF, residual_TE), expected)
+
+    @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)], ids=str)
+    @pytest.mark.parametrize("variant", ["norm and rotation", "no norm", "half rotated"])
+    def test_qkv_is_prepared_as_by_the_reference(
+        self,
+        kernels: KernelSet,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: tuple[int, int],
+        variant: str,
+    ) -> None:
+        """q, and what lies in the pages: k normed and rotated, v as it is."""
+        prep = make_prep(heads, device, dtype, rotary=16 if variant == "half rotated" else 32)
+        if variant == "no norm":
+            prep = replace(prep, q_norm_weight=None, k_norm_weight=None)
+        check_prepare(kernels, prep, device, dtype, slots=[9, 2, 23, 0, 14])
+
+    def test_many_tokens_are_prepared_as_few_are(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """A step with prompts, over pages in any order, with padding among the rows."""
+        prep = make_prep((4, 2), device, dtype)
+        slots = [-1 if row % 7 == 3 else row * 5 % 512 for row in range(129)]
+        check_prepare(kernels, prep, device, dtype, slots=slots)
+
+    def test_heads_are_normed_in_float32(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Of values around 1000, whose squares overflow float16."""
+        prep = make_prep((4, 2), device, dtype)
+        check_prepare(kernels, prep, device, dtype, slots=[9, 2, 23, 0, 14], scale=1000.0)
+
+    def test_a_slot_of_minus_one_stores_nothing(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """A padded row of a graph writes to no page, least of all to the first or last slot."""
+        prep = make_prep((4, 2), device, dtype)
+        check_prepare(kernels, prep, device, dtype, slots=[-1, 5, -1, 6, -1])
+        check_prepare(kernels, prep, device, dtype, slots=[-1] * 5)
+
+    def test_pages_may_lie_apart(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Caches that are slices of a larger tensor, in an order of their own; strides decide."""
+        prep = make_prep((4, 2), device, dtype)
+        check_prepare(kernels, prep, device, dtype, slots=[9, 2, 23, 0, 14], strided=True)
+
+    @pytest.mark.parametrize("positions_dtype", [torch.int32, torch.int64], ids=str)
+    def test_positions_may_be_32_or_64_bits_wide(
+        self, kernels: KernelSet, device: torch.device, positions_dtype: torch.dtype
+    ) -> None:
+        """The values do not depend on it."""
+        prep = make_prep((4, 2), device, torch.float32)
+        check_prepare(
+            kernels, prep, device, torch.float32, slots=[1, 2, 3, 4, 5], positions=positions_dtype
+        )
+
+    def test_equal_inputs_give_equal_bits(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Called twice; so a replayed step repeats itself."""
+        x_TE = random(5, 64, device=device, dtype=dtype)
+        weight_XE = random(48, 64, device=device, dtype=dtype, seed=1)
+        norm_E = random(64, device=device, dtype=dtype, seed=2)
+        for name in ("norm_linear", "norm_gate_up"):
+            first, second = (
+                getattr(kernels, name)(x_TE, norm_E, 1e-6, weight_XE).clone() for _ in range(2)
+            )
+            assert torch.equal(first, second), name
+
+
+def random(
+    *shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Tensor:
+    """Normal numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def run(kernels: KernelSet, name: str, *arguments: Any) -> Tensor:
+    """What an operation returns: memory of its own, with all inputs left as they were."""
+    inputs = {key: x for key, x in named_tensors(name, *arguments) if key not in WRITTEN}
+    before = {key: x.clone() for key, x in inputs.items()}
+    result: Tensor = getattr(kernels, name)(*arguments)
+    assert isinstance(result, Tensor), f"{name} returned {type(result).__name__}"
+    for key, x in inputs.items():
+        assert torch.equal(x, before[key]), f"{name} changed {key}"
+        alias = result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert not alias, f"{name} returned memory of {key}"
+    return result
+
+
+def named_tensors(name: str, *arguments: Any) -> Iterator[tuple[str, Tensor]]:
+    """An operation's tensors by the names of its parameters, and those of a QKPrep."""
+    parameters = [*signature(getattr(TorchKernels, name)).parameters][1:]
+    for key, value in zip(parameters, arguments, strict=False):
+        if isinstance(value, QKPrep):
+            fields = ("cos_sin_cache", "q_norm_weight", "k_norm_weight")
+            yield from ((x, getattr(value, x)) for x in fields if getattr(value, x) is not None)
+        elif isinstance(value, Tensor):
+            yield key, value
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    """Of one dtype, and equal up to the order of the sums."""
+    assert actual.dtype == expected.dtype
+    assert_close_report(actual, expected, rel_norm=REL_NORM[expected.dtype])
+
+
+def make_prep(
+    heads: tuple[int, int], device: torch.device, dtype: torch.dtype, *, rotary: int = 32
+) -> QKPrep:
+    """Heads of 32 with norms, an epsilon that counts, and a rotation table of 64 positions."""
+    return QKPrep(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_size=32,
+        cos_sin_cache=random(64, rotary, device=device, seed=7),
+        q_norm_weight=random(32, device=device, dtype=dtype, seed=8),
+        k_norm_weight=random(32, device=device, dtype=dtype, seed=9),
+        eps=1e-2,
+    )
+
+
+def check_prepare(
+    kernels: KernelSet,
+    prep: QKPrep,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    slots: list[int],
+    strided: bool = False,
+    positions: torch.dtype = torch.int32,
+    scale: float = 1.0,
+) -> None:
+    """Both sets on equal inputs: equal q, and equal caches, also where nothing was stored."""
+    width = (prep.num_heads + 2 * prep.num_kv_heads) * prep.head_size
+    qkv_TX = random(len(slots), width, device=device, dtype=dtype) * scale
+    some_positions = ([63, 0, 7, 31, 7, *range(64)] * len(slots))[: len(slots)]
+    positions_T = torch.tensor(some_positions, dtype=positions, device=device)
+    slots_T = torch.tensor(slots, device=device)
+    shape = (max(6, max(slots) // PAGE + 1), PAGE, prep.num_kv_heads, prep.head_size)
+    pages, (k_cache, v_cache) = make_caches(shape, device, dtype, strided=strided)
+    expected_pages, (expected_k, expected_v) = make_caches(shape, device, dtype, strided=strided)
+    arguments = (qkv_TX, prep, positions_T, slots_T)
+    expected_q_THD = REFERENCE.prepare_qkv(*arguments, expected_k, expected_v)
+    q_THD = run(kernels, "prepare_qkv", *arguments, k_cache, v_cache)
+    assert q_THD.shape == (len(slots), prep.num_heads, prep.head_size)
+    assert q_THD.is_contiguous()
+    for actual, expected in ((q_THD, expected_q_THD), (k_cache, expected_k), (v_cache, expected_v)):
+        assert_equal(actual, expected)
+    untouched = expected_pages == UNUSED
+    assert (pages[untouched] == UNUSED).all(), "it wrote where nothing belongs"
+
+
+def make_caches(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, strided: bool
+) -> tuple[Tensor, Tensor]:
+    """All memory, and in it the two caches of shape [N, P, K, D]; nothing is stored yet."""
+    if not strided:
+        pages = torch.full((2, *shape), UNUSED, device=device, dtype=dtype)
+        return pages, pages
+    # [K, 2, N, P, 2D] seen as [N, P, K, D]: nothing is contiguous but the last dimension.
+    num_pages, page, heads, size = shape
+    wide = torch.full((heads, 2, num_pages, page, 2 * size), UNUSED, device=device, dtype=dtype)
+    return wide, wide[..., :size].permute(1, 2, 3, 0, 4)

@@ -1,0 +1,217 @@
+"""A new plugin package, complete: `nanovllm plugins new KIND NAME`.
+
+    folder = new_plugin("scheduler", "fair", into=Path("."))      # ./scheduler_fair
+    folder = new_plugin("model", "Phi3ForCausalLM", into=Path("."))  # ./model_phi3
+
+A template is a package that works, under the name `my_plugin`; what is written is the template with
+the author's name in the place of that one. So the templates are code, linted and tested as code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from nanovllm_core import __version__
+from nanovllm_core.errors import ScaffoldError, did_you_mean, shown
+from nanovllm_core.registry import (
+    EXTENSION,
+    KIND,
+    declared_group,
+    declared_hook,
+    get_plugin_manager,
+    known_groups,
+)
+
+MAX_NAME = 20
+"""Longer names would break the templates' lines."""
+
+_ARCHITECTURE = re.compile(r"([A-Z][A-Za-z0-9]*?)(ForCausalLM|LMHeadModel)?")
+"""A class of transformers; packages, modules and tests are named by its first part."""
+
+_FOLDER = Path(__file__).parent / "templates"
+_SHARED = _FOLDER / "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A kind's template: `folder` under templates/, and what a package of it is called.
+
+    `entry_point` is the name in the configuration, with the place-holders of the templates; `more`
+    are further entry points (group, name), all into the same module. `extras` are those of
+    nanovllm-core that its tests need.
+    """
+
+    folder: str
+    summary: str
+    entry_point: str = "my_plugin"
+    more: tuple[tuple[str, str], ...] = ()
+    extras: str = "kit"
+
+
+TEMPLATES: Mapping[str, Template] = MappingProxyType(
+    {
+        "attention": Template("attention", "Paged attention in plain torch, for nanovllm"),
+        "scheduler": Template("scheduler", "A scheduling policy for nanovllm: short answers first"),
+        "model": Template("model", "A small decoder for nanovllm", "MyPluginForCausalLM"),
+        "checkpoint": Template("checkpoint", "Checkpoints in zip archives, for nanovllm"),
+        "executor": Template(
+            "executor",
+            "An executor for nanovllm that measures its steps",
+            extras="kit,qwen3,sdpa,demo",
+        ),
+        "sampler": Template("sampler", "A sampler for nanovllm: Gumbel noise from splitmix64"),
+        "logits_processor": Template(
+            "logits_processor", "A logits processor for nanovllm: repeat less"
+        ),
+        "observer": Template(
+            "observer", "Rates and waits of nanovllm, in the log", extras="kit,qwen3,sdpa,demo"
+        ),
+        "kernels": Template("kernels", "A kernel set for nanovllm, in plain torch"),
+        EXTENSION: Template("extension", "A command and an environment check for nanovllm"),
+        KIND: Template(
+            "kind",
+            "A new kind of nanovllm's plugins: where the numbers of steps go",
+            more=(("nanovllm.my_plugins", "jsonl"), ("nanovllm.observers", "my_plugin")),
+            extras="kit,qwen3,sdpa,demo",
+        ),
+    }
+)
+WHOLE_SCHEDULER = Template("whole_scheduler", "A scheduler for nanovllm: prompts share each step")
+
+
+def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
+    """Write the package of a new plugin into `into`; the folder that was written.
+
+    A model may be named by its architecture; its tests then compare with transformers' class of
+    that name. `level` chooses among the two contracts of schedulers, and means nothing to other
+    kinds. Raises ScaffoldError for a kind without a template, a name that cannot be one or is taken
+    by what is installed, or a folder that exists.
+    """
+    template = _template(kind, level)
+    names = _names(kind, name, template)
+    stem = names["my_plugin"]
+    check_name(stem)
+    folder = into / f"{kind}_{stem}"
+    if folder.exists():
+        raise ScaffoldError(f"{folder} exists already; choose another name, or another --into")
+    _refuse_taken(kind, stem, [(group, _rename(e, names)) for group, e in _entries(kind, template)])
+    # Everything is read before anything is written.
+    files = {folder / _rename(str(path), names): text for path, text in _files(template)}
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_rename(text, names), encoding="utf-8")
+    except OSError as error:
+        raise ScaffoldError(
+            f"{folder} cannot be written: {error.strerror}; choose another --into"
+        ) from error
+    return folder
+
+
+def check_name(name: str) -> None:
+    """ScaffoldError, with a name that would do, unless packages and classes can be named so."""
+    if name in ("auto", "none"):
+        raise ScaffoldError(
+            f"{shown(name)} means something else in a configuration; choose another"
+        )
+    if re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) and len(name) <= MAX_NAME:
+        return
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    better = re.sub(r"[^a-z0-9]+", "_", words).lstrip("_0123456789")[:MAX_NAME].rstrip("_")
+    hint = f"; try {better}" if better else ""
+    raise ScaffoldError(
+        f"{shown(name)} cannot name a plugin: it takes lower-case letters, digits and single "
+        f"underscores, begins with a letter, and has at most {MAX_NAME} characters{hint}"
+    )
+
+
+def _refuse_taken(kind: str, name: str, entries: Iterable[tuple[str, str]]) -> None:
+    """ScaffoldError for a name that would be a conflict as soon as the package is installed."""
+    manager, groups = get_plugin_manager(), known_groups()
+    if kind == KIND and (name in manager.kinds() or declared_group(name) in groups):
+        raise ScaffoldError(f"{shown(name)} is a kind already; choose another name")
+    wanted = {(groups.get(group), entry) for group, entry in entries}
+    for plugin in manager.installed():
+        if (plugin.kind, plugin.name) in wanted:
+            raise ScaffoldError(
+                f"{plugin.distribution} has the {plugin.kind} {plugin.name!r} already; choose "
+                "another name"
+            )
+
+
+def _entries(kind: str, template: Template) -> list[tuple[str, str]]:
+    """The entry points of a package (group, name), with the place-holders of the templates."""
+    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
+    return [(group, template.entry_point), *template.more]
+
+
+def _template(kind: str, level: str) -> Template:
+    if kind not in TEMPLATES:
+        _refuse_declared(kind)
+        raise ScaffoldError(
+            f"there is no template for {shown(kind)}{did_you_mean(kind, TEMPLATES)}; "
+            f"kinds: {', '.join(TEMPLATES)}"
+        )
+    if level not in ("policy", "scheduler"):
+        raise ScaffoldError(
+            f"--level {shown(level)} is no level of a scheduler: policy or scheduler"
+        )
+    return WHOLE_SCHEDULER if (kind, level) == ("scheduler", "scheduler") else TEMPLATES[kind]
+
+
+def _refuse_declared(kind: str) -> None:
+    """ScaffoldError, with what to do instead, for a kind that an installed plugin declares."""
+    manager = get_plugin_manager()
+    if kind in manager.names(KIND):
+        owner = manager.find(KIND, kind).distribution
+        raise ScaffoldError(
+            f"there is no template for {kind!r}, a kind that {owner} declares: begin with what "
+            f"{owner} says of it. A plugin is an entry point in the group {declared_group(kind)!r} "
+            f"whose module answers the hook {declared_hook(kind)}, as the notifier in "
+            "docs/write/kind.md is one; nanovllm plugins test NAME then runs the kind's suite on it"
+        )
+
+
+def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
+    """What stands in the templates -> what is written."""
+    camel = "".join(word.capitalize() for word in name.split("_"))
+    architecture, reference = f"{camel}ForCausalLM", "LlamaForCausalLM"
+    if kind == "model" and (match := _ARCHITECTURE.fullmatch(name)):
+        architecture = reference = name
+        camel, name = match[1], match[1].lower()
+    names = {
+        "MyPluginForCausalLM": architecture,
+        "LlamaForCausalLM": reference,
+        "my_plugin": name,
+        "my-plugin": name.replace("_", "-"),
+        "MyPlugin": camel,
+        "my_kind": kind,
+        "my-kind": kind.replace("_", "-"),
+        "MY_CORE_VERSION": __version__,
+        "MY_EXTRAS": template.extras,
+        "MY_SUMMARY": template.summary,
+    }
+    lines = [
+        f'[project.entry-points."{group}"]\n{entry} = "nanovllm_my_kind_my_plugin.plugin"\n'
+        for group, entry in _entries(kind, template)
+    ]
+    return names | {"[project.entry-points.MY_ENTRY_POINTS]\n": _rename("\n".join(lines), names)}
+
+
+def _rename(text: str, names: Mapping[str, str]) -> str:
+    return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text)
+
+
+def _files(template: Template) -> Iterator[tuple[Path, str]]:
+    """The files of a template, what all kinds share first, by their path in the package."""
+    for root in (_SHARED, _FOLDER / template.folder):
+        for path in sorted(root.rglob("*")):
+            inside = path.relative_to(root)
+            # Python, ruff and others leave __pycache__, .ruff_cache and the like where they ran.
+            cached = any(folder.rstrip("_").endswith("cache") for folder in inside.parts[:-1])
+            if path.is_file() and not cached:
+                yield inside, path.read_text(encoding="utf-8")

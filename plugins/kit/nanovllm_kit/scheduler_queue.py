@@ -1,0 +1,111 @@
+"""Checks of a scheduler's queue: requests are aborted, give way, and come again."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_kit.conformance import PluginUnderTest
+from nanovllm_kit.engine_harness import Setting
+from nanovllm_kit.scheduler_base import (
+    AHEAD,
+    SchedulingConformance,
+    assert_all_end,
+    for_each,
+)
+from nanovllm_kit.traffic import Traffic, drive, traffic
+
+
+class SchedulerQueue(SchedulingConformance):
+    """Who comes and goes."""
+
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
+    def test_an_aborted_request_that_waits_is_forgotten(
+        self, plugin: PluginUnderTest, steps_ahead: int
+    ) -> None:
+        """It is never scheduled, and those behind it go on."""
+        harness = self.harness(plugin, Setting(max_num_seqs=1, steps_ahead=steps_ahead))
+        for name in "abcd":
+            harness.add(name, [ord(name) % 50] * 9)
+        harness.step()
+        waiting = [name for name in "abcd" if not harness.requests[name, 0].block_ids]
+        assert len(waiting) == 3, "one row, and not one of four requests has it"
+        harness.engine.abort(waiting[1])
+        assert_all_end(harness)
+
+    def test_an_id_may_come_again(self, plugin: PluginUnderTest) -> None:
+        """Once its request has ended or was aborted, another may have it: it is a new request."""
+        harness = self.harness(plugin, Setting(max_num_seqs=2))
+        for length in (9, 30, 2):
+            harness.add("again", [length] * length)
+            harness.add("gone", [1] * length)
+            harness.step()
+            harness.engine.abort("gone")
+            assert_all_end(harness)
+            harness.requests.clear()
+            harness.finished.clear()
+
+    def test_the_same_ids_may_come_again_after_any_traffic(
+        self, plugin: PluginUnderTest, draws: Random
+    ) -> None:
+        """Three rounds on one engine, with aborts and preemptions: each is as the first."""
+
+        def ends(case: Traffic) -> None:
+            harness = self.harness(plugin, case.setting)
+            for _ in range(3):
+                drive(harness, case.arrivals)
+                harness.requests.clear()
+                harness.finished.clear()
+
+        for_each(traffic(), draws, ends, examples=12)
+
+    @pytest.mark.parametrize("steps", [1, 2, 5], ids="aborted_after_{}".format)
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
+    def test_an_aborted_request_that_runs_makes_room(
+        self, plugin: PluginUnderTest, steps_ahead: int, steps: int
+    ) -> None:
+        """In the middle of a prompt or of an answer, with steps in flight: the next one runs."""
+        setting = Setting(
+            max_num_seqs=1, max_num_batched_tokens=8, num_blocks=16, steps_ahead=steps_ahead
+        )
+        harness = self.harness(plugin, setting)
+        harness.add("first", [1] * 30, SamplingParams(temperature=0, max_tokens=30))
+        for _ in range(steps):
+            harness.step()
+        harness.add("second", [2] * 30, SamplingParams(temperature=0, max_tokens=30))
+        harness.engine.abort("first")
+        assert_all_end(harness)
+
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
+    def test_a_request_that_gave_way_waits_again_and_ends(
+        self, plugin: PluginUnderTest, steps_ahead: int
+    ) -> None:
+        """Four answers outgrow the cache together; not one token of any is lost."""
+        setting = Setting(num_blocks=14, prefix_caching=False, steps_ahead=steps_ahead)
+        harness = self.harness(plugin, setting)
+        for name in "abcd":
+            answer = SamplingParams(temperature=0, max_tokens=30)
+            harness.add(name, [ord(name) % 50] * 8, answer, stream=name in "ac")
+        assert_all_end(harness)
+
+    @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
+    def test_a_request_as_large_as_the_cache_ends(
+        self, plugin: PluginUnderTest, steps_ahead: int
+    ) -> None:
+        """It takes every page and then the last one's last slot, beside others that gave way."""
+        setting = Setting(num_blocks=8, max_model_len=33, steps_ahead=steps_ahead)
+        harness = self.harness(plugin, setting)
+        harness.add("small", [3] * 5)
+        harness.add("whole", [1] * 20, SamplingParams(temperature=0, max_tokens=13))
+        harness.add("more", [2] * 9)
+        assert_all_end(harness)
+
+    def test_a_cached_prefix_is_not_computed_again(self, plugin: PluginUnderTest) -> None:
+        """Of a prompt that is cached up to its last page, only the rest is given out."""
+        harness = self.harness(plugin, Setting(max_num_batched_tokens=4, steps_ahead=0))
+        for name in "ab":
+            harness.add(name, range(23), SamplingParams(temperature=0, max_tokens=2))
+            assert_all_end(harness)
+        assert harness.finished["b", 0].num_cached_tokens == 20

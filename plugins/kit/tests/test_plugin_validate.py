@@ -1,0 +1,176 @@
+"""`nanovllm plugins validate`: each thing that can be wrong with a package is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from nanovllm_core.cli.main import make_app
+from nanovllm_core.errors import PluginNotFoundError
+from nanovllm_kit.scaffold import new_plugin
+from nanovllm_kit.validation import validate_package
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package that is right; a test breaks it."""
+    return new_plugin("scheduler", "fair", tmp_path)
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def wrong(folder: Path) -> list[str]:
+    """What is said to be wrong, one string each."""
+    return [f"{c.name}: {c.detail} -> {c.remedy}" for c in validate_package(folder) if not c.ok]
+
+
+def validate(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(), ["plugins", "validate", *arguments])
+
+
+def test_a_package_that_is_right_passes(package: Path) -> None:
+    assert wrong(package) == []
+    result = validate(str(package))
+    assert result.exit_code == 0, result.output
+    assert "SchedulerSpec, contract 1" in result.output
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        ("pyproject.toml", "nanovllm.schedulers", "nanovllm.scheduler", "did you mean nanovllm."),
+        ("pyproject.toml", "fair.plugin", "fair.plug", "No module named"),
+        ("pyproject.toml", "\nfair = ", "\nfare = ", "one spec named 'fare'"),
+        ("pyproject.toml", "nanovllm-core>=", "other>=", "nanovllm-core is not among them"),
+        ("pyproject.toml", "nanovllm.schedulers", "other.group", "none in a group of nanovllm's"),
+        ("plugin", 'extra="forbid", ', "", 'must set extra="forbid"'),
+        ("plugin", "contract=1", "contract=99", "it is too new"),
+        ("plugin", "def nanovllm_schedulers", "def nanovllm_schedulars", "unknown hook"),
+        ("plugin", "policy:Fair", "policy:Fare", "has no attribute 'FarePolicy'"),
+        ("plugin", "from pydantic", "import torch\nfrom pydantic", "imports torch"),
+        ("plugin", "        description=", "        title=", "ageing without a description"),
+        ("plugin", "from pydantic", "import os; os._exit(3)\nfrom pydantic", "ended the process"),
+        ("policy", "class Fair", "1/0\nclass Fair", "ZeroDivisionError"),
+    ],
+)
+def test_each_mistake_is_named_and_has_a_remedy(
+    file: str, old: str, new: str, problem: str, package: Path
+) -> None:
+    path = package / (file if "." in file else f"nanovllm_scheduler_fair/{file}.py")
+    change(path, old, new)
+    [found] = wrong(package)
+    assert problem in found
+    assert not found.endswith("-> ")
+    assert validate(str(package)).exit_code == 1
+
+
+def test_a_package_is_not_told_to_be_of_a_distribution_that_nobody_knows(package: Path) -> None:
+    change(package / "nanovllm_scheduler_fair/plugin.py", "contract=1", "contract=99")
+    [found] = wrong(package)
+    assert "scheduler 'fair' (entry point nanovllm_scheduler_fair.plugin): it is too new" in found
+
+
+@pytest.mark.parametrize("line", ["nanovllm_core >= 0.1", "nanovllm-core[triton]>=0.1"])
+def test_the_core_is_known_by_any_spelling_of_its_name(package: Path, line: str) -> None:
+    change(package / "pyproject.toml", '"nanovllm-core>=', f'"{line}", "other>=')
+    assert wrong(package) == []
+
+
+@pytest.mark.parametrize("line", ["nanovllm-core-tools>=1", "not a requirement"])
+def test_another_distribution_is_not_taken_for_the_core(package: Path, line: str) -> None:
+    change(package / "pyproject.toml", '"nanovllm-core>=', f'"{line}", "other>=')
+    assert "nanovllm-core is not among them" in wrong(package)[0]
+
+
+def test_a_module_that_ends_the_process_quietly_is_told(package: Path) -> None:
+    module = package / "nanovllm_scheduler_fair/plugin.py"
+    change(module, "from pydantic", "import os; os._exit(0)\nfrom pydantic")
+    [found] = wrong(package)
+    assert "importing nanovllm_scheduler_fair.plugin ended the process: exit status 0" in found
+
+
+def test_a_missing_readme_is_wrong_only_where_the_metadata_names_it(package: Path) -> None:
+    """pip refuses to install such a package; one that names none works, and is told."""
+    (package / "README.md").unlink()
+    [found] = wrong(package)
+    assert found.startswith("README.md: missing, and pyproject.toml names it -> write it, or")
+    assert validate(str(package)).exit_code == 1
+    change(package / "pyproject.toml", 'readme = "README.md"\n', "")
+    result = validate(str(package))
+    assert result.exit_code == 0, result.output
+    assert "-      README.md: none; whoever chooses the plugin looks there" in result.output
+
+
+def test_the_package_of_the_documents_page_is_right(tmp_path: Path) -> None:
+    """With no file more than docs/write/attention.md shows."""
+    page = Path(__file__).parents[3] / "docs/write/attention.md"
+    shown = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page.read_text(), re.M | re.S)
+    for name, text in shown:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    result = validate(str(tmp_path))
+    assert result.exit_code == 0, result.output
+
+
+def test_what_is_no_package_is_told_in_words_and_not_as_an_errno(tmp_path: Path) -> None:
+    for text, why in (
+        (None, "holds no pyproject.toml; give the folder of a package"),
+        ("[tool]", r"has no \[project\] table"),
+        ("no toml [", "cannot be read: "),
+    ):
+        if text is not None:
+            (tmp_path / "pyproject.toml").write_text(text)
+        with pytest.raises(PluginNotFoundError, match=why):
+            validate_package(tmp_path)
+    with pytest.raises(PluginNotFoundError, match=r"^the folder '.*nope' does not exist; give"):
+        validate_package(tmp_path / "nope")
+
+
+def test_a_package_in_a_src_folder_is_found(package: Path) -> None:
+    (package / "src").mkdir()
+    (package / "nanovllm_scheduler_fair").rename(package / "src" / "nanovllm_scheduler_fair")
+    assert wrong(package) == []
+
+
+def test_an_installed_plugin_is_validated_by_name() -> None:
+    result = validate("fcfs")
+    assert result.exit_code == 0, result.output
+    assert "nanovllm_core.engine.policies:FcfsPolicy can be imported" in result.output
+    assert isinstance(validate("fcsf").exception, PluginNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("conformance:", "conformances:", "No module named"),
+        (":SinkConformance", ":SinkKonformance", "has no attribute 'SinkKonformance'"),
+    ],
+)
+def test_a_kind_s_suite_must_be_there(old: str, new: str, said: str, tmp_path: Path) -> None:
+    """No plugin of the kind could be tested."""
+    folder = new_plugin("kind", "sink", tmp_path)
+    change(folder / "nanovllm_kind_sink/plugin.py", old, new)
+    [found] = [problem for problem in wrong(folder) if said in problem]
+    assert found.startswith("kind sink: its suite cannot be loaded: ")
+    assert validate(str(folder)).exit_code == 1
+
+
+def test_a_package_that_declares_a_kind_and_uses_it_is_right_before_it_is_installed(
+    tmp_path: Path,
+) -> None:
+    """The entry points of one package are checked together."""
+    folder = new_plugin("kind", "sink", tmp_path)
+    assert wrong(folder) == []
+    details = [check.detail for check in validate_package(folder)]
+    assert "declares nanovllm.sinks, contract 1" in details

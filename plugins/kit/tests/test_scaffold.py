@@ -1,0 +1,263 @@
+"""`nanovllm plugins new`: what is written, how it is named, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import nanovllm_core
+from nanovllm_core.cli.main import make_app
+from nanovllm_core.errors import ConfigError, ScaffoldError
+from nanovllm_core.registry.discovery import known_groups
+from nanovllm_core.registry.kinds import EXTENSION, KIND, KINDS
+from nanovllm_kit import scaffold
+from nanovllm_kit.scaffold import MAX_NAME, TEMPLATES, check_name, new_plugin
+from nanovllm_kit.validation import validate_package
+
+Install = Callable[..., None]
+
+PACKAGES = [*((kind, "policy") for kind in TEMPLATES), ("scheduler", "scheduler")]
+PLACEHOLDERS = ("my_plugin", "my-plugin", "MyPlugin", "my_kind", "my-kind", "MY_")
+
+
+def test_every_kind_has_a_template() -> None:
+    assert set(TEMPLATES) == {*KINDS, EXTENSION, KIND}
+
+
+@pytest.mark.parametrize(("kind", "level"), PACKAGES)
+def test_a_package_has_all_its_parts_and_no_place_holder_is_left(
+    kind: str, level: str, tmp_path: Path
+) -> None:
+    """Folder, distribution, package and classes are named by one stem."""
+    folder = new_plugin(kind, "blue_moon", tmp_path, level)
+    assert folder == tmp_path / f"{kind}_blue_moon"
+    package = f"nanovllm_{kind}_blue_moon"
+    for part in (
+        "pyproject.toml",
+        "README.md",
+        ".gitignore",
+        ".github/workflows/test.yml",
+        f"{package}/__init__.py",
+        f"{package}/plugin.py",
+        f"{package}/py.typed",
+        "tests/test_blue_moon.py",
+    ):
+        assert (folder / part).is_file(), part
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["name"] == f"nanovllm-{kind.replace('_', '-')}-blue-moon"
+    assert project["license"] == "MIT"
+    assert project["dependencies"] == [f"nanovllm-core>={nanovllm_core.__version__}"]
+    [group] = [group for group, its_kind in known_groups().items() if its_kind == kind]
+    name = "BlueMoonForCausalLM" if kind == "model" else "blue_moon"
+    assert project["entry-points"][group] == {name: f"{package}.plugin"}
+    for path in folder.rglob("*"):
+        written = str(path) + (path.read_text() if path.is_file() else "")
+        assert not any(word in written for word in PLACEHOLDERS), path
+
+
+@pytest.mark.parametrize("cache", [".ruff_cache/0.12", ".mypy_cache", "tests/__pycache__"])
+def test_what_tools_left_in_the_templates_stays_there(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linting them where they lie leaves caches, of bytes that are no text. They may lie in one."""
+    templates = tmp_path / "pip_cache/templates"
+    ignore = shutil.ignore_patterns("*cache*")
+    shutil.copytree(scaffold._FOLDER, templates, ignore=ignore)
+    monkeypatch.setattr(scaffold, "_FOLDER", templates)
+    monkeypatch.setattr(scaffold, "_SHARED", templates / "shared")
+    written = [*new_plugin("sampler", "fair", tmp_path / "clean").rglob("*")]
+    left = templates / "sampler" / cache
+    left.mkdir(parents=True)
+    (left / "12345").write_bytes(b"\xff\xfe\x00")
+    (left / ".gitignore").write_text("*")
+    folder = new_plugin("sampler", "fair", tmp_path / "linted")
+    assert {path.relative_to(folder) for path in folder.rglob("*")} == {
+        path.relative_to(tmp_path / "clean/sampler_fair") for path in written
+    }
+    assert len(written) > 8
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stem", "test"),
+    [
+        ("Phi3ForCausalLM", "phi3", "TestPhi3"),
+        ("SmolLM3ForCausalLM", "smollm3", "TestSmolLM3"),
+        ("GPT2LMHeadModel", "gpt2", "TestGPT2"),
+        ("ChatGLMModel", "chatglmmodel", "TestChatGLMModel"),
+    ],
+)
+def test_a_model_may_be_named_by_its_architecture(
+    architecture: str, stem: str, test: str, tmp_path: Path
+) -> None:
+    """As config.json has it, letter for letter; its tests compare with transformers' class."""
+    folder = new_plugin("model", architecture, tmp_path)
+    assert folder == tmp_path / f"model_{stem}"
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    package = f"nanovllm_model_{stem}"
+    assert project["entry-points"]["nanovllm.models"] == {architecture: f"{package}.plugin"}
+    assert f'name="{architecture}"' in (folder / package / "plugin.py").read_text()
+    assert f"class {architecture}(" in (folder / package / "model.py").read_text()
+    tests = (folder / f"tests/test_{stem}.py").read_text()
+    assert f"from transformers import {architecture}\n" in tests
+    assert f"class {test}(" in tests
+    assert "Llama" not in tests
+    assert [check for check in validate_package(folder) if not check.ok] == []
+
+
+def test_a_model_of_another_name_is_compared_with_a_class_that_there_is(tmp_path: Path) -> None:
+    """Until its author says which."""
+    tests = new_plugin("model", "blue_moon", tmp_path) / "tests/test_blue_moon.py"
+    assert "from transformers import LlamaForCausalLM\n" in tests.read_text()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "problem"),
+    [
+        ("Qwen3ForCausalLM", "has the model 'Qwen3ForCausalLM' already"),
+        (f"{'X' * (MAX_NAME + 1)}ForCausalLM", f"at most {MAX_NAME} characters"),
+        ("Phi-3ForCausalLM", "cannot name a plugin"),
+    ],
+)
+def test_an_architecture_that_cannot_name_a_package_is_refused(
+    architecture: str, problem: str, tmp_path: Path
+) -> None:
+    """Taken, too long, or not the name of a class."""
+    pytest.importorskip("nanovllm_model_qwen3", reason="needs the qwen3 plugin")
+    with pytest.raises(ScaffoldError, match=problem):
+        new_plugin("model", architecture, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a", "sample", "x" * MAX_NAME])
+def test_packages_of_short_and_long_names_are_linted_and_formatted(
+    name: str, tmp_path: Path
+) -> None:
+    """By the settings that they are written with, not by this repository's."""
+    for kind, level in PACKAGES:
+        new_plugin(kind, name, tmp_path / level, level)
+    new_plugin("model", f"{name.upper()}LMHeadModel", tmp_path / "architecture")
+    for command in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, tmp_path],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("kind", "level"), PACKAGES)
+def test_a_package_is_valid_before_it_is_installed(kind: str, level: str, tmp_path: Path) -> None:
+    checks = validate_package(new_plugin(kind, "blue_moon", tmp_path, level))
+    assert [check for check in checks if not check.ok] == []
+    assert any("blue_moon" in check.name or "BlueMoon" in check.name for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        ("Blue Moon", "blue_moon"),
+        ("blue-moon", "blue_moon"),
+        ("BlueMoon", "blue_moon"),
+        ("2fast", "fast"),
+        ("Mine2", "mine2"),
+        ("_7_up_", "up"),
+        ("blue__moon", "blue_moon"),
+        ("x" * (MAX_NAME + 1), "x" * MAX_NAME),
+        ("class/../../etc", "class_etc"),
+    ],
+)
+def test_a_name_that_cannot_be_one_is_refused_with_one_that_can(name: str, better: str) -> None:
+    with pytest.raises(ScaffoldError, match=rf"cannot name a plugin.*; try {better}$"):
+        check_name(name)
+    check_name(better)
+
+
+@pytest.mark.parametrize("name", ["", "___", "é", "auto"])
+def test_a_name_without_a_better_one_is_refused(name: str) -> None:
+    with pytest.raises(ScaffoldError):
+        check_name(name)
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    folder = new_plugin("scheduler", "fair", tmp_path)
+    (folder / "README.md").write_text("mine")
+    with pytest.raises(ScaffoldError, match="exists already; choose another name"):
+        new_plugin("scheduler", "fair", tmp_path)
+    assert (folder / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "problem"),
+    [
+        ("scheduler", "fcfs", "nanovllm-core has the scheduler 'fcfs' already"),
+        ("kind", "sampler", "'sampler' is a kind already"),
+        # nanovllm.kernels is the core's own group, by another rule than that of declared kinds.
+        ("kind", "kernel", "'kernel' is a kind already"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(
+    kind: str, name: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ScaffoldError, match=f"{problem}; choose another name"):
+        new_plugin(kind, name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_entry_point_of_a_package_must_be_free(install: Install, tmp_path: Path) -> None:
+    """A kind's package has an observer of the same name."""
+    install("taker", {"nanovllm.observers": {"taken": "x"}}, {})
+    with pytest.raises(ScaffoldError, match="taker has the observer 'taken' already; choose"):
+        new_plugin("kind", "taken", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ScaffoldError, match=r"cannot be written.*Not a directory; choose another"):
+        new_plugin("scheduler", "fair", tmp_path / "file")
+
+
+def test_a_kind_or_level_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ScaffoldError, match=r"did you mean scheduler.*kinds: attention"):
+        new_plugin("schedular", "fair", tmp_path)
+    with pytest.raises(ScaffoldError, match="policy or scheduler"):
+        new_plugin("scheduler", "fair", tmp_path, "boss")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kind_that_a_plugin_declares_has_no_template_and_says_whose_it_is(
+    install: Install, tmp_path: Path
+) -> None:
+    """By metadata alone: the declaration need not be importable for that."""
+    install("my-kind", {"nanovllm.kinds": {"notifier": "broken_kind"}}, {"broken_kind": "1/0"})
+    with pytest.raises(ScaffoldError, match="a kind that my-kind declares") as caught:
+        new_plugin("notifier", "mailbox", tmp_path / "new")
+    for word in ("'nanovllm.notifiers'", "nanovllm_notifiers", "docs/write/kind.md"):
+        assert word in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_writes_where_it_is_told_and_says_what_is_next(tmp_path: Path) -> None:
+    arguments = ["plugins", "new", "scheduler", "fair", "--into", str(tmp_path)]
+    result = CliRunner().invoke(make_app(), [*arguments, "--level", "scheduler"])
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "scheduler_fair"
+    assert f"{folder}/nanovllm_scheduler_fair/scheduler.py" in result.output
+    assert f'pip install -e "{folder}[dev]" && pytest {folder}' in result.output
+
+
+def test_a_level_is_for_schedulers_alone(tmp_path: Path) -> None:
+    """For another kind it would go unnoticed."""
+    arguments = ["plugins", "new", "sampler", "fair", "--into", str(tmp_path)]
+    result = CliRunner().invoke(make_app(), [*arguments, "--level", "policy"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--level policy: only schedulers have levels, not sampler" in str(result.exception)
+    assert not list(tmp_path.iterdir())
