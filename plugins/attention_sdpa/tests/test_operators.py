@@ -16,7 +16,7 @@ from nanovllm_attention_sdpa import operators
 from nanovllm_attention_sdpa.dense import Rules
 from nanovllm_attention_sdpa.operators import packed_attention, paged_attention
 from nanovllm_attention_sdpa.single import attend_single
-from nanovllm_core.testing.recording import record
+from nanovllm_kit.recording import record
 
 H, K, D = 4, 2, 16
 QUERIES, KEYS = (3, 5, 1, 7), (3, 9, 6, 4)
