@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -66,16 +66,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def seconds_by_distribution(reports: Iterable[pytest.TestReport]) -> dict[str, float]:
+    """Seconds of setup, test and teardown, by the distribution whose folder a test lies in."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for report in reports:
+        parts = Path(report.nodeid.partition("::")[0]).parts
+        owner = parts[1] if parts[0] == "plugins" else "examples" if "examples" in parts else "core"
+        seconds[owner] += report.duration
+    return dict(sorted(seconds.items(), key=lambda one: -one[1]))
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    """What was run where, as a result file beside the benchmarks'."""
+    """Seconds of each distribution's tests; on request, what was run where as a result file."""
+    stats = terminalreporter.stats
+    every = [one for found in stats.values() for one in found if hasattr(one, "duration")]
+    # Some reports of a test are in two lists: its setup in "", its call in "passed".
+    spent = seconds_by_distribution({id(one): one for one in every}.values())
+    if len(spent) > 1:
+        shown = ", ".join(f"{owner} {seconds:.0f}" for owner, seconds in spent.items())
+        terminalreporter.write_line(f"seconds of tests by distribution: {shown}")
     file: Path | None = config.getoption("--report-json")
     if file is None:
         return
     from nanovllm_bench.environment import describe_environment
 
-    stats = terminalreporter.stats
     kinds = ("passed", "failed", "error", "skipped")
     outcomes = Counter({kind: len(stats.get(kind, ())) for kind in kinds})
     report = {
