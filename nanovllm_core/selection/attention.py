@@ -13,7 +13,14 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
-from nanovllm_core.errors import ConfigError, PluginError, PluginLoadError, UnsupportedError, shown
+from nanovllm_core.errors import (
+    ConfigError,
+    PluginError,
+    PluginLoadError,
+    UnsupportedError,
+    in_ranges,
+    shown,
+)
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,
     AttentionRequirements,
@@ -301,7 +308,7 @@ def _names(candidates: Sequence[Candidate]) -> str:
 
 
 def _list(values: Any) -> str:
-    return ", ".join(str(value) for value in sorted(values)) or "none"
+    return ", ".join(map(str, in_ranges(values))) or "none"
 
 
 def _dots(version: tuple[int, int]) -> str:

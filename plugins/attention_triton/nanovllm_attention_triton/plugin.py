@@ -34,11 +34,6 @@ def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequ
 
 def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
     reasons = []
-    if requirements.head_size > MAX_HEAD_SIZE:
-        reasons.append(
-            f"has no head size {requirements.head_size}, only up to {MAX_HEAD_SIZE}; use "
-            "attention: {backend: sdpa}"
-        )
     if requirements.num_heads % requirements.num_kv_heads:
         reasons.append(
             f"num_heads ({requirements.num_heads}) must be a multiple of num_kv_heads "
@@ -79,6 +74,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             capabilities=AttentionCapabilities(
                 devices=frozenset({"cuda", "cpu"}),
                 dtypes=frozenset({"float16", "bfloat16", "float32"}),
+                head_sizes=frozenset(range(1, MAX_HEAD_SIZE + 1)),
                 min_compute_capability=(8, 0),
                 gqa=True,
                 sliding_window=True,

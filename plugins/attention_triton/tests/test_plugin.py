@@ -77,15 +77,6 @@ def test_bfloat16_on_a_cpu_is_refused(monkeypatch):
     assert "bfloat16" in reason
 
 
-@pytest.mark.parametrize("head_size", [1, 59, 256])
-def test_every_head_size_to_256_is_accepted(head_size):
-    """Those that are no power of two are padded inside the kernels."""
-    assert SPEC.check(requirements(head_size=head_size), TritonOptions()) == []
-    (reason,) = SPEC.check(requirements(head_size=256 + head_size), TritonOptions())
-    assert str(256 + head_size) in reason
-    assert "sdpa" in reason
-
-
 def test_heads_that_do_not_divide_are_refused():
     """With both numbers."""
     (reason,) = SPEC.check(requirements(num_heads=10, num_kv_heads=4), TritonOptions())
