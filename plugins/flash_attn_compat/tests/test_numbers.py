@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-SEEDS = range(12)
+SEEDS = range(10)
 
 
 def dtype_of(compat: ModuleType, seed: int) -> torch.dtype:
@@ -35,7 +35,7 @@ def test_varlen_equals_the_reference(compat: ModuleType, draw: Any, seed: int) -
     call.assert_out(compat.flash_attn_varlen_func(**call.arguments))
 
 
-@pytest.mark.parametrize("seed", range(2 * len(SEEDS)))
+@pytest.mark.parametrize("seed", range(20))
 def test_kvcache_equals_the_reference(compat: ModuleType, draw: Any, seed: int) -> None:
     """One query and several, dense and paged, appended to and rotated; nothing else is written."""
     call = draw["cached"](seed, dtype_of(compat, seed), alibi=alibi_of(compat))
@@ -46,9 +46,8 @@ def test_kvcache_equals_the_reference(compat: ModuleType, draw: Any, seed: int) 
     limit = 1e-5 if out.dtype is torch.float32 else 1e-2
     written = call.arguments["k_cache"]
     torch.testing.assert_close(written, call.k_cache, atol=limit, rtol=limit, equal_nan=True)
-    for num_splits in (0, 1):
-        again = call.arguments | {name: cache.clone() for name, cache in before.items()}
-        call.assert_out(compat.flash_attn_with_kvcache(**again, num_splits=num_splits))
+    splits = {"num_splits": int(seed % 5 == 4)}
+    call.assert_out(compat.flash_attn_with_kvcache(**call.arguments | before | splits))
 
 
 def test_cache_seqlens_may_be_one_integer_or_absent(compat: ModuleType, draw: Any) -> None:
