@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_flash_attn_compat.backend import refuse
-from nanovllm_flash_attn_compat.bounds import check, check_pages
+from nanovllm_flash_attn_compat.bounds import check, check_pages, host_sees
 from nanovllm_flash_attn_compat.rotary import rotate
 
 FUNCTION = "flash_attn_with_kvcache"
@@ -54,7 +54,8 @@ class KVCache:
                 FUNCTION, "k", f"{num_new} tokens", f"a row holds {room + num_new}; make it larger"
             )
         lens = _lengths(cache_seqlens, batch, room, num_new, q.device)
-        block_table = check_pages(block_table, lens + num_new, page, num_pages, FUNCTION, ids)
+        if host_sees(block_table):
+            block_table = check_pages(block_table, lens + num_new, page, num_pages, FUNCTION, ids)
         return cls(k_cache, v_cache, block_table, lens)
 
     def append(self, k: Tensor, v: Tensor) -> KVCache:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_flash_attn_compat.backend import Backend, refuse, requires_grad
-from nanovllm_flash_attn_compat.bounds import check_pages, check_starts
+from nanovllm_flash_attn_compat.bounds import check_pages, check_starts, host_sees
 from nanovllm_flash_attn_compat.cache import KVCache
 
 
@@ -225,8 +225,10 @@ def _check_packing(
         cu_seqlens_k, num_seqs * capacity, min(max_seqlen_k, capacity), name, "cu_seqlens_k",
         "raise max_seqlen_k, or widen block_table",
     )  # fmt: skip
-    lens = starts_k.diff()
-    return starts_q, starts_k, check_pages(block_table, lens, page, num_pages, name, "block_table")
+    if host_sees(block_table):
+        lens = starts_k.diff()
+        block_table = check_pages(block_table, lens, page, num_pages, name, "block_table")
+    return starts_q, starts_k, block_table
 
 
 def _check_companions(

@@ -182,6 +182,25 @@ def test_what_triton_lacks_is_refused_with_the_remedy(
         assert varlen(compat, **changed).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_splits": 4}, "num_splits=4 .*pass 0, or 1"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes="),
+        ({"v_cache": torch.zeros(16, 2, 2, 24).transpose(0, 1)}, r"v=strides .*k's strides"),
+    ],
+)
+def test_what_tritons_cache_lacks_is_refused(
+    compat: ModuleType, changed: dict[str, Any], message: str
+) -> None:
+    """sdpa takes each of them."""
+    if compat.BACKEND.name == "triton":
+        with pytest.raises(UnsupportedError, match=f"flash_attn_with_kvcache: {message}"):
+            kvcache(compat, **changed)
+    else:
+        assert kvcache(compat, **changed).isfinite().all()
+
+
 def test_gradients_of_pages_are_refused(compat: ModuleType) -> None:
     """Packed keys have them on sdpa."""
     pages = torch.zeros(2, 16, 2, 24)
