@@ -64,13 +64,13 @@ def fields_of(cls: type) -> str:
     rows = [
         (f"`{one.name}`", f"`{one.type}`", one.text) for one in members(cls) if not one.is_method
     ]
-    return table((f"of a `{cls.__name__}`", "type", "what it is"), rows)
+    return table((f"of a `{cls.__name__}`", "type", "meaning"), rows)
 
 
 def methods_of(cls: type) -> str:
     """A table of what a plugin's class defines."""
     rows = [(f"`{one.name}`", f"`{one.type}`", one.text) for one in members(cls) if one.is_method]
-    return table((f"method of a `{cls.__name__}`", "returns", "what it says"), rows)
+    return table((f"method of a `{cls.__name__}`", "returns", "meaning"), rows)
 
 
 def request_table() -> str:

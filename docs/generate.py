@@ -27,7 +27,7 @@ from contract_tables import (
     share_table,
     state_table,
 )
-from results_tables import ATTENTION, PERFORMANCE, Results, table
+from results_tables import ATTENTION, PERFORMANCE, README, Results, table
 from settings_tables import allowed, default, field_tables, flat_keywords, sampling_table
 
 from nanovllm_attention_flash.providers import PROVIDERS
@@ -37,6 +37,7 @@ from nanovllm_core import api, layers
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
 from nanovllm_core.config import yaml_reader as config_yaml
 from nanovllm_core.config.settings import BLOCK_SIZES, EngineConfig
+from nanovllm_core.errors import in_ranges
 from nanovllm_core.interfaces import request_labels, sampling_params
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
@@ -139,7 +140,7 @@ def in_words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, frozenset):
-        return ", ".join(str(one) for one in sorted(value))
+        return ", ".join(map(str, in_ranges(value)))
     if isinstance(value, tuple):
         return ".".join(str(one) for one in value)
     return str(value)
@@ -196,7 +197,7 @@ def option_table() -> str:
                 one = schema["properties"][name]
                 cells = (f"`{spec.name}`", f"`{name}`", allowed(one), default(one, False))
                 rows.append([*cells, str(field.description)])
-    return table(["plugin", "option", "takes", "default", "what it means"], rows)
+    return table(["plugin", "option", "takes", "default", "meaning"], rows)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def gathering_table() -> str:
         scores = 4 * batch * heads * longest * longest
         sizes = (dense // 2, dense, dense * heads // kv_heads, scores)
         rows.append([f"{batch} x {longest}", *(f"{size / 2**20:,.0f} MiB" for size in sizes)])
-    head = "batch x longest", "in the pages", "copy", "repeated", "scores in prefill"
+    head = "batch x longest", "in the cache", "copy", "repeated", "scores in prefill"
     return table(head, rows)
 
 
@@ -226,15 +227,15 @@ def limit_table() -> str:
     rows = [
         ("prompt and answer of one request", "`limits.max_model_len`", "refused when added"),
         ("prompt", "at least 1 token; room for one more", "refused when added"),
-        ("requests in work", "`limits.max_num_seqs`", "further ones wait"),
-        ("tokens of one step", "`limits.max_num_batched_tokens`", "prompts come in chunks"),
+        ("requests that run", "`limits.max_num_seqs`", "further ones wait"),
+        ("tokens of one step", "`limits.max_num_batched_tokens`", "prompts are computed in chunks"),
         (
-            "tokens of all requests in work",
+            "tokens of all running requests",
             "`cache.num_blocks` × `cache.block_size`",
-            "somebody gives way and computes again; one that could never fit is refused",
+            "a request is preempted and computed again; one that can never fit is refused",
         ),
         (
-            "tokens per page",
+            "tokens per block",
             " or ".join([", ".join(map(str, BLOCK_SIZES[:-1])), str(BLOCK_SIZES[-1])]),
             "refused at start",
         ),
@@ -243,14 +244,14 @@ def limit_table() -> str:
         (
             "labels of one request",
             f"{request_labels.MAX_LABELS}: names of 1 to {request_labels.MAX_NAME_LENGTH} "
-            f"characters, texts of 0 to {request_labels.MAX_TEXT_LENGTH}",
+            f"characters, values of 0 to {request_labels.MAX_TEXT_LENGTH}",
             "refused",
         ),
-        ("likeliest tokens reported", f"0 to {logprobs} (`logprobs`)", "refused"),
+        ("reported likeliest tokens", f"0 to {logprobs} (`logprobs`)", "refused"),
         (
             "stop ids that the device checks",
             str(MAX_DEVICE_STOP_IDS),
-            "with more, the host looks at each token of that request",
+            "with more, the host checks each token of that request",
         ),
         (
             "temperature",
@@ -279,17 +280,21 @@ def limit_table() -> str:
         ("`min_p`", "0 to 1", "refused"),
         ("seeds", f"0 to {largest}", "refused"),
         ("a configuration file", f"{config_yaml.MAX_SIZE >> 20} MiB", "refused at start"),
-        ("keys and values of one", f"{config_yaml.MAX_VALUES:,}", "refused at start"),
-        ("sections within one another", str(config_yaml.MAX_DEPTH), "refused at start"),
-        ("values that aliases repeat in one", f"{config_yaml.MAX_ALIASED:,}", "refused at start"),
+        ("keys and values of one file", f"{config_yaml.MAX_VALUES:,}", "refused at start"),
+        ("nested sections", str(config_yaml.MAX_DEPTH), "refused at start"),
+        (
+            "values repeated by aliases in one file",
+            f"{config_yaml.MAX_ALIASED:,}",
+            "refused at start",
+        ),
         ("plugins in one list", "100", "refused at start"),
-        ("whole numbers in one", "64 bits", "refused at start"),
+        ("integers in one file", "64 bits", "refused at start"),
         (
             "prompts in a file of `nanovllm generate`",
             f"{MAX_PROMPTS:,}, {MAX_SIZE >> 20} MiB",
             "refused",
         ),
-        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are cut into slices"),
+        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are split into slices"),
     ]
     return table(["what", "limit", "beyond it"], rows)
 
@@ -325,7 +330,7 @@ def ageing_table() -> str:
 
 
 def signatures() -> str:
-    """What a model is made of, as the code has it: how it is called, and what it says of itself."""
+    """The signatures and docstrings of the names that models are built from."""
     made = [
         *("QKPrep", "RopeConfig", "make_parameter", "ColumnParallelLinear"),
         *("MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"),
@@ -370,6 +375,7 @@ def job(tokens: int, arrival_step: int) -> Any:
 
 
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "../README.md": measured(README),
     "configuration.md": TABLES,
     "capabilities.md": {
         "capabilities": capability_table,

@@ -131,6 +131,20 @@ def peers_table(results: Results) -> str:
     return table(("workload", *engines.values(), "nanovllm", "to the best", "our share"), rows)
 
 
+def speed_table(results: Results) -> str:
+    """The README's table: our best backend beside the fastest peer, a row for each workload."""
+    ours = _ours(results)
+    rows = []
+    for workload in sorted(results.peers["tokens_per_second"], key=_workload_order):
+        if record := ours.get(workload):
+            best = max(results.peers["tokens_per_second"][workload].values())
+            rate = rate_of(record)
+            cells = (f"{rate:,.0f}", f"{best:,}", f"{rate / best:.2f}", share_of(record))
+            rows.append((workload, *cells))
+    head = "workload", "nanovllm, tok/s", "best peer, tok/s", "ratio", "share of the roofline"
+    return table(head, rows)
+
+
 def floor_table(results: Results) -> str:
     """The arithmetic of the roofline for the peers' workloads, at the rates of our nano run."""
     record = results.records.get("throughput_triton")
@@ -371,6 +385,10 @@ def files_table(results: Results) -> str:
         )
     return table(("file", "device", "versions", "commit", "tree"), rows)
 
+
+README: Mapping[str, Callable[[Results, Results], str]] = {
+    "speed": lambda gpu, _cpu: speed_table(gpu),
+}
 
 PERFORMANCE: Mapping[str, Callable[[Results, Results], str]] = {
     "floors": lambda gpu, _cpu: floor_table(gpu),

@@ -86,7 +86,7 @@ def field_tables() -> str:
         rows = [*fields_of(model)]
         parts.append(f"### {f'`{path}`' if path else 'Top level'}\n\n{inspect.getdoc(model)}")
         if rows:
-            head = "| key | takes | default | what it means |\n|---|---|---|---|"
+            head = "| key | takes | default | meaning |\n|---|---|---|---|"
             parts.append("\n".join([head, *rows]))
     return "\n\n".join(parts)
 
@@ -109,4 +109,4 @@ def sampling_table() -> str:
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and node.value:
             text = inspect.cleandoc(ast.literal_eval(after.value)).replace("\n", " ")
             rows.append(f"| `{ast.unparse(node.target)}` | `{ast.unparse(node.value)}` | {text} |")
-    return "\n".join(["| argument | default | what it means |", "|---|---|---|", *rows])
+    return "\n".join(["| argument | default | meaning |", "|---|---|---|", *rows])

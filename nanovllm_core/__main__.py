@@ -33,7 +33,7 @@ def main() -> None:
 
 
 class CtrlC:
-    """What Ctrl-C does: raise KeyboardInterrupt as usual, but in an import end the process.
+    """The handler of Ctrl-C: raise KeyboardInterrupt as usual, but in an import end the process.
 
     A KeyboardInterrupt in the midst of an import may be swallowed there, become an ImportError, or
     leave half a module behind.

@@ -132,6 +132,12 @@ def test_an_installed_processor_is_tested_by_the_command_of_its_page(installed: 
     assert re.search("favour keeps the contract .* 0 failed, 1 skipped", printed), printed
 
 
+def test_an_installed_command_is_there_without_a_setting(installed: Path) -> None:
+    """As docs/write/extension.md says: from its entry point alone, imported when it is called."""
+    assert run(installed, "-m", "nanovllm_core", "tally", "a", "b", "c") == "3\n"
+    assert "my-extension" in run(installed, "-m", "nanovllm_core", "--help")
+
+
 ALL_AT_ONCE = """
 from nanovllm_core import LLM, SamplingParams
 

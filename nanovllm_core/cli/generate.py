@@ -161,7 +161,7 @@ def greedy_unless_stated(llm: LLM, params: SamplingParams) -> SamplingParams:
 def _how_to_show(
     inputs: Sequence[PromptInput], params: SamplingParams, stream: bool | None, as_json: bool
 ) -> Callable[[Work], None]:
-    """What prints the outputs, or a usage error for flags that do not go together."""
+    """The function that prints the outputs; a usage error for flags that exclude each other."""
     if as_json:
         if stream:
             raise typer.BadParameter("--json prints finished outputs; leave --stream out")

@@ -43,7 +43,7 @@ class PromptInput:
     place: str = ""
 
     def encode(self, llm: LLM) -> str | list[int]:
-        """What the engine completes; a conversation is put through the chat template."""
+        """The prompt for the engine; the chat template is applied to a conversation."""
         if self.messages is None:
             return self.prompt
         with naming(self.place):

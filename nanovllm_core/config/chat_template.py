@@ -24,7 +24,7 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""What the engine itself says when it applies a template; most are transformers' arguments."""
+"""Names that the engine sets when it applies a template; most are transformers' arguments."""
 
 
 def check_chat_template_kwargs(kwargs: Mapping[str, object]) -> Mapping[str, object]:

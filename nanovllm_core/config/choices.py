@@ -94,19 +94,18 @@ class AttentionChoice(PluginChoice):
 
 
 class AttentionSettings(Section):
-    """Attention lets each token look back at the earlier ones; it is where most time goes.
+    """The attention backends: a name, `{backend, options}`, or one of these for each phase.
 
-    A name, `{backend, options}`, or one of these for each of the two phases: `prefill` reads the
-    prompt, `decode` writes the answer token by token.
+    `prefill` computes prompts, `decode` generates answers token by token.
     """
 
     prefill: AttentionChoice = Field(
         default_factory=AttentionChoice,
-        description="The backend that reads prompts: many tokens of one sequence at once.",
+        description="The backend for prompts: many tokens of one sequence at once.",
     )
     decode: AttentionChoice = Field(
         default_factory=AttentionChoice,
-        description="The backend that writes answers: one token of many sequences at once.",
+        description="The backend for answers: one token of many sequences at once.",
     )
 
     @model_validator(mode="before")
@@ -116,7 +115,7 @@ class AttentionSettings(Section):
 
 
 class NamedPlugin(PluginChoice):
-    """A plugin and its options; the name alone will do."""
+    """A plugin and its options, or its name alone."""
 
     name: str = Field(min_length=1, description="The plugin, by name.")
     options: dict[str, Any] = Field(
@@ -130,13 +129,13 @@ class NamedPlugin(PluginChoice):
 
 
 class SchedulerSettings(NamedPlugin):
-    """Who is served first when more requests wait than can run."""
+    """The order in which waiting requests are admitted."""
 
     name: str = Field(
         default="fcfs",
         min_length=1,
-        description="The scheduler plugin, by name. `fcfs` serves in order of arrival; `sjf` "
-        "serves short prompts first.",
+        description="The scheduler plugin, by name. `fcfs` admits in order of arrival; `sjf` "
+        "admits short prompts first.",
     )
 
 
@@ -151,13 +150,13 @@ class ExecutorSettings(NamedPlugin):
 
 
 class SamplerSettings(NamedPlugin):
-    """How the device chooses a token where no more than temperature is asked for."""
+    """How the device samples a token, for requests without top-k, penalties or the like."""
 
     name: str = Field(
         default="gumbel",
         min_length=1,
-        description="The sampler plugin, by name. `gumbel` takes the likeliest token, or draws one "
-        "with noise that depends on the request's seed alone.",
+        description="The sampler plugin, by name. `gumbel` takes the likeliest token, or samples "
+        "one with noise that depends on the request's seed alone.",
     )
 
 
@@ -167,9 +166,9 @@ class KernelSettings(NamedPlugin):
     name: str = Field(
         default="auto",
         min_length=1,
-        description="The kernel set, by name. `auto` takes the installed one of the highest rank "
-        "that fits the device and the dtype, such as `triton` on a GPU and `torch`, the plain "
-        "reference, on a CPU, and says why not the others.",
+        description="The kernel set, by name. `auto` takes the installed set of the highest rank "
+        "that supports the device and the dtype, and says why not the others: `triton` on a GPU, "
+        "and `torch`, the plain reference, on a CPU.",
     )
 
 

@@ -31,7 +31,7 @@ FLAT_KEYWORDS: Mapping[str, str] = {
 """nano-vllm's keyword arguments and the fields they set."""
 
 REMEDIES: Mapping[str, str] = {"cache.num_blocks": "leave it out for as many as fit"}
-"""What to do instead, by path, where a limit does not say it: nano-vllm writes -1 for that."""
+"""The remedy, by path, for values that nano-vllm writes as -1."""
 
 MODEL_HINT = (
     "name a folder with a checkpoint, a checkpoint plugin (demo) or a model of the Hugging Face "
@@ -62,7 +62,7 @@ EXPECTED: Mapping[str, str] = {
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
 }
-"""What a value must be, by the type of pydantic's error; its `ctx` holds the limits."""
+"""The requirement on a value, by the type of pydantic's error; its `ctx` holds the limits."""
 
 BOOL_WORDS: Mapping[str, str] = dict.fromkeys(("true", "yes", "on", "y", "1"), "true") | (
     dict.fromkeys(("false", "no", "off", "n", "0"), "false")
@@ -87,7 +87,7 @@ def dotted(location: Location) -> str:
 
 
 def place(detail: ErrorDetails) -> Location:
-    """Where the value of an error is; of a key that cannot be one, what holds it."""
+    """The path of an error's value; for a key that cannot be a path, the section that holds it."""
     location = detail["loc"]
     if detail["type"] == "invalid_key":
         return location[:-1]
@@ -237,7 +237,7 @@ def _as_section(path: str, value: object) -> str:
 
 
 def _source_of(path: str, sources: Mapping[str, str]) -> str | None:
-    """Who gave the value at `path`, something in it, or what it is in."""
+    """The source of the value at `path`, of a part of it, or of the section around it."""
     if path in sources:
         return sources[path]
     for known, source in sources.items():

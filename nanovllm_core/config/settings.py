@@ -1,4 +1,4 @@
-"""What an engine is told: one frozen model, checked before anything is loaded.
+"""The configuration of an engine: one frozen model, checked before anything is loaded.
 
 The fields of `EngineConfig` are the keys of the YAML file. `load_config`, in
 `nanovllm_core.config.sources`, builds it from that file, the environment and keyword arguments.
@@ -38,7 +38,7 @@ StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
 
 
 PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Prompt tokens to capture steps for. Beyond the last the host's launches hide behind the GPU."""
+"""Prompt tokens to capture steps for. In larger steps the GPU runs longer than the launches."""
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -58,36 +58,35 @@ def _is_block_size(value: int) -> int:
 
 
 class CacheSettings(Section):
-    """The KV cache: the engine's memory of the tokens it has already read or written."""
+    """The KV cache: the keys and values of the tokens that the engine has already computed."""
 
     block_size: Annotated[int, AfterValidator(_is_block_size)] | None = Field(
         default=None,
-        description="The cache is handed out in blocks (pages), as a notebook is in pages; this is "
-        "how many tokens one block holds: 16, 32, 64, 128 or 256. Small blocks waste less memory "
-        "at the end of each sequence and share more of what prompts have in common; large ones "
-        "suit some attention backends better. Left out, the attention backend's own page size "
-        "is used, and 16 at least.",
+        description="Tokens per block. A block, which others call a page, is the unit in which the "
+        "cache is allocated: 16, 32, 64, 128 or 256 tokens. Small blocks waste less memory at the "
+        "end of each sequence and share more of a common prefix; large ones suit some attention "
+        "backends better. Left out, the size that the attention backend prefers, at least 16.",
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="How much of the GPU's memory this engine may fill, as a fraction: 0.9 is 90 "
-        "percent. Weights come first, then working space, and what is left becomes cache; more "
+        description="The fraction of the GPU's memory that this engine may fill: 0.9 is 90 "
+        "percent. Weights and workspaces take their part first, and the rest becomes cache; more "
         "cache means more sequences at once. Lower it when other programs use the same GPU, or "
-        "another engine in this one: two of 0.4 go together. It does not apply on a CPU.",
+        "another engine in this process: two of 0.4 fit together. It does not apply on a CPU.",
     )
     num_blocks: int | None = Field(
         default=None,
         ge=1,
-        description="Exactly how many blocks to reserve. Left out, as many as "
-        "`gpu_memory_utilization` leaves room for. block_size times num_blocks is the number of "
+        description="The exact number of blocks. Left out, as many as "
+        "`gpu_memory_utilization` allows. block_size times num_blocks is the number of "
         "tokens that all running sequences can hold together.",
     )
     prefix_caching: bool = Field(
         default=True,
-        description="Keep what was computed for the beginning of a prompt, and use it again when "
-        "another prompt begins with the same tokens. The results are the same; it saves time.",
+        description="Keep the blocks of a prompt, and use them again when another prompt begins "
+        "with the same tokens. The results are the same; it saves time.",
     )
 
 
@@ -105,30 +104,30 @@ ModelLength = Annotated[Annotated[int, Field(ge=2)] | Literal["fit"], WrapValida
 
 
 class LimitSettings(Section):
-    """How much the engine takes on at once."""
+    """How much the engine computes at once."""
 
     max_model_len: ModelLength | None = Field(
         default=None,
-        description="The longest a sequence may become, prompt and answer together, in tokens (a "
-        "token is about three quarters of an English word). Left out, the model's own limit; `fit` "
-        "is that too, or as many tokens as the cache holds where memory is too small for it.",
+        description="The most tokens of a sequence, prompt and answer together (a token is about "
+        "three quarters of an English word). Left out, the model's own limit. `fit` is the model's "
+        "limit too, or as many tokens as the cache holds if memory is too small for that.",
     )
     max_num_seqs: int = Field(
         default=256,
         ge=1,
         le=2**16,
-        description="How many sequences (prompts being read, answers being written) may be in "
-        "work at the same time; further ones wait their turn. More at once gives more tokens per "
-        "second in all, fewer gives each one its answer sooner and needs less memory.",
+        description="The most sequences (in prefill or decode) that may run at the same time; "
+        "further ones wait. More give a higher throughput; fewer give each sequence a lower "
+        "latency and need less memory.",
     )
     max_num_batched_tokens: int = Field(
         default=16384,
         ge=1,
         le=2**24,
-        description="How many tokens the engine may compute in one step, over all sequences: each "
-        "answer being written takes one, prompts being read share the rest. A prompt longer than "
-        "this is read in several steps. More reads prompts faster; fewer keeps the answers that "
-        "are being written from stalling, and needs less memory. At least max_num_seqs.",
+        description="The most tokens that the engine computes in one step, over all sequences: "
+        "each decoding sequence takes one, and prompts share the rest. A longer prompt is computed "
+        "in several steps. More compute prompts faster; fewer delay decoding sequences less and "
+        "need less memory. At least max_num_seqs.",
     )
 
     @model_validator(mode="after")
@@ -143,7 +142,7 @@ class LimitSettings(Section):
 
 
 class GraphSettings(Section):
-    """CUDA graphs: a step is recorded once and replayed, which spares the CPU work."""
+    """CUDA graphs: a step is captured once and replayed, which saves CPU time."""
 
     enforce_eager: bool = Field(
         default=False,
@@ -152,17 +151,17 @@ class GraphSettings(Section):
     )
     sizes: IntTuple | None = Field(
         default=None,
-        description="The numbers of sequences to record a graph for, increasing, the last one "
+        description="The numbers of sequences to capture a graph for, increasing, the last one "
         "max_num_seqs; a step is padded to the next larger size. Left out: 1, 2, 4, 8, then every "
         "8 up to max_num_seqs.",
     )
 
     prompt_sizes: IntTuple | None = Field(
         default=None,
-        description="The numbers of prompt tokens to record a graph for, increasing; a step that "
+        description="The numbers of prompt tokens to capture a graph for, increasing; a step that "
         "computes prompts is padded to the next larger size, and runs without a graph beyond the "
-        "last. Empty: no such graphs. Left out: 128 to 4096, where the attention backend can be "
-        "recorded with prompts.",
+        "last. Empty: no such graphs. Left out: 128 to 4096, if the attention backend supports "
+        "capture with prompts.",
     )
 
     @model_validator(mode="after")
@@ -177,16 +176,16 @@ class GraphSettings(Section):
 
 
 class PluginSettings(Section):
-    """Which plugins to leave out, and which extensions to load."""
+    """Plugins to leave out, and extensions to load."""
 
     disable: StrTuple = Field(
         default=(),
-        description="Plugins to act as if they were not installed: a name (`flash`), a kind and a "
+        description="Plugins to treat as not installed: a name (`flash`), a kind and a "
         "name (`attention:flash`), or a distribution (`nanovllm-attention-flash`).",
     )
     enable: StrTuple = Field(
         default=(),
-        description="Extensions to load, by name; an extension that is not named stays unloaded.",
+        description="Extensions to load, by name; other extensions are not loaded.",
     )
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="The settings of extensions, by the extension's name."
@@ -204,50 +203,49 @@ class PluginSettings(Section):
 
 
 def check_device(value: str) -> str:
-    """The name of a device as it is; ValueError for what can be none."""
+    """The name of a device, unchanged. Raises ValueError if it cannot name one."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,6})?", value):
         raise ValueError("must be auto, cpu, cuda or cuda:N (N the number of the GPU, from 0)")
     return value
 
 
 class EngineConfig(Section):
-    """Everything an engine is told. Frozen; unknown keys are errors."""
+    """The whole configuration of an engine. Frozen; unknown keys are errors."""
 
     model: str = Field(
         min_length=1,
         description="The model: a folder with a checkpoint, the name of a checkpoint plugin "
         "(`demo`), `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`). "
-        "A plugin's name wins over a folder of that name without a checkpoint; where the folder "
-        "has one too, write `./demo` for it or `demo:` for the plugin.",
+        "A plugin's name wins over a folder of that name without a checkpoint. If the folder "
+        "holds a checkpoint too, write `./demo` for the folder or `demo:` for the plugin.",
     )
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="Where the tokenizer is, if not with the model. It cuts text into tokens.",
+        description="The folder or hub name of the tokenizer, if not the model's own.",
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)] = (
         Field(
             default_factory=dict,
             description="Variables for the checkpoint's chat template, such as `{enable_thinking: "
-            "false}` for Qwen3; a call may override them. A template ignores those that it does not"
-            " know.",
+            "false}` for Qwen3; a call may override them. A template ignores unknown variables.",
         )
     )
     generation_config: Literal["checkpoint", "none"] = Field(
         default="checkpoint",
-        description="Where temperature, top_k, top_p, min_p and repetition_penalty come from for a "
-        "request that does not state them: `checkpoint` is its generation_config.json, `none` "
+        description="The source of temperature, top_k, top_p, min_p and repetition_penalty for a "
+        "request that does not set them: `checkpoint` is its generation_config.json, `none` "
         "leaves them neutral.",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
-        description="`auto` reads the checkpoint's weights; `dummy` makes up random ones of the "
+        description="`auto` reads the checkpoint's weights; `dummy` makes random weights of the "
         "right shapes, to measure speed with a config.json alone.",
     )
     device: Annotated[str, AfterValidator(check_device)] = Field(
         default="auto",
-        description="Where to compute: `cpu`, `cuda` (the first GPU), `cuda:1` (the second), or "
-        "`auto`: a GPU where there is one.",
+        description="The device: `cpu`, `cuda` (the first GPU), `cuda:1` (the second), or `auto`: "
+        "a GPU if there is one.",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
@@ -261,7 +259,7 @@ class EngineConfig(Section):
     )
     scheduler: SchedulerSettings = Field(
         default_factory=SchedulerSettings,
-        description="Who is served first: a name or {name, options}.",
+        description="The order of admission: a name or {name, options}.",
     )
     executor: ExecutorSettings = Field(
         default_factory=ExecutorSettings,
@@ -278,41 +276,41 @@ class EngineConfig(Section):
     logits_processors: DistinctPlugins = Field(
         default=(),
         description="Plugins that change logits, each a name or {name, options}, in the order in "
-        "which they run. A request asks for one by name; the others are not touched.",
+        "which they run. They change only requests that use them by name.",
     )
     observers: PluginList = Field(
         default=(),
-        description="Plugins that are told about every step (metrics), each a name or {name, "
-        "options}.",
+        description="Plugins that receive a record of every step, such as metrics; each a name or "
+        "{name, options}.",
     )
     cache: CacheSettings = Field(
         default_factory=CacheSettings,
-        description="The KV cache: the memory of tokens already read or written.",
+        description="The KV cache: keys and values of tokens already computed.",
     )
     limits: LimitSettings = Field(
-        default_factory=LimitSettings, description="How much the engine takes on at once."
+        default_factory=LimitSettings, description="How much the engine computes at once."
     )
     cuda_graphs: GraphSettings = Field(
-        default_factory=GraphSettings, description="Recorded steps on a GPU."
+        default_factory=GraphSettings, description="Captured steps on a GPU."
     )
     seed: int = Field(
         default=0,
         ge=0,
         lt=2**63,
-        description="Where the dice start: the same seed and requests give the same noise.",
+        description="The engine's random seed: the same seed and requests give the same noise.",
     )
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="Over how many GPUs each layer is split. More than 1 needs an executor that "
-        "can do it.",
+        description="The number of GPUs over which each layer is split. More than 1 needs an "
+        "executor that supports it.",
     )
     steps_ahead: int = Field(
         default=1,
         ge=0,
         le=8,
-        description="How many steps are launched before the results of the first one are read. 1 "
-        "hides the CPU's work behind the GPU's; 0 waits for each step.",
+        description="The number of steps launched before the results of the first one are read. 1 "
+        "overlaps the CPU's work with the GPU's; 0 waits for each step.",
     )
     debug: bool = Field(
         default=False,

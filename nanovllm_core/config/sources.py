@@ -1,4 +1,4 @@
-"""Where the configuration comes from, and what wins.
+"""The sources of the configuration, and their precedence.
 
 Highest first:
 
@@ -43,7 +43,7 @@ REFUSED_KEYWORDS: Mapping[str, str] = {
 """Keywords of nano-vllm that have no field here, and what to do instead."""
 
 CHOICES: Mapping[TreePath, str] = {path: model.KEY for path, model in choice_models(EngineConfig)}
-"""Where a plugin is chosen, and the key that names it."""
+"""The paths at which a plugin is chosen, and the key that names it."""
 
 NAMED = tuple(path[0] for path, model in choice_models(EngineConfig) if model.KEY == "name")
 """Sections for which the name alone will do."""

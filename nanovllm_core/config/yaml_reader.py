@@ -51,7 +51,7 @@ def _problem(problem: str, at: Any) -> yaml.MarkedYAMLError:
 
 
 class _CoreSchema(yaml.resolver.BaseResolver):
-    """Which texts without quotes are no texts."""
+    """The unquoted scalars that are not strings."""
 
 
 _CoreSchema.yaml_implicit_resolvers = {}

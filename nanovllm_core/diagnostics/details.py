@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nanovllm_core.diagnostics.status import PluginStatus
+from nanovllm_core.errors import in_ranges
 from nanovllm_core.interfaces.specs import PluginSpec
 from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.hookspecs import PROJECT
@@ -62,7 +63,7 @@ def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, ob
 
 
 def _declaration(manager: PluginManager, name: str) -> dict[str, object]:
-    """What a plugin says of the kind that it declares, and that kind's plugins."""
+    """The kind that a plugin declares, and that kind's plugins."""
     kind = manager.kind(name)
     return {
         "summary": manager.declaration(name).summary,
@@ -98,7 +99,7 @@ def options_of(model: type[BaseModel]) -> Sequence[OptionDetails]:
 
 
 def _own_fields(spec: PluginSpec) -> Iterable[tuple[str, object]]:
-    """What the kind's spec has beyond every spec, where it is data."""
+    """The fields of the kind's own spec, beyond those of every spec, if they are data."""
     common = {field.name for field in fields(PluginSpec)}
     for field in fields(spec):
         value = getattr(spec, field.name)
@@ -114,7 +115,7 @@ def _plain(value: Any) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name.replace("_", " "): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Set):
-        return sorted(value)
+        return in_ranges(value)
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
     if isinstance(value, Mapping):

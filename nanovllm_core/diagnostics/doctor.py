@@ -66,7 +66,7 @@ def examine() -> list[DoctorCheck]:
 
 
 def next_steps(checks: Iterable[DoctorCheck]) -> list[str]:
-    """What to do, the most urgent first; how to generate where nothing stops it."""
+    """The remedies, the most urgent first; the command to generate text if nothing prevents it."""
     wrong = [check for check in checks if not check.ok and check.remedy]
     steps = [c.remedy for c in sorted(wrong, key=lambda check: not check.fatal)]
     if not any(check.fatal and not check.ok for check in checks):
@@ -207,7 +207,7 @@ def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
 
 
 def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
-    """Entry points of groups that nobody reads: a typing mistake, or a plugin for a newer core."""
+    """Entry points of unknown groups: a misspelt group, or a plugin for a newer core."""
     entries = [*entries]
     known = known_groups(entry.name for entry in entries if entry.group == KIND_GROUP)
     return [
@@ -322,7 +322,7 @@ def check_kernels(manager: PluginManager, requirements: AttentionRequirements) -
 
 
 def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:
-    """What the plugins themselves find; one that fails while it is asked is a finding too."""
+    """The findings of the plugins' own checks; a check that fails is a finding too."""
     checks: list[DoctorCheck] = []
     for implementation in manager.hook.nanovllm_doctor.get_hookimpls():
         try:

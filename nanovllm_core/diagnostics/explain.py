@@ -1,4 +1,4 @@
-"""What a configuration chooses at each seam, and why each alternative was not: `nanovllm explain`.
+"""The choice at each seam for a configuration, and why each alternative lost: `nanovllm explain`.
 
 The decisions are those of a start, in its sequence (`nanovllm_core.selection.decisions`); here are
 the words for them. Where one fails, those that do not depend on it are still explained.
@@ -74,14 +74,14 @@ class View:
 
     @property
     def _device_type(self) -> str:
-        """What alternatives are asked about; a device that is not there has no alternatives."""
+        """The device type that alternatives are checked for; the configured one as a fallback."""
         try:
             return self.decisions.device.split(":")[0]
         except NanoVLLMError:
             return self.config.device.split(":")[0]
 
     def said(self, path: str, automatic: str = "") -> str:
-        """Who said the value at a path of the configuration; `automatic` where it is `auto`."""
+        """The source of the value at a path of the configuration; `automatic` if it is `auto`."""
         for known, source in self.sources.items():
             if f"{known}.".startswith(f"{path}."):
                 return automatic or f"{path}, from {_source(source)}"

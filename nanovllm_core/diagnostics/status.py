@@ -1,4 +1,4 @@
-"""What is installed, and whether this machine can run it: behind `nanovllm plugins list`."""
+"""The installed plugins, and whether this machine can run them, for `nanovllm plugins list`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PluginStatus:
 def typical_requirements(
     device: str, compute_capability: tuple[int, int] | None
 ) -> AttentionRequirements:
-    """What a usual model asks of a backend: grouped heads of size 128, in the device's dtype."""
+    """The requirements of a usual model: grouped heads of size 128, in the device's dtype."""
     return AttentionRequirements(
         phase="decode",
         device=device,
@@ -106,7 +106,7 @@ def _reasons(spec: PluginSpec, requirements: AttentionRequirements) -> tuple[str
 
 
 def kernel_target(requirements: AttentionRequirements) -> KernelTarget:
-    """What is asked of attention, as it is asked of a kernel set."""
+    """The requirements on attention, as requirements on a kernel set."""
     return KernelTarget(
         device=requirements.device,
         dtype=requirements.dtype,

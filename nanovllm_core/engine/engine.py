@@ -49,7 +49,7 @@ class Engine:
     them. `sampling_defaults` are the checkpoint's, for fields of `sampling_params.NEUTRAL` that a
     request does not state. `logits_processors` are what requests may ask for, by name; the executor
     runs them.
-    `observation` is told about every step. `debug` checks every invariant at every step.
+    `observation` receives a record of every step. `debug` checks every invariant at every step.
 
     The executor and the observers stay the caller's to close.
     """

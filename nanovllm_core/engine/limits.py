@@ -1,4 +1,4 @@
-"""What the engine can hold, and which requests can never fit in it."""
+"""The capacity of the engine, and the requests that can never fit in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the next step does: who decodes, who gets pages, who gives way, which prompts go on.
+"""Plans the next step: decoding rows, their blocks, preemptions, and the prompts' chunks.
 
 The planner works ahead of the results: it needs to know how many tokens a row will have, never
 which ones.
@@ -117,7 +117,7 @@ class Planner:
         return planned
 
     def unblock(self) -> None:
-        """Nothing runs and nothing could be planned: let the newest unfinished prompt give way.
+        """Nothing runs and nothing could be planned: preempt the newest unfinished prompt.
 
         Raises `SchedulerError` where that cannot help, or does not.
         """
@@ -178,7 +178,7 @@ class Planner:
     def _append_early(self) -> list[PageAppend]:
         """Pages for the rows that need one soon: one copy to the device then serves many steps.
 
-        Only while there is a free page for every row: it must not make another give way now.
+        Only while there is a free block for every row: it must not preempt another request now.
         """
         appends: list[PageAppend] = []
         for row in self.rows.rows_due_within(self.kv.early_steps):
@@ -215,7 +215,7 @@ class Planner:
     # -- preemption
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt until a page is free; False where the request itself had to give way."""
+        """Preempt until a block is free; False if the request itself was preempted."""
         while not self.kv.pool.num_free:
             victim = self._choose_victim()
             self.preempt(victim)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class FcfsPolicy(SchedulingPolicy):
-    """First come, first served; whoever came last gives way."""
+    """First come, first served; the latest arrival is preempted first."""
 
     def __init__(self, options: BaseModel | None = None) -> None:
         self.options = options

@@ -27,7 +27,7 @@ class PagedKV:
         self.pool = pool
         self.block_size = block_size
         self.early_steps = block_size // 4
-        """Where one row needs a page, rows that need one in so many steps get theirs as well."""
+        """When one row needs a block, rows that need one within this many steps get theirs too."""
         self.prefix_caching = prefix_caching
 
     def num_blocks_for(self, num_tokens: int) -> int:

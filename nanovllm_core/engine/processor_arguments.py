@@ -1,4 +1,4 @@
-"""What requests ask of logits processors, checked before they are queued."""
+"""The arguments of requests for logits processors, checked before a request is queued."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _checked(
 
 
 def _as_plain_data(arguments: BaseModel, path: str, name: str) -> Mapping[str, Any]:
-    """What the worker, which may be another process, makes the same arguments of."""
+    """Plain data from which the worker, maybe another process, makes the same arguments."""
     plain = arguments.model_dump(round_trip=True, by_alias=True)
     try:
         type(arguments).model_validate(plain)

@@ -101,7 +101,7 @@ class RequestFactory:
         ]
 
     def _row_sampling(self, params: SamplingParams, asked: Asked, seed: int) -> RowSampling:
-        """What the device needs of the parameters."""
+        """The sampling parameters that the device needs."""
         eos = () if params.ignore_eos else self._eos_token_ids
         choice = params.choice(self._sampling_defaults)
         if not 0 < choice["top_k"] < self._limits.vocab_size:

@@ -21,7 +21,7 @@ NEVER = -1
 
 
 class RowOwner(Protocol):
-    """What the table reads of a request that gets a row."""
+    """The fields that the table reads of a request that gets a row."""
 
     token_ids: NDArray[np.int32]
 

@@ -1,4 +1,4 @@
-"""The end of an engine: what holds the device, files or threads is closed, by whoever ends it."""
+"""The end of an engine: closes everything that holds the device, files or threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm_core.registry.manager import PluginManager
 
 @dataclass
 class EngineParts:
-    """What an engine has to close; `is_ready` once its start is over."""
+    """The parts that an engine must close; `is_ready` once its start is over."""
 
     plugins: PluginManager
     executor: Executor

@@ -1,4 +1,4 @@
-"""What a start leaves behind stays: a collection in the midst of steps need not look at it.
+"""Freezes the objects that a start made, so that garbage collections in steps skip them.
 
 `gc.freeze` concerns the whole process, so engines share it. It is undone while an engine closes,
 or the cycles of that engine, and the memory of its device with them, would stay for ever; what the

@@ -128,7 +128,7 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without parameters gets, the checkpoint's defaults stated; vLLM's name."""
+        """The parameters of a request that sets none: the checkpoint's defaults. vLLM's name."""
         return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]  # they were checked
 
     # -- generating -------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class LLM:
         self._kept[key] = output
 
     def _forget(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more; what is unfinished of them is aborted."""
+        """Abort the unfinished requests among these; their caller no longer waits."""
         with self._lock:
             for request_id in request_ids:
                 self._engine.abort(request_id)

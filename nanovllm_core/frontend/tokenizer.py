@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"
-"""What stands for bytes that are no character, and for those of an incomplete one."""
+"""The replacement for bytes that are not valid UTF-8, or that are an incomplete character."""
 OTHER_FORMATS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LONGEST_VOCABULARY = 2**31  # the engine keeps ids as int32
 

@@ -12,17 +12,18 @@ In a captured decode step plan_decode and run_decode are captured; a test may al
 graph and replay the runs alone. Where `cuda_graphs` is "full", small steps with prompt chunks are
 captured too, plan_prefill and run_prefill with them; all others run eagerly.
 
-A plan is for the runs that follow it, until the next plan of its phase. An engine writes the next
-step into the same tensors and metadata objects, or into new ones at old addresses: equal lengths,
-an equal address or the same object do not make two steps equal. Between plan and run of one phase
-the other may be planned and run. A backend keeps no tensor of a step beyond the next plan of its
-phase.
+A plan holds for the runs that follow it, until the next plan of its phase. An engine writes the
+next step into the same tensors and metadata objects, or into new ones at old addresses. So equal
+lengths, an equal address or the same object do not mean an equal step. The other phase may be
+planned and run between plan and run of one phase. A backend keeps no tensor of a step beyond the
+next plan of its phase.
 
 Instances share no memory that they write to: two engines of one process may run at once.
 
-Heads, rows, queries and keys have no limit but the configuration's. A backend that has one refuses
-what is beyond it: by `spec.check` where the requirements show it, else by UnsupportedError when it
-is made. It never computes a part.
+Only the configuration limits heads, rows, queries and keys. A backend with a limit of its own
+refuses larger values: in `spec.check` if the requirements show them, or by UnsupportedError in its
+constructor. It never computes only a part.
+"Page" is a block of the KV cache, as kernels call it; users and the engine call it a block.
 
 Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads,
 D head size, N KV pages, P tokens per page, M pages per sequence at most.
@@ -46,7 +47,7 @@ GraphSupport = Literal["none", "decode", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCapabilities:
-    """What a backend can do, as data. What is not stated is not supported.
+    """The capabilities of a backend, as data. One that is not declared is not supported.
 
     `head_sizes` and `page_multiples`: None means any. `needs_finite_tail`: the backend reads the
     unused tail of a sequence's last page (and discards it), so pages must hold finite numbers.
@@ -68,10 +69,10 @@ class AttentionCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRequirements:
-    """What the model, the device and the configuration ask of a backend, in one phase.
+    """The requirements of the model, the device and the configuration, for one phase.
 
-    `cuda_graphs`: its calls are to be captured. Prefill is chosen without it; then the choice is
-    asked with it, and where it refuses, steps with prompts run eagerly.
+    `cuda_graphs`: its calls will be captured. Prefill is chosen without it and then checked with
+    it; if the backend refuses, steps with prompts run eagerly.
     """
 
     phase: Phase
@@ -108,7 +109,7 @@ class AttentionConfig:
 
     `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
     `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Pages
-    wholly before the window need not be read, but they stay the sequence's own.
+    wholly before the window need not be read, but still belong to the sequence.
     """
 
     device: torch.device
@@ -132,16 +133,17 @@ class AttentionConfig:
 
 @dataclass(slots=True)
 class DecodeMetadata:
-    """A batch of rows that each bring `query_len` query tokens, one today, in device tensors.
+    """A batch of rows with `query_len` query tokens each, always one so far, in device tensors.
 
     `block_table` [B, M] int32; `seq_lens` [B] int32, the keys to attend to, the query's own
     included; 0 marks a padded row, which must read nothing and whose output is ignored. A row's
     table is stale behind its own pages. B may be 0.
     `max_seq_len` is a host bound on `seq_lens`: the configured maximum inside a captured graph.
 
-    `query_len` is 1 in every step of the engine, and no capability says more: `plan_decode` raises
-    UnsupportedError, with the number, for one that the backend does not compute. One that computes
-    more gets B * query_len queries in q_BHD, row after row, each row's its last positions; causal.
+    `query_len` is 1 in every step of the engine. No capability declares other numbers:
+    `plan_decode` raises UnsupportedError, with the number, if the backend does not support it. A
+    backend that does gets B * query_len queries in q_BHD, row after row: each row's last positions;
+    causal.
     """
 
     block_table: Tensor
@@ -162,7 +164,7 @@ class PrefillMetadata:
     `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
     [S + 1] int32, where each chunk's queries start in q_THD, the first at 0. The queries of a
     sequence are its last `query_len` positions; the mask is causal. The chunk's own keys and values
-    are already in their pages. A chunk may bring no query and see no key, and S may be 0.
+    are already in their pages. A chunk may have no query and no key, and S may be 0.
 
     `max_query_len` and `max_seq_len` are exact host integers. In a captured step they are bounds,
     and q_THD may go on beyond `query_start_loc[-1]`: that is padding, whose output is ignored.
@@ -191,9 +193,9 @@ class AttentionBackend(ABC):
         Inside a captured graph the call is captured too: host values may come from
         `metadata.max_seq_len` and shapes only, and no tensor may be created that a kernel keeps.
 
-        Raises UnsupportedError where `metadata.query_len` is not what `run_decode` computes: 1 for
-        most backends. No engine asks for another yet, so an engine of tomorrow is refused by name
-        and not answered wrongly.
+        Raises UnsupportedError if `run_decode` does not support `metadata.query_len`: most backends
+        support only 1. The engine uses only 1 so far; a later engine with other numbers gets this
+        error instead of wrong results.
         """
 
     def plan_prefill(self, metadata: PrefillMetadata) -> None:  # noqa: B027 - optional
@@ -231,12 +233,12 @@ class AttentionBackend(ABC):
         """
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of its own that captured kernels read, by name.
+        """The backend's own tensors that captured kernels read, by name.
 
         In debug mode the runner compares their addresses at capture and at replay.
         """
         return {}
 
     def describe(self) -> str:
-        """What really runs, for listings and benchmarks: provider, version, kernel."""
+        """The implementation that runs, for listings and benchmarks: provider, version, kernel."""
         return type(self).__name__

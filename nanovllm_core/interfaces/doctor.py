@@ -1,4 +1,4 @@
-"""What a check of the environment says; `nanovllm plugins doctor` and extensions make them."""
+"""The result of a check of the environment, by `nanovllm plugins doctor` or an extension."""
 
 from __future__ import annotations
 

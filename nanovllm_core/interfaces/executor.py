@@ -1,4 +1,4 @@
-"""The contract of an executor: the way the engine reaches its worker or workers.
+"""The contract of an executor: it connects the engine to its worker or workers.
 
 Who calls what, and when, all on the engine's thread:
 
@@ -61,7 +61,7 @@ class Executor(ABC):
     """Runs plans in order. Results come in the same order, possibly several steps late.
 
     `submit` must not wait for the device. `collect` waits for the oldest step not yet collected.
-    What any of them raises ends the engine.
+    Any error in one of them ends the engine.
     """
 
     def __init__(self, options: BaseModel) -> None:
@@ -92,4 +92,4 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the device. Closing twice is fine, and so is closing what was never started."""
+        """Free the device. May be called twice, and without a start."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QKPrep:
-    """What happens to packed q, k, v before attention, as data: norm of each head, then rotation.
+    """The preparation of packed q, k, v before attention, as data: norm per head, then rotation.
 
     `q_norm_weight`, `k_norm_weight` [D]: RMS norm per head, None for none. `cos_sin_cache`
     [max_position, R] float32, cos beside sin, rotates the first R <= D dimensions of each head in
@@ -40,8 +40,8 @@ class QKPrep:
 class KernelSet(Protocol):
     """Fused operations on one device. Inputs have their last dimension contiguous.
 
-    An operation leaves its inputs and weights as they are, for others read them after it: it writes
-    to `out_TX`, `residual_TE` and the caches alone, and returns no view of any other input.
+    An operation does not change its inputs and weights, because others read them after it. It
+    writes only to `out_TX`, `residual_TE` and the caches, and returns no view of any other input.
 
     All compute in float32 and round once to the dtype of their input, unless said otherwise. On
     CUDA none waits for the device, so all may be captured in a graph. Weights are contiguous.
@@ -69,7 +69,7 @@ class KernelSet(Protocol):
         """silu(gate) * up -> [T, F]; the gate is the first half."""
 
     def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-        """x W^T -> [T, X], into `out_TX` where it is given, which is then returned."""
+        """x W^T -> [T, X]. Written to `out_TX` and returned, if it is given."""
 
     def norm_linear(
         self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor

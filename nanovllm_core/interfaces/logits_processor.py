@@ -1,17 +1,15 @@
-"""The contract of a logits processor: it changes the logits of the rows that asked for it.
+"""The contract of a logits processor: it changes the logits of the rows that use it.
 
 Who calls what, and when:
 
-    spec.arguments, spec.check        once per request that asks, before it is queued
+    spec.arguments, spec.check        once per request that uses it, before it is queued
     Processor(options, context)       once, at start, before the KV cache is sized
     prepare(arguments)                once per admission of such a request to a row
     process(logits_SV, requests)      once per step that samples for such rows
 
-All of it runs on the current stream, and none is ever captured in a CUDA graph. A step may be
-launched before the host has seen the token of the one before, so what a processor needs to know of
-a row is on the device.
-
-Shape suffixes: S rows that asked, V vocabulary, L ids at most (`max_model_len`).
+All of it runs on the current stream, and none is captured in a CUDA graph. A step may be launched
+before the host has seen the previous step's token, so the facts of a row are on the device.
+Shape suffixes: S rows that use it, V vocabulary, L ids at most (`max_model_len`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsContext:
-    """What a processor may know of the engine when it is made.
+    """The facts of the engine that a processor is made with.
 
     `tokenizer` is the folder that holds the tokenizer's files, if the model has one.
     """
@@ -43,13 +41,13 @@ class LogitsContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsRequest:
-    """One row of a call of `process`: what it asked for, and what is known of it on the device.
+    """One row of a call of `process`: its arguments, and its ids on the device.
 
     `arguments` is an instance of the spec's `arguments`, `state` what `prepare` returned for it.
     `token_ids` [L] int32 holds the row's ids; the first `num_known` (0-dim int32) are valid, of
     which the first `num_prompt` (0-dim int32) are the prompt's, at least one. They may be read on
     the device only (`.item()`, printing or branching on them would wait for it) and are never
-    written to. Where the device has already ended the row both are 1, and what is chosen for it is
+    written to. If the device has already ended the row, both are 1, and its choice is
     dropped.
     """
 
@@ -72,11 +70,11 @@ class LogitsProcessor(ABC):
         self.context = context
 
     def prepare(self, arguments: BaseModel) -> object:
-        """What this row's calls of `process` will need, such as a tensor of ids on the device.
+        """The state for this row's calls of `process`, such as a tensor of ids on the device.
 
-        Called when a row is given to a request that asked; again, for the same request, after it
-        was preempted: so what it returns must follow from `arguments` alone. An error here ends the
-        engine: what a request can get wrong belongs in the spec's `arguments` and `check`.
+        Called when a request that uses the processor gets a row, and again after a preemption, so
+        the result must depend on `arguments` alone. An error here ends the engine: checks of a
+        request belong in the spec's `arguments` and `check`.
         """
         return None
 
@@ -84,9 +82,9 @@ class LogitsProcessor(ABC):
     def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
         """Change `logits_SV` [S, V] float32 in place; row i is that of `requests[i]`.
 
-        -inf forbids an id; what ran before may have forbidden some. A row must keep one id above
-        -inf, and no logit may become NaN or +inf (`debug: true` checks both). Must not wait for the
-        device, nor keep the tensors it is given. Rows that did not ask are not in it. An error ends
-        the engine, with this plugin's name. In a step with so many rows that their logits would not
-        fit in memory at once it is called for some of them at a time.
+        -inf forbids an id; an earlier processor may have forbidden some. A row must keep one id
+        above -inf, and no logit may become NaN or +inf (`debug: true` checks both). Must not wait
+        for the device, nor keep the tensors. It sees only rows that use it. An error ends the
+        engine, with this plugin's name. If the logits of a step's rows do not fit in memory
+        together, it is called for some of them at a time.
         """

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNREADABLE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What `CausalLM.shape` may raise for a setting that is missing or misshapen."""
+"""The errors that `CausalLM.shape` may raise for a missing or malformed setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the runner must know of a model before it is built, for one whole (unsplit) model.
+    """The facts of a model that the runner needs before it is built, for a whole (unsplit) model.
 
     `max_position` is the longest sequence in tokens, prompt and output; `tied_embeddings` says that
     the head shares the embedding's weight, so that a checkpoint brings it once.

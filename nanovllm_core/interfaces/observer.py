@@ -1,10 +1,10 @@
-"""The contract of a step observer: it is told what each step did, and how each request went.
+"""The contract of a step observer: it receives a record of each step and each request.
 
 Who calls what, and when:
 
     Observer(options, context)     once, at start, before the model is loaded
     on_request_finished(record)    once per request (each sample is one) that ended or was aborted,
-                                   before the step that ended it is told of; optional
+                                   before the record of the step that ended it; optional
     on_step(record)                once per collected step
     close()                        once, when the engine is closed or its start fails
 
@@ -34,7 +34,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverContext:
-    """What an observer may know of the engine when it is made.
+    """The facts of the engine that an observer is made with.
 
     `plugins` resolves and makes further plugins, such as those of a kind that the observer's own
     distribution declares.
@@ -53,9 +53,9 @@ class StepRecord:
     are launched ahead, so it is the step's share of the elapsed time, not its latency.
 
     `num_decode_rows` and `num_prefill_tokens` are what was computed, `num_output_tokens` the tokens
-    that came of it. `num_finished` requests ended and `num_preempted` gave way since the record
-    before. `num_running` have a row, `num_waiting` have none; `num_in_flight` steps are launched
-    and not collected. `num_free_blocks` pages are free, of `num_blocks`.
+    that they gave. `num_finished` requests ended and `num_preempted` were preempted since the
+    previous record. `num_running` have a row, `num_waiting` have none; `num_in_flight` steps are
+    launched and not collected. `num_free_blocks` of `num_blocks` blocks are free.
     """
 
     step: int
@@ -78,12 +78,12 @@ class RequestRecord:
 
     `request_id` and `index` are those of its `RequestOutput`: the id, and the number of the sample.
     `labels` are read-only. `num_cached_tokens` of the prompt's tokens were in the prefix cache at
-    the first admission; `num_preemptions` times the request gave way to others.
+    the first admission; the request was preempted `num_preemptions` times.
 
     Times are in seconds of `time.perf_counter()` in the engine's process, so only differences mean
     something. The request was added at `arrival_time`, first admitted at `first_scheduled_time`,
     and the results with its first and its last token were there at `first_token_time` and
-    `finished_time`. A time is None for what an aborted request did not come to.
+    `finished_time`. A time is None if an aborted request never reached that point.
     """
 
     request_id: str
@@ -101,7 +101,7 @@ class RequestRecord:
 
 
 class StepObserver(ABC):
-    """Told about every step. Steps wait for it, so whatever takes long belongs in a thread."""
+    """Receives a record of every step. Steps wait for it, so slow work belongs in a thread."""
 
     def __init__(self, options: BaseModel, context: ObserverContext) -> None:
         self.options = options
@@ -114,8 +114,8 @@ class StepObserver(ABC):
     def on_request_finished(self, record: RequestRecord) -> None:  # noqa: B027 - optional
         """A request ended or was aborted. Must not raise.
 
-        Records are made only where an observer overrides this.
+        Records are made only if an observer overrides this.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """The last call: flush and free what is held."""
+        """The last call: flush and free resources."""

@@ -24,7 +24,7 @@ MAX_DEVICE_STOP_IDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
-    """What the device must know to choose a row's tokens. Neutral values switch a feature off.
+    """The parameters that the device needs to choose a row's tokens. Neutral values are off.
 
     `logits_processors` holds (name, arguments) pairs; the engine has checked the arguments.
     `logit_bias` holds (token id, bias) pairs, each id of the vocabulary at most once.
@@ -137,7 +137,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, in the order of `StepPlan.sampled_rows`.
+    """The result of a step, in the order of `StepPlan.sampled_rows`.
 
     `token_ids` int32, `PADDED` where the row was finished before the step; `finished` bool: the
     device ended the row at this token (stop id or length). `logprobs` only for rows that asked.
@@ -150,7 +150,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What the workers offer once started.
+    """The state of the workers once started.
 
     `attention` and `kernels` name what runs; `choices`, which the engine's front adds, says why
     these and not others, a line for each. `start_seconds` says where the time of the start went, by

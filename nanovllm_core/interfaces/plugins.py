@@ -1,4 +1,4 @@
-"""What a plugin may ask of the plugins of its environment."""
+"""The access that a plugin has to the plugins of its environment."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ EXAMPLE = 'as in {"tenant": "acme"}'
 
 
 class ReadOnlyDict(dict[str, str]):
-    """A dict that nobody changes: json, pickle and `dataclasses.asdict` take it as they take any.
+    """A read-only dict: json, pickle and `dataclasses.asdict` accept it like any dict.
 
     (They do not take a `MappingProxyType`, and records are made to be written somewhere.)
     """

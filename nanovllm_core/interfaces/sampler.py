@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerContext:
-    """What a sampler may know of the engine when it is made.
+    """The facts of the engine that a sampler is made with.
 
     `max_entries`: the most entries of a call, padding included.
     """
@@ -60,15 +60,15 @@ class Sampler(ABC):
         """Write the id of each entry to `out_B` (int32).
 
         `logits_BV` in the model's dtype, or float32 from a tail; they must not be changed.
-        `rows_B` int32: which row of the tables an entry is; -1 is padding and gets -1.
-        `temperature_R` float32, where 0 asks for the likeliest id, of equal ones the lowest;
-        `seed_R` int64. `output_index_B` int32: how many tokens the entry has given already. `skip`
-        [1] int32: where it is 1 a tail follows that chooses anew, and what is written here is not
+        `rows_B` int32: the entry's row in the tables; -1 is padding and gets -1.
+        `temperature_R` float32; 0 selects the likeliest id, of equal ones the lowest.
+        `seed_R` int64. `output_index_B` int32: the number of tokens that the entry already has.
+        `skip` [1] int32: if it is 1, a tail follows that chooses again, and this result is not
         read.
 
-        The choice for an entry may depend on its own logits, temperature, seed and output index
-        only: not on its neighbours, its place, the batch size or what was drawn before. So equal
-        requests give equal tokens whatever else runs, and preempted ones go on as they would have.
+        The choice for an entry may depend only on its own logits, temperature, seed and output
+        index: not on other entries, its place, the batch size or earlier choices. So equal requests
+        give equal tokens whatever else runs, and preempted requests continue unchanged.
         Each bit of the seed (0 to 2**63 - 1) and of the output index changes the noise, which is
         finer than bfloat16 whatever dtype the logits have.
 
@@ -77,7 +77,7 @@ class Sampler(ABC):
         """
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of its own that captured calls use, by name.
+        """The sampler's own tensors that captured calls use, by name.
 
         In debug mode the runner compares their addresses at capture and at replay.
         """

@@ -77,46 +77,46 @@ class SamplingParams:
     """
 
     temperature: float | None = None
-    """How adventurous the choice is: 0 always takes the likeliest token, 1 follows the model.
+    """Divides the logits: 0 always takes the likeliest token, 1 samples the model's distribution.
     Left out: the checkpoint's default, else 1."""
     top_k: int | None = None
-    """Choose among the k likeliest tokens only; 0 or -1 means among all. Left out: the
+    """Choose among the k likeliest tokens only; 0 or -1 means all tokens. Left out: the
     checkpoint's default, else 0."""
     top_p: float | None = None
     """Choose among the likeliest tokens that together hold this share of the probability. Left
     out: the checkpoint's default, else 1."""
     min_p: float | None = None
-    """Leave out tokens less likely than this fraction of the likeliest one's probability. Left
+    """Exclude tokens less likely than this fraction of the likeliest token's probability. Left
     out: the checkpoint's default, else 0."""
     repetition_penalty: float | None = None
-    """Above 1 makes tokens of the prompt and the output less likely to come again; 1 is off.
+    """Above 1 makes tokens of the prompt and the output less likely to repeat; 1 is off.
     Left out: the checkpoint's default, else 1."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token that is already in the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that it is already in the output; -2 to 2."""
+    """Subtracted from a token's logit for each occurrence in the output; -2 to 2."""
     max_tokens: int | None = 64
-    """At most this many output tokens; None means up to the model's length."""
+    """The most output tokens; None means up to the model's length."""
     min_tokens: int = 0
     """The request does not stop before this many output tokens."""
     stop: str | Iterable[str] | None = ()
-    """The output ends where one of these strings appears; the string itself is cut off."""
+    """The output ends before the first of these strings; the string itself is removed."""
     stop_token_ids: Iterable[int] | None = ()
     """The output ends with any of these token ids, besides the model's end-of-sequence ids."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence ids. `stop_token_ids` still end the output."""
+    """Continue past the model's end-of-sequence ids. `stop_token_ids` still end the output."""
     seed: int | None = None
     """Fixes the random choices of this request; None derives one from the engine's seed."""
     logprobs: int | None = None
     """Report the log-probability of each token and of this many likeliest ones (0 to 20)."""
     n: int = 1
-    """How many independent outputs to make of the same prompt, 4096 at most."""
+    """The number of independent outputs of the same prompt, at most 4096."""
     priority: int = 0
-    """For schedulers that serve by priority: the lower, the sooner. The others ignore it."""
+    """For schedulers that admit by priority: lower is earlier. Other schedulers ignore it."""
     logits_processors: Mapping[str, Mapping[str, Any]] | None = None
-    """The configured logits processors that this request asks for, each with its arguments."""
+    """The configured logits processors that this request uses, each with its arguments."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids (at most 1024) before anything else; -100 to 100."""
+    """Added to the logits of these token ids (at most 1024) first; -100 to 100."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -22,7 +22,7 @@ class TorchKernels(KernelSet):
     def __init__(
         self, options: BaseModel | None = None, device: torch.device | None = None
     ) -> None:
-        """What every set is made with; this one needs neither, and keeps nothing."""
+        """Every set is made with these arguments; this one needs neither."""
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         return embedding(ids_T, weight_VE)

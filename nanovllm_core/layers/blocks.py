@@ -1,6 +1,6 @@
 """Block operations: the seams at which norm, GEMM, activation and residual can be fused.
 
-A model calls these instead of its layers one by one; what is fused behind them is no concern of it.
+A model calls these instead of its layers one by one; the kernel set decides what is fused.
 """
 
 from __future__ import annotations

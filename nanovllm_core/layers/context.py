@@ -1,4 +1,4 @@
-"""Where layers live: device, dtype, rank and kernels, handed down instead of global."""
+"""The context of layers: device, dtype, rank and kernels, passed down instead of global."""
 
 from __future__ import annotations
 

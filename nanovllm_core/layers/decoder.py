@@ -41,7 +41,7 @@ from nanovllm_core.layers.rotary import build_cos_sin_cache
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention: two products, and between them what `Attention` is told to do."""
+    """Grouped-query attention: two products with `Attention` between them."""
 
     def __init__(self, config: DecoderConfig, context: LayerContext, cos_sin_cache: Tensor) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class DecoderForCausalLM(nn.Module):
 
     @classmethod
     def shape(cls, config: Mapping[str, Any]) -> ModelShape:
-        """What the runner must know before the model is built; see `CausalLM.shape`."""
+        """The facts that the runner needs before the model is built; see `CausalLM.shape`."""
         return cls.read_config(config).shape()
 
     def __init__(

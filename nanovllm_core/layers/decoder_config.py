@@ -21,7 +21,7 @@ _DEFAULT_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What `DecoderForCausalLM` needs to know, under the names of config.json.
+    """The configuration of `DecoderForCausalLM`, under the names of config.json.
 
     `num_key_value_heads` divides `num_attention_heads`; `head_dim` need not be their share of
     `hidden_size`. The fields with a default are those in which architectures differ: biases of q, k
@@ -104,7 +104,7 @@ class DecoderConfig:
         )
 
     def shape(self) -> ModelShape:
-        """What the runner must know before the model is built."""
+        """The facts that the runner needs before the model is built."""
         return ModelShape(
             num_layers=self.num_hidden_layers,
             hidden_size=self.hidden_size,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanovllm_core.layers.context import LayerContext
 
 ShardId = str | int | None
-"""Which part of a packed parameter a checkpoint tensor is: "q", 0, or None for a whole one."""
+"""The part of a packed parameter that a checkpoint tensor is: "q", 0, or None for a whole one."""
 
 WeightLoader = Callable[["ModelParameter", Tensor, ShardId], None]
 """Copies a whole checkpoint tensor's share of this rank into the parameter."""

@@ -1,4 +1,4 @@
-"""What is installed and how it is loaded: kinds, hooks, discovery, checks, the plugin manager."""
+"""Installed plugins and how they are loaded: kinds, hooks, discovery, checks, the manager."""
 
 from nanovllm_core.registry.checks import (
     CORE as CORE,

@@ -1,4 +1,4 @@
-"""The plugins that come with the core, by the same path as anybody's."""
+"""The plugins that come with the core, found and loaded like all others."""
 
 from __future__ import annotations
 

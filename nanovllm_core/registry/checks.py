@@ -1,4 +1,4 @@
-"""What a plugin's declarations must look like, and how what is wrong with one is told."""
+"""Checks of a plugin's declarations, and their error messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_error(
 
 
 def core_requirement(lines: Iterable[str]) -> Requirement | None:
-    """What a distribution requires of the core, if it requires it outside its extras."""
+    """The requirement of a distribution on the core, if it has one outside its extras."""
     for line in lines:
         try:
             requirement = Requirement(line)
@@ -103,7 +103,7 @@ def check_spec(plugin: InstalledPlugin, spec: PluginSpec, kind: Kind, owner: str
 
 
 def _unusable_field(spec: PluginSpec, kind: Kind) -> str | None:
-    """What a listing or a selection would trip over; None where all can be acted upon."""
+    """A problem that would stop a listing or a selection; None if there is none."""
     if isinstance(spec, AttentionSpec) and not isinstance(spec.capabilities, AttentionCapabilities):
         return f"capabilities {spec.capabilities!r:.80} are not AttentionCapabilities"
     if isinstance(spec, DeviceSpec) and not isinstance(spec.devices, Set):

@@ -1,4 +1,4 @@
-"""What is installed, from the metadata of distributions alone: nothing is imported."""
+"""The installed plugins, from the metadata of distributions alone: nothing is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanovllm_core.registry.kinds import (
 KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
     (kind.name, plugin): extra for kind in KINDS.values() for plugin, extra in kind.extras.items()
 }
-"""Which extra of nanovllm-core installs a plugin of this project."""
+"""The extra of nanovllm-core that installs a plugin of this project."""
 
 KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "sdpa": ("attention_sdpa",),
@@ -39,7 +39,7 @@ CHECKOUT = Path(__file__).parents[2]
 """The checkout, if the core is imported from one; no `plugins` lies beside an installed wheel."""
 
 GROUP_PREFIX = "nanovllm."
-"""What the entry-point group of every kind begins with."""
+"""The prefix of every kind's entry-point group."""
 
 COMMAND_GROUP = "nanovllm.commands"
 """Commands of distributions; each is imported when it is called."""
@@ -53,7 +53,7 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True, slots=True, order=True)
 class InstalledPlugin:
-    """What the metadata of an installed distribution says of one plugin."""
+    """One plugin in the metadata of an installed distribution."""
 
     kind: str
     name: str
@@ -98,7 +98,7 @@ def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
 
 
 def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
-    """Where a plugin of that name is and is not looked for: a group that is that of no kind."""
+    """A note on a plugin of that name in a group of no kind, where it is not looked for."""
     found = entry_points() if given is None else EntryPoints(given)
     groups = known_groups(entry.name for entry in found.select(group=KIND_GROUP))
     for entry in found.select(name=name):
@@ -120,12 +120,12 @@ def install_one(kind: str) -> str:
 
 
 def install_command(kind: str, name: str) -> str:
-    """What installs a plugin of this project, one of `KNOWN_EXTRAS`."""
+    """The command that installs a plugin of this project, one of `KNOWN_EXTRAS`."""
     return extra_command(KNOWN_EXTRAS[kind, name])
 
 
 def extra_command(extra: str) -> str:
-    """What installs an extra of nanovllm-core, one of `KNOWN_DISTRIBUTIONS`.
+    """The command that installs an extra of nanovllm-core, one of `KNOWN_DISTRIBUTIONS`.
 
     From a checkout it names the distributions' folders: what is not published has no extra on an
     index.

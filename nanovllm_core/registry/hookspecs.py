@@ -72,7 +72,7 @@ def nanovllm_samplers() -> Sequence[SamplerSpec]:
 
 @hookspec
 def nanovllm_logits_processors() -> Sequence[LogitsProcessorSpec]:
-    """Changes of logits that a request may ask for (group `nanovllm.logits_processors`)."""
+    """Changes of logits, for requests that use them (group `nanovllm.logits_processors`)."""
 
 
 @hookspec
@@ -92,7 +92,7 @@ def nanovllm_kinds() -> Sequence[KindSpec]:
 
 @hookspec
 def nanovllm_configure(config: EngineConfig, plugins: Plugins) -> None:
-    """Everything is chosen and checked, no weight is read; `plugins` makes further ones."""
+    """Every plugin is chosen and checked, no weight is read; `plugins` makes further ones."""
 
 
 @hookspec
@@ -102,7 +102,7 @@ def nanovllm_engine_started(info: WorkerInfo) -> None:
 
 @hookspec
 def nanovllm_engine_closed() -> None:
-    """The engine was closed; the device is free. Not called where the start failed."""
+    """The engine was closed; the device is free. Not called if the start failed."""
 
 
 @hookspec
@@ -112,4 +112,4 @@ def nanovllm_cli(app: typer.Typer) -> None:
 
 @hookspec
 def nanovllm_doctor() -> Sequence[DoctorCheck]:
-    """What `nanovllm plugins doctor` should know of this plugin's environment."""
+    """Checks of this plugin's environment, for `nanovllm plugins doctor`."""

@@ -148,7 +148,7 @@ class PluginManager:
         )
 
     def misplaced(self, name: str) -> str:
-        """Which group, of no kind, holds an entry point of that name; empty where none does."""
+        """The group of no kind that holds an entry point of that name; empty if none does."""
         return misplaced(name, self._given)
 
     # ---------------------------------------------------------------------------------- kinds
@@ -176,7 +176,7 @@ class PluginManager:
         return self._declared_kinds[name]
 
     def declaration(self, name: str) -> KindSpec:
-        """What the plugin that declares a kind says of it; PluginLoadError if that cannot be."""
+        """The declaration of a kind by its plugin. Raises PluginLoadError if it is not valid."""
         plugin = self.find(KIND, name)
         spec: KindSpec = the_one(plugin, KIND_HOOK, KindSpec, self._answers(plugin, KIND_HOOK))
         check_kind_spec(plugin, spec)
@@ -215,7 +215,7 @@ class PluginManager:
         return spec
 
     def _answers(self, plugin: InstalledPlugin, hook: str) -> list[Any]:
-        """What this plugin alone answers to the hook of its kind."""
+        """The specs that this plugin alone returns from the hook of its kind."""
         module = self._load(plugin)
         others = [other for other in self._pluggy.get_plugins() if other is not module]
         try:

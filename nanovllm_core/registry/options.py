@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_options(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """What a configuration or a request says, as the plugin's own model.
+    """The options of a configuration or the arguments of a request, as the plugin's own model.
 
     It is read as strict JSON: "1" is no number, 1 is no bool and 5 is no text, while a list may
     fill a tuple, and a text a path or a member of an enum. numpy's numbers are Python's.

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
-from nanovllm_core.errors import ConfigError, PluginError, PluginLoadError, UnsupportedError, shown
+from nanovllm_core.errors import (
+    ConfigError,
+    PluginError,
+    PluginLoadError,
+    UnsupportedError,
+    shown,
+)
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,
     AttentionRequirements,
@@ -102,7 +108,7 @@ def select_attention(
 
 
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
-    """What is asked and not stated, in plain words with value and limit."""
+    """Requirements that the backend does not declare, in plain words with value and limit."""
     reasons = []
     device = requirements.device.split(":")[0]
     if requirements.phase not in capabilities.phases:

@@ -1,4 +1,4 @@
-"""Which checkpoint a `model` names: the source that gives it, and its folder."""
+"""The checkpoint that `model` names: its source, and its folder."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def holds_checkpoint(folder: str) -> bool:
 
 
 def conflict(plugins: PluginManager, name: str) -> tuple[str, str]:
-    """What the name of a source means besides, where a folder here holds a checkpoint; a remedy."""
+    """The two meanings of a source's name that is also a checkpoint folder here; the remedy."""
     source = plugins.find("checkpoint", name)
     meanings = (
         f"the checkpoint in {Path(name).resolve()} and the checkpoint source of "

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from nanovllm_core.errors import CheckpointNotFoundError, clip, shown
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
-"""What a checkpoint needs: config, tokenizer, chat template and weights; no pickled weights."""
+"""The files of a checkpoint: config, tokenizer, chat template, weights; no pickled weights."""
 HUB_STRAYS = ("consolidated*.safetensors",)
 """The weights a second time, by names that no model here reads."""
 

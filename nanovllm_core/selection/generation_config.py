@@ -43,7 +43,7 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "min_length": 0,
     "min_new_tokens": None,
 }
-"""What transformers knows of choosing tokens and the engine does not do, with neutral values."""
+"""Sampling settings of transformers that the engine does not support, with neutral values."""
 
 
 def read_sampling_defaults(folder: Path) -> Mapping[str, float]:

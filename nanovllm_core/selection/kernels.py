@@ -25,7 +25,7 @@ FUSED = "triton"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTarget:
-    """What a kernel set is to serve: a device ("cuda:0", "cpu") in a dtype ("bfloat16")."""
+    """The requirements on a kernel set: a device ("cuda:0", "cpu") and a dtype ("bfloat16")."""
 
     device: str
     dtype: str

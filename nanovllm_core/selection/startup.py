@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What a configuration resolved to."""
+    """The plugins and settings that a configuration resolved to."""
 
     plugins: PluginManager
     setup: WorkerSetup
     scheduler: Scheduler
     executor: Executor
     logits_processors: Mapping[str, LogitsProcessorSpec]
-    """What requests may ask for, in the order in which they run."""
+    """The logits processors that requests may use, in the order in which they run."""
     observers: Mapping[str, StepObserver]
     """By a label that names the plugin and its distribution."""
     sampling_defaults: Mapping[str, float]

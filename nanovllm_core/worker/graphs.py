@@ -15,7 +15,7 @@ from nanovllm_core.worker.progress import Laps
 
 
 class StepKey(NamedTuple):
-    """What a captured step is found by: its kind and its padded sizes.
+    """The key of a captured step: its kind and its padded sizes.
 
     A decode step has as many tokens as rows. A mixed one has `num_tokens` of at most `num_rows`
     prompts, beside `num_rows` decoding rows of one token each.

@@ -13,7 +13,7 @@ from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.model import ModelShape
 
 CPU_CACHE_BYTES = 2 << 30
-"""What pages may take on a CPU unless the configuration says; untouched pages cost nothing."""
+"""The default limit of the cache on a CPU; blocks that are never written take no memory."""
 
 _GIB = 1 << 30
 
@@ -90,7 +90,7 @@ def most_blocks_on_cpu(bytes_per_block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBefore:
-    """What an engine finds when it starts, in bytes: none of it is the engine's own.
+    """Memory in use when an engine starts, in bytes: none of it is the engine's own.
 
     `reserved` is what torch's allocator holds for other engines and tensors of this process.
     `context` is what CUDA itself took of the device because this engine was the first to use it; 0
@@ -103,12 +103,12 @@ class MemoryBefore:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a GPU has and what this engine takes of it, in bytes.
+    """The memory of a GPU, and this engine's use of it, in bytes.
 
     `reserved` is what torch's allocator holds for this process now, and `peak` the most that it
     held since the engine began, activations of the largest step included. These are numbers of the
     whole process: what another thread allocates while the engine starts counts as the engine's.
-    `free` is what nobody holds, however many processes share the device. `graphs` is what captured
+    `free` is unused by any process that shares the device. `graphs` is what captured
     steps will keep beside it.
     """
 
@@ -144,7 +144,7 @@ class DeviceMemory:
 
     @property
     def free_left(self) -> int:
-        """Bytes that nobody holds and that this engine's steps will not need."""
+        """Bytes that no process uses and that this engine's steps will not need."""
         return self.free - (self.peak - self.reserved) - self.graphs
 
     def budget(self, utilization: float) -> int:

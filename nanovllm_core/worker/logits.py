@@ -1,4 +1,4 @@
-"""What sampling parameters do to logits: pure functions over some rows of a float32 batch.
+"""Sampling parameters applied to logits: pure functions over some rows of a float32 batch.
 
 S rows of a batch, N of them that need the operation (`which_N`, int64 positions among the S), V
 vocabulary, L ids at most. Each function changes `logits_SV` in place, touches only the rows it is

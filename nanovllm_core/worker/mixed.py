@@ -59,7 +59,7 @@ def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -
 def pack_chunks(
     chunks: Sequence[PrefillChunk], num_entries: int, needs_tail: bool
 ) -> NDArray[np.int32]:
-    """What `ChunkTable` reads, [7, W]. Entries beyond the chunks are chunks of no token."""
+    """The input of `ChunkTable`, [7, W]. Entries beyond the chunks are chunks of no token."""
     num_chunks = len(chunks)
     lengths = [chunk.length for chunk in chunks]
     starts = np.cumsum([0, *lengths])
@@ -89,7 +89,7 @@ class ChunkTable:
 
     @property
     def query_start_loc(self) -> Tensor:
-        """Where each chunk's tokens start among the prompt tokens, and where the last ends."""
+        """The start of each chunk's tokens among the prompt tokens, and the end of the last."""
         return self.packed[0, : self.num_chunks + 1]
 
     @property

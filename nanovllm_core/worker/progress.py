@@ -1,4 +1,4 @@
-"""How a start comes along: bars that are quiet where nobody watches, and where its time went."""
+"""Progress bars for start-up, silent when stderr is not a terminal; and its time by part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Laps:
         self._last = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """What took the time until now is called `name`; equal names add up."""
+        """Count the time since the last call under `name`; equal names add up."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
@@ -37,7 +37,7 @@ def track(items: Iterable[T], description: str) -> Iterable[T]:
 
 @contextmanager
 def counting(description: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives a function of (done, total) that moves a bar on stderr; None where nobody watches."""
+    """Gives a function of (done, total) that moves a bar; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

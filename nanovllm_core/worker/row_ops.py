@@ -14,7 +14,7 @@ from nanovllm_core.worker.rows import RowTables
 
 
 class RowOps(Protocol):
-    """What `rows_reference` (torch) and `rows_triton` both offer; see the former for the facts."""
+    """The operations of `rows_reference` (torch) and `rows_triton`; the former documents them."""
 
     def scatter_updates(self, arena: Tensor, updates_2N: Tensor) -> None: ...
 

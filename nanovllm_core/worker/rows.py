@@ -19,7 +19,7 @@ from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission, PageAppend
 
 _MAX_ELEMENTS = 2**31
-"""The device is told of elements by int32 addresses."""
+"""The device addresses elements by int32 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class RowTables:
         return cls(arena=arena, block_size=block_size, **views)
 
     def address(self, table: Tensor) -> int:
-        """Where a table starts, in int32 elements from the arena's start."""
+        """The start of a table, in int32 elements from the arena's start."""
         return (table.data_ptr() - self.arena.data_ptr()) // self.arena.element_size()
 
 

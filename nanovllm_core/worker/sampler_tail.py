@@ -26,7 +26,7 @@ from nanovllm_core.worker import logits as logit_ops
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors, run_processor
 
 TRANSIENT_BYTES = 256 << 20
-"""What the tail may hold beyond its inputs: it works on as many rows at a time as fit."""
+"""The memory of the tail beyond its inputs: it computes as many rows at a time as fit."""
 
 Column = NDArray[np.int64] | NDArray[np.float64]
 
@@ -67,7 +67,7 @@ class LogprobTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What some rows need done, as device tensors: int64 indices and limits, float32 factors.
+    """The operations on some rows, as device tensors: int64 indices and limits, float32 factors.
 
     `entries` and `rows` name the S rows in the batch and in the tables; the other groups name
     theirs by position among the S.
@@ -221,7 +221,7 @@ class SamplerTail:
     def _processing(
         self, entries: Sequence[int], rows: Sequence[int], params: Sequence[RowSampling]
     ) -> list[_Processing]:
-        """What the processors have to do with these batch entries."""
+        """The processors' requests for these batch entries."""
         asked = self._processors.asked_of([params[entry].logits_processors for entry in entries])
         chosen = [(which, [entries[i] for i in which]) for _, which in asked]
         columns = [[np.array(one, np.int64) for one in pair] for pair in chosen]
@@ -311,7 +311,7 @@ def _changes_logits(one: RowSampling) -> bool:
 
 
 def _bytes_per_logit(params: Sequence[RowSampling], device: torch.device) -> int:
-    """What a row may hold at once for each vocabulary id; the hungriest row counts for all."""
+    """Bytes of a row for each vocabulary id; the row that needs most counts for all."""
     if device.type == "cpu" and any(map(_is_cut, params)):
         return logit_ops.BYTES_PER_SORTED_LOGIT
     if any(_is_penalised(one) or _is_floored(one) or one.logits_processors for one in params):

@@ -103,7 +103,7 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What one tensor of the checkpoint must fill: a shard, or several, one below the other."""
+    """The target of one tensor of the checkpoint: a shard, or several, one below the other."""
 
     parameter: ModelParameter
     shard_ids: tuple[ShardId, ...]
@@ -251,7 +251,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _denied(path: Path) -> str | None:
-    """What to say of a path that exists and may not be read; None for any other."""
+    """The message for a path that exists and may not be read; None for any other."""
     if not path.exists() or os.access(path, os.R_OK):
         return None
     return f"this user may not read {path}; change its permissions"
@@ -268,7 +268,7 @@ def _read_header(file: Path) -> dict[str, _TensorInfo]:
 
 @dataclass(slots=True)
 class _Problems:
-    """What is wrong with a checkpoint, by kind, in the order found."""
+    """The problems of a checkpoint, by kind, in the order found."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

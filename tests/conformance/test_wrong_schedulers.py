@@ -113,6 +113,12 @@ def test_what_the_bugs_are_planted_in_passes(check: str) -> None:
     run(check, wrong.InOrder)
 
 
+@pytest.mark.parametrize("seed", [8, 9, 11])
+def test_a_policy_whose_whole_number_keys_tie_passes(seed: int) -> None:
+    """A heap drops an aborted request with a dozen comparisons of keys, each up to four steps."""
+    run(LEFT, wrong.ByClass, promises=False, seed=seed)
+
+
 @pytest.mark.parametrize("check", [*FAIRNESS[1:], WORK, LEFT])
 @pytest.mark.parametrize(
     "impl",

@@ -251,6 +251,13 @@ class First(SchedulingPolicy):
         return (request.arrival_index,)
 
 
+class ByClass(First):
+    """Right: two classes, where aborted requests of the later one stay behind those that wait."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.arrival_step + 50 * (request.priority > 0),)
+
+
 class LastAfterTwo(First):
     """After two preemptions a request is served behind all others."""
 

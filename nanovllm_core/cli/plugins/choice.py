@@ -1,4 +1,4 @@
-"""What the commands of `nanovllm plugins` share: the plugin that is meant, and the device here."""
+"""Shared by the commands of `nanovllm plugins`: the plugin of a name, and this device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KindOption = Annotated[
 
 
 def installed_plugins() -> PluginManager:
-    """What is installed, less what the environment's `plugins.disable` names."""
+    """The installed plugins, without those that the environment's `plugins.disable` names."""
     # The commands need no model, so one is made up to be able to read the rest.
     return get_plugin_manager(disable=load_config("none").plugins.disable)
 

@@ -38,7 +38,7 @@ def doctor(
 
 
 def check_commands() -> list[DoctorCheck]:
-    """What stops every other command: an extension that is enabled for them, and fails."""
+    """An enabled extension that fails, which stops every other command."""
     try:
         add_extensions(typer.Typer())
     except Exception as error:  # whatever it is, the doctor goes on

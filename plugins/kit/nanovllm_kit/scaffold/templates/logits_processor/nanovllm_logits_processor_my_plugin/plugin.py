@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class EngineOptions(BaseModel):
-    """What the engine is told: `options` beside the name in `logits_processors`."""
+    """The options of the engine: `options` beside the name in `logits_processors`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -2,11 +2,11 @@
 
 The key of a request is
 
-    key = tokens of answer asked for + ageing * arrival step
+    key = maximum tokens of the answer + ageing * arrival step
 
-and the lowest key is served first. A request for A tokens that arrives at step a is passed over by
-one that arrives at step b only if ageing * (b - a) < A: so nobody who arrives more than A / ageing
-steps after it is served before it, and it cannot starve.
+and the lowest key is admitted first. A request for A tokens that arrives at step a is passed over
+by one that arrives at step b only if ageing * (b - a) < A. So a request that arrives more than
+A / ageing steps after it is never admitted before it, and it cannot starve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanovllm_scheduler_my_plugin.plugin import MyPluginOptions
 
 
 class MyPluginPolicy(SchedulingPolicy):
-    """The order of service, and who gives way when pages run out."""
+    """The order of admission, and the request to preempt when blocks run out."""
 
     def __init__(self, options: MyPluginOptions) -> None:
         self.options = options
@@ -28,5 +28,5 @@ class MyPluginPolicy(SchedulingPolicy):
         return (answer + self.options.ageing * request.arrival_step,)
 
     def victim_key(self, request: RequestView) -> tuple[float, ...]:
-        """Whoever came last gives way, so the oldest running request always finishes."""
+        """The latest arrival is preempted first, so the oldest running request always finishes."""
         return (request.arrival_index,)

@@ -1,8 +1,7 @@
-"""Prompts share each step evenly: a short one behind a long one need not wait for all of it.
+"""Prompts share each step evenly, so that a short prompt does not wait for a whole long one.
 
-Who is admitted is decided in the order of arrival, and nobody is passed over: where the next one
-does not fit, nobody behind it is admitted. So a request waits only for requests that came before
-it, and cannot starve.
+Requests are admitted in order of arrival. If the next one does not fit, no request behind it is
+admitted. So a request waits only for requests that arrived before it, and cannot starve.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from nanovllm_scheduler_my_plugin.plugin import MyPluginOptions
 
 
 class MyPluginScheduler(Scheduler):
-    """Decides what prompts get of each step, over a read-only view of the engine."""
+    """Decides the prompt tokens of each step, from a read-only view of the engine."""
 
     def __init__(self, options: MyPluginOptions) -> None:
         self.options = options
@@ -27,7 +26,7 @@ class MyPluginScheduler(Scheduler):
         shares: list[PrefillShare] = []
         budget, blocks = state.token_budget, state.free_blocks
         for index, (request, missing) in enumerate(work):
-            # What a prompt leaves of its part goes to those behind it.
+            # The unused part of a share goes to the prompts behind it.
             chunk = min(missing, -(-budget // (len(work) - index)))
             blocks -= state.num_new_blocks(request, chunk)
             if chunk == 0 or blocks < 0:
@@ -37,16 +36,16 @@ class MyPluginScheduler(Scheduler):
         return shares
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        """Whoever came last gives way, so the oldest running request always finishes."""
+        """The latest arrival is preempted first, so the oldest running request always finishes."""
         return max(running, key=lambda request: request.arrival_index).request_id
 
     def _admitted(
         self, state: SchedulerState, work: Sequence[tuple[RequestView, int]]
     ) -> list[tuple[RequestView, int]]:
-        """The waiting requests that may begin, each with the tokens that it has to compute.
+        """The waiting requests to admit, each with the tokens that it has to compute.
 
-        One may begin where the free pages hold its whole prompt and all that the prompts before it
-        still need: prompts that wait for each other's pages would wait for ever.
+        A request is admitted if the free blocks hold its whole prompt and the rest of the prompts
+        before it. Prompts that wait for each other's blocks would wait for ever.
         """
         rows = min(state.free_rows, self.options.max_prompts - len(work))
         blocks = state.free_blocks - sum(state.num_new_blocks(*one) for one in work)
