@@ -46,7 +46,7 @@ class Section(BaseModel):
 
 
 class PluginChoice(Section):
-    """A plugin and its options; `auto` for any, where that is the default."""
+    """A plugin and its options, or `auto` if that is the default."""
 
     KEY: ClassVar[str] = "name"
     """The field that names the plugin."""
@@ -60,7 +60,7 @@ class PluginChoice(Section):
 
     @classmethod
     def takes_auto(cls) -> bool:
-        """Whether `auto` stands for any plugin; elsewhere it is a name as others are."""
+        """Whether `auto` stands for any plugin; if not, it is a name like any other."""
         return bool(cls.model_fields[cls.KEY].default == AUTO)
 
     @property
@@ -187,9 +187,9 @@ DistinctPlugins = Annotated[PluginList, AfterValidator(_named_once)]
 def choice_models(
     section: type[Section], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], type[PluginChoice]]]:
-    """Where a section and those in it take one plugin, and as what; lists of plugins are left out.
+    """The path and the model of each field, in a section and those in it, that takes one plugin.
 
-    A field of the configuration is known here by its type alone.
+    Fields are recognised by their type. Lists of plugins are left out.
     """
     for name, field in section.model_fields.items():
         model = field.annotation

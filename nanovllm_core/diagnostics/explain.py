@@ -64,7 +64,7 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
 
 
 class View:
-    """The decisions of a configuration, who gave its values, and what else is installed."""
+    """The decisions of a configuration, the sources of its values, and the other plugins."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
         self.config: EngineConfig = loaded.config
@@ -262,7 +262,7 @@ VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
     "tokens per step": partial(_stated, path="limits.max_num_batched_tokens"),
     "steps ahead": partial(_stated, path="steps_ahead"),
 }
-"""How each decision of `SEQUENCE` is shown once it is made."""
+"""The words for each decision of `SEQUENCE` that was made."""
 
 
 def problems(seams: Sequence[Seam]) -> list[str]:

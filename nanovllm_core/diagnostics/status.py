@@ -97,7 +97,7 @@ def plugin_status(
 
 
 def _reasons(spec: PluginSpec, requirements: AttentionRequirements) -> tuple[str, ...]:
-    """Why it cannot run here, if it states where it runs."""
+    """The reasons why a plugin that states its devices cannot run here."""
     if isinstance(spec, KernelSetSpec):
         return tuple(unmet(spec, kernel_target(requirements)))
     if isinstance(spec, DeviceSpec):

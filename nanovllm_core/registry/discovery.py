@@ -113,7 +113,7 @@ def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
 
 
 def install_one(kind: str) -> str:
-    """What installs a plugin of a kind that has some in this project."""
+    """The command that installs a plugin of a kind, one of those with `extras`."""
     first, *others = KINDS[kind].extras
     beside = f", or likewise {' or '.join(others)}" if others else ""
     return install_command(kind, first) + beside

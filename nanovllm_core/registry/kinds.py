@@ -1,12 +1,11 @@
-"""The kinds of plugins, as data: all that commands, schema, doctor and `explain` know of one.
+"""The kinds of plugins, as data that commands, schema, doctor and `explain` read.
 
-A built-in kind is added by five files of the core: its interface, its spec (`interfaces/specs.py`),
+A built-in kind is added in five files of the core: its interface, its spec (`interfaces/specs.py`),
 its hook (`hookspecs.py`), its `Kind` here, and the field of the configuration that names its
-plugins (`config/settings.py`). Beyond them it is named only where it is used.
+plugins (`config/settings.py`). Other files name it only to use it.
 
-A contract is versioned kind by kind. What changes the meaning of a contract raises its number here;
-where plugins written for the older one no longer work, `oldest_contract` follows, and they are
-refused by name.
+Each kind has its own contract version. A change in the meaning of a contract raises the version. If
+older plugins no longer work, `oldest_contract` rises too, and they are refused by name.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ def declared_kind(spec: KindSpec) -> Kind:
 def contract_problem(
     kind: str, oldest: int, current: int, changed: str, stated: object, owner: str
 ) -> str | None:
-    """Why a plugin's contract version is not taken; None for those from `oldest` to `current`.
+    """The reason to refuse a plugin's contract version; None for `oldest` to `current`.
 
     `owner` is the distribution that defines the kind, which is to be upgraded for a newer plugin;
     `changed` tells the author of an older one what to do.

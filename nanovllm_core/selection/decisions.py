@@ -1,7 +1,7 @@
 """Every choice of a start, in one sequence: `start` runs through it, `explain` walks it.
 
-A decision follows from the configuration and from other decisions. It is made when it is first
-asked for, once; where it fails, so does each that needs it, with the same error. No weight is read
+A decision follows from the configuration and from other decisions. It is made once, when it is
+first read. If it fails, each decision that needs it fails with the same error. No weight is read,
 and nothing is allocated on the device.
 """
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class decision(Generic[T]):  # noqa: N801 - used as `property` is
-    """A property that is computed once; what it raised is raised again."""
+    """A property that is computed once; its error is kept, too, and raised again."""
 
     def __init__(self, decide: Callable[[Any], T]) -> None:
         self._decide = decide
@@ -49,7 +49,7 @@ class decision(Generic[T]):  # noqa: N801 - used as `property` is
 
 
 class Decisions:
-    """What a configuration resolves to."""
+    """The choices that a configuration resolves to, each made when it is first read."""
 
     def __init__(self, config: EngineConfig, plugins: PluginManager | None = None) -> None:
         self.config = config
@@ -92,7 +92,7 @@ class Decisions:
 
     @decision
     def shape(self) -> ModelShape:
-        """What the model plugin reads in config.json."""
+        """The facts that the model plugin reads in config.json."""
         return read_shape(self.model, self.model_config, self.checkpoint)
 
     @decision
@@ -112,7 +112,7 @@ class Decisions:
         return self.device.startswith("cuda") and not self.config.cuda_graphs.enforce_eager
 
     def requirements(self, phase: Phase) -> AttentionRequirements:
-        """What one phase asks of a backend."""
+        """The requirements of one phase on a backend."""
         return AttentionRequirements(
             phase=phase,
             device=self.device.split(":")[0],
@@ -154,15 +154,15 @@ class Decisions:
         return select_kernels(self.plugins, self.config.kernels, target)
 
     def named(self, kind: str) -> tuple[ResolvedPlugin, ...]:
-        """The plugins of a kind, but for attention, that the configuration names.
+        """The plugins of a kind that the configuration names, in its order; not for attention.
 
-        In the order of the configuration; the code of each can be imported.
+        The code of each has been imported.
         """
         return self.once(partial(_choose, kind=kind), kind)
 
     @decision
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the checkpoint states of sampling; nothing where the configuration says `none`."""
+        """The checkpoint's sampling defaults; none if the configuration says `none`."""
         if self.config.generation_config == "none":
             return {}
         return read_sampling_defaults(self.checkpoint)
@@ -275,7 +275,7 @@ CHOOSERS: Mapping[str, Callable[[Decisions], ResolvedPlugin]] = {
     "sampler": lambda d: select_sampler(d.plugins, d.config.sampler, d.device, d.cuda_graphs),
     "executor": lambda d: select_executor(d.plugins, d.config),
 }
-"""The kinds whose plugin must suit the device or the configuration; others are taken as named."""
+"""The kinds whose plugin must suit the device or the configuration; any other is taken as named."""
 
 NAMED_KINDS: Mapping[str, str] = {
     kind.choice.replace("_", " "): kind.name

@@ -66,7 +66,7 @@ def find_model(plugins: PluginManager, architecture: str, checkpoint: Path) -> R
 def read_shape(
     model: ResolvedPlugin, model_config: Mapping[str, Any], checkpoint: Path
 ) -> ModelShape:
-    """What the model plugin reads in config.json; ArchitectureError where it cannot."""
+    """The facts that the model plugin reads in config.json. Raises ArchitectureError."""
     implementation = load_object(model)
     try:
         return cast(ModelShape, implementation.shape(model_config))

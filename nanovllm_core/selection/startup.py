@@ -76,7 +76,7 @@ def start(config: EngineConfig) -> Startup:
 
 
 def make_setup(decisions: Decisions) -> WorkerSetup:
-    """What the workers are told."""
+    """The choices as plain data, for the workers."""
     [kernels], [sampler] = decisions.named("kernels"), decisions.named("sampler")
     return WorkerSetup(
         config=decisions.config,
