@@ -106,9 +106,9 @@ def test_template_variables_come_from_the_configuration_and_a_call_overrides_the
     tmp_path: Path,
 ) -> None:
     """In `chat` and `stream`; a prompt that no template is applied to refuses them."""
-    from nanovllm_checkpoint_demo.plugin import locate
+    from nanovllm_checkpoint_demo.plugin import FOLDER
 
-    folder = Path(shutil.copytree(locate(""), tmp_path / "copy"))
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "copy"))
     template = "{{ messages[0].content }}{% if enable_thinking is false %} no{% endif %}"
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     messages, off, on = [{"role": "user", "content": "a"}], False, True

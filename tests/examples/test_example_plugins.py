@@ -153,10 +153,10 @@ def save_tiny(folder: Path, architecture: str) -> Any:
     import torch
     import transformers
 
-    from nanovllm_checkpoint_demo.plugin import locate
+    from nanovllm_checkpoint_demo.plugin import FOLDER
 
     torch.manual_seed(0)
-    demo = locate("")
+    demo = FOLDER
     model_class = getattr(transformers, architecture)
     settings = {
         "vocab_size": json.loads((demo / "config.json").read_text())["vocab_size"],

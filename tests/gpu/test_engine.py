@@ -22,9 +22,9 @@ BLOCKS = {"cache.num_blocks": 2048, "cache.block_size": 16}
 @pytest.fixture(scope="module")
 def questions() -> list[list[dict[str, str]]]:
     """A spread of the demo's held-out items."""
-    from nanovllm_checkpoint_demo.plugin import locate
+    from nanovllm_checkpoint_demo.plugin import FOLDER
 
-    lines = (locate("") / "eval.jsonl").read_text().splitlines()[::24]
+    lines = (FOLDER / "eval.jsonl").read_text().splitlines()[::24]
     return [json.loads(line)["messages"] for line in lines]
 
 

@@ -40,7 +40,7 @@ def rows(*seq_lens: int) -> DecodeMetadata:
 
 
 def made(provider: str = "auto") -> FlashAttention:
-    backend = FlashAttention(CONFIG, FlashOptions.model_validate({"provider": provider}))
+    backend = FlashAttention(FlashOptions.model_validate({"provider": provider}), CONFIG)
     backend.allocate()
     return backend
 

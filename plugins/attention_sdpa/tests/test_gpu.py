@@ -72,7 +72,7 @@ def test_kernels_by_name(kernel: Kernel, phase: str) -> None:
         queries, [300, 200, 7], num_heads=16, num_kv_heads=8, head_size=128,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
-    backend = SdpaAttention(case.config(), options)
+    backend = SdpaAttention(options, case.config())
     backend.allocate()
     if phase == "decode":
         case.assert_close(run_decode(backend, case, case.decode_metadata()))
@@ -121,7 +121,7 @@ def test_a_large_step_stays_within_the_limit(kernel: Kernel) -> None:
         )  # fmt: skip
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        backend = SdpaAttention(replace(case.config(), max_num_seqs=64), SdpaOptions(kernel=kernel))
+        backend = SdpaAttention(SdpaOptions(kernel=kernel), replace(case.config(), max_num_seqs=64))
         backend.allocate()
         out = torch.empty_like(case.q_THD)
         torch.cuda.reset_peak_memory_stats()

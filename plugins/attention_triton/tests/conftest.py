@@ -81,7 +81,7 @@ class PagedBatch:
         )
 
     def backend(self, options: TritonOptions | None = None) -> TritonAttention:
-        backend = TritonAttention(self.config(), options or TritonOptions())
+        backend = TritonAttention(options or TritonOptions(), self.config())
         backend.allocate()
         return backend
 

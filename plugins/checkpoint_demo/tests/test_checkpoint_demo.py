@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from nanovllm_checkpoint_demo import plugin
-from nanovllm_core.api import CheckpointNotFoundError
+from nanovllm_core.api import CheckpointNotFoundError, NoOptions
 
 TRAINING = Path(__file__).parents[1] / "training"
 TASKS = ("addition", "copy", "reverse", "sort", "question", "story")
@@ -59,13 +59,13 @@ def test_plugin_offers_one_checkpoint_named_like_its_entry_point() -> None:
     """The spec's impl names the function that finds the folder."""
     (spec,) = plugin.nanovllm_checkpoints()
     assert (spec.name, spec.impl) == ("demo", "nanovllm_checkpoint_demo.plugin:locate")
-    assert (plugin.locate("") / "config.json").is_file()
+    assert (plugin.locate(NoOptions(), "") / "config.json").is_file()
 
 
 def test_reference_is_refused() -> None:
     """`demo:something` is an error, since there is one checkpoint only."""
     with pytest.raises(CheckpointNotFoundError, match="demo:large"):
-        plugin.locate("large")
+        plugin.locate(NoOptions(), "large")
 
 
 def test_plugin_module_imports_no_torch() -> None:

@@ -173,7 +173,7 @@ class CutAt(Plain):
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         window = min(self.most, config.sliding_window or self.most)
-        super().__init__(replace(config, sliding_window=window), options)
+        super().__init__(options, replace(config, sliding_window=window))
 
 
 class CutAt4096(CutAt):
@@ -388,7 +388,7 @@ class ScaleOfTheFirst(Plain):
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         type(self).first = type(self).first or config.scale
-        super().__init__(replace(config, scale=type(self).first or 1.0), options)
+        super().__init__(options, replace(config, scale=type(self).first or 1.0))
 
 
 class KeepsMetadata(Plain):

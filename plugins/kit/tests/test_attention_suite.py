@@ -116,7 +116,7 @@ class Recent(Plain):
     """Keys older than the last 516 are dropped, as if there were a window."""
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
-        super().__init__(replace(config, sliding_window=516), options)
+        super().__init__(options, replace(config, sliding_window=516))
 
 
 class RecentInPrefill(Plain):
