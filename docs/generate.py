@@ -37,6 +37,7 @@ from nanovllm_core import api, layers
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
 from nanovllm_core.config import yaml_reader as config_yaml
 from nanovllm_core.config.settings import BLOCK_SIZES, EngineConfig
+from nanovllm_core.errors import in_ranges
 from nanovllm_core.interfaces import request_labels, sampling_params
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
@@ -138,7 +139,7 @@ def in_words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, frozenset):
-        return ", ".join(str(one) for one in sorted(value))
+        return ", ".join(map(str, in_ranges(value)))
     if isinstance(value, tuple):
         return ".".join(str(one) for one in value)
     return str(value)

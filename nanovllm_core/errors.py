@@ -38,6 +38,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_MESSAGE = 20_000
 """Characters of one error's message; a plugin's own text may be longer and is cut."""
@@ -59,6 +60,17 @@ def shown(value: object) -> str:
     Large strings and containers are cut before their text is made.
     """
     return clip(_SHORT.repr(value))
+
+
+def in_ranges(values: Iterable[Any]) -> list[Any]:
+    """The values in order; three or more whole numbers in a row become one text: "1 to 256"."""
+    rows: list[list[Any]] = []
+    for value in sorted(values):
+        if rows and isinstance(value, int) and value == rows[-1][-1] + 1:
+            rows[-1].append(value)
+        else:
+            rows.append([value])
+    return [one for row in rows for one in (row if len(row) < 3 else [f"{row[0]} to {row[-1]}"])]
 
 
 class _ShortRepr(reprlib.Repr):

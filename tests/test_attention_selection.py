@@ -50,6 +50,8 @@ UNMET: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"device": "mps"}, "does not run on mps, only on cpu, cuda"),
     ({}, {"dtype": "float16"}, "does not compute in float16, only in bfloat16, float32"),
     ({}, {"head_size": 80}, "has no head size 80, only 64, 128"),
+    ({"head_sizes": frozenset({16, *range(32, 65)})}, {"head_size": 80},
+     "has no head size 80, only 16, 32 to 64"),
     ({"min_compute_capability": (9, 0)}, {"compute_capability": (8, 6)},
      "needs compute capability 9.0, and this GPU has 8.6"),
     ({"max_compute_capability": (9, 0)}, {"compute_capability": (10, 0)},

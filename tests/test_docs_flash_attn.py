@@ -76,7 +76,7 @@ def test_a_parameter_is_honoured_or_refused_as_the_page_says(
     parameter: str, backend: str, answer: str
 ) -> None:
     """Honoured: the result is another one. Refused: the error names the parameter."""
-    compat = importlib.import_module(f"nanovllm_attention_{backend}.compat")
+    compat = importlib.import_module(f"nanovllm_flash_attn_compat.{backend}")
     if parameter == "return_attn_probs":
         assert (len(varlen(compat, return_attn_probs=True)) == 3) == (answer == "yes")
     elif parameter == "return_softmax_lse":

@@ -6,7 +6,15 @@ from fractions import Fraction
 
 import pytest
 
-from nanovllm_core.errors import MAX_MESSAGE, MAX_SHOWN, ConfigError, UnsupportedError, clip, shown
+from nanovllm_core.errors import (
+    MAX_MESSAGE,
+    MAX_SHOWN,
+    ConfigError,
+    UnsupportedError,
+    clip,
+    in_ranges,
+    shown,
+)
 
 
 def deep(levels: int) -> list[object]:
@@ -59,3 +67,11 @@ def test_no_message_is_longer_than_the_limit(kind: type[ConfigError]) -> None:
     """A plugin's own text may be."""
     assert len(str(kind("x" * 10**6))) <= MAX_MESSAGE
     assert str(kind("short")) == "short"
+
+
+def test_numbers_in_a_row_are_shown_as_a_range() -> None:
+    """Three or more; the order given does not matter, and texts stay as they are."""
+    assert in_ranges({1, 2, 3, 5, 6, 9}) == ["1 to 3", 5, 6, 9]
+    assert in_ranges(range(256, 0, -1)) == ["1 to 256"]
+    assert in_ranges({"cuda", "cpu"}) == ["cpu", "cuda"]
+    assert in_ranges(()) == []

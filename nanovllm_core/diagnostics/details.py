@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nanovllm_core.diagnostics.status import PluginStatus
+from nanovllm_core.errors import in_ranges
 from nanovllm_core.interfaces.specs import PluginSpec
 from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.hookspecs import PROJECT
@@ -114,7 +115,7 @@ def _plain(value: Any) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name.replace("_", " "): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Set):
-        return sorted(value)
+        return in_ranges(value)
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
     if isinstance(value, Mapping):

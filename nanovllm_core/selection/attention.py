@@ -13,7 +13,13 @@ from typing import cast
 from pydantic import BaseModel
 
 from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
-from nanovllm_core.errors import ConfigError, PluginError, PluginLoadError, UnsupportedError, shown
+from nanovllm_core.errors import (
+    ConfigError,
+    PluginError,
+    PluginLoadError,
+    UnsupportedError,
+    shown,
+)
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,
     AttentionRequirements,

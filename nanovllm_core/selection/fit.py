@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from nanovllm_core.errors import in_ranges
+
 Capability = tuple[int, int]
 
 
@@ -36,8 +38,8 @@ def unmet_capability(
 
 
 def in_order(values: Iterable[Any]) -> str:
-    """All values in their order, for messages."""
-    return ", ".join(str(value) for value in sorted(values)) or "none"
+    """All values in their order, whole numbers in a row as a range, for messages."""
+    return ", ".join(map(str, in_ranges(values))) or "none"
 
 
 def _dots(version: Capability) -> str:

@@ -32,13 +32,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [Q, H, D] and the log of the softmax's denominator [H, Q] in float32 at least.
 
-    A query that sees no key gives zeros, and an LSE of +inf as flash-attn does.
+    A query that sees no key gives zeros, and an LSE of -inf.
     """
     num_queries, num_heads, _ = q_QHD.shape
     out = torch.empty(
         num_queries, num_heads, v_LKD.shape[-1], dtype=q_QHD.dtype, device=q_QHD.device
     )
-    lse = torch.empty(num_heads, num_queries, dtype=_wide(q_QHD), device=q_QHD.device)
+    lse = torch.empty(num_heads, num_queries, dtype=wide_dtype(q_QHD), device=q_QHD.device)
     step = queries_per_slice(k_LKD.shape[0], 4 * 4 * num_heads)
     for start in range(0, num_queries, step):
         part = slice(start, min(start + step, num_queries))
@@ -87,7 +87,7 @@ def attend_backward(
     """
     num_queries, num_heads, _ = q_QHD.shape
     num_keys, num_kv_heads, head_size = k_LKD.shape
-    wide = _wide(q_QHD)
+    wide = wide_dtype(q_QHD)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_QHD, k_LKD, v_LKD))
     step = queries_per_slice(num_keys, 4 * wide.itemsize * num_heads)
     for start in range(0, num_queries, step):
@@ -126,7 +126,7 @@ def _attend_part(
     weights_HQL, lse_HQ, _ = _softmax(q_QHD, k_LKD, bias, rules)
     per_head = num_heads // num_kv_heads * num_queries
     weights_KRL = weights_HQL.view(num_kv_heads, per_head, num_keys)
-    v_KLD = v_LKD.to(_wide(q_QHD)).transpose(0, 1)
+    v_KLD = v_LKD.to(wide_dtype(q_QHD)).transpose(0, 1)
     out_HQD = (weights_KRL @ v_KLD).view(num_heads, num_queries, -1)
     return out_HQD.transpose(0, 1).to(q_QHD.dtype), lse_HQ
 
@@ -136,10 +136,10 @@ def _softmax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights [H, Q, L], LSE [H, Q], and the capped scores before the bias [H, Q, L].
 
-    A query that sees no key has no weights, and an LSE of +inf.
+    A query that sees no key has no weights, and an LSE of -inf.
     """
     num_queries, _, head_size = q_QHD.shape
-    num_kv_heads, wide = k_LKD.shape[1], _wide(q_QHD)
+    num_kv_heads, wide = k_LKD.shape[1], wide_dtype(q_QHD)
     q_QKGD = q_QHD.to(wide).reshape(num_queries, num_kv_heads, -1, head_size)
     k_K1DL = k_LKD.to(wide).permute(1, 2, 0)[:, None]
     scores_HQL = ((q_QKGD.permute(1, 2, 0, 3) @ k_K1DL) * rules.scale).flatten(0, 1)
@@ -147,12 +147,11 @@ def _softmax(
         scores_HQL = rules.soft_cap * torch.tanh(scores_HQL / rules.soft_cap)
     biased_HQL = scores_HQL + bias
     lse_HQ = biased_HQL.logsumexp(-1)
-    blind_HQ = torch.isneginf(lse_HQ)
-    weights_HQL = torch.exp(biased_HQL - lse_HQ.masked_fill(blind_HQ, 0)[..., None])
-    return weights_HQL, lse_HQ.masked_fill(blind_HQ, float("inf")), scores_HQL
+    anchor_HQ = lse_HQ.masked_fill(torch.isneginf(lse_HQ), 0)
+    return torch.exp(biased_HQL - anchor_HQ[..., None]), lse_HQ, scores_HQL
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
     """What sums are kept in: float32, or float64 for inputs in it."""
     return torch.promote_types(x.dtype, torch.float32)
 

@@ -19,11 +19,18 @@ MAX_BLOCK_HEADS = 64
 """Query heads of one program at most; larger groups take several."""
 MERGE_ELEMENTS = 4096
 """Partial results that a program merges at a time (fp32 in registers)."""
+MIN_BLOCK_D = 16
+"""The fewest columns that `tl.dot` multiplies."""
 
 
 def next_power_of_2(value: int) -> int:
     """The least power of two that is at least `value` (and 1)."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def padded_head_size(head_size: int) -> int:
+    """The columns of a tile whose first `head_size` are real."""
+    return max(next_power_of_2(head_size), MIN_BLOCK_D)
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -38,8 +45,9 @@ class DecodeShape:
     """What decode attention needs to know to size its memory and its grids.
 
     A program takes `block_heads` query heads of one KV head, `head_blocks` of them make a group;
-    `partial_heads` of a block are real heads, rounded up to a power of two, as `block_d` is the
-    head size. `window`: keys that a query sees, its own included; None: all.
+    `partial_heads` of a block are real heads, rounded up to a power of two; `block_d` is the head
+    size as `padded_head_size` rounds it. `window`: keys that a query sees, its own included; None:
+    all.
     """
 
     num_heads: int
@@ -73,7 +81,7 @@ class DecodeShape:
 
     @property
     def block_d(self) -> int:
-        return next_power_of_2(self.head_size)
+        return padded_head_size(self.head_size)
 
     def constants(self, page: int, tile: int) -> dict[str, int | float]:
         """The compile-time arguments of `decode_kernel`."""
@@ -164,7 +172,8 @@ class DecodeWorkspace:
     def plan(self, seq_lens_B: Tensor, block_table: Tensor, page: int) -> None:
         """Cut the rows of `seq_lens_B` (int32, contiguous) into the items of the next runs.
 
-        `block_table` [B, M] int32 names the pages, of `page` tokens, that those runs will read.
+        `block_table` [B, M] int32 names the pages, of `page` tokens, that those runs will read; a
+        length beyond M pages is cut to them.
         """
         tuning = self.tuning
         fixed = tuning.fixed_chunk
@@ -175,6 +184,7 @@ class DecodeWorkspace:
             self.num_items,
             block_table.stride(0),
             seq_lens_B.shape[0],
+            block_table.shape[1] * page,
             wave_items=self.shape.items_per_step(tuning.wave_programs),
             # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
             max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),

@@ -30,7 +30,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"],
+    do_not_specialize=["num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"],
 )
 def plan_kernel(
     seq_lens_ptr,
@@ -39,6 +39,7 @@ def plan_kernel(
     num_items_ptr,
     table_stride,
     num_rows,
+    max_len,
     wave_items,
     max_items,
     min_chunk,
@@ -49,7 +50,7 @@ def plan_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """List the step's items: one program over all rows.
+    """List the step's items: one program over all rows, of at most `max_len` tokens each.
 
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
     and raised where that would make more than `max_items` (+ 1 per row). Chunks are whole tiles,
@@ -58,6 +59,7 @@ def plan_kernel(
     """
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+    lens = tl.minimum(tl.maximum(lens, 0), max_len)
     spans = lens
     if WINDOW > 0:
         hidden = tl.maximum(lens - WINDOW, 0)

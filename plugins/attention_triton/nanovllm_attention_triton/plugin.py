@@ -17,7 +17,9 @@ from nanovllm_core.api import (
     hookimpl,
 )
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
+MAX_HEAD_SIZE = 256
+"""Smaller sizes that are no power of two are padded inside the kernels; a larger one has no tiles
+that fit."""
 
 
 def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
@@ -72,7 +74,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             capabilities=AttentionCapabilities(
                 devices=frozenset({"cuda", "cpu"}),
                 dtypes=frozenset({"float16", "bfloat16", "float32"}),
-                head_sizes=frozenset(HEAD_SIZES),
+                head_sizes=frozenset(range(1, MAX_HEAD_SIZE + 1)),
                 min_compute_capability=(8, 0),
                 gqa=True,
                 sliding_window=True,

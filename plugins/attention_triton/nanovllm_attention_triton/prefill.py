@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm_attention_triton.decode import LOG2_E, next_power_of_2
+from nanovllm_attention_triton.decode import LOG2_E, padded_head_size
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.tuning import (
     LARGE_CAPABILITIES,
@@ -92,7 +92,7 @@ def prefill_attention(
         k_cache.stride(2),
         GROUP=group,
         HEAD_SIZE=q_THD.shape[2],
-        BLOCK_D=next_power_of_2(q_THD.shape[2]),
+        BLOCK_D=padded_head_size(q_THD.shape[2]),
         PAGE=k_cache.shape[1],
         LEFT=window[0],
         RIGHT=window[1],
@@ -146,9 +146,9 @@ def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
 def _tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
     """Tiles [block_n, head size] of one head of one page of `cache` [N, P, K, D].
 
-    A head size that is no power of two is rounded up: beyond it the copy engine fills in zeros.
+    Beyond the head size the copy engine fills in zeros.
     """
-    block_d = next_power_of_2(cache.shape[3])
+    block_d = padded_head_size(cache.shape[3])
     return TensorDescriptor(
         cache, list(cache.shape), list(cache.stride()), [1, block_n, 1, block_d]
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from nanovllm_attention_triton.decode import DecodeShape, next_power_of_2
+from nanovllm_attention_triton.decode import DecodeShape, padded_head_size
 from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
 from nanovllm_attention_triton.tuning import (
     LARGE_CAPABILITIES,
     LARGE_TILE,
@@ -39,6 +41,11 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32:16")
 
 
+def strides(*names: str, unit: int) -> dict[str, str]:
+    """Strides that are multiples of `unit`, which Triton knows where 16 divides it."""
+    return dict.fromkeys(names, "i32" if unit % 16 else "i32:16")
+
+
 def decode_job(
     dtype: str,
     head_size: int,
@@ -65,8 +72,9 @@ def decode_job(
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr")
         | pointers("i32", "table_ptr", "items_ptr", "num_items_ptr", "tickets_ptr")
         | pointers("fp32", "partial_ptr", "lse_ptr")
-        | integers("q_stride_row", "q_stride_head", "out_stride_row", "out_stride_head")
-        | integers("table_stride", "stride_page", "stride_token", "stride_head", "item_capacity")
+        | strides("q_stride_head", "out_stride_head", "stride_head", unit=head_size)
+        | strides("q_stride_row", "out_stride_row", "stride_token", unit=8 * head_size)
+        | integers("table_stride", "stride_page", "item_capacity")
         | {"log2_scale": "fp32", "programs_per_item": "i32"},
         constexprs=shape.constants(page, tuning.tile) | {"DEPENDENT": capability >= 90},
         num_warps=tuning.num_warps,
@@ -85,18 +93,20 @@ def prefill_job(
     capability: int = 90,
 ) -> AotJob:
     """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
-    large = page % LARGE_TILE == 0 and capability // 10 in LARGE_CAPABILITIES
+    aligned = head_size * 2 % COPY_ENGINE_ALIGNMENT == 0
+    large = aligned and page % LARGE_TILE == 0 and capability // 10 in LARGE_CAPABILITIES
     tuning = prefill_tuning(2, head_size, large, TritonOptions())
     names = ("k_desc", "v_desc")
-    block_d = next_power_of_2(head_size)
+    block_d = padded_head_size(head_size)
     tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{block_d}]>"
-    described = page % tuning.block_n == 0 and capability >= 90
+    described = page % tuning.block_n == 0 and capability >= 90 and aligned
     return AotJob(
         kernel=f"{KERNELS}.prefill_kernels:prefill_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
         | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr")
-        | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
-        | integers("table_stride", "stride_page", "stride_token", "stride_head")
+        | strides("q_stride_head", "out_stride_head", "stride_head", unit=head_size)
+        | strides("q_stride_token", "out_stride_token", "stride_token", unit=8 * head_size)
+        | integers("table_stride", "stride_page")
         | {"log2_scale": "fp32", "lse_stride_head": "i32", "num_seqs": "i32"}
         | (dict.fromkeys(names, tile) if described else {}),
         constexprs=({} if described else dict.fromkeys(names))
@@ -122,7 +132,9 @@ PLAN = AotJob(
     kernel=f"{KERNELS}.decode_kernels:plan_kernel",
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
     | integers("table_stride", "item_capacity")
-    | dict.fromkeys(("num_rows", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"),
+    | dict.fromkeys(
+        ("num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"
+    ),
     constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32, "WINDOW": 0},
 )
 JOBS = {
@@ -165,6 +177,8 @@ JOBS = {
             ("wide", 16, 256, 16, 1, None, None),
             ("wide", 16, 256, 256, 2, None, None),
             ("wide", 16, 256, 256, 2, 1024, 50.0),
+            ("wide", 16, 192, 16, 1, None, None),
+            ("wide", 16, 192, 256, 2, 1024, 50.0),
         )
     },
     **{
@@ -185,6 +199,8 @@ JOBS = {
             (256, 16, -1, 0.0),
             (256, 256, 1023, 50.0),
             (256, 16, 1023, 50.0),
+            (192, 256, -1, 0.0),
+            (192, 16, 1023, 50.0),
         )
     },
 }
@@ -254,8 +270,7 @@ def test_every_kernel_fits_the_shared_memory_of_smaller_gpus():
     """What takes more than a GPU grants does not start there, and only a user would see it."""
     jobs = {
         f"{phase} of heads of {head_size}, sm_{capability}": job
-        for capability in MOST_SHARED
-        for head_size in (128, 256)
+        for capability, head_size in (*product(MOST_SHARED, (128, 256)), (86, 192))
         for phase, job in {
             "decode": decode_job("bf16", head_size, 256, 2, 256, capability=capability),
             "prefill": prefill_job("bf16", head_size, 256, capability=capability),

@@ -32,7 +32,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 HEADS = ((4, 2), (8, 1), (8, 2), (4, 1), (2, 2))
 """Query and KV heads of checks about something else: the first that the backend accepts."""
 HEAD_SIZES = (64, 80, 128, 256)
-"""Head sizes that stand for all others, where a backend declares any."""
+"""Head sizes that stand for all others, where a backend declares any, or more than `MANY`."""
+MANY = 8
 
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 """Lengths at and around the tiles and pages that kernels use."""
@@ -79,8 +80,11 @@ class BackendUnderTest:
 
     @property
     def head_sizes(self) -> list[int]:
-        """Every declared head size, or the ones that stand for all."""
-        return sorted(self.capabilities.head_sizes or HEAD_SIZES)
+        """Every declared head size; of many, the ones that stand for all, and the largest."""
+        declared = self.capabilities.head_sizes or frozenset(HEAD_SIZES)
+        if len(declared) <= MANY:
+            return sorted(declared)
+        return sorted({*declared.intersection(HEAD_SIZES), max(declared)})
 
     @property
     def head_size(self) -> int:

@@ -200,6 +200,7 @@ def test_sizes_follow_what_is_declared() -> None:
     assert subject().heads == (4, 2)
     assert subject(gqa=False).heads == (2, 2)
     assert subject(head_sizes=frozenset({80, 128})).head_size == 80
+    assert subject(head_sizes=frozenset(range(1, 200))).head_sizes == [64, 80, 128, 199]
     assert subject(dtypes=frozenset({"bfloat16"})).dtype == "bfloat16"
     assert subject().half == "float16"
     assert subject(phases=frozenset({"prefill"})).phases == ["prefill"]
