@@ -67,7 +67,7 @@ def _check_lengths(planner: Planner, request: Request, max_in_flight: int) -> No
         f"{name} has {request.num_in_flight} tokens in flight, of {max_in_flight} at most",
     )
     if request in planner.draining:
-        _require(not request.block_ids, f"{name} gave way and still holds pages")
+        _require(not request.block_ids, f"{name} was preempted and still holds blocks")
         return
     kv = planner.kv
     early = kv.early_steps if request.state is not RequestState.PREFILLING else 0

@@ -132,9 +132,9 @@ class Planner:
         limit = self.rows.num_rows + self.kv.pool.num_blocks
         if self._num_unblocked > limit:
             raise SchedulerError(
-                f"{type(self.scheduler).__name__} goes round in circles: prompts gave way "
-                f"{self._num_unblocked} times (the limit is {limit}) and none was completed; begin "
-                "a prompt only where the free pages hold it and the rest of those begun before"
+                f"{type(self.scheduler).__name__} preempts in a circle: prompts were preempted "
+                f"{self._num_unblocked} times (the limit is {limit}) and none was completed; admit "
+                "a prompt only if the free blocks hold it and the rest of those admitted before"
             )
         self.preempt(next(reversed(self.prefilling.values())))
 
@@ -229,8 +229,8 @@ class Planner:
         victim = self.scheduler.choose_victim(tuple(running.values()))
         if victim not in running:
             raise SchedulerError(
-                f"{type(self.scheduler).__name__} chose {victim!r} to give way, which is not among "
-                f"the {len(running)} running requests; return the request_id of one of them"
+                f"{type(self.scheduler).__name__} chose {victim!r} as the victim, which is not "
+                f"among the {len(running)} running requests; return the request_id of one of them"
             )
         return running[victim]
 

@@ -89,7 +89,7 @@ def test_one_request_that_differs_is_found(
     ("change", "message"),
     [
         ({"free_blocks": 20}, "4 pages did not come back"),
-        ({"preemptions": 0}, "no request gave way"),
+        ({"preemptions": 0}, "no request was preempted"),
         ({"host_growth_mib": 17.0}, "memory of the host grew by 17.0 MiB"),
     ],
 )

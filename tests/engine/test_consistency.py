@@ -128,7 +128,7 @@ def its_row_does_not_decode(harness: Harness, request: Request) -> None:
         (it_lacks_a_page, "a holds 3 pages for 13 positions"),
         (it_holds_a_page_too_early, "a holds 3 pages for 7 positions"),
         (it_shares_one_page_more_than_it_holds, "a shares pages it does not hold"),
-        (it_gave_way_and_holds_pages, "a gave way and still holds pages"),
+        (it_gave_way_and_holds_pages, "a was preempted and still holds blocks"),
         (it_is_finished, "a is finished and still listed"),
         (it_waits_in_a_row, "a is waiting in row 0"),
         (it_waits_under_anothers_name, "a is decoding, the queue says otherwise"),

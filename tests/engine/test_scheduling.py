@@ -119,7 +119,7 @@ def test_a_victim_that_does_not_run_is_refused() -> None:
     harness = Harness(Setting(num_blocks=6), Scripted(everything, victim="nobody"))
     harness.add("a", range(8), greedy(12))
     harness.add("b", range(20, 28), greedy(12))
-    with pytest.raises(SchedulerError, match=r"chose 'nobody' to give way.* 2 running"):
+    with pytest.raises(SchedulerError, match=r"chose 'nobody' as the victim.* 2 running"):
         harness.run()
 
 
@@ -165,7 +165,7 @@ def test_a_scheduler_that_goes_round_in_circles_is_named(some_prompt_was_complet
     for i in range(4):
         harness.add(f"r{i}", range(20 * i % 30, 20 * i % 30 + 20), greedy(4))
     with pytest.raises(
-        SchedulerError, match=r"Scripted goes round in circles: .* gave way 11 times"
+        SchedulerError, match=r"Scripted preempts in a circle: .* preempted 11 times"
     ):
         harness.run()
     assert harness.engine.stats.preemptions == 10

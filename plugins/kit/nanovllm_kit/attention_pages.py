@@ -175,7 +175,7 @@ class AttentionPages(AttentionSubject):
 
     def test_more_queries_per_row_are_refused_or_right(self, decoder: BackendUnderTest) -> None:
         """`plan_decode` raises UnsupportedError for a `query_len` that is not computed."""
-        # Whoever takes each query for a row reads on behind the two: padding, not others' memory.
+        # A backend that takes each query for a row reads padding behind the two.
         padded = decoder.case([40, 17, 0, 0], [2, 2, 0, 0])
         case, four = _part(padded, 0, 2), padded.decode_metadata(padded.config().max_model_len)
         metadata = replace(

@@ -103,7 +103,7 @@ class SchedulerDecisions(SchedulingConformance):
     def test_every_request_ends_with_the_tokens_that_its_ids_decide(
         self, plugin: PluginUnderTest, draws: Random
     ) -> None:
-        """Whatever arrives, is aborted or gives way: nothing is lost, leaked or refused."""
+        """Requests arrive, are aborted, are preempted: nothing is lost, leaked or refused."""
 
         def ends(case: Traffic) -> None:
             drive(self.harness(plugin, case.setting), case.arrivals)

@@ -1,4 +1,4 @@
-"""Checks that nobody starves: in endless traffic, in long queues, with long prompts, by giving way.
+"""Checks that no request starves: in endless traffic, long queues, long prompts, preemptions.
 
 What arrives is drawn from the suite's seed, over the whole range that an engine may have.
 """
@@ -312,8 +312,8 @@ class SchedulerFairness(SchedulingConformance):
             if harness.finished.keys() & {(request.request_id, 0) for request in long}:
                 break
             assert _running(long) >= at_once, (
-                f"requests gave way {gave_way + 1} times, and {_running(long)} of {at_once} run "
-                f"again {CALM} steps after the last; rows, pages and budget are free for all"
+                f"requests were preempted {gave_way + 1} times, and {_running(long)} of {at_once} "
+                f"run again {CALM} steps after the last; rows, pages and budget are free for all"
             )
 
 
@@ -353,7 +353,7 @@ def _calm(harness: Harness, long: list[Request], at_once: int) -> None:
 
 
 def _squeeze(harness: Harness, long: list[Request]) -> bool:
-    """Take all free pages until one of those that run gives way; False where that cannot be."""
+    """Take all free pages until a running request is preempted; False if that cannot be."""
     before = harness.engine.stats.preemptions
     held: list[int] = []
     while harness.engine.stats.preemptions == before and _running(long) > 1:

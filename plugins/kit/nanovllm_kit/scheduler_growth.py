@@ -88,7 +88,7 @@ class BareQueue:
         self.step += 1
 
     def preempt(self, count: int) -> None:
-        """So many give way, one after the other, and wait again."""
+        """So many are preempted, one after the other, and wait again."""
         for _ in range(min(count, len(self.running))):
             n = len(self.running)
             running = self.draws.sample([*self.running.values()], n)

@@ -1,4 +1,4 @@
-"""Checks of a scheduler's queue: requests are aborted, give way, and come again."""
+"""Checks of a scheduler's queue: requests are aborted, preempted, and come again."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SchedulerQueue(SchedulingConformance):
     def test_a_request_as_large_as_the_cache_ends(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
-        """It takes every page and then the last one's last slot, beside others that gave way."""
+        """It takes every page and then the last one's last slot, beside preempted requests."""
         setting = Setting(num_blocks=8, max_model_len=33, steps_ahead=steps_ahead)
         harness = self.harness(plugin, setting)
         harness.add("small", [3] * 5)

@@ -151,7 +151,7 @@ class Watch(Scheduler):
     rule: Rule = anything_goes
     decisions: list[Decision] = field(default_factory=list)
     victims: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    """Who ran when someone had to give way, and who did."""
+    """The running requests when one had to be preempted, and the one that was."""
     asked_labels: set[str] = field(default_factory=set)
     """The names of labels that the scheduler has looked for."""
     _views: dict[str, ReadOnlyRequest] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from nanovllm_example_scheduler_priority.plugin import PriorityOptions
 
 
 class PriorityScheduler(Scheduler):
-    """The lowest `priority` first; waiting makes up for it."""
+    """The lowest `priority` first, with ageing."""
 
     def __init__(self, options: PriorityOptions) -> None:
         self.options = options
@@ -71,7 +71,7 @@ class PriorityScheduler(Scheduler):
         return shares
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        """Whoever is last in turn gives way, so the first always finishes.
+        """The last in turn is preempted, so the first always finishes.
 
         Turns are as of the last step with a prompt; since then, nobody has waited.
         """
