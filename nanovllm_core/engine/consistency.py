@@ -74,10 +74,10 @@ def _check_lengths(planner: Planner, request: Request, max_in_flight: int) -> No
     needed, most = (kv.num_blocks_for(length) for length in (scheduled, scheduled + early))
     _require(
         needed <= len(request.block_ids) <= most,
-        f"{name} holds {len(request.block_ids)} pages for {scheduled} positions",
+        f"{name} holds {len(request.block_ids)} blocks for {scheduled} positions",
     )
     _require(
-        request.num_published <= len(request.block_ids), f"{name} shares pages it does not hold"
+        request.num_published <= len(request.block_ids), f"{name} shares blocks it does not hold"
     )
 
 

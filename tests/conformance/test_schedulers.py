@@ -239,7 +239,7 @@ def test_the_rules_say_which_number_broke_which_limit() -> None:
     twice = replace(decision, shares=(PrefillShare("b", 1), PrefillShare("b", 2)))
     nobody = replace(decision, shares=(PrefillShare("x", 1),))
     for rule, broken, message in (
-        (keeps_the_pages, decision, "step 10: 3 pages given out, 1 free"),
+        (keeps_the_pages, decision, "step 10: 3 blocks given out, 1 free"),
         (keeps_the_rows, decision, "step 10: 2 rows given out, 1 free"),
         (keeps_the_budget, decision, "step 10: 7 tokens given out, 4 in the budget"),
         (gives_real_work, decision, "step 10: 'a' got 6 tokens, of 1 to 5 that are left"),

@@ -1,6 +1,6 @@
 """Checks that a scheduler's work grows no faster than sorting does, in steps and not in seconds.
 
-The suite plays the engine's side with endless pages and no worker, so that thousands may wait.
+The suite plays the engine's side with endless blocks and no worker, so that thousands may wait.
 """
 
 from __future__ import annotations

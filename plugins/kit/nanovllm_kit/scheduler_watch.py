@@ -125,7 +125,7 @@ def keeps_the_rows(decision: Decision) -> None:
 def keeps_the_pages(decision: Decision) -> None:
     """As the core counts them."""
     given, free = decision.num_blocks, decision.free_blocks
-    assert given <= free, f"step {decision.step}: {given} pages given out, {free} free"
+    assert given <= free, f"step {decision.step}: {given} blocks given out, {free} free"
 
 
 def gives_real_work(decision: Decision) -> None:

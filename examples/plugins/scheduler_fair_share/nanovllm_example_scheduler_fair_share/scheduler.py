@@ -88,9 +88,9 @@ class FairShareScheduler(Scheduler):
     # -- a step
 
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
-        """Unfinished prompts first, then the queues, until budget, rows or pages run out.
+        """Unfinished prompts first, then the queues, until budget, rows or blocks run out.
 
-        A request is admitted only where its whole prompt fits in the pages that the unfinished
+        A request is admitted only where its whole prompt fits in the blocks that the unfinished
         prompts do not need. Where the next one does not fit, nobody behind it is admitted, so that
         a big request cannot starve.
         """

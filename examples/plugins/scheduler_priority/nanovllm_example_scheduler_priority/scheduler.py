@@ -38,8 +38,8 @@ class PriorityScheduler(Scheduler):
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
         """Share the budget among unfinished prompts and the queue, in the order of their turns.
 
-        A request is admitted only where its whole prompt fits in the pages that the unfinished
-        prompts do not need, so that none waits for another's pages. Where the first of the queue
+        A request is admitted only where its whole prompt fits in the blocks that the unfinished
+        prompts do not need, so that none waits for another's blocks. Where the first of the queue
         does not fit, nobody behind it is admitted, so that a big request cannot starve.
         """
         self._step = state.step
