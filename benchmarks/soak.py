@@ -6,7 +6,7 @@
     python benchmarks/soak.py --seed 1 --steps 5000 --replay            # both, one after the other
 
 Prompts of all lengths, some with a common prefix, outputs of all lengths, aborts, quiet and busy
-times, on a cache too small for the rows, so that requests give way. What happens before a step
+times, on a cache too small for the rows, so that requests are preempted. What happens before a step
 follows from the seed and the steps before it, never from the clock: a second run of the same seed
 makes the same plans, and must give the same tokens. Where two runs did not make equally many steps,
 the steps that both made are compared. A model folder without weights gets random ones.
@@ -193,7 +193,7 @@ def problems(result: dict[str, Any]) -> list[str]:
     if result["free_blocks"] != result["num_blocks"]:
         found.append(f"{result['num_blocks'] - result['free_blocks']} pages did not come back")
     if not result["preemptions"]:
-        found.append("no request gave way, so that preemption was not tested; use fewer --blocks")
+        found.append("no request was preempted, so preemption was not tested; use fewer --blocks")
     for where in ("host", "device"):
         grown = result[f"{where}_growth_mib"]
         if grown is not None and grown > MAX_GROWTH_MIB:

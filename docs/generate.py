@@ -122,7 +122,7 @@ def capability_table() -> str:
             compute_capability=(9, 0),
             cuda_graphs=True,
         )
-        pages = [spec.kv_layouts(asked, spec.options())[0].page_multiple for spec in specs]
+        pages = [spec.kv_layouts(asked, spec.options())[0].block_multiple for spec in specs]
         rows.append([f"Preferred page multiple, {phase}", *(f"{size} tokens" for size in pages)])
         rows.append([f"Rank, {phase}", *(str(spec.rank(asked)) for spec in specs)])
     return table(["", *(f"`{spec.name}`" for spec in specs)], rows)
@@ -153,7 +153,7 @@ def provider_table() -> str:
             f"`{one.name}`",
             one.distribution,
             f"{one.capabilities[0]}.x to {one.capabilities[1]}.x",
-            f"{one.page_multiple} tokens",
+            f"{one.block_multiple} tokens",
             in_words(one.sliding_window),
             in_words(one.soft_cap),
             in_words(one.verified),

@@ -71,7 +71,7 @@ from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS as MAX_DEVICE_STOP_IDS,
     PADDED as PADDED,
     Admission as Admission,
-    PageAppend as PageAppend,
+    BlockAppend as BlockAppend,
     PrefillChunk as PrefillChunk,
     RowSampling as RowSampling,
     StepPlan as StepPlan,

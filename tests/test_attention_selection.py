@@ -76,7 +76,7 @@ def test_each_unmet_requirement_is_one_reason_with_value_and_limit(
 
 
 def test_every_requirement_is_refused_in_one_of_these_ways() -> None:
-    """A requirement that is added later needs a reason; page sizes are compared with layouts."""
+    """A requirement that is added later needs a reason; block sizes are compared with layouts."""
     stated = {"phases": "phase", "gqa": "num_kv_heads"}
     changed = {stated.get(name, name) for able, asked, _ in UNMET for name in (*able, *asked)}
     asked = {field.name for field in fields(AttentionRequirements)}
@@ -287,7 +287,7 @@ def test_a_pair_takes_the_decode_backends_first_layout_that_both_read(backend: B
     backend("reader", layouts="[('NPKD', 96), ('OTHER', 8)]")
     backend("writer", layouts="[('NONE', 4), ('OTHER', 32), ('NPKD', 64)]")
     selection = select({"prefill": "reader", "decode": "writer"})
-    assert (selection.layout.name, selection.layout.page_multiple) == ("OTHER", 32)
+    assert (selection.layout.name, selection.layout.block_multiple) == ("OTHER", 32)
     assert selection.block_size == 32
 
 
@@ -321,7 +321,7 @@ def test_a_pair_without_a_common_layout_prints_both_lists(backend: Backend) -> N
 def test_a_given_block_size_is_kept(backend: Backend) -> None:
     backend("x", layouts="[('NPKD', 128), ('NPKD', 16)]")
     selection = select("x", block_size=64)
-    assert (selection.block_size, selection.layout.page_multiple) == (64, 16)
+    assert (selection.block_size, selection.layout.block_multiple) == (64, 16)
 
 
 def test_a_block_size_that_a_backend_cannot_use_is_refused_with_the_numbers(

@@ -94,7 +94,7 @@ def chosen_by(startup: Startup, model: Path) -> dict[str, str]:
         "dtype": setup.dtype,
         "attention, prefill": f"{setup.prefill_attention.name} {setup.prefill_attention.version}",
         "attention, decode": f"{setup.decode_attention.name} {setup.decode_attention.version}",
-        "KV pages": f"{setup.block_size} tokens, layout {setup.kv_layout.name}",
+        "KV blocks": f"{setup.block_size} tokens, layout {setup.kv_layout.name}",
         "kernels": named(setup.kernels),
         "sampler": named(setup.sampler),
         "logits processors": named(setup.logits_processors),

@@ -540,3 +540,20 @@ def test_no_document_speaks_of_the_machine_it_was_written_on() -> None:
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         assert not re.search(r"(?<![\w.])/(work|opt|root|home)/", text), document
+
+
+LEFT_BEHIND = re.compile(
+    r"\b(nobody|anybody|somebody|whoever|gives? way|gave way|giving way|(?:is|are|was) told)\b",
+    re.I,
+)
+"""Words that a reader of vLLM's or PyTorch's documents does not expect: the term is preempt, and a
+sentence names the request, the plugin or the user that it is about."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_uses_the_field_s_words(document: Path) -> None:
+    """What commands print, in `console` blocks, is not prose."""
+    if document.name == "CHANGELOG.md":
+        pytest.skip("it is a record")
+    text = re.sub(r"^```console.*?^```", "", document.read_text("utf-8"), flags=re.M | re.S)
+    assert LEFT_BEHIND.findall(text) == []

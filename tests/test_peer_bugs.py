@@ -213,7 +213,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
         },
     ),
     20: (
-        "duplicate pages freed while in use, a plan buffer overwritten in flight",
+        "duplicate blocks freed while in use, a plan buffer overwritten in flight",
         {
             ENGINE: ["test_duplicate_pages_stay_private_and_tables_are_never_rewritten"],
             "tests/worker/test_results.py": ["test_a_result_outlives_its_slot"],

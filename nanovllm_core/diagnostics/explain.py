@@ -80,7 +80,7 @@ class View:
         except NanoVLLMError:
             return self.config.device.split(":")[0]
 
-    def said(self, path: str, automatic: str = "") -> str:
+    def stated_where(self, path: str, automatic: str = "") -> str:
         """The source of the value at a path of the configuration; `automatic` if it is `auto`."""
         for known, source in self.sources.items():
             if f"{known}.".startswith(f"{path}."):
@@ -107,7 +107,7 @@ def _checkpoint(view: View, name: str) -> Seam:
     return Seam(
         name,
         f"{source.plugin.name}: {view.decisions.checkpoint}",
-        f"{view.said('model')}: {shown(view.config.model)}; {source.why}",
+        f"{view.stated_where('model')}: {shown(view.config.model)}; {source.why}",
         view.other_plugins(source.plugin.kind, source.plugin.name),
     )
 
@@ -130,7 +130,7 @@ def _model(view: View, name: str) -> Seam:
 def _device(view: View, name: str) -> Seam:
     chosen = view.decisions.device
     if view.config.device != AUTO:
-        return Seam(name, chosen, view.said("device"))
+        return Seam(name, chosen, view.stated_where("device"))
     if chosen == "cpu":
         return Seam(name, chosen, "auto: the CPU", {"cuda": "torch sees no CUDA device"})
     return Seam(name, chosen, "auto: the first GPU", {"cpu": "a GPU is there"})
@@ -139,7 +139,7 @@ def _device(view: View, name: str) -> Seam:
 def _dtype(view: View, name: str) -> Seam:
     chosen = view.decisions.dtype
     if view.config.dtype != AUTO:
-        return Seam(name, chosen, view.said("dtype"))
+        return Seam(name, chosen, view.stated_where("dtype"))
     try:
         config = view.decisions.model_config
     except NanoVLLMError:  # a CPU computes in float32, whatever the checkpoint says
@@ -162,20 +162,22 @@ def _attention(view: View, name: str, phase: Phase) -> Seam:
         for candidate in able
     }
     others.pop(taken.name, None)
-    why = view.said(f"attention.{phase}.backend", f"auto: rank {taken.rank}" if is_auto else "")
+    why = view.stated_where(
+        f"attention.{phase}.backend", f"auto: rank {taken.rank}" if is_auto else ""
+    )
     return Seam(name, taken.label, why, others)
 
 
-def _pages(view: View, name: str) -> Seam:
+def _blocks(view: View, name: str) -> Seam:
     selection = view.decisions.attention
     pair = f"{selection.prefill.name} and {selection.decode.name}"
     if selection.prefill.name == selection.decode.name:
         pair = selection.decode.name
     automatic = f"the first layout that {pair} can read: multiples of "
-    automatic += f"{selection.layout.page_multiple}, and 16 at least"
+    automatic += f"{selection.layout.block_multiple}, and 16 at least"
     given = view.config.cache.block_size is not None
     chosen = f"{selection.block_size} tokens, layout {selection.layout.name}"
-    return Seam(name, chosen, view.said("cache.block_size", "" if given else automatic))
+    return Seam(name, chosen, view.stated_where("cache.block_size", "" if given else automatic))
 
 
 def _kernels(view: View, name: str) -> Seam:
@@ -184,7 +186,7 @@ def _kernels(view: View, name: str) -> Seam:
         automatic = f"auto: rank {selection.rank}, the highest of those that fit"
     chosen = selection.chosen
     others = view.other_plugins(chosen.kind, chosen.name) | dict(selection.others)
-    return Seam(name, _label(chosen), view.said("kernels.name", automatic), others)
+    return Seam(name, _label(chosen), view.stated_where("kernels.name", automatic), others)
 
 
 def _named(view: View, name: str, kind: Kind) -> Seam:
@@ -193,38 +195,38 @@ def _named(view: View, name: str, kind: Kind) -> Seam:
     choices = getattr(view.config, kind.choice)
     path = f"{kind.choice}.{choices.KEY}" if isinstance(choices, PluginChoice) else kind.choice
     others = view.other_plugins(kind.name, *(one.name for one in chosen))
-    return Seam(name, "; ".join(map(_label, chosen)) or "none", view.said(path), others)
+    return Seam(name, "; ".join(map(_label, chosen)) or "none", view.stated_where(path), others)
 
 
 def _extensions(view: View, name: str) -> Seam:
     enabled = view.decisions.extensions
     others = view.other_plugins(EXTENSION, *enabled)
-    return Seam(name, ", ".join(enabled) or "none", view.said("plugins.enable"), others)
+    return Seam(name, ", ".join(enabled) or "none", view.stated_where("plugins.enable"), others)
 
 
 def _graphs(view: View, name: str) -> Seam:
     if view.decisions.cuda_graphs:
         sizes = view.config.graph_sizes
         rows = ", ".join(map(str, sizes if len(sizes) < 8 else (*sizes[:4], "...", sizes[-1])))
-        why = view.said("cuda_graphs", "a GPU, and no enforce_eager")
+        why = view.stated_where("cuda_graphs", "a GPU, and no enforce_eager")
         prompts = view.decisions.prompt_graph_sizes
         beside = f", and with up to {prompts[-1]} prompt tokens" if prompts else ""
-        reasons = "; ".join(view.decisions.attention.eager_prompts)
-        others = {} if prompts else {"with prompts": reasons or view.said("cuda_graphs")}
+        reasons = "; ".join(view.decisions.attention.eager_prefill_reasons)
+        others = {} if prompts else {"with prompts": reasons or view.stated_where("cuda_graphs")}
         return Seam(name, f"captured for {rows} rows{beside}", why, others)
     if view.decisions.device == "cpu":
         return Seam(name, "none", "a CPU has none")
-    return Seam(name, "none", view.said("cuda_graphs.enforce_eager"))
+    return Seam(name, "none", view.stated_where("cuda_graphs.enforce_eager"))
 
 
 def _length(view: View, name: str) -> Seam:
     chosen, asked = view.decisions.max_model_len, view.config.limits.max_model_len
-    said, blocks = view.said("limits.max_model_len"), view.config.cache.num_blocks
+    said, blocks = view.stated_where("limits.max_model_len"), view.config.cache.num_blocks
     if asked is None:
         said = "the model's own limit (max_position_embeddings)"
     if asked != FIT:
         return Seam(name, f"{chosen} tokens", said)
-    # Known where the number of pages is; otherwise an engine that starts measures it.
+    # Known where the number of blocks is; otherwise an engine that starts measures it.
     if blocks is None:
         why = f"{said}: fit; the memory that is left as an engine starts decides"
         return Seam(name, f"at most {chosen} tokens", why)
@@ -236,12 +238,12 @@ def _length(view: View, name: str) -> Seam:
 
 def _sampling_defaults(view: View, name: str) -> Seam:
     is_read = view.config.generation_config != "none"
-    why = view.said("generation_config", f"the checkpoint's {FILE_NAME}" if is_read else "")
+    why = view.stated_where("generation_config", f"the checkpoint's {FILE_NAME}" if is_read else "")
     return Seam(name, describe_defaults(view.decisions.sampling_defaults), why)
 
 
 def _stated(view: View, name: str, path: str) -> Seam:
-    return Seam(name, str(SEQUENCE[name](view.decisions)), view.said(path))
+    return Seam(name, str(SEQUENCE[name](view.decisions)), view.stated_where(path))
 
 
 VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
@@ -252,7 +254,7 @@ VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
     "dtype": _dtype,
     "attention, prefill": partial(_attention, phase="prefill"),
     "attention, decode": partial(_attention, phase="decode"),
-    "KV pages": _pages,
+    "KV blocks": _blocks,
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "kernels": _kernels,
     "sampling defaults": _sampling_defaults,

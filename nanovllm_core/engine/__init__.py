@@ -1,4 +1,4 @@
-"""Requests, KV pages, scheduling and the loop one step ahead. Nothing here imports torch."""
+"""Requests, KV blocks, scheduling and the loop one step ahead. Nothing here imports torch."""
 
 from nanovllm_core.engine.engine import (
     Engine as Engine,

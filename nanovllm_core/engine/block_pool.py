@@ -1,4 +1,4 @@
-"""The pages of the KV cache: who holds which, and which content can be found again."""
+"""The blocks of the KV cache: who holds which, and which content can be found again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from nanovllm_core.errors import InconsistentStateError
 
 
 class BlockPool:
-    """Reference-counted pages with an index of published content.
+    """Reference-counted blocks with an index of published content.
 
-    A page is free when nobody holds it. A free page whose content was published stays findable
-    until it is allocated again; the page that was freed longest ago is allocated first, and pages
+    A block is free when nobody holds it. A free block whose content was published stays findable
+    until it is allocated again; the block that was freed longest ago is allocated first, and blocks
     with nothing to find come before all others.
 
-    `allocate` and `retain` take pages, `release` gives them back.
+    `allocate` and `retain` take blocks, `release` gives them back.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -36,13 +36,13 @@ class BlockPool:
         return self._holders[block_id] == 0
 
     def allocate(self) -> int:
-        """Take one free page; what was published of it is forgotten. The caller checks `num_free`.
+        """Take one free block; what was published of it is forgotten. The caller checks `num_free`.
 
-        Raises `InconsistentStateError` where no page is free.
+        Raises `InconsistentStateError` where no block is free.
         """
         if not self._free:
             raise InconsistentStateError(
-                f"a page was taken although all {self.num_blocks} are held; the planner must make "
+                f"a block was taken although all {self.num_blocks} are held; the planner must make "
                 "room first"
             )
         block_id, _ = self._free.popitem(last=False)
@@ -53,21 +53,21 @@ class BlockPool:
         return block_id
 
     def retain(self, block_id: int) -> None:
-        """Hold a page that others may hold too; a free one is free no longer."""
+        """Hold a block that others may hold too; a free one is free no longer."""
         if self._holders[block_id] == 0:
             del self._free[block_id]
         self._holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give the pages of one block table back.
+        """Give the blocks of one block table back.
 
-        Of published pages the last of a table is allocated again before its first: a prefix is
+        Of published blocks the last of a table is allocated again before its first: a prefix is
         worth more than what follows it.
         """
         for block_id in reversed(block_ids):
             holders = self._holders[block_id] - 1
             if holders < 0:
-                raise InconsistentStateError(f"page {block_id} was released by nobody who held it")
+                raise InconsistentStateError(f"block {block_id} was released by nobody who held it")
             self._holders[block_id] = holders
             if holders == 0:
                 self._free[block_id] = None
@@ -75,13 +75,13 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def publish(self, block_id: int, digest: bytes) -> None:
-        """Make a held page findable. A second page of the same content stays private."""
+        """Make a held block findable. A second block of the same content stays private."""
         if digest not in self._block_of and block_id not in self._digest_of:
             self._block_of[digest] = block_id
             self._digest_of[block_id] = digest
 
     def find(self, digest: bytes) -> int | None:
-        """The page with this content, held or free."""
+        """The block with this content, held or free."""
         return self._block_of.get(digest)
 
     def forget(self) -> None:
@@ -94,17 +94,18 @@ class BlockPool:
         expected: Counter[int] = Counter()
         for block_ids in block_tables:
             if len(set(block_ids)) != len(block_ids):
-                raise InconsistentStateError(f"a block table names a page twice: {block_ids}")
+                raise InconsistentStateError(f"a block table names a block twice: {block_ids}")
             expected.update(block_ids)
         for block_id, holders in enumerate(self._holders):
             if holders != expected[block_id]:
                 raise InconsistentStateError(
-                    f"page {block_id} counts {holders} holders, {expected[block_id]} tables name it"
+                    f"block {block_id} counts {holders} holders, "
+                    f"{expected[block_id]} tables name it"
                 )
             if (holders == 0) != (block_id in self._free):
                 raise InconsistentStateError(
-                    f"page {block_id} has {holders} holders but is "
+                    f"block {block_id} has {holders} holders but is "
                     f"{'' if block_id in self._free else 'not '}on the free list"
                 )
         if {block_id: digest for digest, block_id in self._block_of.items()} != self._digest_of:
-            raise InconsistentStateError("the index of published pages contradicts itself")
+            raise InconsistentStateError("the index of published blocks contradicts itself")

@@ -67,17 +67,17 @@ def _check_lengths(planner: Planner, request: Request, max_in_flight: int) -> No
         f"{name} has {request.num_in_flight} tokens in flight, of {max_in_flight} at most",
     )
     if request in planner.draining:
-        _require(not request.block_ids, f"{name} gave way and still holds pages")
+        _require(not request.block_ids, f"{name} was preempted and still holds blocks")
         return
     kv = planner.kv
     early = kv.early_steps if request.state is not RequestState.PREFILLING else 0
     needed, most = (kv.num_blocks_for(length) for length in (scheduled, scheduled + early))
     _require(
         needed <= len(request.block_ids) <= most,
-        f"{name} holds {len(request.block_ids)} pages for {scheduled} positions",
+        f"{name} holds {len(request.block_ids)} blocks for {scheduled} positions",
     )
     _require(
-        request.num_published <= len(request.block_ids), f"{name} shares pages it does not hold"
+        request.num_published <= len(request.block_ids), f"{name} shares blocks it does not hold"
     )
 
 

@@ -125,7 +125,7 @@ class Engine:
         """Queue a request; its outputs come from `step()`, one per sample.
 
         With `stream` every new token comes at once, otherwise only finished outputs do.
-        `cache_salt` separates requests that must not share cached pages. `labels` are texts by
+        `cache_salt` separates requests that must not share cached blocks. `labels` are texts by
         name for schedulers and observers; all samples carry them.
 
         Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`,
@@ -342,7 +342,7 @@ class Engine:
             news += self._decoded(batch, ended)
         if planned.chunks:
             news += self._absorb_chunks(planned, token_ids)
-        for row in self._rows.rows_with_full_page(self._kv.block_size):
+        for row in self._rows.rows_with_full_block(self._kv.block_size):
             request = self._rows.request_at(row)
             self._publish(request, (request.num_published + 1) * self._kv.block_size)
         for entry, request in news:
@@ -362,7 +362,7 @@ class Engine:
         for prompt in planned.chunks:
             request, chunk = prompt.request, prompt.chunk
             if self._rows.generation[chunk.row] == prompt.generation:
-                if request.block_ids:  # It may have given way while this step was in flight.
+                if request.block_ids:  # It may have been preempted while this step was in flight.
                     self._publish(request, chunk.start + chunk.length)
                 if chunk.samples:
                     self._accept_first(request, int(token_ids[entry]))
@@ -370,7 +370,7 @@ class Engine:
             entry += chunk.samples
 
     def _accept_first(self, request: Request, token_id: int) -> None:
-        """The prompt is computed and gave a token; from now on decoding fills the pages."""
+        """The prompt is computed and gave a token; from now on decoding fills the blocks."""
         num_computed = self._rows.accept_one(request.row, token_id)
         self._num_output_tokens += 1
         if request.first_token_time is None:
@@ -379,7 +379,7 @@ class Engine:
             self._rows.publish_at[request.row] = self._kv.next_boundary(num_computed) + 1
 
     def _publish(self, request: Request, num_computed: int) -> None:
-        """Share the full pages below `num_computed`, and let samples in that waited for them."""
+        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
         self._kv.publish(request, num_computed)
         if request.held_samples:
             self._planner.release_samples(request)

@@ -19,7 +19,7 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Rows, tokens per step, tokens per request, and the pages of the KV cache.
+    """Rows, tokens per step, tokens per request, and the blocks of the KV cache.
 
     Raises `ConfigError` for limits under which no request could run.
     """
@@ -106,9 +106,9 @@ class EngineLimits:
         needed = -(-(max_length - 1) // self.block_size)
         if needed > self.num_blocks:
             raise RequestTooLongError(
-                f"a request of up to {max_length} tokens needs {needed} pages of {self.block_size} "
-                f"tokens; the KV cache has {self.num_blocks}, so lower max_tokens or give the "
-                "cache more memory"
+                f"a request of up to {max_length} tokens needs {needed} blocks of "
+                f"{self.block_size} tokens; the KV cache has {self.num_blocks}, so lower "
+                "max_tokens or give the cache more memory"
             )
         return max_length
 

@@ -16,7 +16,7 @@ from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
 from nanovllm_core.engine.scheduler import check_shares
 from nanovllm_core.errors import SchedulerError
-from nanovllm_core.interfaces.plan import Admission, PageAppend, PrefillChunk, StepPlan
+from nanovllm_core.interfaces.plan import Admission, BlockAppend, PrefillChunk, StepPlan
 from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
 
 
@@ -39,7 +39,7 @@ class PlannedStep:
 
 
 class Planner:
-    """Owns the queue, the rows and the pages; decides nothing that the scheduler may decide."""
+    """Owns the queue, the rows and the blocks; decides nothing that the scheduler may decide."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Planner:
         self.scheduler.add(request)
 
     def retire(self, request: Request) -> None:
-        """The request is over: its row and pages are free at once, results in flight are stale."""
+        """The request is over: its row and blocks are free at once, results in flight are stale."""
         if request.state is RequestState.WAITING:
             self._dequeue(request)
         self.prefilling.pop(request.request_id, None)
@@ -87,7 +87,7 @@ class Planner:
         self.release_samples(request)
 
     def release_samples(self, request: Request) -> None:
-        """Queue the further samples once the prompt's pages can be shared, or never will be."""
+        """Queue the further samples once the prompt's blocks can be shared, or never will be."""
         sharable = self.kv.num_sharable(request.num_prompt_tokens)
         if request.state is RequestState.FINISHED or request.num_published >= sharable:
             for sample in request.held_samples:
@@ -125,16 +125,16 @@ class Planner:
             raise SchedulerError(
                 f"{type(self.scheduler).__name__} scheduled nothing while nothing runs: "
                 f"{len(self.waiting)} requests wait, {len(self.prefilling)} have unfinished "
-                f"prompts, {len(self.rows.free)} rows and {self.kv.pool.num_free} pages are free; "
+                f"prompts, {len(self.rows.free)} rows and {self.kv.pool.num_free} blocks are free; "
                 "schedule() must give the first request a share that fits"
             )
         self._num_unblocked += 1
         limit = self.rows.num_rows + self.kv.pool.num_blocks
         if self._num_unblocked > limit:
             raise SchedulerError(
-                f"{type(self.scheduler).__name__} goes round in circles: prompts gave way "
-                f"{self._num_unblocked} times (the limit is {limit}) and none was completed; begin "
-                "a prompt only where the free pages hold it and the rest of those begun before"
+                f"{type(self.scheduler).__name__} preempts in a circle: prompts were preempted "
+                f"{self._num_unblocked} times (the limit is {limit}) and none was completed; admit "
+                "a prompt only if the free blocks hold it and the rest of those admitted before"
             )
         self.preempt(next(reversed(self.prefilling.values())))
 
@@ -146,8 +146,8 @@ class Planner:
 
     # -- decoding rows
 
-    def _serve_due_rows(self) -> Sequence[PageAppend]:
-        """Stop rows whose outputs are all planned; give the others the page they have come to."""
+    def _serve_due_rows(self) -> Sequence[BlockAppend]:
+        """Stop rows whose outputs are all planned; give the others the block they have come to."""
         due = self.rows.rows_due()
         if not due:
             return ()
@@ -161,36 +161,36 @@ class Planner:
         if not growing:
             return ()
         appends = [
-            self._append_page(request)
+            self._append_block(request)
             for request in growing
             if request.state is RequestState.DECODING and self._make_room(request)
         ]
-        # A row may have got its page and then given way to a later one.
+        # A row may have got its block and then been preempted for a later one.
         appends = [append for append in appends if self.rows.decoding[append.row]]
         return appends + self._append_early()
 
-    def _append_page(self, request: Request) -> PageAppend:
+    def _append_block(self, request: Request) -> BlockAppend:
         index = len(request.block_ids)
-        block_id = self.kv.add_page(request)
+        block_id = self.kv.add_block(request)
         self.rows.due_at[request.row] = self._next_due(request)
-        return PageAppend(request.row, index, block_id)
+        return BlockAppend(request.row, index, block_id)
 
-    def _append_early(self) -> list[PageAppend]:
-        """Pages for the rows that need one soon: one copy to the device then serves many steps.
+    def _append_early(self) -> list[BlockAppend]:
+        """Blocks for the rows that need one soon: one copy to the device then serves many steps.
 
         Only while there is a free block for every row: it must not preempt another request now.
         """
-        appends: list[PageAppend] = []
+        appends: list[BlockAppend] = []
         for row in self.rows.rows_due_within(self.kv.early_steps):
             if self.kv.pool.num_free <= self.rows.num_rows:
                 break
             request = self.rows.request_at(row)
             if self._next_due(request) < request.max_length - 1:
-                appends.append(self._append_page(request))
+                appends.append(self._append_block(request))
         return appends
 
     def _next_due(self, request: Request) -> int:
-        """The scheduled length at which a decoding row needs a page or has everything planned."""
+        """The scheduled length at which a decoding row needs a block or has everything planned."""
         capacity = len(request.block_ids) * self.kv.block_size
         return min(capacity, request.max_length - 1)
 
@@ -229,13 +229,13 @@ class Planner:
         victim = self.scheduler.choose_victim(tuple(running.values()))
         if victim not in running:
             raise SchedulerError(
-                f"{type(self.scheduler).__name__} chose {victim!r} to give way, which is not among "
-                f"the {len(running)} running requests; return the request_id of one of them"
+                f"{type(self.scheduler).__name__} chose {victim!r} as the victim, which is not "
+                f"among the {len(running)} running requests; return the request_id of one of them"
             )
         return running[victim]
 
     def preempt(self, request: Request) -> None:
-        """Free a request's pages now; it waits again once its tokens in flight are on the host."""
+        """Free a request's blocks now; it waits again once its tokens in flight are on the host."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         self.kv.release(request)
@@ -265,7 +265,7 @@ class Planner:
 
     # -- prompts
 
-    def _with_prompts(self, steady: PlannedStep, appends: Sequence[PageAppend]) -> PlannedStep:
+    def _with_prompts(self, steady: PlannedStep, appends: Sequence[BlockAppend]) -> PlannedStep:
         """The decoding rows' step plus what the scheduler gives to prompts."""
         state = SchedulerState(
             step=self.step,
@@ -282,7 +282,7 @@ class Planner:
             check_shares(self.scheduler, state, shares, self.waiting, self.prefilling)
         elif not appends:
             return steady
-        # Pages to share are taken first, so that no new page of this step evicts them.
+        # Blocks to share are taken first, so that no new block of this step evicts them.
         new = {
             s.request_id: self._dequeue(self.waiting[s.request_id])
             for s in shares
@@ -297,7 +297,7 @@ class Planner:
             if share.request_id in new:
                 admissions.append(self._admit(request, cached[share.request_id], share))
             else:
-                all_appends += self._append_pages(request, share)
+                all_appends += self._append_blocks(request, share)
             chunks.append(self._plan_chunk(request, share))
         plan = StepPlan(
             admissions=tuple(admissions),
@@ -342,10 +342,10 @@ class Planner:
             sampling=request.sampling,
         )
 
-    def _append_pages(self, request: Request, share: PrefillShare) -> list[PageAppend]:
+    def _append_blocks(self, request: Request, share: PrefillShare) -> list[BlockAppend]:
         first = len(request.block_ids)
         new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
-        return [PageAppend(request.row, first + i, block_id) for i, block_id in enumerate(new)]
+        return [BlockAppend(request.row, first + i, block_id) for i, block_id in enumerate(new)]
 
     def _plan_chunk(self, request: Request, share: PrefillShare) -> PlannedChunk:
         start = request.num_scheduled

@@ -1,8 +1,8 @@
-"""Pages found again by their content.
+"""Blocks found again by their content.
 
-A full page is named by a chained hash: xxh3_128 over the parent page's digest and the page's own
+A full block is named by a chained hash: xxh3_128 over the parent block's digest and the block's own
 token ids (int32, little-endian). The chain starts from the digest of whatever else changes the KV
-(a cache salt), so equal digests mean equal content of this page and of all before it.
+(a cache salt), so equal digests mean equal content of this block and of all before it.
 
 xxh3_128 is fast, not cryptographic: give tenants who must not learn of each other's prompts
 different salts.
@@ -17,10 +17,10 @@ from nanovllm_core.engine.request import Request
 
 
 class PagedKV:
-    """The verbs that give requests their pages and share what is equal.
+    """The verbs that give requests their blocks and share what is equal.
 
-    Only full pages are shared, and only once their KV is computed and their ids are known on the
-    host. A live block table is never rewritten: content computed twice stays in two pages.
+    Only full blocks are shared, and only once their KV is computed and their ids are known on the
+    host. A live block table is never rewritten: content computed twice stays in two blocks.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, prefix_caching: bool) -> None:
@@ -31,22 +31,22 @@ class PagedKV:
         self.prefix_caching = prefix_caching
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def next_boundary(self, num_tokens: int) -> int:
-        """The length at which the page after these tokens is full."""
+        """The length at which the block after these tokens is full."""
         return (num_tokens // self.block_size + 1) * self.block_size
 
     def num_sharable(self, num_tokens: int) -> int:
-        """Full pages that a request of so many known ids may take over: one id stays to compute."""
+        """Full blocks that a request of so many known ids may take over: one id is computed."""
         return (num_tokens - 1) // self.block_size if self.prefix_caching else 0
 
     def match(self, request: Request) -> list[int]:
-        """The pages of the longest cached prefix of a request without a row; takes none."""
-        num_pages = self.num_sharable(request.num_tokens)
+        """The blocks of the longest cached prefix of a request without a row; takes none."""
+        num_blocks = self.num_sharable(request.num_tokens)
         blocks: list[int] = []
-        for digest in self._digests(request, num_pages):
+        for digest in self._digests(request, num_blocks):
             block_id = self.pool.find(digest)
             if block_id is None:
                 break
@@ -54,7 +54,7 @@ class PagedKV:
         return blocks
 
     def num_new_blocks(self, request: Request, num_tokens: int) -> int:
-        """Free pages that computing `num_tokens` more tokens of a request would take."""
+        """Free blocks that computing `num_tokens` more tokens of a request would take."""
         if request.row >= 0:
             return self.num_blocks_for(request.num_scheduled + num_tokens) - len(request.block_ids)
         hits = self.match(request)
@@ -62,7 +62,7 @@ class PagedKV:
         return total - sum(not self.pool.is_free(block_id) for block_id in hits)
 
     def share(self, request: Request) -> int:
-        """Give a request the pages of its longest cached prefix; returns the tokens in them."""
+        """Give a request the blocks of its longest cached prefix; returns the tokens in them."""
         request.block_ids = self.match(request)
         for block_id in request.block_ids:
             self.pool.retain(block_id)
@@ -70,20 +70,20 @@ class PagedKV:
         return request.num_published * self.block_size
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Give a request the pages it lacks for `num_tokens` positions; returns the new ones."""
+        """Give a request the blocks it lacks for `num_tokens` positions; returns the new ones."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         new = [self.pool.allocate() for _ in range(missing)]
         request.block_ids += new
         return new
 
-    def add_page(self, request: Request) -> int:
-        """Give a request one more page; the caller made room for it."""
+    def add_block(self, request: Request) -> int:
+        """Give a request one more block; the caller made room for it."""
         block_id = self.pool.allocate()
         request.block_ids.append(block_id)
         return block_id
 
     def publish(self, request: Request, num_computed: int) -> None:
-        """Make the full pages below `num_computed` findable: their KV and their ids are known."""
+        """Make the full blocks below `num_computed` findable: their KV and their ids are known."""
         first, last = request.num_published, num_computed // self.block_size
         if last <= first or not self.prefix_caching:
             return
@@ -93,22 +93,22 @@ class PagedKV:
         request.num_published = last
 
     def release(self, request: Request) -> None:
-        """Take a request's pages back. Plans already submitted read them before any later one."""
+        """Take a request's blocks back. Plans already submitted read them before any later one."""
         self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_published = 0
 
-    def _digests(self, request: Request, num_pages: int) -> list[bytes]:
-        """The digests of a request's pages: those of the first `num_pages`, which must be full.
+    def _digests(self, request: Request, num_blocks: int) -> list[bytes]:
+        """The digests of a request's blocks: those of the first `num_blocks`, which must be full.
 
-        And of no others: nobody ever asks for fewer pages than before.
+        And of no others: nobody ever asks for fewer blocks than before.
         """
         digests = request.digests
-        if len(digests) < num_pages:
+        if len(digests) < num_blocks:
             size = self.block_size
             ids = request.token_ids if request.row < 0 else request.table.token_ids[request.row]
             digest = digests[-1] if digests else xxhash.xxh3_128_digest(request.cache_salt)
-            for i in range(len(digests), num_pages):
+            for i in range(len(digests), num_blocks):
                 digest = xxhash.xxh3_128_digest(digest + ids[i * size : (i + 1) * size].tobytes())
                 digests.append(digest)
         return digests

@@ -13,12 +13,12 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.registry.options import read_options
 
-Asked = tuple[tuple[str, Mapping[str, Any]], ...]
+ProcessorArguments = tuple[tuple[str, Mapping[str, Any]], ...]
 
 
 def check_processor_arguments(
     params: SamplingParams, specs: Mapping[str, LogitsProcessorSpec], vocab_size: int
-) -> Asked:
+) -> ProcessorArguments:
     """(name, valid arguments as plain data) of each processor that the parameters ask for.
 
     `specs` are those of the engine, by name. Raises InvalidSamplingError for a processor that the

@@ -24,7 +24,7 @@ class RequestState(enum.Enum):
     """
 
     HELD = "held"
-    """A further sample, waiting until the first one's prompt pages can be shared."""
+    """A further sample, waiting until the first one's prompt blocks can be shared."""
     WAITING = "waiting"
     """In the scheduler's queue; it has no row."""
     PREFILLING = "prefilling"
@@ -68,9 +68,9 @@ class Request:
     row: int = NO_ROW
     block_ids: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
-    """Hashes of the full pages of known ids, computed as they are needed."""
+    """Hashes of the full blocks of known ids, computed as they are needed."""
     num_published: int = 0
-    """Leading pages of `block_ids` that the prefix cache was told about."""
+    """Leading blocks of `block_ids` that the prefix cache was told about."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
     wait_steps: int | None = None
@@ -79,7 +79,7 @@ class Request:
     first_token_time: float | None = None
     num_preemptions: int = 0
     held_samples: list[Request] = field(default_factory=list)
-    """Samples that wait for this request's prompt pages."""
+    """Samples that wait for this request's prompt blocks."""
 
     @property
     def priority(self) -> int:

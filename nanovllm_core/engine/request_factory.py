@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.engine.limits import EngineLimits
-from nanovllm_core.engine.processor_arguments import Asked, check_processor_arguments
+from nanovllm_core.engine.processor_arguments import ProcessorArguments, check_processor_arguments
 from nanovllm_core.engine.request import Request
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.engine.seeds import derive_seed, sample_seed
@@ -75,7 +75,7 @@ class RequestFactory:
         max_length = self._limits.check_length(len(prompt), params)
         self._limits.check_stop_ids(params)
         self._limits.check_biased_ids(params)
-        asked = check_processor_arguments(params, self._processors, self._limits.vocab_size)
+        processors = check_processor_arguments(params, self._processors, self._limits.vocab_size)
         seed = derive_seed(self._seed, arrival_index) if params.seed is None else params.seed
         prompt_list: list[int] = prompt.tolist()
         arrival_time = perf_counter()
@@ -85,7 +85,7 @@ class RequestFactory:
                 group_id=sample_ids[0],
                 index=index,
                 params=params,
-                sampling=self._row_sampling(params, asked, sample_seed(seed, index)),
+                sampling=self._row_sampling(params, processors, sample_seed(seed, index)),
                 prompt_token_ids=prompt_list,
                 token_ids=prompt,
                 max_length=max_length,
@@ -100,7 +100,9 @@ class RequestFactory:
             for index, sample_id in enumerate(sample_ids)
         ]
 
-    def _row_sampling(self, params: SamplingParams, asked: Asked, seed: int) -> RowSampling:
+    def _row_sampling(
+        self, params: SamplingParams, processors: ProcessorArguments, seed: int
+    ) -> RowSampling:
         """The sampling parameters that the device needs."""
         eos = () if params.ignore_eos else self._eos_token_ids
         choice = params.choice(self._sampling_defaults)
@@ -114,6 +116,6 @@ class RequestFactory:
             min_tokens=params.min_tokens,
             logprobs=params.logprobs,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
-            logits_processors=asked,
+            logits_processors=processors,
             logit_bias=tuple(pair for pair in (params.logit_bias or {}).items() if pair[1]),
         )

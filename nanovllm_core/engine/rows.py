@@ -1,8 +1,8 @@
 """The host's truth about rows, as arrays, so that a steady step costs the same at any batch.
 
 R rows, L ids per row at most. A decoding row needs Python only where its scheduled length meets
-`due_at` (it needs a page, or everything is planned) or its known length meets `publish_at` (a
-page is full and may be shared).
+`due_at` (it needs a block, or everything is planned) or its known length meets `publish_at` (a
+block is full and may be shared).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class RowTable(Generic[Owner]):
         )
 
     def rows_due(self) -> Sequence[int]:
-        """Decoding rows that need a page, or whose every output is planned."""
+        """Decoding rows that need a block, or whose every output is planned."""
         return self._rows_where_equal(self.scheduled, self.due_at)
 
     def rows_due_within(self, steps: int) -> list[int]:
@@ -153,8 +153,8 @@ class RowTable(Generic[Owner]):
         rows: list[int] = np.flatnonzero((left > 0) & (left <= steps)).tolist()
         return rows
 
-    def rows_with_full_page(self, block_size: int) -> Sequence[int]:
-        """Rows whose KV has just filled a page; the page after it becomes the next to wait for."""
+    def rows_with_full_block(self, block_size: int) -> Sequence[int]:
+        """Rows whose KV has just filled a block; the next block becomes the one to wait for."""
         due = self._rows_where_equal(self.known, self.publish_at)
         if due:
             self.publish_at[due] += block_size

@@ -24,9 +24,9 @@ class TokenBudgetScheduler(Scheduler):
     """Unfinished prompts first, then the queue in the policy's order, until the budget is spent.
 
     The head of the queue is never passed over: where it does not fit, nobody behind it is admitted,
-    so a big request cannot starve. A request fits when the free pages hold its whole prompt and
-    what the unfinished prompts before it still need, so prompts do not wait for each other's pages.
-    Equal keys are served in the order of arrival.
+    so a big request cannot starve. A request fits when the free blocks hold its whole prompt and
+    what the unfinished prompts before it still need, so prompts do not wait for each other's
+    blocks. Equal keys are served in the order of arrival.
     """
 
     def __init__(self, policy: SchedulingPolicy, name: str = "") -> None:
@@ -151,7 +151,7 @@ def check_shares(
     for what, taken, limit in (
         ("tokens", tokens, state.token_budget),
         ("rows", rows, state.free_rows),
-        ("pages", blocks, state.free_blocks),
+        ("blocks", blocks, state.free_blocks),
     ):
         if taken > limit:
             raise SchedulerError(

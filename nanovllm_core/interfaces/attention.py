@@ -23,10 +23,10 @@ Instances share no memory that they write to: two engines of one process may run
 Only the configuration limits heads, rows, queries and keys. A backend with a limit of its own
 refuses larger values: in `spec.check` if the requirements show them, or by UnsupportedError in its
 constructor. It never computes only a part.
-"Page" is a block of the KV cache, as kernels call it; users and the engine call it a block.
+A block of the KV cache is a page in FlashAttention's words.
 
 Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads,
-D head size, N KV pages, P tokens per page, M pages per sequence at most.
+D head size, N KV blocks, P tokens per block, M blocks per sequence at most.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ GraphSupport = Literal["none", "decode", "full"]
 class AttentionCapabilities:
     """The capabilities of a backend, as data. One that is not declared is not supported.
 
-    `head_sizes` and `page_multiples`: None means any. `needs_finite_tail`: the backend reads the
-    unused tail of a sequence's last page (and discards it), so pages must hold finite numbers.
+    `head_sizes` and `block_multiples`: None means any. `needs_finite_tail`: the backend reads the
+    unused tail of a sequence's last block (and discards it), so blocks must hold finite numbers.
     `cuda_graphs`: whether nothing, the calls of the decode phase, or those of both can be captured.
     """
 
@@ -90,14 +90,14 @@ class AttentionRequirements:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One way to lay out KV pages that a backend can read.
+    """One way to lay out KV blocks that a backend can read.
 
-    `name` "NPKD": K and V are separate tensors `[N, P, K, D]`, D contiguous. The page size must be
-    a multiple of `page_multiple` tokens.
+    `name` "NPKD": K and V are separate tensors `[N, P, K, D]`, D contiguous. The block size must be
+    a multiple of `block_multiple` tokens.
     """
 
     name: Literal["NPKD"]
-    page_multiple: int
+    block_multiple: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class AttentionConfig:
     prompt tokens, padding included.
 
     `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
-    `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Pages
+    `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Blocks
     wholly before the window need not be read, but still belong to the sequence.
     """
 
@@ -127,7 +127,7 @@ class AttentionConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Pages that the longest sequence needs: M, the width of every block table."""
+        """Blocks that the longest sequence needs: M, the width of every block table."""
         return -(-self.max_model_len // self.block_size)
 
 
@@ -137,7 +137,7 @@ class DecodeMetadata:
 
     `block_table` [B, M] int32; `seq_lens` [B] int32, the keys to attend to, the query's own
     included; 0 marks a padded row, which must read nothing and whose output is ignored. A row's
-    table is stale behind its own pages. B may be 0.
+    table is stale behind its own blocks. B may be 0.
     `max_seq_len` is a host bound on `seq_lens`: the configured maximum inside a captured graph.
 
     `query_len` is 1 in every step of the engine. No capability declares other numbers:
@@ -164,7 +164,7 @@ class PrefillMetadata:
     `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
     [S + 1] int32, where each chunk's queries start in q_THD, the first at 0. The queries of a
     sequence are its last `query_len` positions; the mask is causal. The chunk's own keys and values
-    are already in their pages. A chunk may have no query and no key, and S may be 0.
+    are already in their blocks. A chunk may have no query and no key, and S may be 0.
 
     `max_query_len` and `max_seq_len` are exact host integers. In a captured step they are bounds,
     and q_THD may go on beyond `query_start_loc[-1]`: that is padding, whose output is ignored.
@@ -210,11 +210,11 @@ class AttentionBackend(ABC):
         metadata: DecodeMetadata,
         out_BHD: Tensor,
     ) -> None:
-        """Attend each row's query to its pages (caches [N, P, K, D]), into `out_BHD`.
+        """Attend each row's query to its blocks (caches [N, P, K, D]), into `out_BHD`.
 
         All in the configuration's dtype, q and out contiguous; the caches have D contiguous. Called
-        once per layer and step, after the step's own k and v are in their pages; captured where the
-        spec says so.
+        once per layer and step, after the step's own k and v are in their blocks; captured where
+        the spec says so.
         """
 
     @abstractmethod
@@ -226,7 +226,7 @@ class AttentionBackend(ABC):
         metadata: PrefillMetadata,
         out_THD: Tensor,
     ) -> None:
-        """Attend each chunk's queries causally to its sequence's pages into `out_THD`.
+        """Attend each chunk's queries causally to its sequence's blocks into `out_THD`.
 
         Types and strides as in `run_decode`. Called once per layer and step; captured where the
         spec says "full", and must then read lengths on the device alone.

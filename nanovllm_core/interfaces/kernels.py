@@ -5,8 +5,8 @@ and step for most, once per step for `embed`, the last norm and the head; on CUD
 steps and small steps with prompts, else eagerly.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
-heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV pages, P tokens
-per page.
+heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV blocks, P tokens
+per block.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class KernelSet(Protocol):
         k_cache_NPKD: Tensor,
         v_cache_NPKD: Tensor,
     ) -> Tensor:
-        """Norm and rotate q and k, store k and v in their pages, return contiguous q_THD.
+        """Norm and rotate q and k, store k and v in their blocks, return contiguous q_THD.
 
-        `positions_T` int32 or int64. `slot_mapping_T` int64: page · P + offset; -1 stores nothing.
+        `positions_T` int32 or int64. `slot_mapping_T` int64: block · P + offset; -1 stores nothing.
         The caches may have any strides, as long as D is contiguous.
         """

@@ -1,8 +1,8 @@
 """The data that crosses from the engine to the workers and back: plain, small, serialisable.
 
-The engine owns the truth (rows, pages, lengths, known ids); a worker mirrors it in device tables
+The engine owns the truth (rows, blocks, lengths, known ids); a worker mirrors it in device tables
 indexed by row. A plan carries deltas only. Plans are applied in the order they are submitted, on
-one stream, so a page freed by one plan may be given to another row by the next.
+one stream, so a block freed by one plan may be given to another row by the next.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RowSampling:
 class Admission:
     """A request takes a row. `token_ids` are all known ids: prompt, then outputs before preemption.
 
-    `num_computed` tokens already have KV in the first pages (a prefix hit). `max_length` is the
+    `num_computed` tokens already have KV in the first blocks (a prefix hit). `max_length` is the
     total number of ids, prompt and output, at which the row is finished for its length.
     """
 
@@ -79,8 +79,8 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class PageAppend:
-    """Page `block_id` becomes entry `index` of the row's block table."""
+class BlockAppend:
+    """Block `block_id` becomes entry `index` of the row's block table."""
 
     row: int
     index: int
@@ -107,7 +107,7 @@ class StepPlan:
     """
 
     admissions: tuple[Admission, ...] = ()
-    appends: tuple[PageAppend, ...] = ()
+    appends: tuple[BlockAppend, ...] = ()
     decode_rows: tuple[int, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
 

@@ -54,7 +54,7 @@ class AttentionSpec(PluginSpec):
 
     `check` returns reasons beyond what `capabilities` can say (an import that is missing, an option
     that excludes a shape); it takes the requirements and the validated options.
-    `kv_layouts` takes the same and returns (layout, page multiple) choices, the preferred first.
+    `kv_layouts` takes the same and returns (layout, block multiple) choices, the preferred first.
     `rank` orders candidates for `backend: auto`: among those that can serve, the highest for the
     requirements (a backend may be better at one phase, or on one device) wins.
     `provider` names what really runs, where a backend chooses among libraries.

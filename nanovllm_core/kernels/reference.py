@@ -68,9 +68,9 @@ class TorchKernels(KernelSet):
         k_TKD = qk_THD[:, num_heads:]
         # On a CPU rows are rarely padded, and looking costs less than storing with care.
         if slot_mapping_T.device.type == "cpu" and bool((slot_mapping_T >= 0).all()):
-            pages_T, offsets_T = _pages(slot_mapping_T, k_cache_NPKD)
-            k_cache_NPKD[pages_T, offsets_T] = k_TKD.to(k_cache_NPKD.dtype)
-            v_cache_NPKD[pages_T, offsets_T] = v_TKD.to(v_cache_NPKD.dtype)
+            blocks_T, offsets_T = _blocks(slot_mapping_T, k_cache_NPKD)
+            k_cache_NPKD[blocks_T, offsets_T] = k_TKD.to(k_cache_NPKD.dtype)
+            v_cache_NPKD[blocks_T, offsets_T] = v_TKD.to(v_cache_NPKD.dtype)
         else:
             store_unless_padded(k_TKD, slot_mapping_T, k_cache_NPKD)
             store_unless_padded(v_TKD, slot_mapping_T, v_cache_NPKD)
@@ -86,14 +86,14 @@ def store_unless_padded(x_TKD: Tensor, slot_mapping_T: Tensor, cache_NPKD: Tenso
     stored_T = slot_mapping_T >= 0
     tokens_T = torch.arange(len(stored_T), device=stored_T.device)
     tokens_T = torch.where(stored_T, tokens_T, stored_T.int().argmax())
-    pages_T, offsets_T = _pages(slot_mapping_T[tokens_T].clamp_(min=0), cache_NPKD)
+    blocks_T, offsets_T = _blocks(slot_mapping_T[tokens_T].clamp_(min=0), cache_NPKD)
     new_TKD = x_TKD[tokens_T].to(cache_NPKD.dtype)
     any_stored = stored_T[tokens_T].view(-1, 1, 1)
-    cache_NPKD[pages_T, offsets_T] = new_TKD.where(any_stored, cache_NPKD[pages_T, offsets_T])
+    cache_NPKD[blocks_T, offsets_T] = new_TKD.where(any_stored, cache_NPKD[blocks_T, offsets_T])
 
 
-def _pages(slots_T: Tensor, cache_NPKD: Tensor) -> tuple[Tensor, Tensor]:
-    """The page of each slot, and its place in the page."""
+def _blocks(slots_T: Tensor, cache_NPKD: Tensor) -> tuple[Tensor, Tensor]:
+    """The block of each slot, and its place in the block."""
     block_size = cache_NPKD.shape[1]
     return slots_T // block_size, slots_T % block_size
 

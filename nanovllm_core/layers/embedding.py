@@ -57,7 +57,7 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """Hidden states [T, size] -> logits [T, vocab_size], whole on every rank.
 
-    `tied_to` an embedding, it shares that weight and the checkpoint brings none for it.
+    With `tied_to`, it shares that embedding's weight, and the checkpoint has none for it.
     """
 
     def __init__(

@@ -42,12 +42,12 @@ def make_parameter(
 ) -> ModelParameter:
     """A parameter of this rank's `shape`, not yet filled.
 
-    Without a loader every rank holds it whole, as the checkpoint does. One that is split over ranks
-    or holds several tensors of the checkpoint has both. `weight_loader(param, tensor, shard_id)`
-    copies this rank's share of a whole tensor of the checkpoint, on the CPU and in the checkpoint's
-    dtype, into the parameter. `shard_shapes` has the shape of each of these tensors by its
-    `shard_id` ("q", 0), None where there is one. Where no checkpoint is loaded, values are normal
-    with `dummy_mean` and `dummy_std`.
+    Without a loader, every rank holds the whole tensor of the checkpoint. A parameter that is split
+    over ranks, or that holds several tensors, needs `weight_loader` and `shard_shapes`.
+    `weight_loader(param, tensor, shard_id)` copies this rank's share of a whole tensor, on the CPU
+    and in the checkpoint's dtype, into the parameter. `shard_shapes` maps each `shard_id` ("q", 0;
+    None for a single tensor) to that tensor's shape. Without a checkpoint, values are normal with
+    `dummy_mean` and `dummy_std`.
     """
     data = torch.empty(shape, dtype=context.dtype, device=context.device)
     parameter = ModelParameter(data, requires_grad=False)

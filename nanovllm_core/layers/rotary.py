@@ -27,7 +27,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How heads rotate, hashable. `rotary_size`: the first dimensions of a head that do.
+    """The rotation of heads, hashable: of the first `rotary_size` dimensions of each head.
 
     `factor` and `original_max_position` describe the stretching that linear, yarn and llama3 do;
     `attention_factor` multiplies cos and sin.

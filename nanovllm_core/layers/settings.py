@@ -30,7 +30,7 @@ def positive_int(
 def positive_float(
     settings: Mapping[str, Any], key: str, default: float | None = None, *, where: str = FILE
 ) -> float:
-    """A finite number above 0 of config.json, which NaN is not; else as `positive_int`."""
+    """A finite number above 0 of config.json, not NaN; otherwise as `positive_int`."""
     value = settings.get(key)
     if value is None:
         value = default

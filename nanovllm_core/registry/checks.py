@@ -71,7 +71,7 @@ def describe(plugin: ResolvedPlugin) -> str:
     return f"{plugin.kind} {plugin.name!r} ({plugin.distribution} {plugin.version})"
 
 
-def the_one(plugin: InstalledPlugin, hook: str, wanted: type, specs: Sequence[Any]) -> Any:
+def only_spec(plugin: InstalledPlugin, hook: str, wanted: type, specs: Sequence[Any]) -> Any:
     """The spec of this plugin's name among what its hook returned."""
     for strange in (spec for spec in specs if not isinstance(spec, wanted)):
         raise load_error(plugin, f"{hook} returned {strange!r}, not {wanted.__name__} objects")

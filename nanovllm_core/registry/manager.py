@@ -37,7 +37,7 @@ from nanovllm_core.registry.checks import (
     check_spec,
     load_error,
     missing_hook,
-    the_one,
+    only_spec,
 )
 from nanovllm_core.registry.discovery import (
     KNOWN_EXTRAS,
@@ -178,7 +178,7 @@ class PluginManager:
     def declaration(self, name: str) -> KindSpec:
         """The declaration of a kind by its plugin. Raises PluginLoadError if it is not valid."""
         plugin = self.find(KIND, name)
-        spec: KindSpec = the_one(plugin, KIND_HOOK, KindSpec, self._answers(plugin, KIND_HOOK))
+        spec: KindSpec = only_spec(plugin, KIND_HOOK, KindSpec, self._answers(plugin, KIND_HOOK))
         check_kind_spec(plugin, spec)
         return spec
 
@@ -209,7 +209,7 @@ class PluginManager:
 
     def _spec(self, kind: Kind, plugin: InstalledPlugin) -> PluginSpec:
         answers = self._answers(plugin, kind.hook)
-        spec: PluginSpec = the_one(plugin, kind.hook, kind.spec, answers)
+        spec: PluginSpec = only_spec(plugin, kind.hook, kind.spec, answers)
         owner = CORE if kind.name in KINDS else self.find(KIND, kind.name).distribution
         check_spec(plugin, spec, kind, owner)
         return spec

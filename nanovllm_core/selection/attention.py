@@ -36,14 +36,14 @@ INSTALL_ONE = install_one("attention")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The backends of an engine, the pages they share, and lines that say why these."""
+    """The backends of an engine, the blocks they share, and lines that say why these."""
 
     prefill: Candidate
     decode: Candidate
     layout: KVLayout
     block_size: int
     report: tuple[str, ...]
-    eager_prompts: tuple[str, ...]
+    eager_prefill_reasons: tuple[str, ...]
     """Why steps with prompts cannot be captured on a GPU; empty where they can."""
 
 
@@ -76,7 +76,7 @@ def select_attention(
     prefill: AttentionRequirements,
     decode: AttentionRequirements,
 ) -> Selection:
-    """Choose a backend for each phase and the page size that suits both.
+    """Choose a backend for each phase and the block size that suits both.
 
     Raises UnsupportedError with the reasons and the alternatives where a backend cannot serve,
     ConfigError for a wrong option or block size, PluginError where a plugin cannot be loaded.
@@ -92,18 +92,18 @@ def select_attention(
             path = "attention.options" if same else f"attention.{requirements.phase}.options"
             chosen.append(_named(manager, choice, requirements, path))
         report.append(f"attention {requirements.phase}: {chosen[-1].label}")
-    layout, block_size = _common_pages(chosen[0], chosen[1], decode.block_size)
+    layout, block_size = _common_blocks(chosen[0], chosen[1], decode.block_size)
     captured = replace(prefill, cuda_graphs=True)
-    eager_prompts = _ask(chosen[0].spec, chosen[0].resolved, captured).reasons
-    if eager_prompts and decode.cuda_graphs:
-        report.append(f"steps with prompts run without graphs: {'; '.join(eager_prompts)}")
+    eager_prefill_reasons = _ask(chosen[0].spec, chosen[0].resolved, captured).reasons
+    if eager_prefill_reasons and decode.cuda_graphs:
+        report.append(f"steps with prompts run without graphs: {'; '.join(eager_prefill_reasons)}")
     return Selection(
         prefill=chosen[0],
         decode=chosen[1],
         layout=layout,
         block_size=block_size,
         report=tuple(dict.fromkeys(report)),
-        eager_prompts=eager_prompts,
+        eager_prefill_reasons=eager_prefill_reasons,
     )
 
 
@@ -176,8 +176,8 @@ def _ask(
                 f"{type(error).__name__}: {error}"
             ) from error
         size = requirements.block_size
-        if not reasons and size and all(size % layout.page_multiple for layout in layouts):
-            multiples = in_order(layout.page_multiple for layout in layouts)
+        if not reasons and size and all(size % layout.block_multiple for layout in layouts):
+            multiples = in_order(layout.block_multiple for layout in layouts)
             reasons.append(f"cannot use cache.block_size {size}, only multiples of {multiples}")
     return Candidate(resolved, spec, layouts, rank, tuple(reasons))
 
@@ -242,16 +242,16 @@ def able_backends(
     return sorted(able, key=lambda c: (-c.rank, c.resolved.name)), unable
 
 
-def _common_pages(
+def _common_blocks(
     prefill: Candidate, decode: Candidate, block_size: int | None
 ) -> tuple[KVLayout, int]:
-    """The decode backend's first layout that prefill prefers too, and a page size for both.
+    """The decode backend's first layout that prefill prefers too, and a block size for both.
 
     Layouts that both list come before those that only suit both (multiples of 128 suit one that
     lists 128 and one that lists 16).
     """
     suitable = [
-        KVLayout(mine.name, math.lcm(mine.page_multiple, other.page_multiple))
+        KVLayout(mine.name, math.lcm(mine.block_multiple, other.block_multiple))
         for mine in decode.layouts
         for other in prefill.layouts
         if mine.name == other.name
@@ -265,21 +265,21 @@ def _common_pages(
             f"reads {_layouts(prefill)}; choose another pair"
         )
     if block_size is None:
-        multiple = common[0].page_multiple
+        multiple = common[0].block_multiple
         return common[0], -(-SMALLEST_BLOCK // multiple) * multiple
     for layout in common:
-        if block_size % layout.page_multiple == 0:
+        if block_size % layout.block_multiple == 0:
             return layout, block_size
     raise ConfigError(
         f"cache.block_size: {block_size} does not suit both backends, which need a multiple of "
-        f"{in_order(layout.page_multiple for layout in common)} (decode {decode.resolved.name}: "
+        f"{in_order(layout.block_multiple for layout in common)} (decode {decode.resolved.name}: "
         f"{_layouts(decode)}; prefill {prefill.resolved.name}: {_layouts(prefill)}); change it or "
         "leave it out"
     )
 
 
 def _layouts(candidate: Candidate) -> str:
-    return ", ".join(f"{x.name} by {x.page_multiple}" for x in candidate.layouts) or "none"
+    return ", ".join(f"{x.name} by {x.block_multiple}" for x in candidate.layouts) or "none"
 
 
 def _names(candidates: Sequence[Candidate]) -> str:

@@ -129,7 +129,7 @@ class Decisions:
 
     @decision
     def attention(self) -> Selection:
-        """The backend of each phase, and the pages that they share."""
+        """The backend of each phase, and the blocks that they share."""
         prefill, decode = self.requirements("prefill"), self.requirements("decode")
         selection = select_attention(self.plugins, self.config.attention, prefill, decode)
         for candidate in (selection.prefill, selection.decode):
@@ -138,7 +138,7 @@ class Decisions:
 
     @decision
     def block_size(self) -> int:
-        """Tokens of a page; OutOfMemoryError where `cache.num_blocks` hold no sequence."""
+        """Tokens of a block; OutOfMemoryError where `cache.num_blocks` hold no sequence."""
         blocks, block_size = self.config.cache.num_blocks, self.attention.block_size
         if blocks is not None and self.config.limits.max_model_len != FIT:
             from nanovllm_core.worker.kv_cache import check_one_sequence_fits  # brings torch
@@ -244,13 +244,13 @@ def prompt_graph_sizes(config: EngineConfig, attention: Selection, device: str) 
     """
     if not device.startswith("cuda"):
         return ()
-    if not attention.eager_prompts:
+    if not attention.eager_prefill_reasons:
         return config.prompt_graph_sizes
     if config.cuda_graphs.prompt_sizes:
         raise ConfigError(
             f"cuda_graphs.prompt_sizes: {list(config.cuda_graphs.prompt_sizes)}, but of attention "
-            f"{attention.prefill.name!r}: {'; '.join(attention.eager_prompts)}; leave prompt_sizes "
-            "out, or choose another prefill backend"
+            f"{attention.prefill.name!r}: {'; '.join(attention.eager_prefill_reasons)}; leave "
+            "prompt_sizes out, or choose another prefill backend"
         )
     return ()
 
@@ -292,7 +292,7 @@ SEQUENCE: Mapping[str, Callable[[Decisions], object]] = {
     "dtype": lambda decisions: decisions.dtype,
     "attention, prefill": lambda decisions: decisions.attention.prefill,
     "attention, decode": lambda decisions: decisions.attention.decode,
-    "KV pages": lambda decisions: decisions.block_size,
+    "KV blocks": lambda decisions: decisions.block_size,
     **{name: partial(Decisions.named, kind=kind) for name, kind in NAMED_KINDS.items()},
     "sampling defaults": lambda decisions: decisions.sampling_defaults,
     "CUDA graphs": lambda decisions: decisions.prompt_graph_sizes,

@@ -46,7 +46,7 @@ class PagedAttention:
         self._batch: AttentionBatch | None = None
 
     def set_cache(self, cache: KVCache) -> None:
-        """Use these pages from now on."""
+        """Use these blocks from now on."""
         self._cache = cache
 
     def begin_step(self, batch: AttentionBatch) -> None:

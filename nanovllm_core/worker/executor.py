@@ -71,7 +71,9 @@ class SingleProcessExecutor(Executor):
         if setup.config.cache.num_blocks is not None:  # too few are known before anything is loaded
             setup = _within(setup, setup.config.cache.num_blocks)
         device = torch.device(setup.device)
-        with _room(device, "the model", "free it of others, or take a smaller model or dtype"):
+        with _memory_for(
+            device, "the model", "free it of others, or take a smaller model or dtype"
+        ):
             require_triton(device)
             before = _open_device(device)
             if device.type == "cuda":
@@ -82,10 +84,10 @@ class SingleProcessExecutor(Executor):
             laps.end("model")
         if setup.config.limits.max_model_len == FIT:
             setup = _within(setup, _most_blocks(setup, model, before))
-        with _room(device, "the attention backends' workspaces", _smaller_steps(setup)):
+        with _memory_for(device, "the attention backends' workspaces", _smaller_steps(setup)):
             attention = _make_attention(setup, kernels, model)
             laps.end("attention")
-        with _room(device, "the largest step there can be", _smaller_steps(setup)):
+        with _memory_for(device, "the largest step there can be", _smaller_steps(setup)):
             runner = self._runner = _make_runner(setup, model, attention)
             num_blocks = _num_blocks(setup, model, runner, before)
             setup = _within(setup, num_blocks)
@@ -97,7 +99,7 @@ class SingleProcessExecutor(Executor):
             laps.end("cache")
         load_seconds = sum(laps.seconds.values())
         if setup.cuda_graphs:
-            with _room(device, "CUDA graphs", _fewer_graphs(setup)):
+            with _memory_for(device, "CUDA graphs", _fewer_graphs(setup)):
                 self._graphs = _capture(setup, runner, cache, laps)
         return WorkerInfo(
             num_blocks=cache.num_blocks,
@@ -160,7 +162,7 @@ def _parts_of_a_step(setup: WorkerSetup) -> tuple[ResolvedPlugin, ...]:
 
 
 @contextmanager
-def _room(device: torch.device, what: str, remedy: str) -> Iterator[None]:
+def _memory_for(device: torch.device, what: str, remedy: str) -> Iterator[None]:
     """Say what there was no room for, and what helps."""
     try:
         yield
@@ -294,7 +296,7 @@ def _decode_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]
 
 
 def _within(setup: WorkerSetup, num_blocks: int) -> WorkerSetup:
-    """The setup with a length that so many pages hold; OutOfMemoryError where it may not be cut."""
+    """The setup with a length that the blocks hold; OutOfMemoryError where it may not be cut."""
     if setup.config.limits.max_model_len != FIT:
         given = setup.config.cache.num_blocks is not None
         check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len, given=given)
@@ -304,7 +306,7 @@ def _within(setup: WorkerSetup, num_blocks: int) -> WorkerSetup:
 
 
 def _most_blocks(setup: WorkerSetup, model: LoadedModel, before: MemoryBefore) -> int:
-    """Pages beside the weights alone: a bound, so that tables are not made for a longer sequence.
+    """Blocks beside the weights alone: a bound, so that tables are not made for a longer sequence.
 
     Workspaces and steps take their part later, when they are there to be measured.
     """
@@ -320,7 +322,7 @@ def _most_blocks(setup: WorkerSetup, model: LoadedModel, before: MemoryBefore) -
 def _num_blocks(
     setup: WorkerSetup, model: LoadedModel, runner: ModelRunner, before: MemoryBefore
 ) -> int:
-    """The pages of the cache: an explicit number is honoured, else as many as there is room for."""
+    """The blocks of the cache: an explicit number is honoured, else as many as fit."""
     block_size, shape = setup.block_size, model.shape
     per_block = block_bytes(shape, block_size, model.dtype)
     num_blocks = setup.config.cache.num_blocks
@@ -359,7 +361,7 @@ def _capture(setup: WorkerSetup, runner: ModelRunner, cache: KVCache, laps: Laps
     backends = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}
 
     def watched() -> dict[str, torch.Tensor]:
-        tensors = {"kv_cache": cache.pages, "row_tables": runner.tables.arena}
+        tensors = {"kv_cache": cache.blocks, "row_tables": runner.tables.arena}
         for name, tensor in runner.sampler.captured_tensors().items():
             tensors[f"sampler.{name}"] = tensor
         for phase, backend in backends.items():

@@ -100,7 +100,7 @@ class StepGraphs:
         self._graphs[key].replay()
 
     def clear(self) -> None:
-        """Free the graphs; must come before the pages, weights and process group go."""
+        """Free the graphs; must come before the blocks, weights and process group go."""
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()

@@ -1,4 +1,4 @@
-"""The KV pages: how many fit, and the tensors that hold them."""
+"""The KV blocks: how many fit, and the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Zeroed pages of every layer in one tensor [layers, 2, N, P, K, D]."""
+    """Zeroed blocks of every layer in one tensor [layers, 2, N, P, K, D]."""
 
-    pages: Tensor
+    blocks: Tensor
 
     @classmethod
     def allocate(
@@ -47,44 +47,44 @@ class KVCache:
         except (MemoryError, RuntimeError, ValueError, OverflowError, TypeError) as error:
             gib = math.prod(size) * dtype.itemsize / _GIB
             raise OutOfMemoryError(
-                f"cache.num_blocks: {num_blocks} pages of {block_size} tokens take {gib:.1f} GiB, "
+                f"cache.num_blocks: {num_blocks} blocks of {block_size} tokens take {gib:.1f} GiB, "
                 f"which {device} does not have ({error}); ask for fewer, or leave it out"
             ) from error
 
     @property
     def num_blocks(self) -> int:
-        return self.pages.shape[2]
+        return self.blocks.shape[2]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [N, P, K, D]."""
-        return self.pages[index, 0], self.pages[index, 1]
+        return self.blocks[index, 0], self.blocks[index, 1]
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not empty: backends may read (and discard) a page's unused tail, and NaN spreads."""
+    """Zeros, not empty: backends may read (and discard) a block's unused tail, and NaN spreads."""
     if device.type == "cpu":
-        # The system's zero pages: memory is taken when a page is written, not at the start.
+        # The system's zero pages: memory is taken when one is written, not at the start.
         zeros = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(zeros).view(dtype).view(size)
     return torch.zeros(size, dtype=dtype, device=device)
 
 
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
+    """Bytes of one block over all layers, keys and values."""
     return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_size * dtype.itemsize
 
 
 def num_blocks_on_cpu(bytes_per_block: int, blocks_per_seq: int, max_num_seqs: int) -> int:
-    """Pages for a CPU: as many as rows could ever use, within `CPU_CACHE_BYTES`.
+    """Blocks for a CPU: as many as rows could ever use, within `CPU_CACHE_BYTES`.
 
-    One sequence of the model's length always fits, for pages that are never written cost nothing.
+    One sequence of the model's length always fits, for blocks that are never written cost nothing.
     """
     most = min(blocks_per_seq * max_num_seqs, most_blocks_on_cpu(bytes_per_block))
     return max(blocks_per_seq, most)
 
 
 def most_blocks_on_cpu(bytes_per_block: int) -> int:
-    """Pages within `CPU_CACHE_BYTES`, at least one."""
+    """Blocks within `CPU_CACHE_BYTES`, at least one."""
     return max(1, CPU_CACHE_BYTES // bytes_per_block)
 
 
@@ -135,11 +135,11 @@ class DeviceMemory:
 
     @property
     def needed(self) -> int:
-        """Bytes that this engine takes at its peak, without pages."""
+        """Bytes that this engine takes at its peak, without blocks."""
         return self.peak - self.before.reserved + self.before.context + self.graphs
 
     def share_left(self, utilization: float) -> int:
-        """Bytes of this engine's share of the device that its pages may take."""
+        """Bytes of this engine's share of the device that its blocks may take."""
         return int(self.total * utilization) - self.needed
 
     @property
@@ -148,7 +148,7 @@ class DeviceMemory:
         return self.free - (self.peak - self.reserved) - self.graphs
 
     def budget(self, utilization: float) -> int:
-        """Bytes left for pages: this engine's share less what it needs, never more than is free.
+        """Bytes left for blocks: this engine's share less what it needs, never more than is free.
 
         Others, in this process or in another, count only through `free`: what they hold is not
         taken off our share.
@@ -157,7 +157,7 @@ class DeviceMemory:
 
 
 def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block: int) -> int:
-    """Pages that fit; OutOfMemoryError where not even one does."""
+    """Blocks that fit; OutOfMemoryError where not even one does."""
     budget = memory.budget(utilization)
     if budget < bytes_per_block:
         remedy = "free the GPU of what others hold"
@@ -167,7 +167,7 @@ def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block:
             f"no room for the KV cache: cache.gpu_memory_utilization={utilization} of "
             f"{memory.total / _GIB:.1f} GiB is {memory.total * utilization / _GIB:.1f} GiB, this "
             f"engine needs {memory.needed / _GIB:.1f} GiB and {memory.free / _GIB:.1f} GiB are "
-            f"free, which leaves {budget / _GIB:.2f} GiB for pages of "
+            f"free, which leaves {budget / _GIB:.2f} GiB for blocks of "
             f"{bytes_per_block / _GIB:.4f} GiB; {remedy}"
         )
     return budget // bytes_per_block
@@ -178,7 +178,7 @@ def check_one_sequence_fits(
 ) -> None:
     """Refuse a cache in which the longest allowed sequence could never finish.
 
-    `given`: the configuration states the number of pages; else a GPU's memory decided it.
+    `given`: the configuration states the number of blocks; else a GPU's memory decided it.
     """
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
@@ -188,7 +188,7 @@ def check_one_sequence_fits(
             else ("give the cache more memory (raise cache.gpu_memory_utilization)")
         )
         raise OutOfMemoryError(
-            f"the KV cache holds {num_blocks} pages of {block_size} tokens "
+            f"the KV cache holds {num_blocks} blocks of {block_size} tokens "
             f"({num_blocks * block_size} tokens), but limits.max_model_len={max_model_len} needs "
             f"{needed}; set limits.max_model_len to at most {num_blocks * block_size} (or to fit, "
             f"which takes the longest that fits), or {more}"
@@ -196,5 +196,5 @@ def check_one_sequence_fits(
 
 
 def fitting_length(num_blocks: int, block_size: int, max_model_len: int) -> int:
-    """Tokens of the longest sequence that `num_blocks` pages hold, `max_model_len` at most."""
+    """Tokens of the longest sequence that `num_blocks` blocks hold, `max_model_len` at most."""
     return min(max_model_len, num_blocks * block_size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm_core.errors import NanoVLLMError, PluginFailedError
 from nanovllm_core.interfaces.logits_processor import LogitsProcessor, LogitsRequest
 
-Asked = Sequence[tuple[str, Mapping[str, Any]]]
+ProcessorArguments = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class RowProcessors:
     def __init__(self, processors: Mapping[str, LoadedProcessor]) -> None:
         self._processors = processors
 
-    def admit(self, row: int, asked: Asked) -> None:
+    def admit(self, row: int, asked: ProcessorArguments) -> None:
         """A row is given to a request that asks for these; what it asked before is forgotten."""
         for loaded in self._processors.values():
             loaded.rows.pop(row, None)
@@ -53,7 +53,9 @@ class RowProcessors:
                 raise _failure(loaded, "prepare", error) from error
             loaded.rows[row] = (arguments, state)
 
-    def asked_of(self, asked: Sequence[Asked]) -> list[tuple[LoadedProcessor, list[int]]]:
+    def asked_of(
+        self, asked: Sequence[ProcessorArguments]
+    ) -> list[tuple[LoadedProcessor, list[int]]]:
         """Each processor that some of these rows asked for, with the positions of those rows."""
         names = [{name for name, _ in one} for one in asked]
         found = (

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import OutOfMemoryError
-from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission, PageAppend
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission, BlockAppend
 
 _MAX_ELEMENTS = 2**31
 """The device addresses elements by int32 numbers."""
@@ -24,9 +24,9 @@ _MAX_ELEMENTS = 2**31
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Views into the arena. R rows, L ids at most, M pages at most.
+    """Views into the arena. R rows, L ids at most, M blocks at most.
 
-    `computed`: positions whose KV is in the pages. `finished`: the device ended the row.
+    `computed`: positions whose KV is in the blocks. `finished`: the device ended the row.
     `active_rows`: the rows that decode, in batch order, -1 beyond. `skip_sampler`: one flag; where
     it is 1 the captured sampler does nothing, because a tail follows.
     """
@@ -51,11 +51,11 @@ class RowTables:
         cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> RowTables:
         """Allocate the arena for `max_num_seqs` rows of at most `max_model_len` ids."""
-        num_pages = -(-max_model_len // block_size)
+        num_blocks = -(-max_model_len // block_size)
         shapes: dict[str, tuple[int, ...]] = {
             "seed": (max_num_seqs, 2),  # first, so that its 64-bit view is aligned
             "token_ids": (max_num_seqs, max_model_len),
-            "block_table": (max_num_seqs, num_pages),
+            "block_table": (max_num_seqs, num_blocks),
             "computed": (max_num_seqs,),
             "num_prompt": (max_num_seqs,),
             "max_length": (max_num_seqs,),
@@ -133,8 +133,8 @@ class RowUpdates:
         seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)
         self._range(self._seed_at + row * 2, seed)
 
-    def append_pages(self, appends: Sequence[PageAppend]) -> None:
-        """Add pages to block tables."""
+    def append_blocks(self, appends: Sequence[BlockAppend]) -> None:
+        """Add blocks to block tables."""
         if appends:
             pairs = np.array(
                 [(a.row * self._max_blocks + a.index, a.block_id) for a in appends], dtype=np.int32

@@ -1,6 +1,6 @@
 """Torch versions of the kernels that turn row tables into a step's inputs and its results back.
 
-B batch entries, R rows, M pages per row, T tokens. A batch entry names its row; -1 is padding.
+B batch entries, R rows, M blocks per row, T tokens. A batch entry names its row; -1 is padding.
 """
 
 from __future__ import annotations

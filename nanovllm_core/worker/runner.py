@@ -134,7 +134,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
-        """Run the largest step there can be, to no effect but on page 0, for its peak memory.
+        """Run the largest step there can be, to no effect but on block 0, for its peak memory.
 
         With an update of the tables and the tail of a step in which every row asks for everything
         but processors: no request shall be the first to have these kernels compiled or loaded.
@@ -169,7 +169,7 @@ class ModelRunner:
                 self._processors.admit(admission.row, admission.sampling.logits_processors)
                 self._row_sampling[admission.row] = admission.sampling
                 self._row_needs_tail[admission.row] = admission.sampling.needs_tail
-            self._updates.append_pages(plan.appends)
+            self._updates.append_blocks(plan.appends)
             if membership_changed:
                 self._set_active(plan.decode_rows)
         self._send_updates()

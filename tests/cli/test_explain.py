@@ -80,8 +80,8 @@ def test_every_seam_is_explained_and_nothing_is_a_problem_for_the_demo() -> None
 def test_a_cache_in_which_no_sequence_fits_is_a_problem() -> None:
     """An engine would stop with it, so `explain` does not call it right."""
     found = seams(**{"cache.num_blocks": 1})
-    assert "limits.max_model_len=2048 needs 128" in found["KV pages"].problem
-    assert not seams(**{"cache.num_blocks": 128})["KV pages"].problem
+    assert "limits.max_model_len=2048 needs 128" in found["KV blocks"].problem
+    assert not seams(**{"cache.num_blocks": 128})["KV blocks"].problem
 
 
 def test_a_length_that_fits_is_known_where_the_number_of_pages_is() -> None:
@@ -91,7 +91,7 @@ def test_a_length_that_fits_is_known_where_the_number_of_pages_is() -> None:
     assert "limits.max_model_len, from the command line: fit; the memory" in open_length.why
     given = seams(max_model_len="fit", **{"cache.num_blocks": 3, "cache.block_size": 32})
     assert given["longest sequence"].chosen == "96 tokens"
-    assert not given["KV pages"].problem
+    assert not given["KV blocks"].problem
 
 
 def test_no_weights_are_loaded(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_a_named_backend_says_who_named_it(slow: None, tmp_path: Path) -> None:
     assert found["attention, prefill"].chosen == "slow 1.2.3"
     assert found["attention, prefill"].why == f"attention.prefill.backend, from {file}"
     assert found["attention, prefill"].others["sdpa"] == "it can serve, and is not named"
-    assert found["KV pages"].chosen == "16 tokens, layout NPKD"
-    assert "slow and sdpa can read: multiples of 16" in found["KV pages"].why
+    assert found["KV blocks"].chosen == "16 tokens, layout NPKD"
+    assert "slow and sdpa can read: multiples of 16" in found["KV blocks"].why
 
 
 PICKY = """

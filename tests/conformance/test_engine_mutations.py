@@ -50,7 +50,7 @@ def bug(
 
 MUTATIONS = [
     bug(
-        "the request that gives way itself is handed a page",
+        "the preempted request itself is handed a block",
         "planner.py",
         GAVE_WAY,
         ("            if victim is request:\n                return False\n", ""),
@@ -64,7 +64,7 @@ MUTATIONS = [
         peers=2,
     ),
     bug(
-        "a row goes on past its last page",
+        "a row goes on past its last block",
         "planner.py",
         ANY,
         ("return min(capacity, request.max_length - 1)", "return capacity"),
@@ -78,7 +78,7 @@ MUTATIONS = [
         peers=10,
     ),
     bug(
-        "a page that is reused is still found under its old content",
+        "a block that is reused is still found under its old content",
         "block_pool.py",
         ANY,
         ("            del self._block_of[digest]\n", "            pass\n"),
@@ -92,7 +92,7 @@ MUTATIONS = [
         peers=10,
     ),
     bug(
-        "the last sampled token is lost when a request gives way",
+        "the last sampled token is lost when a request is preempted",
         "planner.py",
         GAVE_WAY,
         (
@@ -118,28 +118,28 @@ MUTATIONS = [
         peers=12,
     ),
     bug(
-        "a page is hashed before its ids are known",
+        "a block is hashed before its ids are known",
         "prefix_cache.py",
         ANY,
         ("num_computed // self.block_size", "-(-num_computed // self.block_size)"),
         peers=13,
     ),
     bug(
-        "a page is hashed without its parent",
+        "a block is hashed without its parent",
         "prefix_cache.py",
         ANY,
         ("xxh3_128_digest(digest + ids[", "xxh3_128_digest(ids["),
         peers=14,
     ),
     bug(
-        "a shared page is freed under those who share it",
+        "a shared block is freed under those who share it",
         "block_pool.py",
         ANY,
         ("            if holders == 0:", "            if holders <= 1:"),
         peers=20,
     ),
     bug(
-        "a page is freed with a step in flight",
+        "a block is freed with a step in flight",
         "planner.py",
         ANY,
         (
@@ -155,7 +155,7 @@ MUTATIONS = [
         ("                rows, token_ids = rows[alive], token_ids[alive]", "                pass"),
     ),
     bug(
-        "pages leak when a request is aborted",
+        "blocks leak when a request is aborted",
         "planner.py",
         "test_an_aborted_request_that_runs_makes_room",
         (
@@ -183,7 +183,7 @@ MUTATIONS = [
         ("self._live.pop(request.request_id, None)", "pass"),
     ),
     bug(
-        "pages are given out that are not free",
+        "blocks are given out that are not free",
         "scheduler.py",
         "test_no_more_pages_are_given_out_than_are_free",
         ("            if blocks < 0:\n                break\n", ""),
@@ -205,7 +205,7 @@ MUTATIONS = [
         ("missing = request.num_tokens - request.num_scheduled", "missing = request.num_tokens"),
     ),
     bug(
-        "an unbounded wait: small requests pass a big one for which pages are short",
+        "an unbounded wait: small requests pass a big one for which blocks are short",
         "scheduler.py",
         "test_nobody_is_passed_over_for_longer_than_declared",
         (

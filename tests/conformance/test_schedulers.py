@@ -202,7 +202,7 @@ def test_the_core_s_errors_name_the_author_s_class_and_requests() -> None:
     """Not what the suite wraps around them."""
     with pytest.raises(SchedulerError, match=r"^Idle scheduled nothing while nothing runs"):
         harness_of(Idle).run()
-    with pytest.raises(SchedulerError, match=r"^NamesNobody chose <RequestView 'a'> to give way"):
+    with pytest.raises(SchedulerError, match=r"^NamesNobody chose <RequestView 'a'> as the victim"):
         harness_of(NamesNobody).run()
 
 
@@ -211,7 +211,7 @@ def test_a_scheduler_that_begins_what_cannot_be_held_is_told_so(steps_ahead: int
     spec = replace(TOKEN_BUDGET, impl=f"{__name__}:Eager")
     plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
     check = SchedulerConformance().test_prompts_that_do_not_fit_together_all_end
-    with pytest.raises(SchedulerError, match=r"^Eager goes round in circles: .*begin a prompt on"):
+    with pytest.raises(SchedulerError, match=r"^Eager preempts in a circle: .*admit a prompt on"):
         check(plugin, steps_ahead)
 
 
@@ -239,7 +239,7 @@ def test_the_rules_say_which_number_broke_which_limit() -> None:
     twice = replace(decision, shares=(PrefillShare("b", 1), PrefillShare("b", 2)))
     nobody = replace(decision, shares=(PrefillShare("x", 1),))
     for rule, broken, message in (
-        (keeps_the_pages, decision, "step 10: 3 pages given out, 1 free"),
+        (keeps_the_pages, decision, "step 10: 3 blocks given out, 1 free"),
         (keeps_the_rows, decision, "step 10: 2 rows given out, 1 free"),
         (keeps_the_budget, decision, "step 10: 7 tokens given out, 4 in the budget"),
         (gives_real_work, decision, "step 10: 'a' got 6 tokens, of 1 to 5 that are left"),

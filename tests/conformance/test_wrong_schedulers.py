@@ -137,7 +137,7 @@ def test_right_schedulers_of_other_kinds_pass(impl: type, check: str) -> None:
 
 
 def test_an_engine_that_is_starved_says_whose_fault_it_is() -> None:
-    """24 requests in 17 pages give way so often that nobody is served any more: a typed error."""
+    """24 requests in 17 blocks are preempted so often that none is served: a typed error."""
     setting = Setting(num_blocks=17, block_size=4, max_num_seqs=24, prefix_caching=False)
     harness = Harness(setting, wrong.NeverAfterFive(NoOptions()))
     for i in range(24):

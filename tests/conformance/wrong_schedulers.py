@@ -92,7 +92,7 @@ class NeverAfterFive(CountsJoins):
 
 
 class OnePreemptionTooMany(CountsJoins):
-    """Once requests have given way twenty times in all, nobody who did is served."""
+    """Once requests were preempted twenty times in all, none of them is served."""
 
     def order(self, state: SchedulerState) -> Iterable[RequestView]:
         again = sum(self.joins.values()) - len(self.joins) > 20
@@ -268,7 +268,7 @@ class LastAfterTwo(First):
 
 
 class LastAfterManyOutputs(First):
-    """A request that gave way with over 200 outputs is served behind all others."""
+    """A request that was preempted with over 200 outputs is served behind all others."""
 
     def service_key(self, request: RequestView) -> tuple[float, ...]:
         return (request.num_tokens - request.num_prompt_tokens > 200, request.arrival_index)
@@ -375,7 +375,7 @@ class TwoAtOnce(InOrder):
 
 
 class LeastDone(InOrder):
-    """Whoever has the fewest tokens gives way, and is served first."""
+    """Whoever has the fewest tokens is preempted, and is served first."""
 
     def order(self, state: SchedulerState) -> Iterable[RequestView]:
         return sorted(state.waiting, key=lambda r: (r.num_tokens, r.arrival_index))

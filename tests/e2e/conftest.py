@@ -29,7 +29,7 @@ def reference(tiny: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def shared_engine(tiny: Path) -> Iterator[LLM]:
-    """One engine on the tiny checkpoint, for tests that leave nothing behind but cached pages."""
+    """One engine on the tiny checkpoint, for tests that leave nothing behind but cached blocks."""
     with open_tiny(tiny) as llm:
         yield llm
 

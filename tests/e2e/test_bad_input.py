@@ -166,7 +166,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
     "too little memory for one sequence": (
         {"cache": {"num_blocks": 19}},
         OutOfMemoryError,
-        r"holds 19 pages of 16 tokens \(304 tokens\), but limits\.max_model_len=320 needs 20; set "
+        r"holds 19 blocks of 16 tokens \(304 tokens\), but limits\.max_model_len=320 needs 20; set "
         r"limits\.max_model_len to at most 304",
     ),
     "a length beyond the model's": (
@@ -205,7 +205,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
         UnsupportedError,
         r"'sdpa' .* cannot serve prefill here: kernel 'cudnn' exists only on cuda, .*; use kernel:",
     ),
-    "a page size that does not exist": (
+    "a block size that does not exist": (
         {"cache": {"block_size": 24}},
         ConfigError,
         r"cache\.block_size: 24 must be one of 16, 32, 64, 128, 256",

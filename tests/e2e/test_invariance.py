@@ -37,7 +37,7 @@ class Case:
 
 
 def make_cases() -> list[Case]:
-    """Lengths round page ends, three pages and more of 16, and prompts that begin alike."""
+    """Lengths round block ends, three blocks and more of 16, and prompts that begin alike."""
     rng = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def make_cases() -> list[Case]:
     prompts = [ids(length) for length in (1, 3, 15, 16, 17, 33, 48, 49, 270, 70, 130)]
     long = prompts[-1]
     prompts += [long[:64], long[:65] + ids(4), long[:80], long[:16] + ids(40), prompts[5]]
-    # The first page differs and the later ones do not: their hashes must know the parent.
+    # The first block differs and the later ones do not: their hashes must know the parent.
     prompts.append(ids(16) + long[16:70])
     return [
         Case(prompt, 0.0 if index % 2 else 0.9, seed=index) for index, prompt in enumerate(prompts)
@@ -72,11 +72,11 @@ def run(llm: LLM, cases: list[Case]) -> list[list[int]]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "as usual": {},
     "no prefix cache": {"cache": {"prefix_caching": False}},
-    "pages of 64": {"cache": {"block_size": 64}},
-    "pages of 256": {"cache": {"block_size": 256}},
+    "blocks of 64": {"cache": {"block_size": 64}},
+    "blocks of 256": {"cache": {"block_size": 256}},
     "a budget of one token per row": {"max_num_batched_tokens": 8},
     "chunks of 17": {"max_num_batched_tokens": 17},
-    "chunks of 33, pages of 64": {"max_num_batched_tokens": 33, "cache": {"block_size": 64}},
+    "chunks of 33, blocks of 64": {"max_num_batched_tokens": 33, "cache": {"block_size": 64}},
     "chunks without a prefix cache": {
         "max_num_batched_tokens": 17,
         "cache": {"prefix_caching": False},
@@ -92,7 +92,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_changes_a_token(setting: str, tiny: Path, expected: list[list[int]]) -> None:
-    """Prefix cache, page size, chunks, depth, rows, order: greedy and sampled tokens stay."""
+    """Prefix cache, block size, chunks, depth, rows, order: greedy and sampled tokens stay."""
     if setting == "shortest job first":
         pytest.importorskip("nanovllm_scheduler_sjf", reason="needs the plugin scheduler_sjf")
     with open_tiny(tiny, **SETTINGS[setting]) as llm:
@@ -106,7 +106,7 @@ def test_no_setting_changes_a_token(setting: str, tiny: Path, expected: list[lis
 def test_giving_way_loses_no_token(
     steps_ahead: int, prefix_caching: bool, tiny: Path, expected: list[list[int]]
 ) -> None:
-    """With pages for hardly more than one sequence, requests are preempted again and again."""
+    """With blocks for hardly more than one sequence, requests are preempted again and again."""
     with open_tiny(
         tiny,
         **{"cache.num_blocks": 20, "cache.prefix_caching": prefix_caching},
@@ -144,7 +144,7 @@ def test_alone_or_among_others_is_the_same(tiny: Path, expected: list[list[int]]
 def test_neighbours_that_are_aborted_midway_change_nothing(
     steps_ahead: int, tiny: Path, expected: list[list[int]]
 ) -> None:
-    """Streams left in the middle free rows and pages under everybody else's feet."""
+    """Streams left in the middle free rows and blocks under everybody else's feet."""
     with open_tiny(tiny, steps_ahead=steps_ahead, **{"cache.num_blocks": 24}) as llm:
         neighbours = [
             llm.stream(case.prompt[::-1], SamplingParams(temperature=1.0, max_tokens=30))

@@ -141,7 +141,7 @@ def test_a_stream_takes_text_and_conversations(demo: LLM) -> None:
 
 
 def test_leaving_a_stream_early_aborts_its_request(shared_engine: LLM) -> None:
-    """Its row and its pages are free at once."""
+    """Its row and its blocks are free at once."""
     total = shared_engine.stats.free_blocks
     for output in shared_engine.stream(PROMPTS[2], SamplingParams(max_tokens=200, n=2)):
         assert shared_engine.stats.running == 1 or output.index in (0, 1)
@@ -202,7 +202,7 @@ def test_an_error_inside_the_block_closes_too(tiny: Path) -> None:
 
 
 def test_two_engines_in_one_process_do_not_know_of_each_other(tmp_path: Path) -> None:
-    """Two checkpoints, two page sizes, steps taken in turn; closing one leaves the other."""
+    """Two checkpoints, two block sizes, steps taken in turn; closing one leaves the other."""
     folders = [write_checkpoint(tmp_path / str(seed), seed) for seed in (1, 2)]
     wanted = [Reference.of(folder).tokens(PROMPTS[2], 8) for folder in folders]
     assert wanted[0] != wanted[1]

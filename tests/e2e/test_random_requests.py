@@ -108,7 +108,7 @@ def run(llm: LLM, batch: Sequence[Asked]) -> list[list[int]]:
 def test_any_requests_on_any_settings_get_the_tokens_of_the_reference(
     tiny: Path, reference: Reference, changes: dict[str, Any], batches: list[list[Asked]]
 ) -> None:
-    """Shared beginnings, chunks, few pages, depths and every mix of parameters."""
+    """Shared beginnings, chunks, few blocks, depths and every mix of parameters."""
     with open_tiny(tiny, max_model_len=120, **changes) as llm:
         for batch in batches:
             assert run(llm, batch) == [expected(reference, one) for one in batch]

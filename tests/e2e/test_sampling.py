@@ -205,7 +205,7 @@ def test_max_tokens_of_none_goes_on_to_the_models_length(tiny: Path) -> None:
 
 
 def test_samples_of_one_prompt_share_its_pages(tiny: Path) -> None:
-    """With n=4 and a prompt of three full pages, the prompt is held once."""
+    """With n=4 and a prompt of three full blocks, the prompt is held once."""
     prompt = [(3 * i) % VOCAB_SIZE for i in range(50)]
     params = SamplingParams(temperature=1.3, seed=2, max_tokens=4, n=4)
     with open_tiny(tiny) as llm:
@@ -215,7 +215,7 @@ def test_samples_of_one_prompt_share_its_pages(tiny: Path) -> None:
         for output in llm.stream(prompt, params):
             streamed.setdefault(output.index, []).extend(output.new_token_ids)
             most_used = max(most_used, total - llm.stats.free_blocks)
-        # Three shared pages, and one for each sample's rest; unshared it would be 16.
+        # Three shared blocks, and one for each sample's rest; unshared it would be 16.
         assert 0 < most_used <= 3 + 4
         outputs = llm.generate([prompt], params)
         assert [output.index for output in outputs] == [0, 1, 2, 3]

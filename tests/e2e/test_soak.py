@@ -30,7 +30,7 @@ def results(tiny: Path) -> dict[int, list[dict[str, Any]]]:
 def test_random_traffic_leaves_nothing_and_comes_out_the_same_again(
     results: dict[int, list[dict[str, Any]]], seed: int
 ) -> None:
-    """Every page is free, every request answered, and every token that of the first run."""
+    """Every block is free, every request answered, and every token that of the first run."""
     one, other = results[seed]
     assert problems(one) == problems(other) == []
     assert differences(one, other) == []
@@ -88,8 +88,8 @@ def test_one_request_that_differs_is_found(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"free_blocks": 20}, "4 pages did not come back"),
-        ({"preemptions": 0}, "no request gave way"),
+        ({"free_blocks": 20}, "4 blocks did not come back"),
+        ({"preemptions": 0}, "no request was preempted"),
         ({"host_growth_mib": 17.0}, "memory of the host grew by 17.0 MiB"),
     ],
 )

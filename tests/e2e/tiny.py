@@ -1,6 +1,6 @@
 """A tiny random Qwen3 checkpoint, an engine on it, and its tokens by the plainest computation.
 
-The reference recomputes the whole sequence for every token, in float64, without pages, batches,
+The reference recomputes the whole sequence for every token, in float64, without blocks, batches,
 packed weights or any code of the engine's but the sampler's noise, which is a definition.
 """
 

@@ -87,7 +87,7 @@ def it_shares_one_page_more_than_it_holds(_: Harness, request: Request) -> None:
     request.num_published = len(request.block_ids) + 1
 
 
-def it_gave_way_and_holds_pages(harness: Harness, request: Request) -> None:
+def it_was_preempted_and_holds_blocks(harness: Harness, request: Request) -> None:
     harness.engine._planner.draining.append(request)
 
 
@@ -120,15 +120,15 @@ def its_row_does_not_decode(harness: Harness, request: Request) -> None:
         (a_row_has_another_request, "row 0 is not its request's row"),
         (a_request_holds_a_row_that_is_free, r"requests hold rows \[0, 1\], not \[1\]"),
         (it_decodes_without_a_row, "a is decoding in row -1"),
-        (a_page_has_no_owner, r"page \d+ counts 1 holders, 0 tables name it"),
+        (a_page_has_no_owner, r"block \d+ counts 1 holders, 0 tables name it"),
         (it_runs_one_past_its_length, "a has 27 ids of 26 at most"),
         (it_is_planned_to_its_length, "a is planned to 26, past 25"),
         (one_more_token_is_in_flight_than_steps, "a has 3 tokens in flight, of 2 at most"),
         (less_than_nothing_is_in_flight, "a has -1 tokens in flight"),
-        (it_lacks_a_page, "a holds 3 pages for 13 positions"),
-        (it_holds_a_page_too_early, "a holds 3 pages for 7 positions"),
-        (it_shares_one_page_more_than_it_holds, "a shares pages it does not hold"),
-        (it_gave_way_and_holds_pages, "a gave way and still holds pages"),
+        (it_lacks_a_page, "a holds 3 blocks for 13 positions"),
+        (it_holds_a_page_too_early, "a holds 3 blocks for 7 positions"),
+        (it_shares_one_page_more_than_it_holds, "a shares blocks it does not hold"),
+        (it_was_preempted_and_holds_blocks, "a was preempted and still holds blocks"),
         (it_is_finished, "a is finished and still listed"),
         (it_waits_in_a_row, "a is waiting in row 0"),
         (it_waits_under_anothers_name, "a is decoding, the queue says otherwise"),
@@ -157,7 +157,7 @@ def at_its_length(harness: Harness, request: Request) -> None:
     rows.known[request.row] = request.max_length
     rows.scheduled[request.row] = request.max_length - 1
     while len(request.block_ids) * 4 < request.max_length - 1:
-        harness.engine._kv.add_page(request)
+        harness.engine._kv.add_block(request)
 
 
 def all_steps_in_flight_are_its(harness: Harness, request: Request) -> None:
@@ -200,12 +200,12 @@ def test_a_state_at_its_bound_is_in_order(running: tuple[Harness, Request], how:
 
 
 def test_an_unfinished_prompt_holds_no_page_that_its_chunks_do_not_need() -> None:
-    """Pages come early only to rows that decode."""
+    """Blocks come early only to rows that decode."""
     harness = Harness(Setting(max_num_seqs=1, max_num_batched_tokens=4, steps_ahead=0))
     (request,) = harness.add("a", range(9), SamplingParams(max_tokens=2))
     harness.step()
-    harness.engine._kv.add_page(request)
-    with pytest.raises(InconsistentStateError, match="a holds 2 pages for 4 positions"):
+    harness.engine._kv.add_block(request)
+    with pytest.raises(InconsistentStateError, match="a holds 2 blocks for 4 positions"):
         harness.engine.assert_consistent()
 
 

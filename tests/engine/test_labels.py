@@ -192,7 +192,7 @@ def test_a_policy_sees_the_labels_of_every_sample_also_after_a_preemption() -> N
     harness.check_all()
     expected = {"a": TENANT, "a#1": TENANT, "b": {"urgent": ""}, "c": {"urgent": ""}}
     assert all(labels == expected[name] for name, labels in policy.seen)
-    assert len(policy.seen) > len(expected), "nobody gave way"
+    assert len(policy.seen) > len(expected), "nobody was preempted"
     assert [(r.request_id, r.index) for r in keep.requests if r.labels == TENANT] == [
         ("a", 0),
         ("a", 1),
@@ -224,7 +224,7 @@ def check_record(record: RequestRecord, harness: Harness) -> None:
 @given(case=traffic())
 @settings(max_examples=60, deadline=None)
 def test_every_request_has_one_record_that_agrees_with_its_output(case: Traffic) -> None:
-    """Whatever arrives, is aborted or gives way, at any depth; the sums are those of the steps."""
+    """Whatever arrives, is aborted or preempted, at any depth; the sums are those of the steps."""
     harness, keep = observed(case.setting)
     drive(harness, case.arrivals)
     ids = [(record.request_id, record.index) for record in keep.requests]

@@ -1,4 +1,4 @@
-"""Pages: who holds them, what is found again, and what must never be."""
+"""Blocks: who holds them, what is found again, and what must never be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def greedy(max_tokens: int, **fields: object) -> SamplingParams:
 
 
 def test_pages_with_nothing_to_find_are_used_first_then_the_longest_free() -> None:
-    """Published content outlives pages that hold none, and the oldest goes first."""
+    """Published content outlives blocks that hold none, and the oldest goes first."""
     pool = BlockPool(4)
     held = [pool.allocate() for _ in range(4)]
     for block_id, digest in zip(held[:3], (b"a", b"b", b"c"), strict=True):
@@ -37,7 +37,7 @@ def test_the_last_page_of_a_table_is_given_away_first() -> None:
 
 
 def test_a_page_is_published_under_one_name_and_a_name_has_one_page() -> None:
-    """Equal content in a second page stays private."""
+    """Equal content in a second block stays private."""
     pool = BlockPool(2)
     first, second = pool.allocate(), pool.allocate()
     pool.publish(first, b"x")
@@ -56,18 +56,18 @@ def test_an_empty_pool_says_so() -> None:
 
 def test_a_page_is_not_released_twice() -> None:
     pool = BlockPool(1)
-    with pytest.raises(InconsistentStateError, match="page 0 was released by nobody"):
+    with pytest.raises(InconsistentStateError, match="block 0 was released by nobody"):
         pool.release([0])
 
 
 def test_the_pool_notices_what_does_not_add_up() -> None:
-    """Wrong counts, a page named twice, a free list or an index that contradicts the counts."""
+    """Wrong counts, a block named twice, a free list or an index that contradicts the counts."""
     pool = BlockPool(2)
     block_id = pool.allocate()
     pool.assert_consistent([[block_id]])
     with pytest.raises(InconsistentStateError, match="counts 1 holders, 0 tables"):
         pool.assert_consistent([])
-    with pytest.raises(InconsistentStateError, match="names a page twice"):
+    with pytest.raises(InconsistentStateError, match="names a block twice"):
         pool.assert_consistent([[block_id, block_id]])
     pool._free[block_id] = None
     with pytest.raises(InconsistentStateError, match="has 1 holders but is on the free list"):
@@ -80,7 +80,7 @@ def test_the_pool_notices_what_does_not_add_up() -> None:
 
 @pytest.mark.parametrize("length", [4, 9, 12])
 def test_samples_share_the_full_pages_of_the_prompt(length: int) -> None:
-    """n samples take the prompt's full pages once, and a page of their own for the rest."""
+    """n samples take the prompt's full blocks once, and a block of their own for the rest."""
     samples, shared = 4, (length - 1) // 4
     harness = Harness(Setting(block_size=4, max_num_seqs=samples, num_blocks=60))
     requests = harness.add("a", range(length), greedy(12, n=samples))
@@ -98,7 +98,7 @@ def test_samples_share_the_full_pages_of_the_prompt(length: int) -> None:
 
 
 def test_samples_do_not_wait_where_nothing_can_be_shared() -> None:
-    """Without prefix caching, or with less than a page of prompt, all samples start at once."""
+    """Without prefix caching, or with less than a block of prompt, all samples start at once."""
     for prefix_caching, prompt in ((False, range(20)), (True, range(3))):
         harness = Harness(Setting(prefix_caching=prefix_caching, steps_ahead=0))
         harness.add("a", prompt, greedy(4, n=3))
@@ -117,7 +117,7 @@ def test_without_prefix_caching_nothing_is_hashed() -> None:
 
 
 def test_what_follows_a_page_that_is_gone_is_not_found() -> None:
-    """A later page alone would stand in the first one's place."""
+    """A later block alone would stand in the first one's place."""
     harness = Harness()
     harness.add("a", range(9))
     harness.run()
@@ -130,7 +130,7 @@ def test_what_follows_a_page_that_is_gone_is_not_found() -> None:
 
 
 def test_samples_start_at_once_on_a_prompt_that_is_cached() -> None:
-    """Samples are held only until the pages can be found, which they already can."""
+    """Samples are held only until the blocks can be found, which they already can."""
     harness = Harness(Setting(max_num_seqs=3))
     harness.add("first", range(9))
     harness.run()
@@ -164,7 +164,7 @@ def test_held_samples_go_on_when_the_first_one_is_gone() -> None:
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:
-    """Requests of different salts share no page; of the same salt they do."""
+    """Requests of different salts share no block; of the same salt they do."""
     harness = Harness()
     for name, salt in (("a", b"x"), ("b", b"y"), ("c", b"x")):
         harness.add(name, range(9), cache_salt=salt)
@@ -174,14 +174,14 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
 
 def test_pages_filled_while_decoding_are_found_again() -> None:
-    """A conversation's next turn finds the answer's pages, not only the prompt's."""
+    """A conversation's next turn finds the answer's blocks, not only the prompt's."""
     harness = Harness(Setting(block_size=4))
     harness.add("turn 1", range(6), greedy(12))
     answer = harness.run()["turn 1", 0].token_ids
     harness.add("turn 2", [*range(6), *answer, 1, 2])
     finished = harness.run()
     harness.check_all()
-    # The last output is never fed back: 17 positions have KV, four full pages.
+    # The last output is never fed back: 17 positions have KV, four full blocks.
     assert finished["turn 2", 0].num_cached_tokens == 16
 
 
@@ -200,7 +200,7 @@ def test_forgetting_the_cache_loses_nothing_that_runs() -> None:
 
 
 def test_rows_that_need_a_page_soon_get_it_with_the_one_that_needs_it_now() -> None:
-    """Four rows one token apart, pages of 16: one plan brings the pages of all."""
+    """Four rows one token apart, blocks of 16: one plan brings the blocks of all."""
     harness = Harness(Setting(block_size=16, num_blocks=64, max_model_len=128))
     for index in range(4):
         harness.add(str(index), [1] * (8 + index), greedy(36))
@@ -211,7 +211,7 @@ def test_rows_that_need_a_page_soon_get_it_with_the_one_that_needs_it_now() -> N
 
 
 def test_no_page_is_given_early_where_not_every_row_could_have_another() -> None:
-    """The same four rows on a cache that is nearly full: each gets its page when it needs it."""
+    """The same four rows on a cache that is nearly full: each gets its block when it needs it."""
     harness = Harness(Setting(block_size=16, num_blocks=9, max_model_len=128))
     for index in range(4):
         harness.add(str(index), [1] * (8 + index), greedy(20))

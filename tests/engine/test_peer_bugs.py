@@ -22,7 +22,7 @@ def greedy(max_tokens: int | None = 8, **fields: object) -> SamplingParams:
 def test_the_last_running_request_always_gets_its_page() -> None:
     """Bug 1: the last running sequence could not append a block and failed, or retried for ever.
 
-    Two requests that each fill the cache alone: one gives way, both finish, nobody spins.
+    Two requests that each fill the cache alone: one is preempted, both finish, nobody spins.
     """
     harness = Harness(Setting(num_blocks=5, block_size=4, max_model_len=21))
     harness.add("a", range(8), greedy(13))
@@ -34,9 +34,9 @@ def test_the_last_running_request_always_gets_its_page() -> None:
 
 
 def test_what_can_never_fit_is_refused_when_it_is_added() -> None:
-    """Bug 1: a request with more pages than the cache has is refused with the numbers."""
+    """Bug 1: a request with more blocks than the cache has is refused with the numbers."""
     harness = Harness(Setting(num_blocks=5, block_size=4, max_model_len=64))
-    with pytest.raises(RequestTooLongError, match=r"up to 22 tokens needs 6 pages of 4.* has 5"):
+    with pytest.raises(RequestTooLongError, match=r"up to 22 tokens needs 6 blocks of 4.* has 5"):
         harness.add("a", range(10), greedy(12))
     harness.add("b", range(10), greedy(11))
     harness.run()
@@ -84,7 +84,7 @@ def test_output_beyond_the_model_length_is_refused() -> None:
 def test_a_request_may_fill_the_model_length_exactly(block_size: int) -> None:
     """Bug 4: a block table one entry too wide crashed the graph at the full model length.
 
-    The fake worker refuses a table of more pages than max_model_len has.
+    The fake worker refuses a table of more blocks than max_model_len has.
     """
     harness = Harness(Setting(max_model_len=32, block_size=block_size))
     harness.add("long prompt", [1] * 31, greedy(None))
@@ -114,7 +114,7 @@ def test_a_reused_page_is_no_longer_found_by_its_old_content() -> None:
     harness = Harness(Setting(num_blocks=4, block_size=4, max_model_len=17))
     harness.add("old", range(12), greedy(2))
     harness.run()
-    harness.add("new", range(20, 32), greedy(5))  # takes all four pages
+    harness.add("new", range(20, 32), greedy(5))  # takes all four blocks
     harness.run()
     harness.add("old again", range(12), greedy(2))
     finished = harness.run()
@@ -172,7 +172,7 @@ def test_a_chunk_ends_at_the_end_of_the_prompt() -> None:
 
 
 def test_a_page_is_not_found_before_its_kv_is_computed() -> None:
-    """Bug 13: the hash was published when the page was allocated, before its KV existed.
+    """Bug 13: the hash was published when the block was allocated, before its KV existed.
 
     Two equal prompts that arrive together share nothing; a third that comes later does.
     """
@@ -203,7 +203,7 @@ def test_a_hit_on_a_free_page_keeps_it_findable() -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 4, 5])
 def test_prompts_round_a_page_boundary_run(block_size: int, length: int) -> None:
-    """Bug 13: `len % block == 1` stood for "a new page begins" and failed for one token."""
+    """Bug 13: `len % block == 1` stood for "a new block begins" and failed for one token."""
     harness = Harness(Setting(block_size=block_size, num_blocks=64))
     harness.add("a", range(length), greedy(9))
     harness.run()
@@ -213,7 +213,7 @@ def test_prompts_round_a_page_boundary_run(block_size: int, length: int) -> None
 def test_the_second_page_is_named_by_its_parent_too() -> None:
     """Bug 14: block two was hashed without its parent, so another prompt reused wrong KV.
 
-    Pages of 16 and prompts of three pages that differ in the first page only.
+    Blocks of 16 and prompts of three blocks that differ in the first block only.
     """
     harness = Harness(Setting(block_size=16, max_model_len=80, num_blocks=40))
     tail = list(range(33))
@@ -275,9 +275,9 @@ def test_a_refused_request_is_an_error_and_harms_nobody() -> None:
 
 
 def test_duplicate_pages_stay_private_and_tables_are_never_rewritten() -> None:
-    """Bug 20: a duplicate page was freed while a page table still pointed at it.
+    """Bug 20: a duplicate block was freed while a block table still pointed at it.
 
-    Two equal prompts fill the same pages twice; when one finishes the other reads on.
+    Two equal prompts fill the same blocks twice; when one finishes the other reads on.
     """
     harness = Harness(Setting(num_blocks=16))
     prompt = list(range(12))

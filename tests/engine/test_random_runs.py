@@ -27,7 +27,7 @@ SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[Heal
 @given(data=st.data())
 @SETTINGS
 def test_any_run_gives_every_request_the_tokens_that_its_ids_decide(data: st.DataObject) -> None:
-    """No page is lost or shared wrongly, no request is lost or starved, no budget is exceeded."""
+    """No block is lost or shared wrongly, no request is lost or starved, no budget is exceeded."""
     setting, max_prompt, max_output = data.draw(engine_settings())
     requests = data.draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=9))
     drive(Harness(setting), requests)
@@ -67,7 +67,7 @@ class ErraticScheduler(Scheduler):
 def test_an_erratic_scheduler_changes_the_order_and_never_the_tokens(
     data: st.DataObject, seed: int
 ) -> None:
-    """The core keeps rows and pages right whatever valid decisions a scheduler takes."""
+    """The core keeps rows and blocks right whatever valid decisions a scheduler takes."""
     setting, max_prompt, max_output = data.draw(engine_settings())
     requests = data.draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=7))
     drive(Harness(setting, ErraticScheduler(seed)), requests)

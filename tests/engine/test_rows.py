@@ -19,7 +19,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def test_a_row_forgets_the_length_at_which_its_last_request_ended() -> None:
-    """The first chunk of the next request, which needs no more pages, ends at that very length."""
+    """The first chunk of the next request, which needs no more blocks, ends at that very length."""
     setting = Setting(block_size=16, max_num_seqs=1, max_num_batched_tokens=5, steps_ahead=0)
     harness = Harness(setting)
     harness.add("first", [1, 2], greedy(4))

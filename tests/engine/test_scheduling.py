@@ -102,11 +102,11 @@ def test_two_shares_for_one_request_are_refused() -> None:
     [
         (Setting(max_num_batched_tokens=25), "30 tokens in one step; 25 were left"),
         (Setting(max_num_seqs=2), "3 rows in one step; 2 were left"),
-        (Setting(num_blocks=8, max_model_len=32), "9 pages in one step; 8 were left"),
+        (Setting(num_blocks=8, max_model_len=32), "9 blocks in one step; 8 were left"),
     ],
 )
 def test_more_than_is_left_is_refused(setting: Setting, message: str) -> None:
-    """Tokens, rows and pages beyond what SchedulerState says."""
+    """Tokens, rows and blocks beyond what SchedulerState says."""
     harness = Harness(setting, Scripted(everything))
     for i in range(3):
         harness.add(f"r{i}", range(10 * i, 10 * i + 10))
@@ -119,7 +119,7 @@ def test_a_victim_that_does_not_run_is_refused() -> None:
     harness = Harness(Setting(num_blocks=6), Scripted(everything, victim="nobody"))
     harness.add("a", range(8), greedy(12))
     harness.add("b", range(20, 28), greedy(12))
-    with pytest.raises(SchedulerError, match=r"chose 'nobody' to give way.* 2 running"):
+    with pytest.raises(SchedulerError, match=r"chose 'nobody' as the victim.* 2 running"):
         harness.run()
 
 
@@ -132,7 +132,7 @@ def test_a_scheduler_that_never_starts_anything_is_named() -> None:
 
 
 def _greedy_chunks(state: SchedulerState) -> list[PrefillShare]:
-    """Admit everybody with four tokens, then go on with four at a time while pages last."""
+    """Admit everybody with four tokens, then go on with four at a time while blocks last."""
     shares, blocks = [], state.free_blocks
     for request in (*state.prefilling, *state.waiting):
         chunk = min(4, request.num_tokens - request.num_scheduled)
@@ -145,7 +145,7 @@ def _greedy_chunks(state: SchedulerState) -> list[PrefillShare]:
 
 @pytest.mark.parametrize("some_prompt_was_completed", [False, True])
 def test_a_scheduler_that_goes_round_in_circles_is_named(some_prompt_was_completed: bool) -> None:
-    """Whoever gave way is begun again at once, so that nobody's pages suffice."""
+    """Whoever was preempted is begun again at once, so that nobody's blocks suffice."""
 
     def newcomers_first(state: SchedulerState) -> list[PrefillShare]:
         shares, blocks = [], state.free_blocks
@@ -165,14 +165,14 @@ def test_a_scheduler_that_goes_round_in_circles_is_named(some_prompt_was_complet
     for i in range(4):
         harness.add(f"r{i}", range(20 * i % 30, 20 * i % 30 + 20), greedy(4))
     with pytest.raises(
-        SchedulerError, match=r"Scripted goes round in circles: .* gave way 11 times"
+        SchedulerError, match=r"Scripted preempts in a circle: .* preempted 11 times"
     ):
         harness.run()
     assert harness.engine.stats.preemptions == 10
 
 
 def test_half_computed_prompts_cannot_block_each_other() -> None:
-    """Three prompts that hold all pages and need more: the newest gives way until one is done."""
+    """Three prompts hold all blocks and need more: the newest is preempted until one is done."""
     harness = Harness(
         Setting(num_blocks=6, max_model_len=24, prefix_caching=False), Scripted(_greedy_chunks)
     )
@@ -247,7 +247,7 @@ def test_prompts_go_on_beside_decoding_rows() -> None:
 
 
 def test_a_steady_step_submits_the_same_object_again() -> None:
-    """Nothing changed: the same plan; a page was added: a new plan with the same decode_rows."""
+    """Nothing changed: the same plan; a block was added: a new plan with the same decode_rows."""
     harness = Harness(Setting(block_size=4))
     harness.add("a", [1, 2], greedy(20))
     harness.add("b", [3, 4], greedy(20))
@@ -314,7 +314,7 @@ def test_a_scheduler_is_asked_only_while_somebody_waits_for_something_it_can_giv
 
 
 def test_the_pages_that_an_unfinished_prompt_still_needs_are_given_to_nobody_else() -> None:
-    """The last page is its own, though the step has tokens left for another prompt."""
+    """The last block is its own, though the step has tokens left for another prompt."""
     setting = Setting(num_blocks=4, max_model_len=17, max_num_batched_tokens=12, steps_ahead=0)
     harness = Harness(setting)
     harness.add("long", range(16), greedy(1))
@@ -347,7 +347,7 @@ def test_a_scheduler_learns_how_many_pages_a_chunk_takes(prefix_caching: bool) -
 
 
 def test_prompts_may_take_the_last_page_and_the_last_token_of_a_step() -> None:
-    """Five prompts of two pages each in ten pages and 40 tokens start together."""
+    """Five prompts of two blocks each in ten blocks and 40 tokens start together."""
     setting = Setting(num_blocks=10, max_num_seqs=5, max_num_batched_tokens=40, max_model_len=40)
     harness = Harness(setting)
     for index in range(5):

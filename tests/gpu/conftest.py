@@ -65,7 +65,7 @@ class Machine:
         self.runner: ModelRunner = executor._runner
 
     def prefill(self, prompts: list[list[int]], computed: int, **sampling: Any) -> None:
-        """Put prompt i on row i, its pages from the highest down; compute `computed` positions."""
+        """Put prompt i on row i, its blocks from the highest down; compute `computed` positions."""
         num_blocks, size = self.info.num_blocks, self.info.block_size
         pages = iter(range(num_blocks - 1, -1, -1))
         admissions = tuple(

@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "three steps ahead": {"steps_ahead": 3},
     "small chunks": {"max_num_batched_tokens": 48},
-    "large pages": {"cache.block_size": 128, "cache.num_blocks": 256},
+    "large blocks": {"cache.block_size": 128, "cache.num_blocks": 256},
     "forced preemption": {"cache.num_blocks": 40},
     "debug": {"debug": True},
 }
@@ -186,7 +186,7 @@ def test_three_generate_calls_in_a_row_leave_peak_memory_unchanged() -> None:
 
 
 def test_the_cache_is_sized_by_this_process_on_a_shared_gpu() -> None:
-    """Half the GPU is the same number of pages while another process holds 30 GiB (bug 7)."""
+    """Half the GPU is the same number of blocks while another process holds 30 GiB (bug 7)."""
     hold = (
         "import sys, torch; x = torch.empty(30 << 30, dtype=torch.uint8, device='cuda'); "
         "torch.cuda.synchronize(); print('held', flush=True); sys.stdin.read()"

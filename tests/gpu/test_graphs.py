@@ -43,7 +43,7 @@ def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
     """Same bucket, same backend: logits, tables and tokens agree to the last bit (bug 22).
 
     Inputs differ from those at capture, the allocator was perturbed, one entry of the bucket is
-    padding, and the pages are the highest.
+    padding, and the blocks are the highest.
     """
     made = machine(**parts, max_num_seqs=64, max_model_len=512)
     runner = made.runner
@@ -123,7 +123,7 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
 def test_pages_beyond_2_to_the_31_elements_are_read_and_written(
     machine: Callable[..., Machine], backend: str
 ) -> None:
-    """The same text from the highest pages of a large cache as from a small one."""
+    """The same text from the highest blocks of a large cache as from a small one."""
     logits = []
     for num_blocks in (64, 17_000):
         made = machine(

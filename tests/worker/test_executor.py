@@ -82,7 +82,7 @@ def test_started_it_says_what_it_offers(folder: Path) -> None:
     executor.close()
     assert info.bucket_sizes == (1, 2, 3, 4, 5)
     assert (info.block_size, info.max_model_len, info.vocab_size) == (16, 64, 97)
-    assert info.num_blocks == 5 * 4, "as many pages as five rows of the longest sequence can use"
+    assert info.num_blocks == 5 * 4, "as many blocks as five rows of the longest sequence can use"
     assert (info.device, info.cuda_graphs) == ("cpu", False)
     assert "sdpa" in info.attention
 
@@ -96,7 +96,7 @@ def test_a_given_number_of_pages_is_honoured(folder: Path) -> None:
 
 
 def test_too_few_pages_are_refused_before_weights_are_read(tmp_path: Path) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"3 pages of 16 tokens.*needs 4; set"):
+    with pytest.raises(OutOfMemoryError, match=r"3 blocks of 16 tokens.*needs 4; set"):
         prepare(write_config(tmp_path), cache={"num_blocks": 3})
     executor, setup = prepare(tmp_path, cache={"num_blocks": 4})
     with pytest.raises(WeightsError, match="download the weights"):
@@ -143,9 +143,9 @@ def test_a_start_says_for_what_there_was_no_room_and_what_helps(
             {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
             r"no room on cpu for the attention .*lower limits.max_num_seqs \(1000000000000\)",
         ),
-        ({"num_blocks": 2**62}, r"cache.num_blocks: \d+ pages .*ask for fewer"),
+        ({"num_blocks": 2**62}, r"cache.num_blocks: \d+ blocks .*ask for fewer"),
     ],
-    ids=["rows", "rows beyond the memory", "pages"],
+    ids=["rows", "rows beyond the memory", "blocks"],
 )
 def test_sizes_beyond_all_bounds_are_refused_by_name(
     folder: Path, changes: dict[str, Any], said: str
@@ -177,13 +177,13 @@ def test_fit_takes_the_models_own_length_where_there_is_room(folder: Path) -> No
     assert info.num_blocks == 5 * 512 // 16
 
 
-@pytest.mark.parametrize("limit", ["a given number of pages", "the memory of a CPU's cache"])
+@pytest.mark.parametrize("limit", ["a given number of blocks", "the memory of a CPU's cache"])
 def test_fit_takes_the_longest_sequence_that_the_cache_holds(
     limit: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tables are made for that length, a request of it runs, and the log says what was cut."""
     changes: dict[str, Any] = {"max_model_len": "fit"}
-    if limit == "a given number of pages":
+    if limit == "a given number of blocks":
         changes["cache"] = {"num_blocks": 5}
     else:
         per_block = 2 * 2 * 16 * 2 * 16 * 4  # K and V, layers, tokens, KV heads, head size, bytes
@@ -259,7 +259,7 @@ def test_a_pair_of_backends_serves_both_phases(folder: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> None:
-    """Half a GiB of zeroed pages, of which the process holds next to nothing."""
+    """Half a GiB of zeroed blocks, of which the process holds next to nothing."""
     shape = ModelShape(
         num_layers=4,
         hidden_size=64,
@@ -272,7 +272,7 @@ def test_pages_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> 
     num_blocks = (512 << 20) // (2 * 4 * 16 * 4 * 64 * dtype.itemsize)
     before = _resident_pages()
     cache = KVCache.allocate(shape, num_blocks, 16, dtype, torch.device("cpu"))
-    assert cache.pages.nbytes == 512 << 20
+    assert cache.blocks.nbytes == 512 << 20
     assert (_resident_pages() - before) * 4096 < 64 << 20
     assert not cache.layer(3)[1][-1].any()
 

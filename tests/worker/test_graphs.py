@@ -145,4 +145,4 @@ def test_closing_frees_the_graphs_before_pages_and_weights(tmp_path: Path) -> No
     executor.close()
     assert alive == [True]
     gc.collect()
-    assert runner() is None, "pages and weights go with the runner"
+    assert runner() is None, "blocks and weights go with the runner"

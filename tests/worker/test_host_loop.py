@@ -33,7 +33,7 @@ def test_a_steady_step_makes_less_than_100_calls_at_any_batch() -> None:
 
 
 def test_a_step_with_sixteen_new_pages_makes_less_than_300_python_calls() -> None:
-    """Pages of 16 and 256 rows at different places in them: 16 to append, 16 to publish."""
+    """Blocks of 16 and 256 rows at different places in them: 16 to append, 16 to publish."""
     with decoding_engine(MAX_ROWS, block_size=16, stagger=True) as engine:
         free = engine.stats.free_blocks
         calls, _ = calls_per_step(engine.step, 96)
@@ -49,7 +49,7 @@ def test_a_row_that_leaves_costs_less_than_300_calls(full_engine: Engine) -> Non
 
 
 def test_most_steps_of_staggered_rows_bring_no_page() -> None:
-    """Rows that need a page soon get it with the one that needs it now: one copy for many steps."""
+    """Rows that need a block soon get it with one that needs it now: one copy for many steps."""
     with decoding_engine(MAX_ROWS, block_size=64, stagger=True) as engine:
         before, with_pages = engine.stats.free_blocks, 0
         for _ in range(128):

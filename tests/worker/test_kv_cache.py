@@ -1,4 +1,4 @@
-"""How many KV pages an engine takes, alone, beside others in its process, or on a shared GPU."""
+"""How many KV blocks an engine takes, alone, beside others in its process, or on a shared GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Gpu:
     has_context: bool = False
 
     def start(self, utilization: float, model: float = 2, step: float = 1) -> int:
-        """Start an engine with these weights and this largest step; its pages of 1/64 GiB."""
+        """Start an engine with these weights and this largest step; its blocks of 1/64 GiB."""
         context = 0 if self.has_context else 0.5
         self.has_context = True
         self.used += context
@@ -81,14 +81,14 @@ def test_a_page_holds_keys_and_values_of_every_layer() -> None:
     """Bytes = 2 x layers x tokens x KV heads x head size x bytes of the dtype."""
     assert block_bytes(SHAPE, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 16 * 2
     cache = KVCache.allocate(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
-    assert cache.pages.nbytes == 5 * block_bytes(SHAPE, 16, torch.float32)
+    assert cache.blocks.nbytes == 5 * block_bytes(SHAPE, 16, torch.float32)
     assert cache.layer(2)[1].shape == (5, 16, 2, 16)
 
 
 def test_fresh_pages_are_zero() -> None:
-    """Backends may read a page's unused tail, so it must be finite."""
+    """Backends may read a block's unused tail, so it must be finite."""
     cache = KVCache.allocate(SHAPE, 2, 16, torch.float32, torch.device("cpu"))
-    assert not cache.pages.any()
+    assert not cache.blocks.any()
 
 
 def test_the_budget_is_the_share_less_what_this_engine_uses() -> None:
@@ -98,13 +98,13 @@ def test_the_budget_is_the_share_less_what_this_engine_uses() -> None:
 
 
 def test_what_the_process_had_before_is_not_the_engines() -> None:
-    """Another engine's pages, or tensors of the program's own."""
+    """Another engine's blocks, or tensors of the program's own."""
     beside = memory(held_before=30, reserved=33, peak=34, free=46)
     assert beside.budget(0.5) == memory().budget(0.5)
 
 
 def test_two_engines_of_04_go_together_in_one_process() -> None:
-    """Each fills its share; the CUDA context is the first one's, which has fewer pages for it."""
+    """Each fills its share; the CUDA context is the first one's, which has fewer blocks for it."""
     gpu = Gpu()
     first, second = gpu.start(0.4), gpu.start(0.4)
     assert first == (0.4 * 80 - 0.5 - 3) * 64
@@ -144,7 +144,7 @@ def test_memory_of_other_processes_is_not_taken_off_the_share() -> None:
 
 
 def test_no_more_is_promised_than_is_free() -> None:
-    """What others hold bounds the pages: free memory, less what activations will grow to again."""
+    """What others hold bounds the blocks: free memory, less what activations will grow to again."""
     assert memory(free=10).budget(0.9) == 9 * GIB
 
 
@@ -159,7 +159,7 @@ def test_too_little_memory_is_an_error_with_the_numbers() -> None:
 
 
 def test_pages_are_whole() -> None:
-    """A budget of 67 GiB holds 22 pages of 3 GiB."""
+    """A budget of 67 GiB holds 22 blocks of 3 GiB."""
     assert num_blocks_on_gpu(memory(), 0.9, 3 * GIB) == 22
 
 
@@ -173,7 +173,7 @@ def test_a_cpu_takes_what_its_rows_can_use_within_a_bound() -> None:
 def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
     """The message says what was asked for, what it takes, and what to do."""
     with pytest.raises(
-        OutOfMemoryError, match=r"cache\.num_blocks: 10+ pages .* GiB.*ask for fewer"
+        OutOfMemoryError, match=r"cache\.num_blocks: 10+ blocks .* GiB.*ask for fewer"
     ):
         KVCache.allocate(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
 
@@ -190,7 +190,7 @@ def test_a_cache_smaller_than_the_longest_sequence_is_refused(
 ) -> None:
     """Such a request could never finish (bug 1); the message says what would fit, and what helps.
 
-    On a CPU only a given number of pages can be too small, and no share of a GPU would help it.
+    On a CPU only a given number of blocks can be too small, and no share of a GPU would help it.
     """
     check_one_sequence_fits(8, 16, 128, given=given)
     said = rf"max_model_len=129 needs 9; .* at most 128 \(or to fit, .*{remedy}"

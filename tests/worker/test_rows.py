@@ -13,7 +13,7 @@ from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS,
     PADDED,
     Admission,
-    PageAppend,
+    BlockAppend,
     RowSampling,
 )
 from nanovllm_core.worker import rows_reference
@@ -71,7 +71,7 @@ def test_a_fresh_row_is_finished_and_no_row_is_active() -> None:
 
 
 def test_an_admission_sets_every_table_of_its_row_and_no_other() -> None:
-    """Ids, pages, lengths, stop ids, temperature bits and the 64-bit seed land in the right row."""
+    """Ids, blocks, lengths, stop ids, temperature bits and the 64-bit seed are in the right row."""
     tables = make_tables()
     sampling = RowSampling(
         temperature=0.7, seed=2**63 + 5, min_tokens=3, stop_token_ids=(7, 9), top_k=4
@@ -104,7 +104,7 @@ def test_pages_are_appended_to_the_rows_they_name() -> None:
     """An append changes one entry of one block table."""
     tables = make_tables()
     updates = RowUpdates(tables)
-    updates.append_pages((PageAppend(1, 3, 77), PageAppend(3, 0, 5)))
+    updates.append_pages((BlockAppend(1, 3, 77), BlockAppend(3, 0, 5)))
     apply(tables, updates)
     assert tables.block_table[1, 3] == 77
     assert tables.block_table[3, 0] == 5

@@ -20,7 +20,7 @@ BLOCK_SIZE, MAX_LEN, NUM_ROWS = 16, 300, 6
 
 
 def random_tables(seed: int) -> RowTables:
-    """Tables of rows in the middle of their lives: pages shuffled, some rows finished."""
+    """Tables of rows in the middle of their lives: blocks shuffled, some rows finished."""
     generator = torch.Generator().manual_seed(seed)
     tables = RowTables.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, DEVICE)
 

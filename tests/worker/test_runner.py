@@ -1,4 +1,4 @@
-"""The model runner on a CPU: padding changes nothing, page 0 is a page as any, trials are idle.
+"""The model runner on a CPU: padding changes nothing, block 0 is a block as any, trials are idle.
 
 What a GPU would capture runs eagerly here, at the same padded sizes and in the same memory.
 """
@@ -20,7 +20,7 @@ from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.plan import (
     PADDED,
     Admission,
-    PageAppend,
+    BlockAppend,
     PrefillChunk,
     RowSampling,
     StepPlan,
@@ -92,7 +92,7 @@ class Started:
     def pages(self) -> Tensor:
         cache = self.runner.attention._cache
         assert cache is not None
-        return cache.pages
+        return cache.blocks
 
     def run(self, plan: StepPlan) -> StepResult:
         self.runner.submit(plan)
@@ -121,7 +121,7 @@ def admission(row: int, ids: list[int], first_page: int, **changes: Any) -> Admi
 
 
 def prefill(rows: tuple[int, ...], **changes: Any) -> StepPlan:
-    """The three prompts, in these rows, on pages 2 and 3, 4 and 5, 6 and 7."""
+    """The three prompts, in these rows, on blocks 2 and 3, 4 and 5, 6 and 7."""
     return StepPlan(
         admissions=tuple(
             admission(row, ids, 2 + 2 * place, **changes)
@@ -174,14 +174,14 @@ def test_a_maximum_that_no_step_of_8_meets_is_a_bucket(
 def test_padding_neither_writes_nor_reads_page_0(
     started: Started, expected: list[list[int]]
 ) -> None:
-    """Page 0, and every page that no row has, is poisoned: it stays so, and no NaN spreads."""
+    """Block 0, and every block that no row has, is poisoned: it stays so, and no NaN spreads."""
     rows = (1, 5, 2)
     owned = [2, 3, 4, 5, 6, 7]
     others = [page for page in range(32) if page not in owned]
-    started.pages[:, :, others] = torch.nan
+    started.blocks[:, :, others] = torch.nan
     assert generate(started, rows) == expected
-    assert started.pages[:, :, others].isnan().all()
-    assert not started.pages[:, :, owned].isnan().any()
+    assert started.blocks[:, :, others].isnan().all()
+    assert not started.blocks[:, :, owned].isnan().any()
 
 
 def test_a_finished_row_is_padding_until_it_is_admitted_again(
@@ -196,10 +196,10 @@ def test_a_finished_row_is_padding_until_it_is_admitted_again(
     decode = StepPlan(decode_rows=rows)
     second = started.run(decode)
     assert second.finished.tolist() == [True, False, False]
-    before = started.pages[:, :, 2:4].clone()
+    before = started.blocks[:, :, 2:4].clone()
     third = started.run(decode)
     assert third.token_ids.tolist() == [PADDED, expected[1][2], expected[2][2]]
-    assert torch.equal(started.pages[:, :, 2:4], before)
+    assert torch.equal(started.blocks[:, :, 2:4], before)
     again = StepPlan(
         admissions=(admission(0, PROMPTS[0], 2),),
         decode_rows=(1, 2),
@@ -215,7 +215,7 @@ def test_a_finished_row_is_padding_until_it_is_admitted_again(
 def test_chunks_beside_decoding_rows_change_neither(
     started: Started, expected: list[list[int]]
 ) -> None:
-    """A prompt in three chunks, a page appended on the way; only its last chunk gives a token."""
+    """A prompt in three chunks, a block appended on the way; only its last chunk gives a token."""
     first = StepPlan(
         admissions=(admission(4, PROMPTS[0], 2),),
         prefill=(PrefillChunk(4, 0, 5, samples=True),),
@@ -227,7 +227,7 @@ def test_chunks_beside_decoding_rows_change_neither(
         StepPlan(admissions=(admitted,), decode_rows=(4,), prefill=(PrefillChunk(3, 0, 6, False),)),
         StepPlan(decode_rows=(4,), prefill=(PrefillChunk(3, 6, 10, False),)),
         StepPlan(
-            appends=(PageAppend(3, 1, 30),),
+            appends=(BlockAppend(3, 1, 30),),
             decode_rows=(4,),
             prefill=(PrefillChunk(3, 16, 1, True),),
         ),
@@ -295,19 +295,19 @@ def test_no_step_has_more_entries_than_the_sampler_was_told(
 def test_pages_that_hold_a_prefix_already_are_not_computed_again(
     started: Started, expected: list[list[int]]
 ) -> None:
-    """With `num_computed` 16 the first page is read, not written."""
+    """With `num_computed` 16 the first block is read, not written."""
     ids = PROMPTS[1]
     started.run(
         StepPlan(
             admissions=(admission(0, ids, 4),), prefill=(PrefillChunk(0, 0, 17, samples=True),)
         )
     )
-    before = started.pages[:, :, 4].clone()
+    before = started.blocks[:, :, 4].clone()
     hit = admission(6, ids, 4, num_computed=16, block_ids=(4, 20))
     plan = StepPlan(admissions=(hit,), prefill=(PrefillChunk(6, 16, 1, samples=True),))
     assert started.run(plan).token_ids.tolist() == [expected[1][0]]
-    assert torch.equal(started.pages[:, :, 4], before)
-    assert started.pages[:, :, 20, 0].any()
+    assert torch.equal(started.blocks[:, :, 4], before)
+    assert started.blocks[:, :, 20, 0].any()
 
 
 def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_trial_step_does_all_that_a_request_may_ask_for(
 def test_a_trial_leaves_no_trace_in_tables_or_results(
     started: Started, expected: list[list[int]], trial: Callable[[ModelRunner], None]
 ) -> None:
-    """It runs a largest step on whatever pages are set, and requests come out as ever.
+    """It runs a largest step on whatever blocks are set, and requests come out as ever.
 
     With `enforce_eager` nothing is captured after it, which would make up for a trace.
     """

@@ -33,11 +33,11 @@ class FlashAttention(AttentionBackend):
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
         self.provider = provider_of(options)
-        if config.block_size % self.provider.page_multiple:
+        if config.block_size % self.provider.block_multiple:
             raise UnsupportedError(
                 f"attention provider {self.provider.name} reads pages of a multiple of "
-                f"{self.provider.page_multiple} tokens, not {config.block_size}; "
-                f"set cache.block_size: {self.provider.page_multiple}"
+                f"{self.provider.block_multiple} tokens, not {config.block_size}; "
+                f"set cache.block_size: {self.provider.block_multiple}"
             )
         rules = AttentionRules(config.scale, config.sliding_window, config.soft_cap)
         reasons = self.provider.unsupported(

@@ -60,7 +60,7 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
 
 def kv_layouts(_requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
     """Pages of 128 tokens, one key tile of FlashAttention-4, where the provider takes them."""
-    multiple = provider_of(options).page_multiple
+    multiple = provider_of(options).block_multiple
     preferred = math.lcm(128, multiple)
     return tuple(KVLayout("NPKD", size) for size in dict.fromkeys((preferred, multiple)))
 

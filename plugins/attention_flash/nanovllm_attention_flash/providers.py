@@ -35,7 +35,7 @@ class Provider:
     distribution: str
     adapter: str
     install: str
-    page_multiple: int
+    block_multiple: int
     capabilities: tuple[int, int]
     min_version: tuple[int, int] = (0, 0)
     verified: bool = False
@@ -89,7 +89,7 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 distribution="flash-attn-4",
                 adapter=f"{_ADAPTERS}.fa4:FlashAttention4",
                 install="pip install 'nanovllm-attention-flash[fa4]'",
-                page_multiple=16,
+                block_multiple=16,
                 # 8.x and 12.x run kernels that read no page table.
                 capabilities=(9, 11),
                 verified=True,
@@ -99,7 +99,7 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 distribution="flash-attn-3",
                 adapter=f"{_ADAPTERS}.fa3:FlashAttention3",
                 install="build it from github.com/Dao-AILab/flash-attention, folder hopper",
-                page_multiple=16,
+                block_multiple=16,
                 capabilities=(8, 9),
                 sliding_window=True,
                 soft_cap=True,
@@ -109,7 +109,7 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 distribution="flash-attn",
                 adapter=f"{_ADAPTERS}.fa2:FlashAttention2",
                 install="pip install flash-attn --no-build-isolation (it compiles)",
-                page_multiple=256,
+                block_multiple=256,
                 capabilities=(8, 12),
                 sliding_window=True,
                 soft_cap=True,
@@ -119,7 +119,7 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 distribution="torch",
                 adapter=f"{_ADAPTERS}.torch_varlen:TorchVarlen",
                 install="pip install 'torch>=2.12'",
-                page_multiple=256,
+                block_multiple=256,
                 capabilities=(8, 12),
                 min_version=(2, 12),
                 sliding_window=True,  # its varlen_attn has no soft cap

@@ -142,7 +142,7 @@ def test_each_provider_says_whether_it_has_windows_and_soft_caps(
 def test_each_provider_has_its_pages(provider: str, multiples: list[int]) -> None:
     """128 tokens, a key tile, where the provider takes them; flash-attn 2's kernels want 256."""
     layouts = SPEC.kv_layouts(requirements(), options(provider))
-    assert [layout.page_multiple for layout in layouts] == multiples
+    assert [layout.block_multiple for layout in layouts] == multiples
 
 
 def test_an_old_torch_is_refused_with_its_version(installed: dict[str, str]) -> None:

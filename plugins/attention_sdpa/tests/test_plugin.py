@@ -83,6 +83,6 @@ def test_unknown_kernels_and_options_are_refused() -> None:
 def test_pages_are_any_multiple_of_16() -> None:
     """The layout and what `provider` prints."""
     (layout,) = SPEC.kv_layouts(requirements(), SdpaOptions())
-    assert (layout.name, layout.page_multiple) == ("NPKD", 16)
+    assert (layout.name, layout.block_multiple) == ("NPKD", 16)
     assert SPEC.provider is not None
     assert SPEC.provider(SdpaOptions(kernel="math")) == "torch sdpa, kernel math"

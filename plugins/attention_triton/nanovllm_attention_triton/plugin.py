@@ -29,7 +29,7 @@ def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequ
     pair FlashAttention-4 prefers 128.
     """
     multiples = (256, 128, 16) if requirements.device == "cuda" else (16,)
-    return [KVLayout("NPKD", page_multiple=multiple) for multiple in multiples]
+    return [KVLayout("NPKD", block_multiple=multiple) for multiple in multiples]
 
 
 def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:

@@ -51,7 +51,7 @@ def test_the_spec_module_imports_neither_torch_nor_triton():
 def test_large_pages_are_preferred_on_a_gpu(device, multiples):
     """Fewer pages to hand out; any multiple of 16 serves."""
     layouts = SPEC.kv_layouts(requirements(device=device), TritonOptions())
-    assert [layout.page_multiple for layout in layouts] == multiples
+    assert [layout.block_multiple for layout in layouts] == multiples
 
 
 def test_a_gpu_of_any_dtype_passes_the_check():

@@ -88,7 +88,7 @@ def _backend(setup: AttentionSetup, name: str) -> Contender:
     # As the engine asks, for providers of one backend differ in what can be recorded of them.
     recorded = replace(setup.requirements(), cuda_graphs=True)
     captured = setup.device.type == "cuda" and not evaluate(plugins, choice, recorded).reasons
-    multiple = found.layouts[0].page_multiple
+    multiple = found.layouts[0].block_multiple
 
     def make(case: AttentionCase) -> AttentionBackend:
         backend: AttentionBackend = make_plugin(found.resolved, case.config())

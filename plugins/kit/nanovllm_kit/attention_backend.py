@@ -112,15 +112,15 @@ class BackendUnderTest:
         return [phase for phase in PHASES if phase in self.capabilities.phases]
 
     @property
-    def page_multiples(self) -> list[int]:
+    def block_multiples(self) -> list[int]:
         """What page sizes must be a multiple of, by layout, the preferred first."""
         layouts = self.spec.kv_layouts(self.requirements(), self.plugin.options)
-        return list(dict.fromkeys(layout.page_multiple for layout in layouts))
+        return list(dict.fromkeys(layout.block_multiple for layout in layouts))
 
     @property
     def block_size(self) -> int:
         """The smallest pages that an engine uses, so that short sequences have many."""
-        multiple = min(self.page_multiples)
+        multiple = min(self.block_multiples)
         return -(-SMALLEST_BLOCK // multiple) * multiple
 
     @property

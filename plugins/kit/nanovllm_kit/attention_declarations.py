@@ -101,8 +101,8 @@ class AttentionDeclarations(AttentionSubject):
             for layout in layouts:
                 if not isinstance(layout, KVLayout) or layout.name != "NPKD":
                     raise AssertionError(f"{layout!r} is no layout that the core has (NPKD)")
-                if type(layout.page_multiple) is not int or layout.page_multiple < 1:
-                    raise AssertionError(f"page multiple {layout.page_multiple!r} is not positive")
+                if type(layout.block_multiple) is not int or layout.block_multiple < 1:
+                    raise AssertionError(f"page multiple {layout.block_multiple!r} is not positive")
             if layouts != list(spec.kv_layouts(requirements, plugin.options)):
                 raise AssertionError("kv_layouts gives another answer the second time")
             by_phase.setdefault(requirements.phase, set()).update(layouts)

@@ -132,7 +132,7 @@ def _shape(subject: BackendUnderTest, draws: Random) -> dict[str, Any]:
         if draws.random() < 0.05:  # The backend accepts few shapes: the usual one.
             shape = {"dtype": subject.dtype}
             break
-    multiple = draws.choice(subject.page_multiples)
+    multiple = draws.choice(subject.block_multiples)
     return shape | {"block_size": multiple * size(draws, 1, max(1, 256 // multiple))}
 
 

@@ -26,7 +26,7 @@ class AttentionPages(AttentionSubject):
 
     def test_every_page_size_is_read(self, subject: BackendUnderTest) -> None:
         """Any multiple of a listed page multiple is a page size, powers of two or not."""
-        sizes = {n * multiple for multiple in subject.page_multiples for n in (1, 2, 3)}
+        sizes = {n * multiple for multiple in subject.block_multiples for n in (1, 2, 3)}
         sizes |= {256} if 256 % subject.block_size == 0 else set()
         for size, dtype in product(sorted(sizes), dict.fromkeys((subject.dtype, subject.half))):
             shape: dict[str, Any] = {"block_size": size, "dtype": dtype}
@@ -175,7 +175,7 @@ class AttentionPages(AttentionSubject):
 
     def test_more_queries_per_row_are_refused_or_right(self, decoder: BackendUnderTest) -> None:
         """`plan_decode` raises UnsupportedError for a `query_len` that is not computed."""
-        # Whoever takes each query for a row reads on behind the two: padding, not others' memory.
+        # A backend that takes each query for a row reads padding behind the two.
         padded = decoder.case([40, 17, 0, 0], [2, 2, 0, 0])
         case, four = _part(padded, 0, 2), padded.decode_metadata(padded.config().max_model_len)
         metadata = replace(
@@ -213,7 +213,7 @@ def _part(case: PagedCase, first: int, stop: int) -> PagedCase:
 def _check_far_pages(subject: BackendUnderTest, bits: tuple[int, ...]) -> None:
     """Sequences whose pages begin behind 2**bits elements, each behind one of these in turn."""
     for query_lens in ([1, 1, 1, 1], [40, 1, 20, 33]):
-        block_size = max(subject.page_multiples)
+        block_size = max(subject.block_multiples)
         lengths = [70, 1, 65, 33]
         case = subject.case(lengths, query_lens, dtype=subject.half, block_size=block_size)
         used, elements = case.k_cache.shape[0], case.k_cache[0].numel()

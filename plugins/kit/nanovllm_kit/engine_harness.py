@@ -2,7 +2,7 @@
 
 harness = Harness(Setting(num_blocks=6), TokenBudgetScheduler(MyPolicy(options)))
 harness.add("a", [1, 2, 3])
-harness.run()         # to the end; fails where a page leaked or nothing goes on
+harness.run()         # to the end; fails where a block leaked or nothing goes on
 harness.check_all()   # every output is what its ids alone decide
 """
 
@@ -162,10 +162,10 @@ class Harness:
             stats = self.engine.stats
             raise NoEndError(
                 f"no end after {MAX_STEPS} steps: {stats.running} requests run, {stats.waiting} "
-                f"wait, and requests gave way {stats.preemptions} times; the scheduler goes in "
-                "circles, or gives out nothing"
+                f"wait, and requests were preempted {stats.preemptions} times; the scheduler goes "
+                "in circles, or gives out nothing"
             )
-        assert self.engine.stats.free_blocks == self.setting.num_blocks, "pages leaked"
+        assert self.engine.stats.free_blocks == self.setting.num_blocks, "blocks leaked"
         assert not self.executor.results, "a result was never collected"
         assert self.engine.stats.running == self.engine.stats.waiting == 0
 
@@ -175,7 +175,7 @@ class Harness:
         self.engine._num_arrived = requests
 
     def take_free_pages(self) -> list[int]:
-        """Hold every free page, as if others did; debug mode takes that for a leak."""
+        """Hold every free block, as if others did; debug mode takes that for a leak."""
         pool = self.engine._kv.pool
         return [pool.allocate() for _ in range(pool.num_free)]
 

@@ -89,7 +89,7 @@ class ExecutorConformance(SpecConformance):
     def test_started_it_says_what_it_offers(
         self, plugin: PluginUnderTest, setup: WorkerSetup
     ) -> None:
-        """The sizes of the set-up, and the pages that the engine may use."""
+        """The sizes of the set-up, and the blocks that the engine may use."""
         with self.started(plugin, setup) as (_, info):
             assert info.num_blocks == SETTINGS["cache"]["num_blocks"]
             assert info.block_size == setup.block_size
@@ -169,7 +169,7 @@ class ExecutorConformance(SpecConformance):
         assert padding.token_ids == (PADDED,)
 
     def test_a_row_may_change_hands(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
-        """A second request in the row and pages of a first one: as if it ran alone."""
+        """A second request in the row and blocks of a first one: as if it ran alone."""
         outcomes = []
         for prompts in ((PROMPTS[0], PROMPTS[1]), (PROMPTS[1],)):
             with self.started(plugin, setup) as (executor, _):
@@ -263,7 +263,7 @@ def admit(
     stop: tuple[int, ...] = (),
     logprobs: int | None = None,
 ) -> StepPlan:
-    """A step that computes whole prompts, each in a row of its own with two pages of its own."""
+    """A step that computes whole prompts, each in a row of its own with two blocks of its own."""
     admissions = tuple(
         Admission(
             row=row,

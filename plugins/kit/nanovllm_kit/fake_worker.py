@@ -1,9 +1,9 @@
-"""A worker without a model, whose next token betrays every mistake with pages, rows and lengths.
+"""A worker without a model, whose next token betrays every mistake with blocks, rows and lengths.
 
 Computing a position writes a KV cell that chains the token id to the previous position's cell, read
 through the block table. The next token is a hash of all cells of the row, read through the block
-table at that step. So a page that is freed, reused, shared or published too early changes the text;
-`reference_tokens` says what the text must be, from the ids alone.
+table at that step. So a block that is freed, reused, shared or published too early changes the
+text; `reference_tokens` says what the text must be, from the ids alone.
 
 Plans are applied when submitted, in order; results wait until they are collected, which with an
 engine that works n steps ahead is n steps later.
@@ -127,7 +127,7 @@ class FakeExecutor(Executor):
             self._admit(admission)
         for append in plan.appends:
             table = self.rows[append.row].block_table
-            assert append.index == len(table), "a page was appended out of order"
+            assert append.index == len(table), "a block was appended out of order"
             table.append(append.block_id)
             assert len(table) <= self.max_blocks, "a block table outgrew the device's"
             self.pages_touched.add(append.block_id)

@@ -13,7 +13,7 @@ An author's test file, whole:
             return plugin_under_test(SPEC)
 
 The plugin drives the real engine, with a fake worker whose results come several steps late and
-whose tokens betray every mistake with pages, rows and lengths; a policy through the core's own
+whose tokens betray every mistake with blocks, rows and lengths; a policy through the core's own
 scheduler. The checks of both levels are in four files, by what they are about. Nothing here imports
 torch.
 """

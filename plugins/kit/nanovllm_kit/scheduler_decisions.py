@@ -71,7 +71,7 @@ class SchedulerDecisions(SchedulingConformance):
         self._hold(plugin, draws, gives_real_work)
 
     def test_a_victim_is_one_of_the_running(self, plugin: PluginUnderTest, draws: Random) -> None:
-        """`choose_victim` names someone whose pages can be taken."""
+        """`choose_victim` names someone whose blocks can be taken."""
 
         def names_a_running_one(case: Traffic) -> None:
             for running, victim in self.run(plugin, case, anything_goes).victims:
@@ -83,7 +83,7 @@ class SchedulerDecisions(SchedulingConformance):
     def test_prompts_that_do_not_fit_together_all_end(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
-        """Eight prompts of six pages in a cache of ten: what is begun can go on, none circles."""
+        """Eight prompts of six blocks in a cache of ten: what is begun can go on, none circles."""
         setting = replace(FEW_PAGES, steps_ahead=steps_ahead)
         harness = self.harness(plugin, setting)
         for name in "abcdefgh":
@@ -95,15 +95,15 @@ class SchedulerDecisions(SchedulingConformance):
         unfinished = harness.engine.has_unfinished()
         assert not unfinished, (
             f"after {STEPS_TO_END} steps {stats.finished} of 8 prompts have ended, and prompts "
-            f"gave way to each other {stats.preemptions} times; begin a prompt only once the pages "
-            "for all of it are free (num_new_blocks, free_blocks)"
+            f"preempted each other {stats.preemptions} times; begin a prompt only once the "
+            "blocks for all of it are free (num_new_blocks, free_blocks)"
         )
         harness.check_all()
 
     def test_every_request_ends_with_the_tokens_that_its_ids_decide(
         self, plugin: PluginUnderTest, draws: Random
     ) -> None:
-        """Whatever arrives, is aborted or gives way: nothing is lost, leaked or refused."""
+        """Requests arrive, are aborted, are preempted: nothing is lost, leaked or refused."""
 
         def ends(case: Traffic) -> None:
             drive(self.harness(plugin, case.setting), case.arrivals)

@@ -1,4 +1,4 @@
-"""Checks that nobody starves: in endless traffic, in long queues, with long prompts, by giving way.
+"""Checks that no request starves: in endless traffic, long queues, long prompts, preemptions.
 
 What arrives is drawn from the suite's seed, over the whole range that an engine may have.
 """
@@ -36,7 +36,7 @@ LONGEST_PROMPT = 131_072
 LONGEST_QUEUE = 1_500
 MOST_PREEMPTIONS = 30
 CALM = 100
-"""Steps within which a request begins while rows, pages and budget are free for all."""
+"""Steps within which a request begins while rows, blocks and budget are free for all."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Endless:
     setting: Setting
     length: int
     answer: int
-    """Tokens that each of them gives: with more than one, rows and pages come free one by one."""
+    """Tokens that each of them gives: with more than one, rows and blocks come free one by one."""
     per_step: int
     priorities: tuple[int, ...]
     """The others are as urgent as the watched request (0) or more."""
@@ -59,7 +59,7 @@ class Endless:
 
 
 def draw_endless(draws: Random) -> Endless:
-    """Few rows or few tokens a step or few pages, so that somebody always waits."""
+    """Few rows or few tokens a step or few blocks, so that somebody always waits."""
     rows = log_uniform(draws, 1, 16)
     length = log_uniform(draws, 1, 40)
     answer = draws.choice([1, 1, log_uniform(draws, 2, 12)])
@@ -278,7 +278,7 @@ class SchedulerFairness(SchedulingConformance):
     ) -> None:
         """However often: within its bound, and while there is room for all, beside those that run.
 
-        Pages run out and are free again, time after time; between, short requests come and end.
+        Blocks run out and are free again, time after time; between, short requests come and end.
         """
         for between in (0, 5, 20):
             self._press(plugin, draws, runners=draws.randint(2, 4), between=between)
@@ -312,8 +312,8 @@ class SchedulerFairness(SchedulingConformance):
             if harness.finished.keys() & {(request.request_id, 0) for request in long}:
                 break
             assert _running(long) >= at_once, (
-                f"requests gave way {gave_way + 1} times, and {_running(long)} of {at_once} run "
-                f"again {CALM} steps after the last; rows, pages and budget are free for all"
+                f"requests were preempted {gave_way + 1} times, and {_running(long)} of {at_once} "
+                f"run again {CALM} steps after the last; rows, blocks and budget are free for all"
             )
 
 
@@ -353,7 +353,7 @@ def _calm(harness: Harness, long: list[Request], at_once: int) -> None:
 
 
 def _squeeze(harness: Harness, long: list[Request]) -> bool:
-    """Take all free pages until one of those that run gives way; False where that cannot be."""
+    """Take all free blocks until a running request is preempted; False if that cannot be."""
     before = harness.engine.stats.preemptions
     held: list[int] = []
     while harness.engine.stats.preemptions == before and _running(long) > 1:

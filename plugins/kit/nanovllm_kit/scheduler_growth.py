@@ -1,6 +1,6 @@
 """Checks that a scheduler's work grows no faster than sorting does, in steps and not in seconds.
 
-The suite plays the engine's side with endless pages and no worker, so that thousands may wait.
+The suite plays the engine's side with endless blocks and no worker, so that thousands may wait.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BareQueue:
         self.step += 1
 
     def preempt(self, count: int) -> None:
-        """So many give way, one after the other, and wait again."""
+        """So many are preempted, one after the other, and wait again."""
         for _ in range(min(count, len(self.running))):
             n = len(self.running)
             running = self.draws.sample([*self.running.values()], n)

@@ -1,4 +1,4 @@
-"""Checks of a scheduler's queue: requests are aborted, give way, and come again."""
+"""Checks of a scheduler's queue: requests are aborted, preempted, and come again."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SchedulerQueue(SchedulingConformance):
     def test_a_request_as_large_as_the_cache_ends(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
-        """It takes every page and then the last one's last slot, beside others that gave way."""
+        """It takes every block and then the last one's last slot, beside preempted requests."""
         setting = Setting(num_blocks=8, max_model_len=33, steps_ahead=steps_ahead)
         harness = self.harness(plugin, setting)
         harness.add("small", [3] * 5)
@@ -103,7 +103,7 @@ class SchedulerQueue(SchedulingConformance):
         assert_all_end(harness)
 
     def test_a_cached_prefix_is_not_computed_again(self, plugin: PluginUnderTest) -> None:
-        """Of a prompt that is cached up to its last page, only the rest is given out."""
+        """Of a prompt that is cached up to its last block, only the rest is given out."""
         harness = self.harness(plugin, Setting(max_num_batched_tokens=4, steps_ahead=0))
         for name in "ab":
             harness.add(name, range(23), SamplingParams(temperature=0, max_tokens=2))

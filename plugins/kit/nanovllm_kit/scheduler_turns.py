@@ -19,7 +19,7 @@ class Turn:
 
     @property
     def until(self) -> float:
-        """Whoever arrives after this step goes behind it."""
+        """A request that arrives after this step goes behind it."""
         return self.arrival_step + self.bound
 
 
@@ -27,7 +27,7 @@ class Turn:
 class TurnWatch(Watch):
     """Raises AssertionError where someone is admitted before one whom it may pass no longer.
 
-    Of every pair: whoever is admitted in a step arrived at most `bound` steps after each of those
+    Of every pair: a request admitted in a step arrived at most `bound` steps after each of those
     that wait on. The bound is that of a request as it joined the queue.
     """
 

@@ -98,7 +98,7 @@ def views(draw: st.DrawFn, waiting: bool = False) -> View:
 
 @contextmanager
 def hours_pass() -> Iterator[None]:
-    """Whoever reads a clock finds it an hour on from the last reading."""
+    """A clock that is an hour on at each reading."""
     with ExitStack() as stack:
         for clock in ("time", "monotonic", "perf_counter"):
             readings = itertools.count(getattr(time, clock)() + 3600, 3600)

@@ -125,7 +125,7 @@ def keeps_the_rows(decision: Decision) -> None:
 def keeps_the_pages(decision: Decision) -> None:
     """As the core counts them."""
     given, free = decision.num_blocks, decision.free_blocks
-    assert given <= free, f"step {decision.step}: {given} pages given out, {free} free"
+    assert given <= free, f"step {decision.step}: {given} blocks given out, {free} free"
 
 
 def gives_real_work(decision: Decision) -> None:
@@ -151,7 +151,7 @@ class Watch(Scheduler):
     rule: Rule = anything_goes
     decisions: list[Decision] = field(default_factory=list)
     victims: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    """Who ran when someone had to give way, and who did."""
+    """The running requests when one had to be preempted, and the one that was."""
     asked_labels: set[str] = field(default_factory=set)
     """The names of labels that the scheduler has looked for."""
     _views: dict[str, ReadOnlyRequest] = field(default_factory=dict)

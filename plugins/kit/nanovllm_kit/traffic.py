@@ -74,7 +74,7 @@ def engine_settings(draw: st.DrawFn) -> tuple[Setting, int, int]:
     enough = -(-(longest - 1) // block_size)
     max_num_seqs = draw(st.integers(1, 8))
     setting = Setting(
-        # From so few pages that every second request gives way, to plenty.
+        # From so few blocks that every second request is preempted, to plenty.
         num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, enough, 3 * enough])),
         block_size=block_size,
         max_num_seqs=max_num_seqs,

@@ -1,4 +1,4 @@
-"""What the sjf scheduler says about itself; importing this module imports no torch."""
+"""The spec of the sjf scheduler; importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SjfOptions(BaseModel):
         default=16.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="How many prompt tokens of advantage a step of waiting is worth. A prompt of W "
-        "tokens is passed over only by requests that arrive within W / ageing steps after it; 0 "
-        "switches ageing off, and endless short prompts can then starve a long one.",
+        description="Prompt tokens of advantage per step of waiting. A prompt of W tokens is "
+        "passed over only by requests that arrive within W / ageing steps after it. 0 switches "
+        "ageing off, and endless short prompts can then starve a long one.",
     )
 
 
@@ -42,7 +42,7 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
             name="sjf",
             impl="nanovllm_scheduler_sjf.policy:SjfPolicy",
             contract=1,
-            summary="Shortest prompt first; waiting makes up for length.",
+            summary="Shortest prompt first, with ageing.",
             options=SjfOptions,
             max_overtaking_steps=max_overtaking_steps,
         )

@@ -10,16 +10,16 @@ same as comparing `work - ageing * steps waited`, for both at the same moment: e
 is worth `ageing` tokens.
 
 The bound. Let a request of work W join at step a. Another, of work w >= 1, that arrives at step b
-is served before it only if w + ageing * b <= W + ageing * a, so only if
+is admitted before it only if w + ageing * b <= W + ageing * a, so only if
 
     b - a <= (W - 1) / ageing
 
-(or w + ageing * b is equal and it arrived earlier). So nobody who arrives more than
-(W - 1) / ageing steps after a request is admitted before it, however many come and however short
-they are: what is served before it is finite, and the default scheduler, which never passes over the
-head of its queue, then admits it. The spec states the bound (`max_overtaking_steps`), and the
-conformance suite holds it. With ageing = 0 there is no such step, and endless arrivals of
-shorter prompts starve it.
+(or w + ageing * b is equal and it arrived earlier). So a request that arrives more than
+(W - 1) / ageing steps after another is never admitted before it, however many arrive and however
+short they are. So finitely many are admitted before it, and the default scheduler, which never
+passes over the head of its queue, then admits it. The spec declares the bound
+(`max_overtaking_steps`), and the conformance suite checks it. With ageing = 0 there is no bound,
+and endless arrivals of shorter prompts starve it.
 
 A preempted request joins the queue anew with its first arrival_step; its work then counts the
 outputs that must be computed again.
@@ -32,7 +32,7 @@ from nanovllm_scheduler_sjf.plugin import SjfOptions
 
 
 class SjfPolicy(SchedulingPolicy):
-    """Least prompt work first; waiting makes up for length."""
+    """Least prompt work first, with ageing."""
 
     def __init__(self, options: SjfOptions) -> None:
         self.options = options
@@ -42,5 +42,5 @@ class SjfPolicy(SchedulingPolicy):
         return (work + self.options.ageing * request.arrival_step,)
 
     def victim_key(self, request: RequestView) -> tuple[float, ...]:
-        """Whoever came last gives way: the oldest running request always finishes."""
+        """The latest arrival is preempted first, so the oldest running request always finishes."""
         return (request.arrival_index,)

@@ -114,7 +114,7 @@ def test_the_shortest_is_served_first() -> None:
     assert order == ["a", "b", "b2", "c", "d"]
 
 
-def test_whoever_came_last_gives_way() -> None:
+def test_the_latest_arrival_is_preempted_first() -> None:
     """The victim is the newest, however short it is."""
     engine = make_engine(ageing=16)
     engine.add_request("old and long", [1] * 100, ONE_TOKEN)

@@ -43,7 +43,7 @@ class FairShareOptions(BaseModel):
 SPEC = SchedulerSpec(
     name="fair_share",
     impl="nanovllm_example_scheduler_fair_share.scheduler:FairShareScheduler",
-    summary="Tenants share the tokens by their weights, whoever floods the queue.",
+    summary="Tenants share the tokens by weight; a flooding tenant delays only itself.",
     options=FairShareOptions,
     contract=1,
     level="scheduler",

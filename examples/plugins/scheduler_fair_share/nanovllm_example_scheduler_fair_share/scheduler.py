@@ -64,7 +64,7 @@ class FairShareScheduler(Scheduler):
         index = request.arrival_index
         tenant = self._tenant(request)
         account = self._running.pop(index, None) or Account(request, tenant)
-        self._charge_written(account)  # of one that gave way
+        self._charge_written(account)  # of a preempted request
         if tenant not in self._queues:
             self._begin_to_wait(tenant)
         self._waiting[index] = account
@@ -88,9 +88,9 @@ class FairShareScheduler(Scheduler):
     # -- a step
 
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
-        """Unfinished prompts first, then the queues, until budget, rows or pages run out.
+        """Unfinished prompts first, then the queues, until budget, rows or blocks run out.
 
-        A request is admitted only where its whole prompt fits in the pages that the unfinished
+        A request is admitted only where its whole prompt fits in the blocks that the unfinished
         prompts do not need. Where the next one does not fit, nobody behind it is admitted, so that
         a big request cannot starve.
         """
@@ -127,7 +127,7 @@ class FairShareScheduler(Scheduler):
         return shares
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        """The newest request of the tenant that was served most for its weight gives way."""
+        """The newest request of the tenant that was served most for its weight is preempted."""
         self._settle()
 
         def turn(request: RequestView) -> tuple[float, int]:

@@ -234,7 +234,7 @@ def test_a_newcomer_starts_at_the_lowest_counter_of_those_who_wait() -> None:
 
 
 def test_a_big_request_is_not_passed_over_for_want_of_pages() -> None:
-    """It is next and does not fit yet; a small one of another tenant must not take its pages."""
+    """It is next and does not fit yet; a small one of another tenant must not take its blocks."""
     shares = Shares(fair(ageing=0), dict.fromkeys("ABC", 1.0), num_blocks=16)
     shares.arrive("A", 20, 20)
     shares.step()
@@ -303,7 +303,7 @@ def test_the_tenant_that_was_served_most_gives_way() -> None:
 def test_every_token_is_charged_once() -> None:
     """Not those of a cached prefix, and not again what a preemption computes again.
 
-    Also of B, which has nothing else that waits when its one request gives way.
+    Also of B, which has nothing else that waits when its one request is preempted.
     """
     weights = {"A": 1.0, "B": 0.125}
     scheduler = fair(weights=weights)

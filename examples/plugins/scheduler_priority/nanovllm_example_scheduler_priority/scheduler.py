@@ -29,7 +29,7 @@ from nanovllm_example_scheduler_priority.plugin import PriorityOptions
 
 
 class PriorityScheduler(Scheduler):
-    """The lowest `priority` first; waiting makes up for it."""
+    """The lowest `priority` first, with ageing."""
 
     def __init__(self, options: PriorityOptions) -> None:
         self.options = options
@@ -38,8 +38,8 @@ class PriorityScheduler(Scheduler):
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
         """Share the budget among unfinished prompts and the queue, in the order of their turns.
 
-        A request is admitted only where its whole prompt fits in the pages that the unfinished
-        prompts do not need, so that none waits for another's pages. Where the first of the queue
+        A request is admitted only where its whole prompt fits in the blocks that the unfinished
+        prompts do not need, so that none waits for another's blocks. Where the first of the queue
         does not fit, nobody behind it is admitted, so that a big request cannot starve.
         """
         self._step = state.step
@@ -71,7 +71,7 @@ class PriorityScheduler(Scheduler):
         return shares
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
-        """Whoever is last in turn gives way, so the first always finishes.
+        """The last in turn is preempted, so the first always finishes.
 
         Turns are as of the last step with a prompt; since then, nobody has waited.
         """

@@ -1,4 +1,4 @@
-"""Classes, the order inside them, ageing, and who gives way: on the real engine."""
+"""Classes, the order inside them, ageing, and who is preempted: on the real engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_lower_number_is_served_first_and_within_a_class_who_came_first() -> N
 
 
 def test_an_urgent_prompt_overtakes_one_that_is_half_computed() -> None:
-    """The long prompt waits with its pages; its answer is what it would have been alone."""
+    """The long prompt waits with its blocks; its answer is what it would have been alone."""
     engine = harness(patience=1000, max_num_seqs=2, max_num_batched_tokens=8)
     engine.add("long", [1] * 40, request(5))
     engine.step()
@@ -108,7 +108,7 @@ def test_the_last_in_turn_gives_way() -> None:
 
 
 def test_a_big_request_is_not_passed_over_for_want_of_pages() -> None:
-    """It is first in turn and does not fit yet; a small one behind it must not take its pages."""
+    """It is first in turn and does not fit yet; a small one behind it must not take its blocks."""
     engine = harness(patience=1000, max_num_seqs=3, num_blocks=16, block_size=4)
     engine.add("runs", [1] * 20, request(0, max_tokens=20))
     engine.step()

@@ -46,7 +46,7 @@ class MyPluginConformance(SpecConformance):
         monkeypatch.chdir(tmp_path)
 
     def test_the_unit_is_one_of_two(self, plugin: PluginUnderTest) -> None:
-        """Seconds or milliseconds, so that whoever reads the numbers knows."""
+        """Seconds or milliseconds, so that a reader knows the unit."""
         assert isinstance(plugin.spec, StepSinkSpec)
         assert plugin.spec.unit in ("s", "ms")
 

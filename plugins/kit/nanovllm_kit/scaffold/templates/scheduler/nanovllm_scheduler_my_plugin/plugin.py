@@ -17,13 +17,13 @@ class MyPluginOptions(BaseModel):
         default=1.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="How many tokens of answer a step of waiting makes up for. A request for A "
+        description="Tokens of advantage per step of waiting. A request for an answer of A "
         "tokens is passed over only by requests that arrive within A / ageing steps after it.",
     )
 
 
 def max_overtaking_steps(options: MyPluginOptions, request: RequestView) -> float:
-    """How many steps after a request others may arrive and still be served before it."""
+    """How many steps after a request others may arrive and still be admitted before it."""
     answer = request.max_length - request.num_prompt_tokens
     return (answer - 1) / options.ageing
 
@@ -31,7 +31,7 @@ def max_overtaking_steps(options: MyPluginOptions, request: RequestView) -> floa
 SPEC = SchedulerSpec(
     name="my_plugin",
     impl="nanovllm_scheduler_my_plugin.policy:MyPluginPolicy",
-    summary="Short answers first; waiting makes up for length.",
+    summary="Short answers first, with ageing.",
     contract=1,
     level="policy",
     options=MyPluginOptions,
