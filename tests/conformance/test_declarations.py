@@ -132,6 +132,25 @@ def test_a_hook_that_is_not_marked_is_named(install: Install) -> None:
         TestKind().test_the_core_takes_the_declaration(kind)
 
 
+@pytest.mark.parametrize(
+    ("interface", "error"), [("bell_spec:LOUD", AssertionError), ("bell_spec:X", PluginLoadError)]
+)
+def test_an_interface_that_is_no_type_is_caught(
+    install: Install, interface: str, error: type[Exception]
+) -> None:
+    """No object of the kind could be made."""
+    broken = KIND | {
+        "bell_spec": KIND["bell_spec"] + "\nLOUD = 9\n",
+        "bell_plugin": KIND["bell_plugin"].replace(
+            "contract=2", f"contract=2, interface={interface!r}"
+        ),
+    }
+    install("bells", {"nanovllm.kinds": {"bell": "bell_plugin"}}, broken)
+    kind = kind_under_test(import_module("bell_plugin").KIND, "bell_plugin")
+    with pytest.raises(error, match=interface):
+        TestKind().test_the_interface_is_a_type(kind)
+
+
 def test_a_kind_that_no_hook_declares_is_refused(install: Install) -> None:
     """With the module that was asked."""
     install("bells", {}, KIND)

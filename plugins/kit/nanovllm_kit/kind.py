@@ -104,6 +104,12 @@ class KindConformance(Conformance):
         assert issubclass(suite, Conformance)
         assert [name for name in vars(suite) if name.startswith("test_")]
 
+    def test_the_interface_is_a_type(self, kind: KindUnderTest) -> None:
+        """`interface`, if it is stated, names the type that every object of the kind has."""
+        if kind.spec.interface:
+            found = load_object(kind.spec.interface)
+            assert isinstance(found, type), f"{kind.spec.interface} is {found!r}"
+
     def test_the_contract_is_a_version(self, kind: KindUnderTest) -> None:
         """A whole number from 1, which grows when the contract's meaning changes."""
         assert isinstance(kind.spec.current_contract, int)
