@@ -11,7 +11,7 @@ from nanovllm_core.errors import InconsistentStateError
 class BlockPool:
     """Reference-counted pages with an index of published content.
 
-    A page is free when nobody holds it. A free page whose content was published stays findable
+    A page is free when no request holds it. A free page whose content was published stays findable
     until it is allocated again; the page that was freed longest ago is allocated first, and pages
     with nothing to find come before all others.
 

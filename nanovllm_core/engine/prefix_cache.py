@@ -101,7 +101,7 @@ class PagedKV:
     def _digests(self, request: Request, num_pages: int) -> list[bytes]:
         """The digests of a request's pages: those of the first `num_pages`, which must be full.
 
-        And of no others: nobody ever asks for fewer pages than before.
+        And of no others: a later look-up never asks for fewer blocks than an earlier one.
         """
         digests = request.digests
         if len(digests) < num_pages:
