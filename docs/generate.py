@@ -49,7 +49,8 @@ from nanovllm_core.interfaces.specs import (
     SamplerSpec,
     SchedulerSpec,
 )
-from nanovllm_core.registry.manager import get_plugin_manager, load_object
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.registry.objects import load_object
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "benchmarks"

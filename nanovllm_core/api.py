@@ -99,6 +99,7 @@ from nanovllm_core.interfaces.scheduler import (
 from nanovllm_core.interfaces.specs import (
     AttentionSpec as AttentionSpec,
     CheckpointSpec as CheckpointSpec,
+    DeviceSpec as DeviceSpec,
     ExecutorSpec as ExecutorSpec,
     KernelSetSpec as KernelSetSpec,
     KindSpec as KindSpec,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
@@ -129,7 +130,9 @@ class GPTNeoXForCausalLM(nn.Module):
     packed_modules: Mapping[str, Any] = {}
     ignored_weights = ()
 
-    def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
+    def __init__(
+        self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
+    ) -> None:
         super().__init__()
         self.gpt_neox = GPTNeoXModel(config, context)
         self.embed_out = ParallelLMHead(

@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     name="GPTNeoXForCausalLM",
     impl=f"{__package__}.gpt_neox:GPTNeoXForCausalLM",
     summary="GPT-NeoX, with attention and MLP side by side or one after the other.",
-    contract=1,
+    contract=2,
     test_config={
         "layer_norm_eps": 1e-2,
         "rope_parameters": {

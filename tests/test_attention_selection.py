@@ -106,7 +106,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="NAME", impl="x:Y", contract=1, options=Options, rank=lambda requirements: RANK,
+        name="NAME", impl="x:Y", contract=2, options=Options, rank=lambda requirements: RANK,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True, MORE
         ),
@@ -228,7 +228,7 @@ def test_a_named_backend_is_taken_whatever_its_rank(backend: Backend) -> None:
     backend("fast", rank=5)
     selection = select({"backend": "slow", "options": {"tile": 4}})
     assert selection.decode.name == "slow"
-    assert selection.decode.options == {"tile": 4}
+    assert selection.decode.resolved.options.model_dump() == {"tile": 4}
 
 
 def test_a_named_backend_that_cannot_serve_is_an_error_with_the_alternatives(

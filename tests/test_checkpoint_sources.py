@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 
 from nanovllm_core.errors import CheckpointNotFoundError
+from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.selection.checkpoint_sources import HUB_FILES, HUB_STRAYS, from_folder, from_hub
 
 
@@ -16,20 +17,24 @@ def test_a_folder_is_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert from_folder("model") == from_folder("~/model") == tmp_path / "model"
+    assert (
+        from_folder(NoOptions(), "model")
+        == from_folder(NoOptions(), "~/model")
+        == tmp_path / "model"
+    )
 
 
 @pytest.mark.parametrize("reference", ["", "no/such/folder"])
 def test_a_folder_that_is_not_there_is_named(reference: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match=f"the folder '{reference}' does not exist"):
-        from_folder(reference)
+        from_folder(NoOptions(), reference)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointNotFoundError, match="is a file; give the folder that holds it"):
-        from_folder(str(file))
+        from_folder(NoOptions(), str(file))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def test_a_hub_model_is_downloaded_at_its_revision(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert from_hub(reference) == tmp_path
+    assert from_hub(NoOptions(), reference) == tmp_path
     patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_STRAYS)}
     assert asked == [(name, {"revision": revision, **patterns})]
 
@@ -61,4 +66,4 @@ def test_a_failed_download_names_model_reason_and_remedy(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(CheckpointNotFoundError, match=r"'a/b' .*ConnectionError: no route.*check"):
-        from_hub("a/b")
+        from_hub(NoOptions(), "a/b")

@@ -92,7 +92,7 @@ def test_a_section_that_is_there_but_empty_means_the_defaults() -> None:
     ("fields", "said"),
     [
         ({"attention": {"backend": "a", "decode": "b"}}, "either backend and options"),
-        ({"attention": {"options": {"a": 1}}}, "need a named backend"),
+        ({"attention": {"options": {"a": 1}}}, "need a named plugin"),
         ({"cache": {"block_size": 24}}, "must be one of 16, 32, 64, 128, 256"),
         ({"cache": {"block_size": 512}}, "must be one of"),
         ({"cache": {"block_size": True}}, "integer"),

@@ -43,7 +43,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="fake", impl="fake_code:Fake", contract=1, options=Options, summary="Made up.",
+        name="fake", impl="fake_code:Fake", contract=2, options=Options, summary="Made up.",
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True
         ),
@@ -168,7 +168,7 @@ def test_check_fetches_no_checkpoint(
     """A source may download gigabytes: only that it is installed is asked."""
     file = tmp_path / "engine.yaml"
     monkeypatch.setattr(
-        "nanovllm_core.selection.checkpoint_sources.from_hub", lambda reference: 1 / 0
+        "nanovllm_core.selection.checkpoint_sources.from_hub", lambda options, reference: 1 / 0
     )
     file.write_text("model: organisation/name")
     assert "OK" in run("config", "check", str(file))
@@ -245,7 +245,7 @@ def test_version_prints_what_a_report_of_a_bug_needs() -> None:
         ("logits_processors: [nosuch]", "no logits_processor 'nosuch' is installed"),
         ("observers: [nosuch, other]", "no observer 'other' is installed"),
         ("scheduler: nosuch\nattention: {backend: fake, options: {tunin: 1}}",
-         "\nattention.options.tunin: unknown option"),
+         "\nno scheduler 'nosuch' is installed"),
         ("tensor_parallel_size: 2", "tensor_parallel_size: 2, but the executor 'single' runs at"),
         ("plugins: {enable: [nosuch]}", "no extension 'nosuch' is installed"),
     ],

@@ -32,6 +32,7 @@ from nanovllm_core.interfaces.scheduler import SchedulerState
 from nanovllm_core.registry import hookspecs
 from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
+from nanovllm_core.selection.decisions import Decisions
 from nanovllm_core.selection.startup import make_scheduler
 
 ROOT = Path(__file__).parents[1]
@@ -492,7 +493,8 @@ def test_the_plugins_of_the_document_install_load_and_do_what_it_says(
 
 def shown_order(config: EngineConfig, arrival_steps: tuple[int, int]) -> list[str]:
     """The order in which the configured scheduler admits a long answer, then a short one."""
-    scheduler = make_scheduler(get_plugin_manager(), config)
+    decisions = Decisions(config)
+    scheduler = make_scheduler(decisions.plugins, *decisions.named("scheduler"))
     requests = [
         SimpleNamespace(
             request_id=name,

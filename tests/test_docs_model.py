@@ -40,7 +40,7 @@ class TestPhi3(ModelConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         impl = f"{__name__}:Phi3ForCausalLM"
-        spec = ModelSpec(name="Phi3ForCausalLM", impl=impl, summary="Phi-3", contract=1)
+        spec = ModelSpec(name="Phi3ForCausalLM", impl=impl, summary="Phi-3", contract=2)
         return PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
 
 

@@ -16,14 +16,14 @@ from hypothesis import given, settings, strategies as st
 from nanovllm_core.api import KernelSetSpec, hookimpl
 from nanovllm_core.config.choices import KernelSettings
 from nanovllm_core.config.sources import load_config, load_with_sources
-from nanovllm_core.diagnostics import explain as explain_module
 from nanovllm_core.diagnostics.doctor import check_kernels
 from nanovllm_core.diagnostics.explain import explain
 from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import UnsupportedError
 from nanovllm_core.registry.discovery import install_command
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
-from nanovllm_core.selection import startup
+from nanovllm_core.selection import decisions, startup
+from nanovllm_core.selection.decisions import Decisions
 from nanovllm_core.selection.kernels import KernelTarget, select_kernels
 
 AUTO = KernelSettings()
@@ -203,14 +203,12 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_the_log_has_a_line_for_each_set(
-    manager: Manager, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The loser with the reason, then the winner."""
-    caplog.set_level(logging.INFO, logger=startup.__name__)
-    config, plugins = load_config("demo"), manager(kernel_set("fast", rank=60))
-    assert startup.choose_kernels(plugins, config, "cuda:0", "bfloat16").chosen.name == "fast"
-    loser, winner = (record.message for record in caplog.records)
+def test_the_report_has_a_line_for_each_set(manager: Manager) -> None:
+    """The loser with the reason, then the winner; a start writes them to its log."""
+    config = load_config("demo", overrides={"device": "cuda", "dtype": "bfloat16"})
+    selection = Decisions(config, manager(kernel_set("fast", rank=60))).kernels
+    assert selection.chosen.name == "fast"
+    loser, winner = selection.report
     assert loser == "kernels auto: not torch: it can serve, but its rank 10 is not above fast's 60"
     assert winner.startswith("kernels: fast ")
 
@@ -223,10 +221,9 @@ def test_a_start_on_a_gpu_without_a_set_for_it_warns_once_and_goes_on(
     for name in ("model_qwen3", "attention_sdpa", "checkpoint_demo"):
         pytest.importorskip(f"nanovllm_{name}", reason=f"needs the plugin {name}")
     without = [e for e in installed() if (e.group, e.name) != (GROUP, "triton")]
-    for module in (startup, explain_module):
-        monkeypatch.setattr(
-            module, "get_plugin_manager", lambda disable: PluginManager(without, disable)
-        )
+    monkeypatch.setattr(
+        decisions, "get_plugin_manager", lambda disable: PluginManager(without, disable)
+    )
     overrides = {"device": "cuda", "attention": "sdpa"}
     started = startup.start(load_config("demo", overrides=overrides))
     assert started.setup.kernels.name == "torch"

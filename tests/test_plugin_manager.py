@@ -20,7 +20,8 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.registry import discovery as plugin_discovery
-from nanovllm_core.registry.manager import get_plugin_manager, load_object, parse_options
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.registry.objects import load_object, make_plugin
 
 Install = Callable[..., None]
 ROOT = Path(__file__).parents[1]
@@ -98,9 +99,8 @@ def test_every_built_in_has_its_implementation() -> None:
 def test_resolving_checks_the_options_and_fills_the_defaults(install: Install) -> None:
     install_fair(install)
     resolved = get_plugin_manager().resolve("scheduler", "fair", {"tail": (1, 2)})
-    assert resolved.options == {"ageing": 3, "tail": (1, 2)}
+    assert resolved.options.model_dump() == {"ageing": 3, "tail": (1, 2)}
     assert (resolved.distribution, resolved.version) == ("nanovllm-fair", "1.2.3")
-    assert parse_options(resolved).model_dump() == resolved.options
     assert load_object(resolved).__name__ == "Policy"
 
 
@@ -190,7 +190,7 @@ def test_a_conflict_is_settled_by_leaving_one_distribution_out(install: Install)
     install("other-fair", {SCHEDULERS: {"fair": "other_plugin"}}, {"other_plugin": GOOD})
     resolved = get_plugin_manager(disable=["other-fair"]).resolve("scheduler", "fair")
     assert resolved.distribution == "nanovllm-fair"
-    assert parse_options(resolved).model_dump() == resolved.options
+    assert load_object(resolved).__module__ == "fair_plugin"
 
 
 @pytest.mark.parametrize("label", ["fair", "scheduler:fair", "nanovllm-fair"])
@@ -278,7 +278,7 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
 @pytest.mark.parametrize(
     ("kind", "hook", "spec", "said"),
     [
-        ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=1,"
+        ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=2,"
          " capabilities={'gqa': True}, kv_layouts=None)", "not AttentionCapabilities"),
         ("sampler", "samplers", "SamplerSpec(name='x', impl='x:X', contract=1, devices='cuda')",
          "devices 'cuda' is not a set of torch's device types"),
@@ -292,9 +292,9 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
          " rank='high')", "rank 'high' is not an integer"),
         ("scheduler", "schedulers", "SchedulerSpec(name='x', impl='x:X', contract=1, level='p')",
          "level 'p' is none of policy, scheduler"),
-        ("model", "models", "ModelSpec(name='x', impl='x:X', contract=1, options=O)",
+        ("model", "models", "ModelSpec(name='x', impl='x:X', contract=2, options=O)",
          "options O are given by no configuration to a model"),
-        ("checkpoint", "checkpoints", "CheckpointSpec(name='x', impl='x:X', contract=1, options=O)",
+        ("checkpoint", "checkpoints", "CheckpointSpec(name='x', impl='x:X', contract=2, options=O)",
          "options O are given by no configuration to a checkpoint"),
     ],
 )  # fmt: skip
@@ -353,13 +353,17 @@ def make(options, size):
     install_fair(install, GOOD.replace("fair_plugin:Policy", "fair_plugin:make") + made)
     manager = get_plugin_manager()
     resolved = manager.resolve("scheduler", "fair")
-    assert manager.make(resolved, list, 5) == [3, 3]
-    with pytest.raises(PluginLoadError, match=r"made \[3, 3\], which is no tuple or dict"):
-        manager.make(resolved, (tuple, dict), 5)
+    assert manager.make(replace(resolved, interface="builtins:list"), 5) == [3, 3]
+    with pytest.raises(
+        PluginLoadError,
+        match=r"fair' \(nanovllm-fair 1\.2\.3\): .* made \[3, 3\], which is no "
+        "SchedulingPolicy or Scheduler",
+    ):
+        manager.make(resolved, 5)
     with pytest.raises(PluginLoadError, match=r"nanovllm-fair 1\.2\.3.*ZeroDivisionError"):
-        manager.make(resolved, list, 0)
+        manager.make(resolved, 0)
     with pytest.raises(ConfigError, match="size is negative"):
-        manager.make(resolved, list, -1)
+        manager.make(resolved, -1)
 
 
 @pytest.mark.parametrize("change", [{"version": "1.2.4"}, {"distribution": "gone"}])
@@ -369,7 +373,7 @@ def test_a_worker_refuses_another_version_than_the_engine_chose(
     install_fair(install)
     resolved = replace(get_plugin_manager().resolve("scheduler", "fair"), **change)
     with pytest.raises(PluginLoadError, match="install the same version on every machine"):
-        parse_options(resolved)
+        make_plugin(resolved)
 
 
 def test_extensions_are_loaded_only_when_they_are_enabled(install: Install) -> None:

@@ -21,21 +21,18 @@ from nanovllm_core.errors import (
     PluginLoadError,
     SchedulerError,
 )
-from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.selection import startup
 from nanovllm_core.selection.attention import select_attention
 from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
-from nanovllm_core.selection.startup import read_model_config, resolve_device, start
+from nanovllm_core.selection.decisions import prompt_graph_sizes, resolve_device, resolve_dtype
+from nanovllm_core.selection.model import find_model, read_model_config, read_shape
+from nanovllm_core.selection.startup import start
 
 from .e2e.tiny import write_config
 
 Install = Callable[..., None]
-
-SHAPE = ModelShape(
-    num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=1, head_size=64, vocab_size=9,
-    max_position=64,
-)  # fmt: skip
 
 for plugin in ("model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
@@ -61,13 +58,13 @@ def test_steps_with_prompts_are_captured_where_the_backend_says_so(folder: Path)
 
     def sizes(backend: str, device: str = "cuda:0", **changes: Any) -> tuple[int, ...]:
         config = load_config(str(folder), overrides={"attention": backend, **changes})
-        asked = (config, SHAPE, "cpu", "float32", False)
-        prefill, decode = (startup.attention_requirements(p, *asked) for p in ("prefill", "decode"))
-        if device != "cpu":
-            there = {"device": "cuda", "dtype": "bfloat16", "compute_capability": (9, 0)}
-            prefill, decode = replace(prefill, **there), replace(decode, **there)
+        prefill = AttentionRequirements(
+            phase="prefill", device=device.split(":")[0], dtype="float32", num_heads=2,
+            num_kv_heads=1, head_size=64, compute_capability=(9, 0),
+        )  # fmt: skip
+        decode = replace(prefill, phase="decode")
         selection = select_attention(plugins, config.attention, prefill, decode)
-        return startup.prompt_graph_sizes(config, selection, device)
+        return prompt_graph_sizes(config, selection, device)
 
     assert sizes("triton", **named) == (64,)
     assert sizes("triton", device="cpu", **named) == ()
@@ -89,14 +86,15 @@ def test_a_folder_is_found_by_its_path_absolute_or_not(
 
 
 SHELF = """
+from pathlib import Path
 from nanovllm_core.api import CheckpointSpec, hookimpl
 
 @hookimpl
 def nanovllm_checkpoints():
-    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=1)]
+    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=2)]
 
-def fetch(reference):
-    return f"/shelf/{reference}"
+def fetch(options, reference):
+    return Path("/shelf", reference)
 """
 
 
@@ -165,7 +163,7 @@ def test_a_name_with_a_slash_is_the_hubs_and_one_without_a_plugins(
 
     asked: list[str] = []
 
-    def download(reference: str) -> Path:
+    def download(options: Any, reference: str) -> Path:
         asked.append(reference)
         return tmp_path
 
@@ -205,9 +203,9 @@ from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, hookimpl
 
 @hookimpl
 def nanovllm_checkpoints():
-    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=1)]
+    return [CheckpointSpec(name="shelf", impl="shelf:fetch", contract=2)]
 
-def fetch(reference):
+def fetch(options, reference):
     if reference == "gone":
         raise CheckpointNotFoundError("the shelf is empty")
     return {"none": None}[reference]
@@ -217,8 +215,10 @@ def fetch(reference):
 def test_a_source_that_gives_no_folder_is_named_and_its_own_errors_pass(install: Install) -> None:
     install("nanovllm-shelf", {"nanovllm.checkpoints": {"shelf": "shelf"}}, {"shelf": SOURCE})
     plugins = get_plugin_manager()
-    for reference, error in (("none", "TypeError"), ("other", "KeyError: 'other'")):
-        with pytest.raises(PluginLoadError, match=rf"\(nanovllm-shelf 1\.2\.3\).*{error}"):
+    for reference, error in (("none", "made None, which is no Path"), ("other", "KeyError")):
+        with pytest.raises(
+            PluginLoadError, match=rf"\(nanovllm-shelf 1\.2\.3\).*{error}.*correct the ref"
+        ):
             find_checkpoint(plugins, f"shelf:{reference}")
     with pytest.raises(CheckpointNotFoundError, match="the shelf is empty"):
         find_checkpoint(plugins, "shelf:gone")
@@ -229,7 +229,7 @@ from nanovllm_core.api import ModelSpec, hookimpl
 
 @hookimpl
 def nanovllm_models():
-    return [ModelSpec(name="Mine", impl="mine_model:Mine", contract=1)]
+    return [ModelSpec(name="Mine", impl="mine_model:Mine", contract=2)]
 
 class Mine:
     @staticmethod
@@ -242,11 +242,11 @@ def test_a_setting_that_a_model_misses_or_cannot_compute_with_is_named(
     install: Install, tmp_path: Path
 ) -> None:
     install("mine", {"nanovllm.models": {"Mine": "mine_model"}}, {"mine_model": MODEL})
-    model = startup.find_model(get_plugin_manager(), "Mine", tmp_path)
+    model = find_model(get_plugin_manager(), "Mine", tmp_path)
     with pytest.raises(ArchitectureError, match=r"Mine \(mine 1\.2\.3\): KeyError: 'hidden_sise'"):
-        startup.read_shape(model, {}, tmp_path)
+        read_shape(model, {}, tmp_path)
     with pytest.raises(ArchitectureError, match=r"ZeroDivisionError: .*correct that setting"):
-        startup.read_shape(model, {"hidden_sise": 64, "num_heads": 0}, tmp_path)
+        read_shape(model, {"hidden_sise": 64, "num_heads": 0}, tmp_path)
 
 
 SCHEDULERS = """
@@ -361,12 +361,12 @@ def test_auto_follows_the_checkpoint_on_a_gpu_and_is_float32_on_a_cpu(
     asked: str, device: str, stored: dict[str, str], expected: str
 ) -> None:
     """Bug 15 of peers: KV kept in fp16 for a bf16 model. One dtype serves weights and cache."""
-    assert startup.resolve_dtype(asked, device, stored) == expected
+    assert resolve_dtype(asked, device, stored) == expected
 
 
 def test_a_stored_dtype_that_is_not_computed_in_is_told() -> None:
     with pytest.raises(ConfigError, match="which says 'float8_e4m3fn'; choose float32, float16"):
-        startup.resolve_dtype("auto", "cuda:0", {"dtype": "float8_e4m3fn"})
+        resolve_dtype("auto", "cuda:0", {"dtype": "float8_e4m3fn"})
 
 
 # -- what the workers are told --------------------------------------------------------------------

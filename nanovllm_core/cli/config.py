@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, one_file
-from nanovllm_core.config.choices import NamedPlugin
+from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.errors import MAX_ERRORS
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import load_with_sources, parse_settings
 from nanovllm_core.config.yaml_reader import flow_yaml
 from nanovllm_core.diagnostics.schema import config_schema
 from nanovllm_core.errors import ConfigError, NanoVLLMError
+from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
-from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
-from nanovllm_core.selection.startup import (
-    check_tensor_parallel_size,
-    find_model,
-    read_architecture,
-    read_model_config,
-    read_shape,
-    resolve_max_model_len,
-)
+from nanovllm_core.selection.decisions import Decisions
+from nanovllm_core.selection.plugins import select_executor
 
 app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
 
@@ -83,42 +77,25 @@ def check_model(manager: PluginManager, config: EngineConfig) -> None:
     Only what lies on this machine is opened: for a reference, as to the hub, the source need only
     be installed.
     """
-    source = find_source(manager, config.model)
-    if source.reference and source.plugin.name != "local":
+    decisions = Decisions(config, manager)
+    if decisions.source.reference and decisions.source.plugin.name != "local":
         return
-    checkpoint = find_checkpoint(manager, config.model)
-    model_config = read_model_config(checkpoint)
-    model = find_model(manager, read_architecture(model_config, checkpoint), checkpoint)
+    _ = decisions.model
     if config.limits.max_model_len is not None:  # only that needs the model's code, and torch
-        resolve_max_model_len(config, read_shape(model, model_config, checkpoint))
+        _ = decisions.max_model_len
 
 
 def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
     """Load what the configuration names, and check its options; raises all that is wrong."""
-    attention = config.attention
-    phases = {"attention.prefill": attention.prefill, "attention.decode": attention.decode}
-    if attention.prefill == attention.decode:
-        phases = {"attention": attention.prefill}
-    chosen: list[tuple[str, str, NamedPlugin]] = [
-        ("scheduler", "scheduler", config.scheduler),
-        ("executor", "executor", config.executor),
-        ("sampler", "sampler", config.sampler),
-        *_numbered("logits_processor", "logits_processors", config.logits_processors),
-        *_numbered("observer", "observers", config.observers),
-    ]
-    if config.kernels.name != "auto":
-        chosen.append(("kernels", "kernels", config.kernels))
     checks: list[Callable[[], object]] = [
-        partial(manager.resolve, kind, choice.name, choice.options, f"{path}.options")
-        for kind, path, choice in chosen
-    ]
-    checks += [
-        partial(manager.resolve, "attention", choice.backend, choice.options, f"{path}.options")
-        for path, choice in phases.items()
-        if choice.backend != "auto"
+        partial(manager.resolve, kind.name, choice.plugin, choice.options, f"{path}.options")
+        for kind in KINDS.values()
+        if kind.choice
+        for path, choice in plugins_named(getattr(config, kind.choice), kind.choice)
+        if not choice.is_auto
     ]
     checks.append(partial(manager.enable, config.plugins.enable))
-    checks.append(partial(check_tensor_parallel_size, manager, config))
+    checks.append(partial(select_executor, manager, config))
     raise_all(checks)
 
 
@@ -135,13 +112,6 @@ def raise_all(checks: Iterable[Callable[[], object]]) -> None:
             break
     if wrong:
         raise ConfigError("\n".join(wrong))
-
-
-def _numbered(
-    kind: str, path: str, choices: Sequence[NamedPlugin]
-) -> Iterator[tuple[str, str, NamedPlugin]]:
-    for index, choice in enumerate(choices):
-        yield kind, f"{path}[{index}]", choice
 
 
 def render(

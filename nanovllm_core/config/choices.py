@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from nanovllm_core.errors import shown
+
+AUTO = "auto"
 
 
 def expand_name(value: object, key: str) -> object:
@@ -43,9 +45,42 @@ class Section(BaseModel):
         return {} if value is None else value
 
 
-class AttentionChoice(Section):
+class PluginChoice(Section):
+    """A plugin and its options, or `auto` if that is the default."""
+
+    KEY: ClassVar[str] = "name"
+    """The field that names the plugin."""
+    if TYPE_CHECKING:  # each form declares it behind its own name of the plugin
+        options: dict[str, Any]
+
+    @property
+    def plugin(self) -> str:
+        """The name of the plugin, or `auto`."""
+        return str(getattr(self, self.KEY))
+
+    @classmethod
+    def takes_auto(cls) -> bool:
+        """Whether `auto` stands for any plugin; if not, it is a name like any other."""
+        return bool(cls.model_fields[cls.KEY].default == AUTO)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.takes_auto() and self.plugin == AUTO
+
+    @model_validator(mode="after")
+    def _options_need_a_name(self) -> Self:
+        if self.is_auto and self.options:
+            raise ValueError(
+                f"options {shown(sorted(self.options))} need a named plugin, for `auto` may take "
+                "any"
+            )
+        return self
+
+
+class AttentionChoice(PluginChoice):
     """One attention backend and its options."""
 
+    KEY = "backend"
     backend: str = Field(
         default="auto",
         min_length=1,
@@ -56,15 +91,6 @@ class AttentionChoice(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="The settings of that plugin; each plugin has its own."
     )
-
-    @model_validator(mode="after")
-    def _options_need_a_name(self) -> AttentionChoice:
-        if self.backend == "auto" and self.options:
-            raise ValueError(
-                f"options {shown(sorted(self.options))} need a named backend, for `auto` may take "
-                "any"
-            )
-        return self
 
 
 class AttentionSettings(Section):
@@ -88,7 +114,7 @@ class AttentionSettings(Section):
         return expand_attention(value)
 
 
-class NamedPlugin(Section):
+class NamedPlugin(PluginChoice):
     """A plugin and its options, or its name alone."""
 
     name: str = Field(min_length=1, description="The plugin, by name.")
@@ -145,15 +171,6 @@ class KernelSettings(NamedPlugin):
         "and `torch`, the plain reference, on a CPU.",
     )
 
-    @model_validator(mode="after")
-    def _options_need_a_name(self) -> KernelSettings:
-        if self.name == "auto" and self.options:
-            raise ValueError(
-                f"options {shown(sorted(self.options))} need a named kernel set, for `auto` may "
-                "take any"
-            )
-        return self
-
 
 def _named_once(value: tuple[NamedPlugin, ...]) -> tuple[NamedPlugin, ...]:
     names = [plugin.name for plugin in value]
@@ -165,3 +182,36 @@ def _named_once(value: tuple[NamedPlugin, ...]) -> tuple[NamedPlugin, ...]:
 
 PluginList = Annotated[tuple[NamedPlugin, ...], Field(strict=False, max_length=100)]
 DistinctPlugins = Annotated[PluginList, AfterValidator(_named_once)]
+
+
+def choice_models(
+    section: type[Section], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], type[PluginChoice]]]:
+    """The path and the model of each field, in a section and those in it, that takes one plugin.
+
+    Fields are recognised by their type. Lists of plugins are left out.
+    """
+    for name, field in section.model_fields.items():
+        model = field.annotation
+        if not isinstance(model, type):
+            continue
+        if issubclass(model, PluginChoice):
+            yield (*path, name), model
+        elif issubclass(model, Section):
+            yield from choice_models(model, (*path, name))
+
+
+def plugins_named(
+    value: Section | tuple[PluginChoice, ...], path: str
+) -> list[tuple[str, PluginChoice]]:
+    """Each plugin that a field of the configuration names, or `auto`, by its path.
+
+    `scheduler`, `observers[1]`, `attention.decode`; `attention` where both phases take the same.
+    """
+    if isinstance(value, PluginChoice):
+        return [(path, value)]
+    if isinstance(value, tuple):
+        return [(f"{path}[{index}]", one) for index, one in enumerate(value)]
+    parts = {f"{path}.{name}": getattr(value, name) for name in type(value).model_fields}
+    first, *others = parts.values()
+    return [(path, first)] if all(one == first for one in others) else [*parts.items()]

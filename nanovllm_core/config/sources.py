@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nanovllm_core.config.choices import expand_attention, expand_name
+from nanovllm_core.config.choices import choice_models, expand_attention, expand_name
 from nanovllm_core.config.errors import EXPECTED, FLAT_KEYWORDS, dotted, explain_config
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.yaml_reader import (
@@ -42,17 +42,10 @@ REFUSED_KEYWORDS: Mapping[str, str] = {
 }
 """Keywords of nano-vllm that have no field here, and what to do instead."""
 
-CHOICES: Mapping[TreePath, str] = {
-    ("attention", "prefill"): "backend",
-    ("attention", "decode"): "backend",
-    ("scheduler",): "name",
-    ("executor",): "name",
-    ("sampler",): "name",
-    ("kernels",): "name",
-}
+CHOICES: Mapping[TreePath, str] = {path: model.KEY for path, model in choice_models(EngineConfig)}
 """The paths at which a plugin is chosen, and the key that names it."""
 
-NAMED = ("scheduler", "executor", "sampler", "kernels")
+NAMED = tuple(path[0] for path, model in choice_models(EngineConfig) if model.KEY == "name")
 """Sections for which the name alone will do."""
 
 

@@ -15,6 +15,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from nanovllm_core import __version__
+from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.sources import load_config
 from nanovllm_core.diagnostics.status import (
     PluginStatus,
@@ -30,12 +31,12 @@ from nanovllm_core.registry.discovery import (
     COMMAND_GROUP,
     GROUP_PREFIX,
     SUITE_GROUP,
-    install_command,
+    install_one,
     known_groups,
 )
-from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP
-from nanovllm_core.registry.manager import PluginManager, get_plugin_manager, load_object
-from nanovllm_core.selection.attention import INSTALL_ONE
+from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP, KINDS
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
+from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
 from nanovllm_core.selection.kernels import REFERENCE, select_kernels
 
@@ -289,24 +290,21 @@ def check_defaults(statuses: Sequence[PluginStatus]) -> list[DoctorCheck]:
     """Whether something can be generated: a model, attention, and what no configuration names."""
     ready = {(s.plugin.kind, s.plugin.name) for s in statuses if s.state == "ready"}
     kinds = {kind for kind, _ in ready}
-    checks = []
-    for kind, what, remedy in (
-        ("attention", "no attention backend can run here", INSTALL_ONE),
-        (
-            "model",
-            "no model architecture is installed",
-            install_command("model", "Qwen3ForCausalLM"),
-        ),
-    ):
-        if kind not in kinds:
-            checks.append(DoctorCheck(kind, False, what, remedy, fatal=True))
+    checks = [
+        DoctorCheck(name, False, f"no {name} plugin can run here", install_one(name), fatal=True)
+        for name, kind in KINDS.items()
+        if kind.is_needed and name not in kinds
+    ]
     config = load_config("none")
-    names = {kind: getattr(config, kind).name for kind in ("scheduler", "executor", "sampler")}
-    for kind, name in names.items():
-        if (kind, name) not in ready:
-            detail = f"{kind} {name!r} is chosen where no file chooses, and cannot be used"
-            remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"
-            checks.append(DoctorCheck(kind, False, detail, remedy, fatal=True))
+    for kind in KINDS.values():
+        if not kind.choice:
+            continue
+        for _, choice in plugins_named(getattr(config, kind.choice), kind.choice):
+            name = choice.plugin
+            if not choice.is_auto and (kind.name, name) not in ready:
+                detail = f"{kind.name} {name!r} is chosen where no file chooses, and cannot be used"
+                remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"
+                checks.append(DoctorCheck(kind.name, False, detail, remedy, fatal=True))
     return checks
 
 

@@ -1,33 +1,27 @@
 """The choice at each seam for a configuration, and why each alternative lost: `nanovllm explain`.
 
-The decisions are those of `startup`, asked one by one: no weight is read, nothing is allocated.
-Where one fails, those that do not depend on it are still explained.
+The decisions are those of a start, in its sequence (`nanovllm_core.selection.decisions`); here are
+the words for them. Where one fails, those that do not depend on it are still explained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from nanovllm_core.config.choices import AttentionChoice
+from nanovllm_core.config.choices import AUTO, PluginChoice
 from nanovllm_core.config.settings import FIT, EngineConfig
 from nanovllm_core.config.sources import LoadedConfig
 from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import NanoVLLMError, shown
 from nanovllm_core.interfaces.attention import Phase
-from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.registry.kinds import EXTENSION
-from nanovllm_core.registry.manager import get_plugin_manager, load_object
-from nanovllm_core.selection import startup
-from nanovllm_core.selection.attention import Selection, able_backends, evaluate
-from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
+from nanovllm_core.registry.kinds import EXTENSION, KINDS, Kind
+from nanovllm_core.selection.attention import Candidate, able_backends
+from nanovllm_core.selection.decisions import NAMED_KINDS, SEQUENCE, Decisions
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
-from nanovllm_core.selection.kernels import KernelSelection
-from nanovllm_core.selection.plugins import select_sampler
 
 NOT_NAMED = "installed, and not named"
 
@@ -51,79 +45,38 @@ class Seam:
 
 
 def explain(loaded: LoadedConfig) -> list[Seam]:
-    """Every seam, in the order in which an engine decides; problems are part of the answer."""
-    decisions = Decisions(loaded)
+    """Every decision, in the order of a start; problems are part of the answer."""
+    view = View(loaded)
     seams: list[Seam] = []
-    for name, decide in SEAMS.items():
+    problems: list[NanoVLLMError] = []
+    for name, decide in SEQUENCE.items():
         try:
-            seams.append(decide(decisions, name))
+            decide(view.decisions)
         except NanoVLLMError as error:
-            known = any(seam.problem == str(error) for seam in seams)
+            known = any(error is problem for problem in problems)
             seams.append(
                 Seam(name, problem="depends on the problem above" if known else str(error))
             )
+            problems.append(error)
+        else:
+            seams.append(VIEWS[name](view, name))
     return seams
 
 
-class Decisions:
-    """The decisions of `startup.start`, each made when it is first read."""
+class View:
+    """The decisions of a configuration, the sources of its values, and the other plugins."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
         self.config: EngineConfig = loaded.config
         self.sources = loaded.sources
-        self.plugins = get_plugin_manager(disable=self.config.plugins.disable)
+        self.decisions = Decisions(loaded.config)
+        self.plugins = self.decisions.plugins
 
-    @cached_property
-    def checkpoint(self) -> Path:
-        return find_checkpoint(self.plugins, self.config.model)
-
-    @cached_property
-    def model_config(self) -> Mapping[str, Any]:
-        return startup.read_model_config(self.checkpoint)
-
-    @cached_property
-    def model(self) -> ResolvedPlugin:
-        architecture = startup.read_architecture(self.model_config, self.checkpoint)
-        return startup.find_model(self.plugins, architecture, self.checkpoint)
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        return startup.read_shape(self.model, self.model_config, self.checkpoint)
-
-    @cached_property
-    def device(self) -> str:
-        return startup.resolve_device(self.config.device)
-
-    @cached_property
-    def dtype(self) -> str:
-        follows = self.config.dtype == "auto" and self.device != "cpu"
-        return startup.resolve_dtype(
-            self.config.dtype, self.device, self.model_config if follows else {}
-        )
-
-    @cached_property
-    def cuda_graphs(self) -> bool:
-        return startup.uses_cuda_graphs(self.config, self.device)
-
-    @cached_property
-    def attention(self) -> Selection:
-        return startup.choose_attention(
-            self.plugins, self.config, self.shape, self.device, self.dtype, self.cuda_graphs
-        )
-
-    @cached_property
-    def kernels(self) -> KernelSelection:
-        return startup.choose_kernels(self.plugins, self.config, self.device, self.dtype)
-
-    @cached_property
-    def prompt_graph_sizes(self) -> tuple[int, ...]:
-        return startup.prompt_graph_sizes(self.config, self.attention, self.device)
-
-    @cached_property
+    @property
     def _device_type(self) -> str:
         """The device type that alternatives are checked for; the configured one as a fallback."""
         try:
-            return self.device.split(":")[0]
+            return self.decisions.device.split(":")[0]
         except NanoVLLMError:
             return self.config.device.split(":")[0]
 
@@ -146,26 +99,25 @@ class Decisions:
         }
 
 
-# -------------------------------------------------------------------------------------- the seams
+# -------------------------------------------------------------------------------------- the views
 
 
-def _checkpoint(decisions: Decisions, name: str) -> Seam:
-    model = decisions.config.model
-    source = find_source(decisions.plugins, model)
+def _checkpoint(view: View, name: str) -> Seam:
+    source = view.decisions.source
     return Seam(
         name,
-        f"{source.plugin.name}: {decisions.checkpoint}",
-        f"{decisions.said('model')}: {shown(model)}; {source.why}",
-        decisions.other_plugins("checkpoint", source.plugin.name),
+        f"{source.plugin.name}: {view.decisions.checkpoint}",
+        f"{view.said('model')}: {shown(view.config.model)}; {source.why}",
+        view.other_plugins(source.plugin.kind, source.plugin.name),
     )
 
 
-def _model(decisions: Decisions, name: str) -> Seam:
-    model, shape = decisions.model, decisions.shape
-    others = decisions.other_plugins("model", model.name)
+def _model(view: View, name: str) -> Seam:
+    model, shape = view.decisions.model, view.decisions.shape
+    others = view.other_plugins(model.kind, model.name)
     return Seam(
         name,
-        f"{_label(_importable(model))}: {shape.num_layers} layers, {shape.num_heads} query and "
+        f"{_label(model)}: {shape.num_layers} layers, {shape.num_heads} query and "
         f"{shape.num_kv_heads} KV heads of size {shape.head_size}",
         "the architecture in the checkpoint's config.json",
         {
@@ -175,215 +127,142 @@ def _model(decisions: Decisions, name: str) -> Seam:
     )
 
 
-def _device(decisions: Decisions, name: str) -> Seam:
-    asked, chosen = decisions.config.device, decisions.device
-    if asked != "auto":
-        return Seam(name, chosen, decisions.said("device"))
+def _device(view: View, name: str) -> Seam:
+    chosen = view.decisions.device
+    if view.config.device != AUTO:
+        return Seam(name, chosen, view.said("device"))
     if chosen == "cpu":
         return Seam(name, chosen, "auto: the CPU", {"cuda": "torch sees no CUDA device"})
     return Seam(name, chosen, "auto: the first GPU", {"cpu": "a GPU is there"})
 
 
-def _dtype(decisions: Decisions, name: str) -> Seam:
-    chosen = decisions.dtype
-    automatic = ""
-    if decisions.config.dtype == "auto":
-        stored = decisions.model_config.get("dtype") or decisions.model_config.get("torch_dtype")
-        automatic = (
-            f"auto: float32 on a CPU (the checkpoint says {stored})"
-            if decisions.device == "cpu"
-            else f"auto: as the checkpoint says ({stored or 'nothing, so bfloat16'})"
-        )
-    return Seam(name, chosen, decisions.said("dtype", automatic))
+def _dtype(view: View, name: str) -> Seam:
+    chosen = view.decisions.dtype
+    if view.config.dtype != AUTO:
+        return Seam(name, chosen, view.said("dtype"))
+    try:
+        config = view.decisions.model_config
+    except NanoVLLMError:  # a CPU computes in float32, whatever the checkpoint says
+        return Seam(name, chosen, "auto: float32 on a CPU")
+    stored = config.get("dtype") or config.get("torch_dtype")
+    if view.decisions.device == "cpu":
+        return Seam(name, chosen, f"auto: float32 on a CPU (the checkpoint says {stored})")
+    return Seam(name, chosen, f"auto: as the checkpoint says ({stored or 'nothing, so bfloat16'})")
 
 
-def _attention(phase: Phase) -> Callable[[Decisions, str], Seam]:
-    def decide(decisions: Decisions, name: str) -> Seam:
-        chosen = getattr(decisions.attention, phase).name
-        asked = getattr(decisions.config.attention, phase)
-        requirements = startup.attention_requirements(
-            phase,
-            decisions.config,
-            decisions.shape,
-            decisions.device,
-            decisions.dtype,
-            decisions.cuda_graphs,
-        )
-        # The others are asked with their defaults, the chosen one with the options it was given.
-        taken = evaluate(
-            decisions.plugins, AttentionChoice(backend=chosen, options=asked.options), requirements
-        )
-        able, others = able_backends(decisions.plugins, requirements)
-        others |= {
-            candidate.resolved.name: f"it can serve, with rank {candidate.rank}; {chosen} has "
-            f"{taken.rank}"
-            if asked.backend == "auto"
-            else "it can serve, and is not named"
-            for candidate in able
-        }
-        others.pop(chosen, None)
-        automatic = f"auto: rank {taken.rank}" if asked.backend == "auto" else ""
-        why = decisions.said(f"attention.{phase}.backend", automatic)
-        _importable(taken.resolved)
-        return Seam(name, taken.label, why, others)
-
-    return decide
+def _attention(view: View, name: str, phase: Phase) -> Seam:
+    taken: Candidate = getattr(view.decisions.attention, phase)
+    is_auto = getattr(view.config.attention, phase).is_auto
+    # The others are asked with their defaults.
+    able, others = able_backends(view.plugins, view.decisions.requirements(phase))
+    others |= {
+        candidate.name: f"it can serve, with rank {candidate.rank}; {taken.name} has {taken.rank}"
+        if is_auto
+        else "it can serve, and is not named"
+        for candidate in able
+    }
+    others.pop(taken.name, None)
+    why = view.said(f"attention.{phase}.backend", f"auto: rank {taken.rank}" if is_auto else "")
+    return Seam(name, taken.label, why, others)
 
 
-def _pages(decisions: Decisions, name: str) -> Seam:
-    selection = decisions.attention
-    chosen = f"{selection.block_size} tokens, layout {selection.layout.name}"
+def _pages(view: View, name: str) -> Seam:
+    selection = view.decisions.attention
     pair = f"{selection.prefill.name} and {selection.decode.name}"
     if selection.prefill.name == selection.decode.name:
         pair = selection.decode.name
     automatic = f"the first layout that {pair} can read: multiples of "
     automatic += f"{selection.layout.page_multiple}, and 16 at least"
-    given = decisions.config.cache.block_size is not None
-    blocks = decisions.config.cache.num_blocks
-    if blocks is not None and decisions.config.limits.max_model_len != FIT:
-        length = startup.resolve_max_model_len(decisions.config, decisions.shape)
-        from nanovllm_core.worker.kv_cache import check_one_sequence_fits  # torch comes with it
-
-        check_one_sequence_fits(blocks, selection.block_size, length, given=True)
-    return Seam(name, chosen, decisions.said("cache.block_size", "" if given else automatic))
+    given = view.config.cache.block_size is not None
+    chosen = f"{selection.block_size} tokens, layout {selection.layout.name}"
+    return Seam(name, chosen, view.said("cache.block_size", "" if given else automatic))
 
 
-def _kernels(decisions: Decisions, name: str) -> Seam:
-    selection = decisions.kernels
-    automatic = ""
-    if decisions.config.kernels.name == "auto":
+def _kernels(view: View, name: str) -> Seam:
+    selection, automatic = view.decisions.kernels, ""
+    if view.config.kernels.is_auto:
         automatic = f"auto: rank {selection.rank}, the highest of those that fit"
-    others = decisions.other_plugins("kernels", selection.chosen.name) | dict(selection.others)
-    why = decisions.said("kernels.name", automatic)
-    return Seam(name, _label(_importable(selection.chosen)), why, others)
+    chosen = selection.chosen
+    others = view.other_plugins(chosen.kind, chosen.name) | dict(selection.others)
+    return Seam(name, _label(chosen), view.said("kernels.name", automatic), others)
 
 
-def _sampler(decisions: Decisions, name: str) -> Seam:
-    choice = decisions.config.sampler
-    chosen = select_sampler(decisions.plugins, choice, decisions.device, decisions.cuda_graphs)
-    others = decisions.other_plugins("sampler", choice.name)
-    return Seam(name, _label(_importable(chosen)), decisions.said("sampler.name"), others)
+def _named(view: View, name: str, kind: Kind) -> Seam:
+    """The plugins of a kind that the configuration names one by one."""
+    chosen = view.decisions.named(kind.name)
+    choices = getattr(view.config, kind.choice)
+    path = f"{kind.choice}.{choices.KEY}" if isinstance(choices, PluginChoice) else kind.choice
+    others = view.other_plugins(kind.name, *(one.name for one in chosen))
+    return Seam(name, "; ".join(map(_label, chosen)) or "none", view.said(path), others)
 
 
-def _scheduler(decisions: Decisions, name: str) -> Seam:
-    return _named(decisions, name, "scheduler")
+def _extensions(view: View, name: str) -> Seam:
+    enabled = view.decisions.extensions
+    others = view.other_plugins(EXTENSION, *enabled)
+    return Seam(name, ", ".join(enabled) or "none", view.said("plugins.enable"), others)
 
 
-def _executor(decisions: Decisions, name: str) -> Seam:
-    startup.check_tensor_parallel_size(decisions.plugins, decisions.config)
-    return _named(decisions, name, "executor")
-
-
-def _named(decisions: Decisions, name: str, kind: str) -> Seam:
-    choice = getattr(decisions.config, kind)
-    chosen = decisions.plugins.resolve(kind, choice.name, choice.options, f"{kind}.options")
-    others = decisions.other_plugins(kind, choice.name)
-    return Seam(name, _label(_importable(chosen)), decisions.said(f"{kind}.name"), others)
-
-
-def _several(kind: str, path: str) -> Callable[[Decisions, str], Seam]:
-    def decide(decisions: Decisions, name: str) -> Seam:
-        choices = getattr(decisions.config, path)
-        chosen = [
-            _importable(
-                decisions.plugins.resolve(
-                    kind, choice.name, choice.options, f"{path}[{index}].options"
-                )
-            )
-            for index, choice in enumerate(choices)
-        ]
-        others = decisions.other_plugins(kind, *(choice.name for choice in choices))
-        return Seam(name, "; ".join(map(_label, chosen)) or "none", decisions.said(path), others)
-
-    return decide
-
-
-def _extensions(decisions: Decisions, name: str) -> Seam:
-    enabled = decisions.config.plugins.enable
-    decisions.plugins.enable(enabled)
-    others = decisions.other_plugins(EXTENSION, *enabled)
-    return Seam(name, ", ".join(enabled) or "none", decisions.said("plugins.enable"), others)
-
-
-def _graphs(decisions: Decisions, name: str) -> Seam:
-    if decisions.cuda_graphs:
-        sizes = decisions.config.graph_sizes
-        shown = ", ".join(map(str, sizes if len(sizes) < 8 else (*sizes[:4], "...", sizes[-1])))
-        why = decisions.said("cuda_graphs", "a GPU, and no enforce_eager")
-        prompts = decisions.prompt_graph_sizes
+def _graphs(view: View, name: str) -> Seam:
+    if view.decisions.cuda_graphs:
+        sizes = view.config.graph_sizes
+        rows = ", ".join(map(str, sizes if len(sizes) < 8 else (*sizes[:4], "...", sizes[-1])))
+        why = view.said("cuda_graphs", "a GPU, and no enforce_eager")
+        prompts = view.decisions.prompt_graph_sizes
         beside = f", and with up to {prompts[-1]} prompt tokens" if prompts else ""
-        reasons = "; ".join(decisions.attention.eager_prompts)
-        others = {} if prompts else {"with prompts": reasons or decisions.said("cuda_graphs")}
-        return Seam(name, f"captured for {shown} rows{beside}", why, others)
-    if decisions.device == "cpu":
+        reasons = "; ".join(view.decisions.attention.eager_prompts)
+        others = {} if prompts else {"with prompts": reasons or view.said("cuda_graphs")}
+        return Seam(name, f"captured for {rows} rows{beside}", why, others)
+    if view.decisions.device == "cpu":
         return Seam(name, "none", "a CPU has none")
-    return Seam(name, "none", decisions.said("cuda_graphs.enforce_eager"))
+    return Seam(name, "none", view.said("cuda_graphs.enforce_eager"))
 
 
-def _length(decisions: Decisions, name: str) -> Seam:
-    chosen = startup.resolve_max_model_len(decisions.config, decisions.shape)
-    if decisions.config.limits.max_model_len == FIT:
-        return _fitting_length(decisions, name, chosen)
-    given = decisions.config.limits.max_model_len is not None
-    automatic = "" if given else "the model's own limit (max_position_embeddings)"
-    return Seam(name, f"{chosen} tokens", decisions.said("limits.max_model_len", automatic))
-
-
-def _sampling_defaults(decisions: Decisions, name: str) -> Seam:
-    chosen = describe_defaults(
-        startup.resolve_sampling_defaults(decisions.config, decisions.checkpoint)
-    )
-    automatic = (
-        "" if decisions.config.generation_config == "none" else f"the checkpoint's {FILE_NAME}"
-    )
-    return Seam(name, chosen, decisions.said("generation_config", automatic))
-
-
-def _fitting_length(decisions: Decisions, name: str, most: int) -> Seam:
-    """Known where the number of pages is; otherwise an engine that starts measures it."""
-    said, blocks = decisions.said("limits.max_model_len"), decisions.config.cache.num_blocks
+def _length(view: View, name: str) -> Seam:
+    chosen, asked = view.decisions.max_model_len, view.config.limits.max_model_len
+    said, blocks = view.said("limits.max_model_len"), view.config.cache.num_blocks
+    if asked is None:
+        said = "the model's own limit (max_position_embeddings)"
+    if asked != FIT:
+        return Seam(name, f"{chosen} tokens", said)
+    # Known where the number of pages is; otherwise an engine that starts measures it.
     if blocks is None:
         why = f"{said}: fit; the memory that is left as an engine starts decides"
-        return Seam(name, f"at most {most} tokens", why)
+        return Seam(name, f"at most {chosen} tokens", why)
     from nanovllm_core.worker.kv_cache import fitting_length  # torch comes with it
 
-    chosen = fitting_length(blocks, decisions.attention.block_size, most)
-    return Seam(name, f"{chosen} tokens", f"{said}: fit; cache.num_blocks decides")
+    fitting = fitting_length(blocks, view.decisions.block_size, chosen)
+    return Seam(name, f"{fitting} tokens", f"{said}: fit; cache.num_blocks decides")
 
 
-def _limit(path: str, unit: str) -> Callable[[Decisions, str], Seam]:
-    def decide(decisions: Decisions, name: str) -> Seam:
-        value: Any = decisions.config
-        for part in path.split("."):
-            value = getattr(value, part)
-        return Seam(name, f"{value} {unit}".strip(), decisions.said(path))
-
-    return decide
+def _sampling_defaults(view: View, name: str) -> Seam:
+    is_read = view.config.generation_config != "none"
+    why = view.said("generation_config", f"the checkpoint's {FILE_NAME}" if is_read else "")
+    return Seam(name, describe_defaults(view.decisions.sampling_defaults), why)
 
 
-SEAMS: Mapping[str, Callable[[Decisions, str], Seam]] = {
+def _stated(view: View, name: str, path: str) -> Seam:
+    return Seam(name, str(SEQUENCE[name](view.decisions)), view.said(path))
+
+
+VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
+    "extensions": _extensions,
     "checkpoint": _checkpoint,
     "model": _model,
     "device": _device,
     "dtype": _dtype,
-    "attention, prefill": _attention("prefill"),
-    "attention, decode": _attention("decode"),
+    "attention, prefill": partial(_attention, phase="prefill"),
+    "attention, decode": partial(_attention, phase="decode"),
     "KV pages": _pages,
+    **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "kernels": _kernels,
-    "sampler": _sampler,
     "sampling defaults": _sampling_defaults,
-    "logits processors": _several("logits_processor", "logits_processors"),
-    "scheduler": _scheduler,
-    "executor": _executor,
-    "observers": _several("observer", "observers"),
-    "extensions": _extensions,
     "CUDA graphs": _graphs,
     "longest sequence": _length,
-    "sequences at once": _limit("limits.max_num_seqs", ""),
-    "tokens per step": _limit("limits.max_num_batched_tokens", ""),
-    "steps ahead": _limit("steps_ahead", ""),
+    "sequences at once": partial(_stated, path="limits.max_num_seqs"),
+    "tokens per step": partial(_stated, path="limits.max_num_batched_tokens"),
+    "steps ahead": partial(_stated, path="steps_ahead"),
 }
-"""In the order in which they are shown."""
+"""The words for each decision of `SEQUENCE` that was made."""
 
 
 def problems(seams: Sequence[Seam]) -> list[str]:
@@ -391,14 +270,9 @@ def problems(seams: Sequence[Seam]) -> list[str]:
     return [f"{seam.name}: {seam.problem}" for seam in seams if seam.problem]
 
 
-def _importable(plugin: ResolvedPlugin) -> ResolvedPlugin:
-    """The same; PluginLoadError where its code cannot be imported, at which an engine stops."""
-    load_object(plugin)
-    return plugin
-
-
 def _label(plugin: ResolvedPlugin) -> str:
-    options = ", ".join(f"{key}={shown(value)}" for key, value in plugin.options.items())
+    given = plugin.options.model_dump()
+    options = ", ".join(f"{key}={shown(value)}" for key, value in given.items())
     text = f"{plugin.name} {plugin.version}, {plugin.distribution}"
     return f"{text} ({options})" if options else text
 

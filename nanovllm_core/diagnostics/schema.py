@@ -5,10 +5,13 @@ Editors complete and check the file from it: `nanovllm config schema > nanovllm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from nanovllm_core.config.choices import AUTO, NamedPlugin, PluginChoice, choice_models
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import PluginError
+from nanovllm_core.registry.kinds import KINDS, Kind
 from nanovllm_core.registry.manager import PluginManager
 
 Schema = dict[str, Any]
@@ -20,41 +23,47 @@ def config_schema(manager: PluginManager) -> Schema:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     # The file may leave it to the command line.
     schema["required"] = []
-    definitions: Schema = schema["$defs"]
-    for kind, name, key, default in (
-        ("attention", "AttentionChoice", "backend", ("auto",)),
-        ("scheduler", "SchedulerSettings", "name", ()),
-        ("executor", "ExecutorSettings", "name", ()),
-        ("sampler", "SamplerSettings", "name", ()),
-        ("kernels", "KernelSettings", "name", ("auto",)),
-    ):
-        definitions[name] = _choice(manager, kind, key, default, definitions)
-    pair = {"$ref": "#/$defs/AttentionSettings"}
-    schema["properties"]["attention"] = {
-        "description": schema["properties"]["attention"]["description"],
-        "anyOf": [{"$ref": "#/$defs/AttentionChoice"}, pair],
-    }
-    for kind, field in (("logits_processor", "logits_processors"), ("observer", "observers")):
-        definitions[kind] = _choice(manager, kind, "name", (), definitions)
-        schema["properties"][field]["items"] = {"$ref": f"#/$defs/{kind}"}
-    del definitions["NamedPlugin"]  # the lists referred to it
+    models = dict(choice_models(EngineConfig))
+    for kind in KINDS.values():
+        if kind.choice:
+            forms = {path: model for path, model in models.items() if path[0] == kind.choice}
+            _place(manager, kind, forms, schema)
+    del schema["$defs"]["NamedPlugin"]  # the lists referred to it
     return schema
 
 
+def _place(
+    manager: PluginManager,
+    kind: Kind,
+    forms: Mapping[tuple[str, ...], type[PluginChoice]],
+    schema: Schema,
+) -> None:
+    """Put what names plugins of a kind in its place: a choice, one in a section, or a list."""
+    definitions, there = schema["$defs"], schema["properties"][kind.choice]
+    if not forms:
+        definitions[kind.name] = _choice(manager, kind.name, NamedPlugin, definitions)
+        there["items"] = {"$ref": f"#/$defs/{kind.name}"}
+    for path, model in forms.items():
+        choice = {"$ref": f"#/$defs/{model.__name__}"}
+        definitions[model.__name__] = _choice(manager, kind.name, model, definitions)
+        if path[1:] and "anyOf" not in there:  # one for all, or one for each part
+            there["anyOf"] = [choice, {"$ref": there.pop("$ref")}]
+
+
 def _choice(
-    manager: PluginManager, kind: str, key: str, extra: tuple[str, ...], definitions: Schema
+    manager: PluginManager, kind: str, model: type[PluginChoice], definitions: Schema
 ) -> Schema:
     """A name, or a name with that plugin's options."""
     names = manager.names(kind)
-    forms: list[Schema] = [{"enum": [*extra, *names]}]
+    forms: list[Schema] = [{"enum": [AUTO, *names] if model.takes_auto() else names}]
     forms += [
         {
             "type": "object",
             "properties": {
-                key: {"const": name},
+                model.KEY: {"const": name},
                 "options": _options(manager, kind, name, definitions),
             },
-            "required": [key],
+            "required": [model.KEY],
             "additionalProperties": False,
         }
         for name in names

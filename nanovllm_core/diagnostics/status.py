@@ -10,7 +10,7 @@ from nanovllm_core.config.choices import AttentionChoice
 from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
-from nanovllm_core.interfaces.specs import AttentionSpec, KernelSetSpec, PluginSpec, SamplerSpec
+from nanovllm_core.interfaces.specs import AttentionSpec, DeviceSpec, KernelSetSpec, PluginSpec
 from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KIND
 from nanovllm_core.registry.manager import PluginManager
@@ -97,11 +97,11 @@ def plugin_status(
 
 
 def _reasons(spec: PluginSpec, requirements: AttentionRequirements) -> tuple[str, ...]:
-    """Why a sampler or a kernel set cannot run here; other kinds state nothing of devices."""
-    if isinstance(spec, SamplerSpec):
-        return tuple(unmet_device(spec.devices, requirements.device))
+    """The reasons why a plugin that states its devices cannot run here."""
     if isinstance(spec, KernelSetSpec):
         return tuple(unmet(spec, kernel_target(requirements)))
+    if isinstance(spec, DeviceSpec):
+        return tuple(unmet_device(spec.devices, requirements.device))
     return ()
 
 

@@ -3,7 +3,7 @@
 Who calls what, and when:
 
     spec.check, spec.kv_layouts     once, at start, before torch touches the device
-    Backend(config, options)        once, after the weights are loaded
+    Backend(options, config)        once, after the weights are loaded
     allocate()                      once, before the KV cache is sized and before any capture
     plan_decode / plan_prefill      once per step, before the layers
     run_decode / run_prefill        once per layer and step
@@ -180,9 +180,9 @@ class PrefillMetadata:
 class AttentionBackend(ABC):
     """Paged attention over one KV layout. One instance serves all layers of an engine."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        self.config = config
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         self.options = options
+        self.config = config
 
     def allocate(self) -> None:  # noqa: B027 - a backend without workspace has nothing to allocate
         """Allocate every buffer that a captured graph will read. Called once, before capture."""

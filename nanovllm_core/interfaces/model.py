@@ -3,7 +3,8 @@
 Who calls what, and when:
 
     Model.shape(config)           at start, before a byte is allocated; again in each worker
-    Model(config, context)        once per worker; its parameters are filled afterwards
+    Model(options, config, context)
+                                  once per worker; its parameters are filled afterwards
     finalize() of each Layer      once, after the weights are loaded
     forward, compute_logits       once per step: on CUDA captured in decode steps and small steps
                                   with prompts, else eagerly
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,16 +48,19 @@ class ModelShape:
     soft_cap: float | None = None
 
 
+@runtime_checkable
 class CausalLM(Protocol):
     """A decoder, an `nn.Module` built from `nanovllm_core.layers`.
 
     `DecoderForCausalLM` there is a whole one, the base of models that differ from it only in their
     settings, and the place to start from for others.
 
-    The class is called as `Model(config, context)`: `config` is the checkpoint's config.json as a
-    dict, `context` a `nanovllm_core.layers.LayerContext` (device, dtype, tensor-parallel group,
-    kernel set). A model never knows which attention backend runs, leaves norm and rotation of q and
-    k to `QKPrep` where that can state them, and keeps no state between calls. A forward waits for
+    The class is called as `Model(options, config, context)`. `options` are `NoOptions`, for no
+    configuration gives a model any; `config` is the checkpoint's config.json as a dict, `context` a
+    `nanovllm_core.layers.LayerContext` (device, dtype, tensor-parallel group, kernel set).
+
+    A model never knows which attention backend runs, leaves norm and rotation of q and k to
+    `QKPrep` where that can state them, and keeps no state between calls. A forward waits for
     nothing and makes no tensor from host values, since it is captured.
 
     `packed_modules` maps a module name of the checkpoint to the parameter that holds it and the

@@ -32,10 +32,9 @@ class Plugins(Protocol):
     def load(self, resolved: ResolvedPlugin) -> Any:
         """Import what a resolved plugin's `impl` names."""
 
-    def make(
-        self, resolved: ResolvedPlugin, wanted: type | tuple[type, ...], *arguments: object
-    ) -> Any:
+    def make(self, resolved: ResolvedPlugin, *arguments: object) -> Any:
         """Call a resolved plugin's `impl` with its options, then `arguments`.
 
-        Raises PluginLoadError, with the distribution, where that fails or makes no `wanted`.
+        Raises PluginLoadError, with the distribution, where that fails, or what it makes is not of
+        the interface of its kind.
         """

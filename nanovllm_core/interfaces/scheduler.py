@@ -156,3 +156,7 @@ class Scheduler(ABC):
 
         `running` are the requests with a row, at least one. Only these may be chosen.
         """
+
+
+PolicyOrScheduler = SchedulingPolicy | Scheduler
+"""The objects of scheduler plugins; `SchedulerSpec.level` says which."""

@@ -34,8 +34,11 @@ class PluginSpec:
     `name` is the entry point's name and the name in YAML; `impl` is `"package.module:Object"`.
     `contract` is the version of its kind's contract that the plugin was written for: a number, so
     that a plugin which nobody touched stays what it was (see `nanovllm_core.registry.kinds`).
-    `options` is a pydantic model that forbids unknown keys; the core reads it as strict JSON, in
-    which "1" is no number.
+    `options` is a pydantic model that forbids unknown keys, a class of a module, so that its
+    instances can be pickled; the core reads it as strict JSON, in which "1" is no number.
+
+    The core calls every kind's `impl` with the validated options first, an instance of `options`;
+    the arguments after them are the kind's.
     """
 
     name: str
@@ -47,7 +50,7 @@ class PluginSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(PluginSpec):
-    """An attention backend. `impl` is an `AttentionBackend` class.
+    """An attention backend. `impl` is an `AttentionBackend` class: `Backend(options, config)`.
 
     `check` returns reasons beyond what `capabilities` can say (an import that is missing, an option
     that excludes a shape); it takes the requirements and the validated options.
@@ -66,7 +69,7 @@ class AttentionSpec(PluginSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSpec(PluginSpec):
-    """A scheduler. `impl` is called with the validated options as its only argument.
+    """A scheduler. `impl` is called with the options alone.
 
     `level` says what it is: "policy" a `SchedulingPolicy` class, an order for the core's scheduler;
     "scheduler" a whole `Scheduler` class, which decides every step.
@@ -86,7 +89,8 @@ class SchedulerSpec(PluginSpec):
 class ModelSpec(PluginSpec):
     """A model architecture. `name` is the checkpoint's architecture name; `impl` a `CausalLM`.
 
-    It takes no options: what it is follows from the checkpoint's config.json. `test_config` are
+    It is called as `Model(options, config, context)`. No configuration gives it options, so they
+    are `NoOptions`: what it is follows from the checkpoint's config.json. `test_config` are
     settings to change in the small configuration, of the Llama family, that the conformance suite
     makes checkpoints of; nothing else reads them.
     """
@@ -96,10 +100,11 @@ class ModelSpec(PluginSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec(PluginSpec):
-    """A source of checkpoints. `impl` is a function `(reference: str) -> pathlib.Path`.
+    """A source of checkpoints. `impl` is a function `(options, reference: str) -> pathlib.Path`.
 
-    `model: NAME` calls it with an empty reference, `model: NAME:REFERENCE` with the rest. It takes
-    no options: what it needs to know is in the reference.
+    `model: NAME` calls it with an empty reference, `model: NAME:REFERENCE` with the rest. No
+    configuration gives it options, so they are `NoOptions`: what it needs to know is in the
+    reference.
     """
 
 
@@ -111,14 +116,19 @@ class ExecutorSpec(PluginSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerSpec(PluginSpec):
-    """A sampler. `impl` is a `Sampler` class, called with the options and a `SamplerContext`.
-
-    What is not stated is not supported: `devices` are torch's types ("cuda", "cpu"), `cuda_graphs`
-    says that `sample` may be captured.
-    """
+class DeviceSpec(PluginSpec):
+    """A plugin that runs on some devices: `devices` are torch's types ("cuda", "cpu")."""
 
     devices: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec(DeviceSpec):
+    """A sampler. `impl` is a `Sampler` class, called with the options and a `SamplerContext`.
+
+    `cuda_graphs` says that `sample` may be captured. What is not stated is not supported.
+    """
+
     cuda_graphs: bool = False
 
 
@@ -142,16 +152,14 @@ class ObserverSpec(PluginSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSetSpec(PluginSpec):
+class KernelSetSpec(DeviceSpec):
     """A kernel set. `impl` makes a `KernelSet` from the options and a `torch.device`.
 
-    `devices` are the types of torch devices that it runs on, `dtypes` what it computes in,
-    `min_compute_capability` the oldest GPU. Of the sets that fit, `kernels: auto` takes the one of
-    the highest `rank`: the core's `torch`, which fits everywhere, has 10, `triton` 50. A set of
-    rank 0 serves only where it is named.
+    `dtypes` are what it computes in, `min_compute_capability` is the oldest GPU. Of the sets that
+    fit, `kernels: auto` takes the one of the highest `rank`: the core's `torch`, which fits
+    everywhere, has 10, `triton` 50. A set of rank 0 serves only where it is named.
     """
 
-    devices: frozenset[str]
     dtypes: frozenset[str] = frozenset({"float32", "float16", "bfloat16"})
     min_compute_capability: tuple[int, int] | None = None
     rank: int = 0
@@ -165,9 +173,11 @@ class KindSpec:
     the entry-point group `nanovllm.NAMEs` and answer the hook `nanovllm_NAMEs`, so that a listing
     knows them without importing the declaration. `spec` is the `PluginSpec` class that the hook
     returns; `hookspecs` a light module in which that hook, and any more that the declaring plugin
-    calls, are marked `@hookspec`. `current_contract` is the version of the new kind's contract:
-    its plugins may be written for it or for the one before. `conformance` names the suite that
-    `nanovllm plugins test` runs on them, `"package.module:Class"`.
+    calls, are marked `@hookspec`. `interface`, `"package.module:Type"`, is the type of the objects
+    that its plugins make; left out, any. `current_contract` is the version of the new kind's
+    contract, `oldest_contract` the oldest that its plugins may be written for; `changed` tells the
+    author of an older one what to change. `conformance` names the suite that `nanovllm plugins
+    test` runs on them, `"package.module:Class"`.
     """
 
     name: str
@@ -175,17 +185,25 @@ class KindSpec:
     spec: type[PluginSpec]
     hookspecs: str
     conformance: str
+    interface: str = ""
     current_contract: int = 1
+    oldest_contract: int = 1
+    changed: str = ""
     summary: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlugin:
-    """One selected plugin, as rank 0 resolved it; a worker imports exactly this."""
+    """One selected plugin, as rank 0 resolved it; a worker imports exactly this.
+
+    It can be pickled, and holds what it takes to make the plugin's object in any process:
+    `impl(options, ...)`, an instance of `interface` where one is stated.
+    """
 
     kind: str
     name: str
     distribution: str
     version: str
     impl: str
-    options: Mapping[str, object] = field(default_factory=dict)
+    interface: str = ""
+    options: BaseModel = field(default_factory=NoOptions)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from nanovllm_core.interfaces.kernels import QKPrep
@@ -157,7 +158,9 @@ class DecoderForCausalLM(nn.Module):
         """The facts that the runner needs before the model is built; see `CausalLM.shape`."""
         return cls.read_config(config).shape()
 
-    def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
+    def __init__(
+        self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
+    ) -> None:
         super().__init__()
         settings = self.read_config(config)
         self.model = Decoder(settings, context)

@@ -29,7 +29,10 @@ from nanovllm_core.registry.kinds import (
 from nanovllm_core.registry.manager import (
     PluginManager as PluginManager,
     get_plugin_manager as get_plugin_manager,
+)
+from nanovllm_core.registry.objects import (
     load_object as load_object,
+    make_plugin as make_plugin,
 )
 from nanovllm_core.registry.options import (
     read_options as read_options,

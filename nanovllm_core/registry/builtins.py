@@ -48,13 +48,13 @@ def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
         CheckpointSpec(
             name="local",
             impl="nanovllm_core.selection.checkpoint_sources:from_folder",
-            contract=1,
+            contract=2,
             summary="A folder of this machine.",
         ),
         CheckpointSpec(
             name="hub",
             impl="nanovllm_core.selection.checkpoint_sources:from_hub",
-            contract=1,
+            contract=2,
             summary="A model of the Hugging Face hub, downloaded once.",
         ),
     ]

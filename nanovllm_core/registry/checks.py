@@ -15,19 +15,25 @@ from nanovllm_core.errors import PluginLoadError
 from nanovllm_core.interfaces.attention import AttentionCapabilities
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
-    CheckpointSpec,
+    DeviceSpec,
     KernelSetSpec,
     KindSpec,
     LogitsProcessorSpec,
-    ModelSpec,
     PluginSpec,
     ResolvedPlugin,
-    SamplerSpec,
     SchedulerSpec,
 )
 from nanovllm_core.registry.discovery import UNKNOWN, InstalledPlugin
 from nanovllm_core.registry.hookspecs import PROJECT
-from nanovllm_core.registry.kinds import KIND, KIND_CONTRACT, KINDS, NO_SPEC, Kind, contract_problem
+from nanovllm_core.registry.kinds import (
+    KIND,
+    KIND_CHANGED,
+    KIND_CONTRACT,
+    KINDS,
+    NO_SPEC,
+    Kind,
+    contract_problem,
+)
 
 CORE = "nanovllm-core"
 _OBJECT = re.compile(r"[\w.]+:[\w.]+")
@@ -81,7 +87,9 @@ def the_one(plugin: InstalledPlugin, hook: str, wanted: type, specs: Sequence[An
 
 def check_spec(plugin: InstalledPlugin, spec: PluginSpec, kind: Kind, owner: str) -> None:
     """Refuse a spec of another contract, or one that cannot be acted upon."""
-    problem = contract_problem(kind.name, kind.contract, spec.contract, owner)
+    problem = contract_problem(
+        kind.name, kind.oldest_contract, kind.contract, kind.changed, spec.contract, owner
+    )
     if problem:
         raise load_error(plugin, problem)
     if not _names_object(spec.impl):
@@ -89,16 +97,16 @@ def check_spec(plugin: InstalledPlugin, spec: PluginSpec, kind: Kind, owner: str
     _check_model(plugin, "options", spec.options)
     if isinstance(spec, LogitsProcessorSpec):
         _check_model(plugin, "arguments", spec.arguments)
-    problem = _unusable_field(spec, kind.name)
+    problem = _unusable_field(spec, kind)
     if problem:
         raise load_error(plugin, problem)
 
 
-def _unusable_field(spec: PluginSpec, kind: str) -> str | None:
+def _unusable_field(spec: PluginSpec, kind: Kind) -> str | None:
     """A problem that would stop a listing or a selection; None if there is none."""
     if isinstance(spec, AttentionSpec) and not isinstance(spec.capabilities, AttentionCapabilities):
         return f"capabilities {spec.capabilities!r:.80} are not AttentionCapabilities"
-    if isinstance(spec, SamplerSpec | KernelSetSpec) and not isinstance(spec.devices, Set):
+    if isinstance(spec, DeviceSpec) and not isinstance(spec.devices, Set):
         return f"devices {spec.devices!r} is not a set of torch's device types, such as {{'cuda'}}"
     if isinstance(spec, KernelSetSpec):
         return _unusable_kernels(spec)
@@ -106,8 +114,8 @@ def _unusable_field(spec: PluginSpec, kind: str) -> str | None:
         levels = get_args(get_type_hints(SchedulerSpec)["level"])
         if spec.level not in levels:
             return f"level {spec.level!r} is none of {', '.join(levels)}"
-    if isinstance(spec, ModelSpec | CheckpointSpec) and spec.options.model_fields:
-        return f"options {spec.options.__name__} are given by no configuration to a {kind}"
+    if kind.name in KINDS and not kind.choice and spec.options.model_fields:
+        return f"options {spec.options.__name__} are given by no configuration to a {kind.name}"
     return None
 
 
@@ -142,11 +150,18 @@ def _check_model(plugin: InstalledPlugin, field: str, model: object) -> None:
         raise load_error(
             plugin, f'{model.__name__} must set extra="forbid", or typos would go unnoticed'
         )
+    if "<locals>" in model.__qualname__:
+        raise load_error(
+            plugin,
+            f"{model.__qualname__} must be a class of a module, or no other process could read it",
+        )
 
 
 def check_kind_spec(plugin: InstalledPlugin, spec: KindSpec) -> None:
     """Refuse a declaration that no plugin could be found or checked by."""
-    problem = contract_problem(KIND, KIND_CONTRACT, spec.contract, CORE)
+    problem = contract_problem(
+        KIND, KIND_CONTRACT, KIND_CONTRACT, KIND_CHANGED, spec.contract, CORE
+    )
     if problem is None and (spec.name in KINDS or spec.name in NO_SPEC):
         problem = f"{spec.name!r} is a kind of {CORE}; declare another name"
     if problem is None and not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
@@ -156,6 +171,11 @@ def check_kind_spec(plugin: InstalledPlugin, spec: KindSpec) -> None:
     current = spec.current_contract
     if problem is None and (type(current) is not int or current < 1):
         problem = f"current_contract {current!r} must be an integer of at least 1"
+    oldest = spec.oldest_contract
+    if problem is None and (type(oldest) is not int or not 1 <= oldest <= current):
+        problem = f"oldest_contract {oldest!r} must be an integer of 1 to current_contract"
+    if problem is None and spec.interface and not _names_object(spec.interface):
+        problem = f"interface {spec.interface!r} is not of the form 'package.module:Type'"
     if problem is None and not _names_object(spec.conformance):
         problem = f"conformance {spec.conformance!r} is not of the form 'package.module:Class'"
     if problem:

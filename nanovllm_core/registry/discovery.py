@@ -19,13 +19,7 @@ from nanovllm_core.registry.kinds import (
 )
 
 KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
-    ("attention", "sdpa"): "sdpa",
-    ("attention", "triton"): "triton",
-    ("attention", "flash"): "flash",
-    ("scheduler", "sjf"): "sjf",
-    ("model", "Qwen3ForCausalLM"): "qwen3",
-    ("checkpoint", "demo"): "demo",
-    ("kernels", "triton"): "triton",
+    (kind.name, plugin): extra for kind in KINDS.values() for plugin, extra in kind.extras.items()
 }
 """The extra of nanovllm-core that installs a plugin of this project."""
 
@@ -116,6 +110,13 @@ def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
                 f"{did_you_mean(entry.group, groups, GROUP_PREFIX)}"
             )
     return ""
+
+
+def install_one(kind: str) -> str:
+    """The command that installs a plugin of a kind, one of those with `extras`."""
+    first, *others = KINDS[kind].extras
+    beside = f", or likewise {' or '.join(others)}" if others else ""
+    return install_command(kind, first) + beside
 
 
 def install_command(kind: str, name: str) -> str:

@@ -1,13 +1,17 @@
-"""The kinds of plugins, as data: where each is found, what declares it, which contract it keeps.
+"""The kinds of plugins, as data that commands, schema, doctor and `explain` read.
 
-A contract is versioned kind by kind. The core takes plugins written for the current version and for
-the one before; what changes the meaning of a contract raises its number here.
+A built-in kind is added in five files of the core: its interface, its spec (`interfaces/specs.py`),
+its hook (`hookspecs.py`), its `Kind` here, and the field of the configuration that names its
+plugins (`config/settings.py`). Other files name it only to use it.
+
+Each kind has its own contract version. A change in the meaning of a contract raises the version. If
+older plugins no longer work, `oldest_contract` rises too, and they are refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from nanovllm_core.interfaces.specs import (
@@ -25,95 +29,112 @@ from nanovllm_core.interfaces.specs import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of plugin.
 
-    Its entry points are in `group`; `hook` returns its specs, of the type `spec`. `contract` is the
-    current version of its contract. `conformance` is the suite that plugins of a declared kind must
-    pass, `"package.module:Class"`; those of the core's kinds are registered in the group
-    `nanovllm.suites`.
+    Its entry points are in the group `nanovllm.PLURAL`; the hook `nanovllm_PLURAL` returns its
+    specs, of the type `spec`. `plural` is left out where it is the name with an s. `interface`
+    ("package.module:Type") is the type of the objects that its plugins make; empty: any type.
+
+    `contract` is the current version of its contract, `oldest_contract` the oldest that is taken;
+    `changed` says what a plugin written for an older one must change.
+
+    `choice` is the field of `EngineConfig` that names its plugins, with options; empty for kinds
+    that are chosen otherwise. `is_needed`: an engine needs one, and none comes with the core.
+    `extras` are this project's plugins outside the core, each with the extra that installs it, the
+    one to advise first.
+
+    `conformance` is the suite that plugins of a declared kind must pass, `"package.module:Class"`;
+    those of the core's kinds are registered in the group `nanovllm.suites`.
     """
 
     name: str
-    group: str
-    hook: str
     spec: type[PluginSpec]
-    contract: int
+    interface: str
+    plural: str = ""
+    contract: int = 1
+    oldest_contract: int = 1
+    changed: str = ""
+    choice: str = ""
+    is_needed: bool = False
+    extras: Mapping[str, str] = field(default_factory=dict, hash=False)
     conformance: str = ""
 
+    @property
+    def group(self) -> str:
+        """The entry-point group of its plugins."""
+        return f"nanovllm.{self.plural or self.name + 's'}"
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        kind.name: kind
-        for kind in (
-            Kind(
-                name="attention",
-                group="nanovllm.attention",
-                hook="nanovllm_attention",
-                spec=AttentionSpec,
-                contract=1,
-            ),
-            Kind(
-                name="scheduler",
-                group="nanovllm.schedulers",
-                hook="nanovllm_schedulers",
-                spec=SchedulerSpec,
-                contract=1,
-            ),
-            Kind(
-                name="model",
-                group="nanovllm.models",
-                hook="nanovllm_models",
-                spec=ModelSpec,
-                contract=1,
-            ),
-            Kind(
-                name="checkpoint",
-                group="nanovllm.checkpoints",
-                hook="nanovllm_checkpoints",
-                spec=CheckpointSpec,
-                contract=1,
-            ),
-            Kind(
-                name="executor",
-                group="nanovllm.executors",
-                hook="nanovllm_executors",
-                spec=ExecutorSpec,
-                contract=1,
-            ),
-            Kind(
-                name="sampler",
-                group="nanovllm.samplers",
-                hook="nanovllm_samplers",
-                spec=SamplerSpec,
-                contract=1,
-            ),
-            Kind(
-                name="logits_processor",
-                group="nanovllm.logits_processors",
-                hook="nanovllm_logits_processors",
-                spec=LogitsProcessorSpec,
-                contract=1,
-            ),
-            Kind(
-                name="observer",
-                group="nanovllm.observers",
-                hook="nanovllm_observers",
-                spec=ObserverSpec,
-                contract=1,
-            ),
-            Kind(
-                name="kernels",
-                group="nanovllm.kernels",
-                hook="nanovllm_kernels",
-                spec=KernelSetSpec,
-                contract=1,
-            ),
-        )
-    }
+    @property
+    def hook(self) -> str:
+        """The hook that returns its plugins' specs."""
+        return f"nanovllm_{self.plural or self.name + 's'}"
+
+
+OPTIONS_FIRST = "state contract=2, and take the options as the first argument: "
+INTERFACES = "nanovllm_core.interfaces"
+
+_OURS = (
+    Kind(
+        "checkpoint",
+        CheckpointSpec,
+        "pathlib:Path",
+        contract=2,
+        oldest_contract=2,
+        changed=f"{OPTIONS_FIRST}fetch(options, reference)",
+        extras={"demo": "demo"},
+    ),
+    Kind(
+        "model",
+        ModelSpec,
+        f"{INTERFACES}.model:CausalLM",
+        contract=2,
+        oldest_contract=2,
+        changed=f"{OPTIONS_FIRST}Model(options, config, context)",
+        is_needed=True,
+        extras={"Qwen3ForCausalLM": "qwen3"},
+    ),
+    Kind(
+        "attention",
+        AttentionSpec,
+        f"{INTERFACES}.attention:AttentionBackend",
+        plural="attention",
+        contract=2,
+        oldest_contract=2,
+        changed=f"{OPTIONS_FIRST}Backend(options, config)",
+        choice="attention",
+        is_needed=True,
+        extras={"sdpa": "sdpa", "triton": "triton", "flash": "flash"},
+    ),
+    Kind(
+        "kernels",
+        KernelSetSpec,
+        f"{INTERFACES}.kernels:KernelSet",
+        plural="kernels",
+        choice="kernels",
+        extras={"triton": "triton"},
+    ),
+    Kind("sampler", SamplerSpec, f"{INTERFACES}.sampler:Sampler", choice="sampler"),
+    Kind(
+        "logits_processor",
+        LogitsProcessorSpec,
+        f"{INTERFACES}.logits_processor:LogitsProcessor",
+        choice="logits_processors",
+    ),
+    Kind(
+        "scheduler",
+        SchedulerSpec,
+        f"{INTERFACES}.scheduler:PolicyOrScheduler",
+        choice="scheduler",
+        extras={"sjf": "sjf"},
+    ),
+    Kind("executor", ExecutorSpec, f"{INTERFACES}.executor:Executor", choice="executor"),
+    Kind("observer", ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
 )
-"""The core's own kinds; plugins may declare more (see `KindSpec`)."""
+
+KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _OURS})
+"""The core's own kinds, in the order in which a start decides; plugins may declare more."""
 
 EXTENSION = "extension"
 EXTENSION_GROUP = "nanovllm.extensions"
@@ -122,8 +143,12 @@ EXTENSION_GROUP = "nanovllm.extensions"
 KIND = "kind"
 KIND_GROUP = "nanovllm.kinds"
 KIND_HOOK = "nanovllm_kinds"
-KIND_CONTRACT = 1
+KIND_CONTRACT = 2
 """Plugins that declare a kind; loaded when a plugin of that kind is."""
+KIND_CHANGED = (
+    "state contract=2, the type of its plugins' objects as interface= in its KindSpec, and call "
+    "plugins.make(resolved, *arguments) without a type"
+)
 
 NO_SPEC = (EXTENSION, KIND)
 """Kinds whose plugins are not selected by a name and options, and so have no `PluginSpec`."""
@@ -142,31 +167,35 @@ def declared_hook(name: str) -> str:
 def declared_kind(spec: KindSpec) -> Kind:
     """The kind that a valid declaration describes."""
     return Kind(
-        name=spec.name,
-        group=declared_group(spec.name),
-        hook=declared_hook(spec.name),
-        spec=spec.spec,
+        spec.name,
+        spec.spec,
+        spec.interface,
         contract=spec.current_contract,
+        oldest_contract=spec.oldest_contract,
+        changed=spec.changed,
         conformance=spec.conformance,
     )
 
 
-def contract_problem(kind: str, current: int, stated: object, owner: str) -> str | None:
-    """Why a plugin's contract version is not taken; None where it is the current or the last one.
+def contract_problem(
+    kind: str, oldest: int, current: int, changed: str, stated: object, owner: str
+) -> str | None:
+    """The reason to refuse a plugin's contract version; None for `oldest` to `current`.
 
-    `owner` is the distribution that defines the kind, which is to be upgraded for a newer plugin.
+    `owner` is the distribution that defines the kind, which is to be upgraded for a newer plugin;
+    `changed` tells the author of an older one what to do.
     """
     if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
         return (
             f"contract {stated!r} is not a version; state the number that it was written for, "
             f"contract={current} today"
         )
-    oldest = max(1, current - 1)
-    taken = f"{oldest} and {current}" if oldest < current else f"{current}"
+    taken = f"{oldest} to {current}" if oldest < current else f"{current}"
     if stated < oldest:
         return (
             f"it is too old: it was written for contract {stated} of {kind}, and {owner} takes "
             f"{taken}; upgrade the plugin, or install an older {owner}"
+            + (f"; if it is yours: {changed}" if changed else "")
         )
     if stated > current:
         return (

@@ -3,7 +3,7 @@
     manager = get_plugin_manager(disable=config.plugins.disable)
     manager.installed()                                     # nothing is imported
     resolved = manager.resolve("scheduler", "sjf", {...})   # imports that plugin's light module
-    policy = manager.make(resolved, SchedulingPolicy)       # imports its code, and calls it
+    policy = manager.make(resolved)                         # imports its code, and calls it
 
 Each kind of plugin (`kinds`) has an entry-point group; the entry point's name is the name in YAML,
 its target a light module of hook implementations that return specs.
@@ -17,12 +17,11 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pluggy
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from nanovllm_core.config.errors import explain_options
 from nanovllm_core.errors import (
     ConfigError,
-    NanoVLLMError,
     PluginConflictError,
     PluginLoadError,
     PluginNotFoundError,
@@ -36,7 +35,6 @@ from nanovllm_core.registry.checks import (
     CORE,
     check_kind_spec,
     check_spec,
-    describe,
     load_error,
     missing_hook,
     the_one,
@@ -59,6 +57,7 @@ from nanovllm_core.registry.kinds import (
     declared_hook,
     declared_kind,
 )
+from nanovllm_core.registry.objects import load_object, make_plugin
 from nanovllm_core.registry.options import read_options
 
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("nanovllm_"))
@@ -74,55 +73,6 @@ def get_plugin_manager(
     fits nothing raises PluginNotFoundError. `entry_points` stands in for the installed ones.
     """
     return PluginManager(entry_points, disable)
-
-
-def load_object(target: str | ResolvedPlugin) -> Any:
-    """Import `"package.module:Object"`, or a resolved plugin's; PluginLoadError if that fails."""
-    impl = target if isinstance(target, str) else target.impl
-    owner = "" if isinstance(target, str) else f" of {describe(target)}"
-    module, _, name = impl.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:
-        raise PluginLoadError(
-            f"cannot load {impl!r}{owner}: {type(error).__name__}: {error}"
-        ) from error
-    return found
-
-
-def parse_options(resolved: ResolvedPlugin, manager: PluginManager | None = None) -> BaseModel:
-    """The options of a resolved plugin as its own model, in a worker that has only the plan.
-
-    Raises PluginLoadError where another version than the resolved one is installed.
-    """
-    return (manager or get_plugin_manager()).parse_options(resolved)
-
-
-def make_plugin(
-    resolved: ResolvedPlugin,
-    options: BaseModel,
-    wanted: type | tuple[type, ...],
-    *arguments: object,
-) -> Any:
-    """`impl(options, *arguments)`, checked to be a `wanted`; see `PluginManager.make`."""
-    implementation = load_object(resolved)
-    try:
-        made = implementation(options, *arguments)
-    except NanoVLLMError:
-        raise
-    except Exception as error:
-        raise PluginLoadError(
-            f"{describe(resolved)}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, wanted):
-        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise PluginLoadError(
-            f"{describe(resolved)}: {resolved.impl} made {shown(made)}, which is no {names}"
-        )
-    return made
 
 
 class PluginManager:
@@ -323,18 +273,8 @@ class PluginManager:
         if self._pluggy.is_registered(module):
             self._pluggy.unregister(module)
 
-    def load(self, resolved: ResolvedPlugin) -> Any:
-        """Import what a resolved plugin's `impl` names; PluginLoadError if that fails."""
-        return load_object(resolved)
-
-    def make(
-        self, resolved: ResolvedPlugin, wanted: type | tuple[type, ...], *arguments: object
-    ) -> Any:
-        """Call a resolved plugin's `impl` with its options, then `arguments`.
-
-        Raises PluginLoadError, with the distribution, where that fails or makes no `wanted`.
-        """
-        return make_plugin(resolved, self.parse_options(resolved), wanted, *arguments)
+    load = staticmethod(load_object)
+    make = staticmethod(make_plugin)
 
     def resolve(
         self, kind: str, name: str, options: Mapping[str, Any] | None = None, path: str = ""
@@ -356,22 +296,6 @@ class PluginManager:
             distribution=plugin.distribution,
             version=plugin.version,
             impl=spec.impl,
-            options=parsed.model_dump(),
+            interface=self.kind(kind).interface,
+            options=parsed,
         )
-
-    def parse_options(self, resolved: ResolvedPlugin) -> BaseModel:
-        """The options of a resolved plugin as an instance of its options model."""
-        here = [
-            plugin
-            for plugin in self._entries
-            if (plugin.kind, plugin.name, plugin.distribution)
-            == (resolved.kind, resolved.name, resolved.distribution)
-        ]
-        if [plugin.version for plugin in here] != [resolved.version]:
-            raise PluginLoadError(
-                f"the engine chose {describe(resolved)}, but installed here: "
-                f"{', '.join(plugin.version for plugin in here) or 'none'}; install the same "
-                "version on every machine"
-            )
-        spec = self._spec(self.kind(resolved.kind), here[0])
-        return spec.options.model_validate(dict(resolved.options))

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from pydantic import BaseModel
-
 from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
 from nanovllm_core.errors import (
     ConfigError,
@@ -26,23 +24,22 @@ from nanovllm_core.interfaces.attention import (
     KVLayout,
 )
 from nanovllm_core.interfaces.specs import AttentionSpec, ResolvedPlugin
-from nanovllm_core.registry.discovery import install_command
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection.fit import in_order, unmet_capability, unmet_device, unmet_dtype
 
 SMALLEST_BLOCK = 16
 
-INSTALL_ONE = (
-    f"{install_command('attention', 'sdpa')} (runs anywhere), or likewise triton or flash (GPUs)"
-)
+INSTALL_ONE = install_one("attention")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The backends of an engine, the pages they share, and lines that say why these."""
 
-    prefill: ResolvedPlugin
-    decode: ResolvedPlugin
+    prefill: Candidate
+    decode: Candidate
     layout: KVLayout
     block_size: int
     report: tuple[str, ...]
@@ -61,11 +58,15 @@ class Candidate:
     reasons: tuple[str, ...]
 
     @property
+    def name(self) -> str:
+        return self.resolved.name
+
+    @property
     def label(self) -> str:
         """`triton 0.1.0`, and what it runs on where it chooses among libraries."""
         text = f"{self.resolved.name} {self.resolved.version}"
         if self.spec.provider and not self.reasons:
-            text += f" ({self.spec.provider(_options(self.spec, self.resolved))})"
+            text += f" ({self.spec.provider(self.resolved.options)})"
         return text
 
 
@@ -92,25 +93,18 @@ def select_attention(
             chosen.append(_named(manager, choice, requirements, path))
         report.append(f"attention {requirements.phase}: {chosen[-1].label}")
     layout, block_size = _common_pages(chosen[0], chosen[1], decode.block_size)
-    eager_prompts = _eager_prompts(manager, chosen[0].resolved, prefill)
+    captured = replace(prefill, cuda_graphs=True)
+    eager_prompts = _ask(chosen[0].spec, chosen[0].resolved, captured).reasons
     if eager_prompts and decode.cuda_graphs:
         report.append(f"steps with prompts run without graphs: {'; '.join(eager_prompts)}")
     return Selection(
-        prefill=chosen[0].resolved,
-        decode=chosen[1].resolved,
+        prefill=chosen[0],
+        decode=chosen[1],
         layout=layout,
         block_size=block_size,
         report=tuple(dict.fromkeys(report)),
         eager_prompts=eager_prompts,
     )
-
-
-def _eager_prompts(
-    manager: PluginManager, chosen: ResolvedPlugin, requirements: AttentionRequirements
-) -> tuple[str, ...]:
-    """Why the prefill of a chosen backend cannot be captured."""
-    choice = AttentionChoice(backend=chosen.name, options=dict(chosen.options))
-    return evaluate(manager, choice, replace(requirements, cuda_graphs=True)).reasons
 
 
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
@@ -161,20 +155,25 @@ def evaluate(
     """Load a backend's spec and ask whether it can serve; PluginError if it cannot be loaded."""
     resolved = manager.resolve("attention", choice.backend, choice.options, path)
     spec = cast(AttentionSpec, manager.spec("attention", choice.backend))
+    return _ask(spec, resolved, requirements)
+
+
+def _ask(
+    spec: AttentionSpec, resolved: ResolvedPlugin, requirements: AttentionRequirements
+) -> Candidate:
     layouts: tuple[KVLayout, ...] = ()
     rank = 0
     reasons = unmet(spec.capabilities, requirements)
     if not reasons:  # A plugin's own check may rely on what its capabilities promise.
         try:
-            options = _options(spec, resolved)
+            options = resolved.options
             reasons = list(spec.check(requirements, options))
             layouts = tuple(spec.kv_layouts(requirements, options))
             rank = spec.rank(requirements)
         except Exception as error:
             raise PluginLoadError(
-                f"attention {shown(choice.backend)} ({resolved.distribution} "
-                f"{resolved.version}) failed "
-                f"while it was asked what it supports: {type(error).__name__}: {error}"
+                f"{describe(resolved)} failed while it was asked what it supports: "
+                f"{type(error).__name__}: {error}"
             ) from error
         size = requirements.block_size
         if not reasons and size and all(size % layout.page_multiple for layout in layouts):
@@ -277,10 +276,6 @@ def _common_pages(
         f"{_layouts(decode)}; prefill {prefill.resolved.name}: {_layouts(prefill)}); change it or "
         "leave it out"
     )
-
-
-def _options(spec: AttentionSpec, resolved: ResolvedPlugin) -> BaseModel:
-    return spec.options.model_validate(dict(resolved.options))
 
 
 def _layouts(candidate: Candidate) -> str:

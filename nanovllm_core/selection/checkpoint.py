@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from nanovllm_core.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
-    NanoVLLMError,
     PluginLoadError,
     PluginNotFoundError,
     clip,
     shown,
 )
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.registry.checks import describe
-from nanovllm_core.registry.manager import PluginManager, load_object
+from nanovllm_core.registry.manager import PluginManager
+from nanovllm_core.registry.objects import make_plugin
 
 CONFIG_NAME = "config.json"
 """A folder that holds this file holds a checkpoint."""
@@ -34,16 +34,16 @@ class CheckpointSource:
 
 def find_checkpoint(plugins: PluginManager, model: str) -> Path:
     """The folder of a checkpoint, from the source that `find_source` finds."""
-    source = find_source(plugins, model)
-    fetch = load_object(source.plugin)
+    return fetch_checkpoint(find_source(plugins, model), model)
+
+
+def fetch_checkpoint(source: CheckpointSource, model: str) -> Path:
+    """The folder that a source gives; PluginLoadError, with what to do, where it gives none."""
     try:
-        return Path(fetch(source.reference))
-    except NanoVLLMError:
-        raise
-    except Exception as error:
+        return cast(Path, make_plugin(source.plugin, source.reference))
+    except PluginLoadError as error:
         raise PluginLoadError(
-            f"model: {shown(model)}: {describe(source.plugin)} gave no folder: "
-            f"{type(error).__name__}: {clip(str(error), 1000)}; correct the reference, or update "
+            f"model: {shown(model)}: {clip(str(error), 1000)}; correct the reference, or update "
             f"{source.plugin.distribution}"
         ) from error
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from nanovllm_core.errors import CheckpointNotFoundError, clip, shown
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
@@ -12,7 +14,7 @@ HUB_STRAYS = ("consolidated*.safetensors",)
 """The weights a second time, by names that no model here reads."""
 
 
-def from_folder(reference: str) -> Path:
+def from_folder(options: BaseModel, reference: str) -> Path:
     """The folder itself; CheckpointNotFoundError if there is none, or it is a file."""
     try:
         folder = Path(reference).expanduser()
@@ -31,7 +33,7 @@ def from_folder(reference: str) -> Path:
     return folder.resolve()
 
 
-def from_hub(reference: str) -> Path:
+def from_hub(options: BaseModel, reference: str) -> Path:
     """Download `organisation/name` (or `organisation/name@revision`) once; return the local folder.
 
     Without a network, or with HF_HUB_OFFLINE=1, what was downloaded before is used.

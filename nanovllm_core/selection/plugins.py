@@ -1,25 +1,27 @@
-"""From the configuration to the sampler, the logits processors and the observers.
+"""From the configuration to the sampler and the executor, and to the observers.
 
-Attention and kernels have more to weigh; see the modules `attention` and `kernels`.
+Attention and kernels have more to weigh (see the modules `attention` and `kernels`), other kinds
+nothing (see `decisions`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
-from nanovllm_core.config.choices import NamedPlugin, SamplerSettings
+from nanovllm_core.config.choices import SamplerSettings
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine.observation import close_observers
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.errors import ExecutorError, UnsupportedError, shown
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.specs import (
-    LogitsProcessorSpec,
+    ExecutorSpec,
     ResolvedPlugin,
     SamplerSpec,
 )
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import PluginManager
+from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.selection.fit import unmet_device
 
 
@@ -40,44 +42,32 @@ def select_sampler(
     return resolved
 
 
-def select_logits_processors(
-    plugins: PluginManager, choices: Sequence[NamedPlugin]
-) -> tuple[dict[str, LogitsProcessorSpec], tuple[ResolvedPlugin, ...]]:
-    """The processors that requests may use, by name, and those that workers load, in file order."""
-    resolved = tuple(
-        plugins.resolve(
-            "logits_processor", choice.name, choice.options, f"logits_processors[{index}].options"
+def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
+    """The executor; ExecutorError where it does not span that many devices."""
+    choice, size = config.executor, config.tensor_parallel_size
+    resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
+    spec = cast(ExecutorSpec, plugins.spec("executor", choice.name))
+    if size > spec.max_tensor_parallel_size:
+        raise ExecutorError(
+            f"tensor_parallel_size: {size}, but the executor {shown(choice.name)} runs at most "
+            f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
+            "executor that spans several devices"
         )
-        for index, choice in enumerate(choices)
-    )
-    specs = {
-        one.name: cast(LogitsProcessorSpec, plugins.spec("logits_processor", one.name))
-        for one in resolved
-    }
-    return specs, resolved
-
-
-def resolve_observers(
-    plugins: PluginManager, choices: Sequence[NamedPlugin]
-) -> dict[str, ResolvedPlugin]:
-    """The observers, by a label that says where each is named and which distribution it is of."""
-    resolved = {}
-    for index, choice in enumerate(choices):
-        path = f"observers[{index}]"
-        one = plugins.resolve("observer", choice.name, choice.options, f"{path}.options")
-        resolved[f"{path}: {describe(one)}"] = one
     return resolved
 
 
 def make_observers(
-    plugins: PluginManager, resolved: Mapping[str, ResolvedPlugin], config: EngineConfig
+    plugins: PluginManager, resolved: Sequence[ResolvedPlugin], config: EngineConfig
 ) -> dict[str, StepObserver]:
-    """Make all; where one cannot be made, those before it are closed."""
+    """Make all, by a label that says where each is named and which distribution it is of.
+
+    Where one cannot be made, those before it are closed.
+    """
     context = ObserverContext(config=config, plugins=plugins)
     made: dict[str, StepObserver] = {}
     try:
-        for label, one in resolved.items():
-            made[label] = plugins.make(one, StepObserver, context)
+        for index, one in enumerate(resolved):
+            made[f"observers[{index}]: {describe(one)}"] = make_plugin(one, context)
     except BaseException:
         close_observers(made)
         raise

@@ -28,7 +28,7 @@ from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.layers import Attention
 from nanovllm_core.registry.checks import describe
-from nanovllm_core.registry.manager import load_object, parse_options
+from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.graphs import StepGraphs
 from nanovllm_core.worker.kv_cache import (
@@ -237,7 +237,7 @@ def _make_backends(
     )
 
     def make(resolved: ResolvedPlugin) -> AttentionBackend:
-        return cast(AttentionBackend, load_object(resolved)(config, parse_options(resolved)))
+        return cast(AttentionBackend, make_plugin(resolved, config))
 
     prefill = make(setup.prefill_attention)
     same = setup.prefill_attention == setup.decode_attention

@@ -12,7 +12,7 @@ from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers import Attention, LayerContext, SingleRank, finalize_layers
-from nanovllm_core.registry.manager import load_object
+from nanovllm_core.registry.objects import load_object, make_plugin
 from nanovllm_core.worker.progress import counting
 from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_weights
 
@@ -43,10 +43,9 @@ def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
     """Build the model on its device, load (or invent) its weights, pack them."""
     device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
     context = LayerContext(device=device, dtype=dtype, tp=SingleRank(), kernels=kernels)
-    model_class = load_object(setup.model)
-    shape: ModelShape = model_class.shape(setup.model_config)
+    shape: ModelShape = load_object(setup.model).shape(setup.model_config)
     with torch.inference_mode():
-        module: nn.Module = model_class(setup.model_config, context)
+        module: nn.Module = make_plugin(setup.model, setup.model_config, context)
         if setup.config.load_format == "dummy":
             init_dummy_weights(module, seed=setup.config.seed)
         else:

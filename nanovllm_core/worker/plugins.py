@@ -8,19 +8,19 @@ import torch
 
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
-from nanovllm_core.interfaces.logits_processor import LogitsContext, LogitsProcessor
+from nanovllm_core.interfaces.logits_processor import LogitsContext
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.registry.checks import describe
-from nanovllm_core.registry.manager import get_plugin_manager, make_plugin, parse_options
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.mixed import max_entries
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors
 
 
 def make_kernels(setup: WorkerSetup, device: torch.device) -> KernelSet:
     """The kernel set that the layers of this worker are built on."""
-    options = parse_options(setup.kernels)
-    return cast(KernelSet, make_plugin(setup.kernels, options, KernelSet, device))
+    return cast(KernelSet, make_plugin(setup.kernels, device))
 
 
 def make_sampler(setup: WorkerSetup, device: torch.device, vocab_size: int) -> Sampler:
@@ -30,8 +30,7 @@ def make_sampler(setup: WorkerSetup, device: torch.device, vocab_size: int) -> S
         vocab_size=vocab_size,
         max_entries=max_entries(setup.config.limits.max_num_seqs),
     )
-    options = parse_options(setup.sampler)
-    return cast(Sampler, make_plugin(setup.sampler, options, Sampler, context))
+    return cast(Sampler, make_plugin(setup.sampler, context))
 
 
 def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -> RowProcessors:
@@ -48,9 +47,8 @@ def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -
     plugins = get_plugin_manager(disable=setup.config.plugins.disable)
     loaded = {}
     for resolved in setup.logits_processors:
-        options = plugins.parse_options(resolved)
         spec = cast(LogitsProcessorSpec, plugins.spec(resolved.kind, resolved.name))
-        made = make_plugin(resolved, options, LogitsProcessor, context)
+        made = make_plugin(resolved, context)
         loaded[resolved.name] = LoadedProcessor(
             describe(resolved), spec.arguments, made, checks=setup.config.debug
         )

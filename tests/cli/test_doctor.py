@@ -30,7 +30,7 @@ from nanovllm_core.api import AttentionCapabilities, AttentionSpec, KVLayout, ho
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="fake", impl="fake_code:Backend", contract=1, summary="Made up.",
+        name="fake", impl="fake_code:Backend", contract=2, summary="Made up.",
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16"}),
             gqa=True, cuda_graphs="decode",
@@ -98,8 +98,8 @@ def test_without_attention_or_a_model_nothing_can_be_generated(
     status, shown = run()
     assert status == 1
     advice = shown.partition("What to do next:")[2].splitlines()
-    assert install_command("attention", "sdpa") in advice[1]
-    assert install_command("model", "Qwen3ForCausalLM") in advice[2]
+    assert install_command("model", "Qwen3ForCausalLM") in advice[1]
+    assert install_command("attention", "sdpa") in advice[2]
     assert "nanovllm generate" not in "".join(advice)
 
 
@@ -147,7 +147,7 @@ def test_a_broken_light_module_is_broken_and_harms_nobody_else(install: Install)
 
 
 def test_a_plugin_of_another_contract_is_told_with_both_numbers(install: Install) -> None:
-    source = BACKEND.replace("contract=1", "contract=7")
+    source = BACKEND.replace("contract=2", "contract=7")
     install("fake-attention", {"nanovllm.attention": {"fake": "fake_seven"}}, {
         "fake_seven": source
     })  # fmt: skip

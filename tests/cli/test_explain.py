@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.config.sources import load_with_sources
 from nanovllm_core.diagnostics import doctor
-from nanovllm_core.diagnostics.explain import SEAMS, Seam, explain as explain_config
+from nanovllm_core.diagnostics.explain import Seam, explain as explain_config
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection.decisions import SEQUENCE
 
 Install = Callable[..., None]
 
@@ -32,7 +33,7 @@ from nanovllm_core.api import AttentionCapabilities, AttentionSpec, KVLayout, ho
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="slow", impl="slow_code:Slow", contract=1,
+        name="slow", impl="slow_code:Slow", contract=2,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16"}),
             gqa=True, cuda_graphs="decode",
@@ -69,7 +70,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_every_seam_is_explained_and_nothing_is_a_problem_for_the_demo() -> None:
     found = seams()
-    assert list(found) == list(SEAMS)
+    assert list(found) == list(SEQUENCE)
     for seam in found.values():
         assert seam.chosen, seam
         assert seam.why, seam
@@ -275,7 +276,7 @@ def test_the_json_holds_every_seam() -> None:
     status, shown = run("--model", "demo", "--json")
     assert status == 0
     written = json.loads(shown)
-    assert [seam["name"] for seam in written] == list(SEAMS)
+    assert [seam["name"] for seam in written] == list(SEQUENCE)
     assert {"name", "chosen", "why", "others", "problem"} == set(written[0])
 
 

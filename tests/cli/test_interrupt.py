@@ -186,7 +186,7 @@ from nanovllm_kit import SpecConformance
 
 @hookimpl
 def nanovllm_kinds():
-    return [KindSpec(name="vase", contract=1, spec=PluginSpec, hookspecs="vase_hookspecs",
+    return [KindSpec(name="vase", contract=2, spec=PluginSpec, hookspecs="vase_hookspecs",
                      conformance="vase_plugin:VaseConformance")]
 
 @hookimpl

@@ -57,7 +57,7 @@ class SinkSpec(PluginSpec):
 @hookimpl
 def nanovllm_kinds():
     return [KindSpec(
-        name="sink", contract=1, current_contract=3, spec=SinkSpec, hookspecs="sink_hooks",
+        name="sink", contract=2, current_contract=3, spec=SinkSpec, hookspecs="sink_hooks",
         conformance="sink_tests:Suite", summary="Places for numbers.",
     )]
 """

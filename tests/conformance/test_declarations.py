@@ -60,7 +60,7 @@ class BellConformance(SpecConformance):
 from nanovllm_core.api import KindSpec, hookimpl
 from bell_spec import BellSpec
 
-KIND = KindSpec(name="bell", contract=1, spec=BellSpec, hookspecs="bell_hookspecs",
+KIND = KindSpec(name="bell", contract=2, spec=BellSpec, hookspecs="bell_hookspecs",
                 conformance="bell_suite:BellConformance")
 
 @hookimpl

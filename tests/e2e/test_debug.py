@@ -17,7 +17,7 @@ from nanovllm_core.api import ModelSpec, hookimpl
 
 @hookimpl
 def nanovllm_models():
-    return [ModelSpec(name="WrongForCausalLM", impl="wrong_model:WrongForCausalLM", contract=1)]
+    return [ModelSpec(name="WrongForCausalLM", impl="wrong_model:WrongForCausalLM", contract=2)]
 """
 MODEL = """
 import torch

@@ -166,7 +166,7 @@ def test_an_observer_may_make_further_plugins_and_read_the_configuration(
         [observer] = made()
         context = observer.context
         assert context.config is llm.config
-        policy = context.plugins.make(context.plugins.resolve("scheduler", "fcfs"), object)
+        policy = context.plugins.make(context.plugins.resolve("scheduler", "fcfs"))
         assert type(policy).__name__ == "FcfsPolicy"
         assert observer.options.label == "a"
 

@@ -122,7 +122,7 @@ def test_an_error_inside_a_step_names_whose_code_ran(install: Install, tiny: Pat
 
 
 def test_options_need_a_named_kernel_set() -> None:
-    with pytest.raises(ConfigError, match=r"kernels: .*options \['x'\] need a named kernel set"):
+    with pytest.raises(ConfigError, match=r"kernels: .*options \['x'\] need a named plugin"):
         open_tiny("demo", kernels={"options": {"x": 1}})
 
 

@@ -96,9 +96,8 @@ def test_a_given_number_of_pages_is_honoured(folder: Path) -> None:
 
 
 def test_too_few_pages_are_refused_before_weights_are_read(tmp_path: Path) -> None:
-    executor, setup = prepare(write_config(tmp_path), cache={"num_blocks": 3})
     with pytest.raises(OutOfMemoryError, match=r"3 pages of 16 tokens.*needs 4; set"):
-        executor.start(setup)
+        prepare(write_config(tmp_path), cache={"num_blocks": 3})
     executor, setup = prepare(tmp_path, cache={"num_blocks": 4})
     with pytest.raises(WeightsError, match="download the weights"):
         executor.start(setup)

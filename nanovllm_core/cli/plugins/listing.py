@@ -13,7 +13,8 @@ from rich.table import Table
 
 from nanovllm_core.cli.plugins.choice import installed_plugins, this_device
 from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses, typical_requirements
-from nanovllm_core.selection.attention import INSTALL_ONE
+from nanovllm_core.registry.discovery import install_one
+from nanovllm_core.registry.kinds import KINDS
 
 
 def list_plugins(
@@ -36,8 +37,9 @@ def list_plugins(
     # Narrower than this, the reasons become a column of single words.
     console.width = max(console.width, 120)
     console.print(_table(statuses))
-    if not manager.names("attention"):
-        console.print(f"No attention backend is installed: {INSTALL_ONE}", markup=False)
+    for kind in KINDS.values():
+        if kind.is_needed and not manager.names(kind.name):
+            console.print(f"No {kind.name} is installed: {install_one(kind.name)}", markup=False)
 
 
 def _table(statuses: Sequence[PluginStatus]) -> Table:

@@ -30,8 +30,8 @@ from nanovllm_core.api import (
 class FlashAttention(AttentionBackend):
     """Paged attention by FlashAttention-4, or by another provider that the options name."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        super().__init__(config, options)
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
+        super().__init__(options, config)
         self.provider = provider_of(options)
         if config.block_size % self.provider.page_multiple:
             raise UnsupportedError(

@@ -91,7 +91,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="flash",
             impl="nanovllm_attention_flash.backend:FlashAttention",
-            contract=1,
+            contract=2,
             summary="FlashAttention-4 without compiling; flash-attn 3, 2 and torch's when named",
             options=FlashOptions,
             capabilities=capabilities,

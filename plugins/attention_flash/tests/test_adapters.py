@@ -32,7 +32,7 @@ def backend(provider: str, window: int | None = None, cap: float | None = None) 
         head_size=64, scale=0.125, block_size=256, max_num_seqs=4, max_model_len=512,
         max_num_batched_tokens=1000, sliding_window=window, soft_cap=cap,
     )  # fmt: skip
-    made = FlashAttention(config, FlashOptions.model_validate({"provider": provider}))
+    made = FlashAttention(FlashOptions.model_validate({"provider": provider}), config)
     made.allocate()
     return made
 

@@ -33,7 +33,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 def make_backend(config: AttentionConfig) -> FlashAttention:
-    return FlashAttention(config, FlashOptions())
+    return FlashAttention(FlashOptions(), config)
 
 
 @pytest.mark.parametrize("num_heads", [8, 16, 32])

@@ -72,8 +72,8 @@ class Chunk:
 class SdpaAttention(AttentionBackend):
     """torch's SDPA over gathered pages. Holds at most 256 MiB, whatever the batch and lengths."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        super().__init__(config, options)
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
+        super().__init__(options, config)
         kernel = cast(SdpaOptions, options).kernel
         self._attend = SdpaKernel(kernel, config.device, config.soft_cap)
         # A window that holds every sequence is none.

@@ -83,7 +83,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="sdpa",
             impl="nanovllm_attention_sdpa.backend:SdpaAttention",
-            contract=1,
+            contract=2,
             summary="torch scaled_dot_product_attention over gathered pages; runs anywhere",
             options=SdpaOptions,
             capabilities=capabilities,

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def backend_for(case: PagedCase, kernel: Kernel = "auto") -> SdpaAttention:
-    backend = SdpaAttention(case.config(), SdpaOptions(kernel=kernel))
+    backend = SdpaAttention(SdpaOptions(kernel=kernel), case.config())
     backend.allocate()
     return backend
 

@@ -30,7 +30,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def make_backend(config: AttentionConfig) -> SdpaAttention:
-    return SdpaAttention(config, SdpaOptions())
+    return SdpaAttention(SdpaOptions(), config)
 
 
 @pytest.mark.parametrize("num_heads", [8, 16, 32])

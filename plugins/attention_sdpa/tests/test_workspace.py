@@ -93,9 +93,9 @@ def test_what_is_allocated_is_bounded_at_any_shape(
     per_slot = slot_bytes(head_size, dtype.itemsize, copies_in_fp32=kernel == "math")
     if max_model_len * per_slot > GATHER_LIMIT:
         with pytest.raises(UnsupportedError, match=rf"max_model_len {max_model_len} needs"):
-            SdpaAttention(config, SdpaOptions(kernel=kernel))
+            SdpaAttention(SdpaOptions(kernel=kernel), config)
         return
-    backend = SdpaAttention(config, SdpaOptions(kernel=kernel))
+    backend = SdpaAttention(SdpaOptions(kernel=kernel), config)
     backend.allocate()
     assert 0 < backend.workspace_bytes <= WORKSPACE_LIMIT
 
@@ -112,7 +112,7 @@ def test_sliced_results_equal_unsliced_ones(
     monkeypatch.setattr(backend_module, "TABLE_LIMIT", 0)
     monkeypatch.setattr("nanovllm_attention_sdpa.workspace.BIAS_LIMIT", 1024)
     config = replace(case.config(), max_num_seqs=5)
-    backend = SdpaAttention(config, SdpaOptions())
+    backend = SdpaAttention(SdpaOptions(), config)
     backend.allocate()
     assert "bias" not in backend.captured_tensors()
     out = torch.empty_like(case.q_THD)
@@ -142,7 +142,7 @@ config = AttentionConfig(
     scale=1.0, block_size=page, max_num_seqs=rows, max_model_len=tokens,
     max_num_batched_tokens=tokens,
 )
-backend = SdpaAttention(config, SdpaOptions())
+backend = SdpaAttention(SdpaOptions(), config)
 backend.allocate()
 assert backend.workspace_bytes <= 256 << 20, backend.workspace_bytes
 pages = rows * tokens // page

@@ -109,7 +109,7 @@ def make_backend(page: int, tuning: DecodeTuning | None) -> TritonAttention:
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=16384,
     )
-    backend = TritonAttention(config, TritonOptions())
+    backend = TritonAttention(TritonOptions(), config)
     if tuning is not None:
         backend.decode_tunings = [(MAX_NUM_SEQS, tuning)]
     backend.allocate()

@@ -35,8 +35,8 @@ class TritonAttention(AttentionBackend):
     benchmark does; the last must hold max_num_seqs rows.
     """
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        super().__init__(config, options)
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
+        super().__init__(options, config)
         self._options = cast(TritonOptions, options)
         most = config.max_num_seqs
         # With chunks of a fixed length a row has the same bits in every batch: one table then.

@@ -68,7 +68,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         AttentionSpec(
             name="triton",
             impl="nanovllm_attention_triton.backend:TritonAttention",
-            contract=1,
+            contract=2,
             summary="own Triton kernels: split-context paged decode, FlashAttention-2 prefill",
             options=TritonOptions,
             capabilities=AttentionCapabilities(

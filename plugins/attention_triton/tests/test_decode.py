@@ -87,9 +87,9 @@ def test_batches_of_few_and_of_many_rows_are_cut_alike_with_a_fixed_chunk(paged_
     """Else a row's bits would change when the batch grows."""
     backend = paged_batch([300]).backend()
     config = replace(backend.config, max_num_seqs=200)
-    free = TritonAttention(config, TritonOptions()).decode_tunings
+    free = TritonAttention(TritonOptions(), config).decode_tunings
     assert [rows for rows, _ in free] == [96, 200]
-    fixed = TritonAttention(config, TritonOptions(chunk_size=128)).decode_tunings
+    fixed = TritonAttention(TritonOptions(chunk_size=128), config).decode_tunings
     assert [rows for rows, _ in fixed] == [200]
 
 

@@ -37,7 +37,7 @@ def make_backend(heads, kv_heads, head_size, dtype, *, rows=32, page=PAGE, optio
         max_model_len=MAX_LEN,
         max_num_batched_tokens=8192,
     )
-    backend = TritonAttention(config, options or TritonOptions())
+    backend = TritonAttention(options or TritonOptions(), config)
     backend.allocate()
     return backend
 
@@ -315,7 +315,7 @@ def test_replay_with_a_window_follows_changed_inputs(head_size, window, cap):
     """Lengths cross the window's edge between replays; each equals eager to the bit."""
 
     def make(config: AttentionConfig) -> TritonAttention:
-        return TritonAttention(config, TritonOptions())
+        return TritonAttention(TritonOptions(), config)
 
     check_replay(
         make, block_size=64, dtype=torch.bfloat16, plan_is_captured=True, head_size=head_size,

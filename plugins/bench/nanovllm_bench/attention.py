@@ -34,7 +34,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
 )
-from nanovllm_core.registry import get_plugin_manager, load_object
+from nanovllm_core.registry import get_plugin_manager, make_plugin
 from nanovllm_core.selection import SMALLEST_BLOCK, evaluate
 
 NAIVE = "naive"
@@ -91,9 +91,7 @@ def _backend(setup: AttentionSetup, name: str) -> Contender:
     multiple = found.layouts[0].page_multiple
 
     def make(case: AttentionCase) -> AttentionBackend:
-        backend: AttentionBackend = load_object(found.resolved)(
-            case.config(), plugins.parse_options(found.resolved)
-        )
+        backend: AttentionBackend = make_plugin(found.resolved, case.config())
         backend.allocate()
         return backend
 

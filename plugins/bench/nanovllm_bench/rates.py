@@ -16,7 +16,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import LayerContext, SingleRank
-from nanovllm_core.registry import get_plugin_manager, load_object
+from nanovllm_core.registry import get_plugin_manager, load_object, make_plugin
 from nanovllm_core.selection import find_checkpoint, read_model_config
 
 GPU_COPY_BYTES, CPU_COPY_BYTES = 2**30, 2**28
@@ -30,15 +30,14 @@ def model_costs(config: EngineConfig, dtype: torch.dtype) -> ModelCosts:
     plugins = get_plugin_manager(disable=config.plugins.disable)
     model_config = read_model_config(find_checkpoint(plugins, config.model))
     model = plugins.resolve("model", model_config["architectures"][0], {}, path="model")
-    model_class = load_object(model)
-    shape: ModelShape = model_class.shape(model_config)
+    shape: ModelShape = load_object(model).shape(model_config)
     context = LayerContext(
         device=torch.device("meta"),
         dtype=dtype,
         tp=SingleRank(),
         kernels=TorchKernels(),
     )
-    module: torch.nn.Module = model_class(model_config, context)
+    module: torch.nn.Module = make_plugin(model, model_config, context)
     return ModelCosts(
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         num_layers=shape.num_layers,

@@ -17,11 +17,11 @@ import torch
 from nanovllm_bench.record import describe_engine
 from nanovllm_bench.throughput import Gauge, measure_runs, timed_generate
 from nanovllm_bench.workloads import Workload, fixed_workload
-from nanovllm_core.config import EngineConfig, LoadedConfig
-from nanovllm_core.diagnostics import Decisions
+from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ConfigError, OutOfMemoryError, shown
 from nanovllm_core.frontend import LLM
 from nanovllm_core.registry import get_plugin_manager
+from nanovllm_core.selection import Decisions
 
 OOM = "OOM"
 WARM_UP_STEPS = 8
@@ -92,7 +92,7 @@ def measure_table(
     for config in configs.values():  # what is wrong is known before anything is loaded
         if isinstance(config.limits.max_model_len, int):
             cells.check(config.limits.max_model_len)
-        _ = Decisions(LoadedConfig(config, {})).attention
+        _ = Decisions(config).attention
     engines: dict[str, Any] = {}
     rows: dict[tuple[int, int], dict[str, Any]] = {
         (batch, length): {} for batch in cells.batches for length in cells.lengths

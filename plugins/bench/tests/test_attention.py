@@ -28,7 +28,7 @@ def check(requirements, options):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="half", impl="x:X", contract=1, check=check,
+        name="half", impl="x:X", contract=2, check=check,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cuda"}), dtypes=frozenset({"float32"}), gqa=True,
             cuda_graphs="full",

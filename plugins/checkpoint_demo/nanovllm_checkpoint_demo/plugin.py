@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, hookimpl
+from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, NoOptions, hookimpl
 
 FOLDER = Path(__file__).parent / "checkpoint"
 
 
-def locate(reference: str) -> Path:
+def locate(options: NoOptions, reference: str) -> Path:
     """Return the embedded checkpoint's folder; there is one only, so `reference` stays empty."""
     if reference:
         raise CheckpointNotFoundError(
@@ -25,7 +25,7 @@ def nanovllm_checkpoints() -> list[CheckpointSpec]:
         CheckpointSpec(
             name="demo",
             impl="nanovllm_checkpoint_demo.plugin:locate",
-            contract=1,
+            contract=2,
             summary="a Qwen3 of 3.7 million parameters: sums, lists, simple questions, stories",
         )
     ]

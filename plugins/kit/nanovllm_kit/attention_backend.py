@@ -177,7 +177,7 @@ class BackendUnderTest:
 
     def backend(self, config: AttentionConfig) -> AttentionBackend:
         """A backend of its own, allocated."""
-        made: AttentionBackend = self.plugin.load()(config, self.plugin.options)
+        made: AttentionBackend = self.plugin.load()(self.plugin.options, config)
         made.allocate()
         return made
 

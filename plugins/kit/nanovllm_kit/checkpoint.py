@@ -32,7 +32,7 @@ class CheckpointConformance(SpecConformance):
     def folder(self, plugin: PluginUnderTest, existing: str) -> Path:
         """What the source finds for `existing`."""
         try:
-            found: Any = plugin.load()(existing)
+            found: Any = plugin.load()(plugin.options, existing)
         except CheckpointNotFoundError as error:
             if existing:
                 raise
@@ -53,12 +53,12 @@ class CheckpointConformance(SpecConformance):
         self, plugin: PluginUnderTest, existing: str, folder: Path
     ) -> None:
         """What was fetched or unpacked once is used the next time."""
-        assert plugin.load()(existing) == folder
+        assert plugin.load()(plugin.options, existing) == folder
 
     def test_a_reference_to_nothing_is_an_error_that_names_it(
         self, plugin: PluginUnderTest
     ) -> None:
         """A CheckpointNotFoundError, so that the start can say what was looked for."""
         with pytest.raises(CheckpointNotFoundError) as caught:
-            plugin.load()(self.unknown)
+            plugin.load()(plugin.options, self.unknown)
         assert self.unknown in str(caught.value)

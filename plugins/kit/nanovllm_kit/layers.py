@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm_core.config import KernelSettings
-from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel
 from nanovllm_core.registry import get_plugin_manager
 from nanovllm_core.selection import KernelTarget, compute_capability, select_kernels
@@ -33,7 +33,7 @@ def layer_context(
         compute_capability=compute_capability(str(device)),
     )
     chosen = select_kernels(plugins, KernelSettings(), target).chosen
-    return LayerContext(device, dtype, tp, plugins.make(chosen, KernelSet, device))
+    return LayerContext(device, dtype, tp, plugins.make(chosen, device))
 
 
 def load_model(model_class: type[Model], folder: Path, context: LayerContext) -> Model:
@@ -43,6 +43,6 @@ def load_model(model_class: type[Model], folder: Path, context: LayerContext) ->
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     causal_lm: Any = model_class
-    model: Model = causal_lm(config, context)
+    model: Model = causal_lm(NoOptions(), config, context)
     load_weights(model, folder, tied=causal_lm.shape(config).tied_embeddings)
     return model

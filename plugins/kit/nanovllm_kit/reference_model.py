@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel, finalize_layers
 from nanovllm_core.worker import INDEX_NAME, load_weights
@@ -127,7 +128,7 @@ def build_model(
     """A plugin's model on the CPU, whole or one rank of it, every weight NaN until it is loaded."""
     context = LayerContext(CPU, dtype, tp or SingleRank(), TorchKernels())
     with torch.inference_mode():
-        model = model_class(config, context)
+        model = model_class(NoOptions(), config, context)
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     return model

@@ -95,7 +95,7 @@ def nanovllm_attention() -> Iterator[AttentionSpec]:
 SPEC = AttentionSpec(
     name="plain",
     impl=f"{__name__}:Plain",
-    contract=1,
+    contract=2,
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),

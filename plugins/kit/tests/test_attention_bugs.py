@@ -171,7 +171,7 @@ class CutAt(Plain):
 
     most: ClassVar[int] = 3072
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         window = min(self.most, config.sliding_window or self.most)
         super().__init__(replace(config, sliding_window=window), options)
 
@@ -222,8 +222,8 @@ class OffByOneHeadStride(Plain):
 class PlanByAddress(Plain):
     """The plan, with its page ids, is kept while table address and lengths are the same."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        super().__init__(config, options)
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
+        super().__init__(options, config)
         self.plans: tuple[Any, Any] | None = None
 
     def plan_decode(self, metadata: DecodeMetadata) -> None:
@@ -292,8 +292,8 @@ class PrefillPlanByBounds(Plain):
 class KeysKept(Plain):
     """Gathered keys are kept by pages, as if a page's contents never changed."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        super().__init__(config, options)
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
+        super().__init__(options, config)
         self.kept: dict[Any, Tensor] = {}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, *rest: Any) -> None:
@@ -386,7 +386,7 @@ class ScaleOfTheFirst(Plain):
 
     first: ClassVar[float | None] = None
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         type(self).first = type(self).first or config.scale
         super().__init__(replace(config, scale=type(self).first or 1.0), options)
 
@@ -394,8 +394,8 @@ class ScaleOfTheFirst(Plain):
 class KeepsMetadata(Plain):
     """Each step's metadata is kept for ever."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        super().__init__(config, options)
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
+        super().__init__(options, config)
         self.steps: list[Any] = []
 
     def plan_decode(self, metadata: DecodeMetadata) -> None:

@@ -115,7 +115,7 @@ class FirstLayersQueries(Plain):
 class Recent(Plain):
     """Keys older than the last 516 are dropped, as if there were a window."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(replace(config, sliding_window=516), options)
 
 

@@ -86,11 +86,11 @@ class SeesOneKeyTooMany(PlainAttention):
 
 
 def make(config: AttentionConfig) -> PlainAttention:
-    return PlainAttention(config, NoOptions())
+    return PlainAttention(NoOptions(), config)
 
 
 def decode(case: PagedCase, backend: type[PlainAttention]) -> Tensor:
-    return run_decode(backend(case.config(), NoOptions()), case, case.decode_metadata())
+    return run_decode(backend(NoOptions(), case.config()), case, case.decode_metadata())
 
 
 def test_the_matrix_accepts_plain_softmax_in_every_dtype() -> None:
@@ -120,14 +120,14 @@ def test_a_window_one_key_too_long_shows_even_beside_a_needle(queries: int) -> N
     case = make_case([queries], [100], **SHAPE, needle=True, sliding_window=20)
     case.assert_close(run_prefill(make(case.config()), case))
     with pytest.raises(AssertionError, match="relative norm error"):
-        case.assert_close(run_prefill(SeesOneKeyTooMany(case.config(), NoOptions()), case))
+        case.assert_close(run_prefill(SeesOneKeyTooMany(NoOptions(), case.config()), case))
 
 
 def test_the_matrix_names_the_shape_that_failed() -> None:
     """A lost key is found, and the error says where."""
     with pytest.raises(AssertionError, match=r"decode in torch.float32, query_lens \(1,\)"):
         check_matrix(
-            lambda config: LosesTheFirstKey(config, NoOptions()), **SHAPE, block_size=16,
+            lambda config: LosesTheFirstKey(NoOptions(), config), **SHAPE, block_size=16,
             dtypes=[torch.float32], batches=[1], lengths=[40], device="cpu",
         )  # fmt: skip
 

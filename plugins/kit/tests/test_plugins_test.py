@@ -27,7 +27,7 @@ from nanovllm_core.interfaces.specs import AttentionSpec
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="broken", impl="broken_plugin:Backend", contract=1,
+        name="broken", impl="broken_plugin:Backend", contract=2,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), phases=frozenset({"decode"}),
         ),
@@ -60,7 +60,7 @@ from nanovllm_core.api import KindSpec, PluginSpec, hookimpl
 @hookimpl
 def nanovllm_kinds():
     return [KindSpec(
-        name="cup", contract=1, spec=PluginSpec, hookspecs="cup_hookspecs",
+        name="cup", contract=2, spec=PluginSpec, hookspecs="cup_hookspecs",
         conformance="cup_tests:CupConformance",
     )]
 
@@ -133,9 +133,9 @@ from nanovllm_core.api import CheckpointNotFoundError, CheckpointSpec, hookimpl
 
 @hookimpl
 def nanovllm_checkpoints():
-    return [CheckpointSpec(name="shelf", impl="shelf_plugin:find", contract=1)]
+    return [CheckpointSpec(name="shelf", impl="shelf_plugin:find", contract=2)]
 
-def find(reference):
+def find(options, reference):
     folder = Path(WANTED)
     if not (folder / "config.json").is_file():
         raise CheckpointNotFoundError(f"model: shelf:{reference} is not there")
@@ -546,7 +546,7 @@ from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, positive_int
 
 @hookimpl
 def nanovllm_models():
-    return [ModelSpec(name="MinistralForCausalLM", impl="alone_plugin:Model", contract=1{stated})]
+    return [ModelSpec(name="MinistralForCausalLM", impl="alone_plugin:Model", contract=2{stated})]
 
 class Model(DecoderForCausalLM):
     @classmethod

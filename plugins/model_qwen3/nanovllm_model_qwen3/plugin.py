@@ -13,7 +13,7 @@ def nanovllm_models() -> Sequence[ModelSpec]:
         ModelSpec(
             name="Qwen3ForCausalLM",
             impl="nanovllm_model_qwen3.model:Qwen3ForCausalLM",
-            contract=1,
+            contract=2,
             summary="Qwen3 dense: grouped-query attention with per-head norm of q and k",
         )
     ]

@@ -24,7 +24,7 @@ class MetricsObserver(StepObserver):
             for index, choice in enumerate(options.sinks):
                 path = f"metrics.sinks.{index}.options"
                 resolved = plugins.resolve(KIND.name, choice.name, choice.options, path=path)
-                sink: MetricsSink = plugins.make(resolved, MetricsSink)
+                sink: MetricsSink = plugins.make(resolved)
                 made_so_far.callback(sink.close)
                 self._sinks.append(sink)
             self._open = made_so_far.pop_all()

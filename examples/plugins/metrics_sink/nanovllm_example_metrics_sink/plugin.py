@@ -16,9 +16,10 @@ from nanovllm_example_metrics_sink.interface import MetricsSinkSpec
 
 KIND = KindSpec(
     name="metrics_sink",
-    contract=1,
+    contract=2,
     current_contract=1,
     spec=MetricsSinkSpec,
+    interface="nanovllm_example_metrics_sink.interface:MetricsSink",
     hookspecs="nanovllm_example_metrics_sink.hookspecs",
     conformance="nanovllm_example_metrics_sink.testing:MetricsSinkConformance",
     summary="Places that the engine's metrics go to.",

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, LayerContext, refuse_unless
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
@@ -27,8 +29,10 @@ class LlamaForCausalLM(DecoderForCausalLM):
             config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias"))
         )
 
-    def __init__(self, config: Mapping[str, Any], context: LayerContext) -> None:
-        super().__init__(config, context)
+    def __init__(
+        self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
+    ) -> None:
+        super().__init__(options, config, context)
         # Llama 1 and 2 were saved with the rotary frequencies, which follow from the settings.
         self.ignored_weights = [
             f"model.layers.{index}.self_attn.rotary_emb.inv_freq"

@@ -10,13 +10,13 @@ LLAMA = ModelSpec(
     name="LlamaForCausalLM",
     impl="nanovllm_example_model_llama.model:LlamaForCausalLM",
     summary="Llama 1 to 3.3, and what has their architecture",
-    contract=1,
+    contract=2,
 )
 MISTRAL = ModelSpec(
     name="MistralForCausalLM",
     impl="nanovllm_example_model_llama.model:MistralForCausalLM",
     summary="Mistral 7B and what has its architecture, with or without a sliding window",
-    contract=1,
+    contract=2,
 )
 
 

@@ -10,7 +10,7 @@ SPEC = ModelSpec(
     name="Qwen2ForCausalLM",
     impl="nanovllm_example_model_qwen2.model:Qwen2ForCausalLM",
     summary="Qwen2 and Qwen2.5 dense: biases on q, k and v",
-    contract=1,
+    contract=2,
 )
 
 

@@ -29,8 +29,8 @@ from nanovllm_attention_my_plugin.plugin import MyPluginOptions
 class MyPluginBackend(AttentionBackend):
     """One instance serves all layers of an engine."""
 
-    def __init__(self, config: AttentionConfig, options: BaseModel) -> None:
-        super().__init__(config, options)
+    def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
+        super().__init__(options, config)
         name = cast(MyPluginOptions, options).compute
         self._compute: torch.dtype = getattr(torch, name)
 

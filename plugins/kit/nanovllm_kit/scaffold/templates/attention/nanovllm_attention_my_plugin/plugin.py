@@ -36,7 +36,7 @@ SPEC = AttentionSpec(
     name="my_plugin",
     impl="nanovllm_attention_my_plugin.backend:MyPluginBackend",
     summary="Paged attention in plain torch.",
-    contract=1,
+    contract=2,
     options=MyPluginOptions,
     # What is not stated here is never asked of the backend.
     capabilities=AttentionCapabilities(

@@ -10,7 +10,7 @@ SPEC = CheckpointSpec(
     name="my_plugin",
     impl="nanovllm_checkpoint_my_plugin.source:find",
     summary="A checkpoint in a zip archive, unpacked once.",
-    contract=1,
+    contract=2,
 )
 
 

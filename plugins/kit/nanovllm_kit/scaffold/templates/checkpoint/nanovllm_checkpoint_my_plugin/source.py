@@ -8,10 +8,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from nanovllm_core.api import CheckpointNotFoundError
+from nanovllm_core.api import CheckpointNotFoundError, NoOptions
 
 
-def find(reference: str) -> Path:
+def find(options: NoOptions, reference: str) -> Path:
     """The folder of the checkpoint in an archive, unpacked beside it unless it was before.
 
     `reference` is what stands behind the name and the colon in `model`. Called once, at start,

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from nanovllm_core.api import CheckpointNotFoundError
+from nanovllm_core.api import CheckpointNotFoundError, NoOptions
 from nanovllm_kit import CheckpointConformance, PluginUnderTest, plugin_under_test
 
 from nanovllm_checkpoint_my_plugin.plugin import SPEC
@@ -37,28 +37,30 @@ class TestMyPlugin(CheckpointConformance):
 def test_the_checkpoint_of_an_archive_is_found_at_the_top_or_one_down(
     inner: str, tmp_path: Path
 ) -> None:
-    folder = find(str(pack(tmp_path / "model.zip", inner, 8)))
+    folder = find(NoOptions(), str(pack(tmp_path / "model.zip", inner, 8)))
     assert json.loads((folder / "config.json").read_text()) == {"hidden_size": 8}
 
 
 def test_an_archive_is_unpacked_once(tmp_path: Path) -> None:
     archive = pack(tmp_path / "model.zip", "", 8)
-    folder = find(str(archive))
+    folder = find(NoOptions(), str(archive))
     (folder / "mark").touch()
-    assert (find(str(archive)) / "mark").exists()
+    assert (find(NoOptions(), str(archive)) / "mark").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([archive.name, folder.name])
 
 
 def test_another_archive_of_the_same_name_is_another_checkpoint(tmp_path: Path) -> None:
     archive = pack(tmp_path / "model.zip", "", 8)
-    find(str(archive))
+    find(NoOptions(), str(archive))
     pack(archive, "", 16)
     os.utime(archive, ns=(1, 1))
-    assert json.loads((find(str(archive)) / "config.json").read_text()) == {"hidden_size": 16}
+    assert json.loads((find(NoOptions(), str(archive)) / "config.json").read_text()) == {
+        "hidden_size": 16
+    }
 
 
 def test_what_is_no_archive_of_one_checkpoint_is_named_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="give the path of one"):
-        find(str(tmp_path / "none.zip"))
+        find(NoOptions(), str(tmp_path / "none.zip"))
     with pytest.raises(CheckpointNotFoundError, match="holds 0 files"):
-        find(str(pack(tmp_path / "deep.zip", "a/b/", 8)))
+        find(NoOptions(), str(pack(tmp_path / "deep.zip", "a/b/", 8)))

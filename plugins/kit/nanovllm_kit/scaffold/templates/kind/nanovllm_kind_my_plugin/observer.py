@@ -19,7 +19,7 @@ class MyPluginObserver(StepObserver):
             for name, given in options.use.items()
         ]
         # All options are checked before the first is made.
-        self._fed: list[StepSink] = [plugins.make(one, StepSink) for one in chosen]
+        self._fed: list[StepSink] = [plugins.make(one) for one in chosen]
 
     def on_step(self, record: StepRecord) -> None:
         for one in self._fed:

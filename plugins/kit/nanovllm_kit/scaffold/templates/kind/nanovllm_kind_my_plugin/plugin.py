@@ -16,8 +16,9 @@ from nanovllm_kind_my_plugin.spec import StepSinkSpec
 
 KIND = KindSpec(
     name="my_plugin",
-    contract=1,
+    contract=2,
     spec=StepSinkSpec,
+    interface="nanovllm_kind_my_plugin.spec:StepSink",
     hookspecs="nanovllm_kind_my_plugin.hookspecs",
     conformance="nanovllm_kind_my_plugin.conformance:MyPluginConformance",
     # Raise it when what a plugin of this kind must do changes.

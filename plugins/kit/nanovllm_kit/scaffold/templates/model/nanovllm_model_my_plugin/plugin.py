@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     name="MyPluginForCausalLM",
     impl="nanovllm_model_my_plugin.model:MyPluginForCausalLM",
     summary="A small decoder: grouped-query attention, rotary positions, gated MLP.",
-    contract=1,
+    contract=2,
 )
 
 

@@ -1,0 +1,74 @@
+"""From a resolved plugin to its object: the one way for every kind, in any process."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args
+
+from nanovllm_core.errors import NanoVLLMError, PluginLoadError, shown
+from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.discovery import UNKNOWN
+
+
+def load_object(target: str | ResolvedPlugin) -> Any:
+    """Import `"package.module:Object"`, or a resolved plugin's; PluginLoadError if that fails.
+
+    A resolved plugin of another version than the installed one is refused.
+    """
+    if isinstance(target, str):
+        impl, owner = target, ""
+    else:
+        _check_version(target)
+        impl, owner = target.impl, f" of {describe(target)}"
+    module, _, name = impl.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise PluginLoadError(
+            f"cannot load {impl!r}{owner}: {type(error).__name__}: {error}"
+        ) from error
+    return found
+
+
+def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
+    """`impl(options, *arguments)`, checked to be an instance of the kind's interface.
+
+    `arguments` are what the kind's interface says, in its order. Raises PluginLoadError, with kind,
+    name, distribution and version, where the code cannot be imported, the call fails, or what it
+    returns is of another type. The plugin's own NanoVLLMErrors pass.
+    """
+    implementation = load_object(resolved)
+    try:
+        made = implementation(resolved.options, *arguments)
+    except NanoVLLMError:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"{describe(resolved)}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if resolved.interface:
+        interface = load_object(resolved.interface)
+        if not isinstance(made, interface):
+            names = " or ".join(one.__name__ for one in get_args(interface) or (interface,))
+            raise PluginLoadError(
+                f"{describe(resolved)}: {resolved.impl} made {shown(made)}, which is no {names}"
+            )
+    return made
+
+
+def _check_version(resolved: ResolvedPlugin) -> None:
+    if resolved.distribution == UNKNOWN:  # its entry point was given, not found installed
+        return
+    try:
+        here = version(resolved.distribution)
+    except PackageNotFoundError:
+        here = "none"
+    if here != resolved.version:
+        raise PluginLoadError(
+            f"the engine chose {describe(resolved)}, but installed here: {here}; install the same "
+            "version on every machine"
+        )

@@ -1,0 +1,304 @@
+"""Every choice of a start, in one sequence: `start` runs through it, `explain` walks it.
+
+A decision follows from the configuration and from other decisions. It is made once, when it is
+first read. If it fails, each decision that needs it fails with the same error. No weight is read,
+and nothing is allocated on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from nanovllm_core.config.choices import AUTO, plugins_named
+from nanovllm_core.config.settings import FIT, EngineConfig, check_device
+from nanovllm_core.errors import ConfigError, DeviceError, NanoVLLMError, shown
+from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
+from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.registry.kinds import KINDS
+from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
+from nanovllm_core.registry.objects import load_object
+from nanovllm_core.selection.attention import Selection, select_attention
+from nanovllm_core.selection.checkpoint import CheckpointSource, fetch_checkpoint, find_source
+from nanovllm_core.selection.generation_config import read_sampling_defaults
+from nanovllm_core.selection.kernels import KernelSelection, KernelTarget, select_kernels
+from nanovllm_core.selection.model import (
+    find_model,
+    read_architecture,
+    read_model_config,
+    read_shape,
+    resolve_max_model_len,
+)
+from nanovllm_core.selection.plugins import select_executor, select_sampler
+
+T = TypeVar("T")
+
+
+class decision(Generic[T]):  # noqa: N801 - used as `property` is
+    """A property that is computed once; its error is kept, too, and raised again."""
+
+    def __init__(self, decide: Callable[[Any], T]) -> None:
+        self._decide = decide
+        self.__doc__ = decide.__doc__
+
+    def __get__(self, decisions: Decisions, owner: type) -> T:
+        return decisions.once(self._decide)
+
+
+class Decisions:
+    """The choices that a configuration resolves to, each made when it is first read."""
+
+    def __init__(self, config: EngineConfig, plugins: PluginManager | None = None) -> None:
+        self.config = config
+        self.plugins = plugins or get_plugin_manager(disable=config.plugins.disable)
+        self._made: dict[object, Any] = {}
+
+    def once(self, decide: Callable[[Decisions], T], key: object = None) -> T:
+        """`decide(self)`, from memory after the first time; a NanoVLLMError is remembered too."""
+        key = key or decide
+        if key not in self._made:
+            try:
+                self._made[key] = decide(self)
+            except NanoVLLMError as error:
+                self._made[key] = error
+        made: T = self._made[key]
+        if isinstance(made, NanoVLLMError):
+            raise made
+        return made
+
+    @decision
+    def source(self) -> CheckpointSource:
+        """The checkpoint plugin that gives the model, and why that one."""
+        return find_source(self.plugins, self.config.model)
+
+    @decision
+    def checkpoint(self) -> Path:
+        """The checkpoint's folder."""
+        return fetch_checkpoint(self.source, self.config.model)
+
+    @decision
+    def model_config(self) -> Mapping[str, Any]:
+        """The checkpoint's config.json."""
+        return read_model_config(self.checkpoint)
+
+    @decision
+    def model(self) -> ResolvedPlugin:
+        """The plugin for the checkpoint's architecture; its code is not imported yet."""
+        architecture = read_architecture(self.model_config, self.checkpoint)
+        return find_model(self.plugins, architecture, self.checkpoint)
+
+    @decision
+    def shape(self) -> ModelShape:
+        """The facts that the model plugin reads in config.json."""
+        return read_shape(self.model, self.model_config, self.checkpoint)
+
+    @decision
+    def device(self) -> str:
+        """`cpu` or `cuda:N`."""
+        return resolve_device(self.config.device)
+
+    @decision
+    def dtype(self) -> str:
+        """The number format of weights and computation."""
+        follows = self.config.dtype == AUTO and self.device != "cpu"
+        return resolve_dtype(self.config.dtype, self.device, self.model_config if follows else {})
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether steps are captured."""
+        return self.device.startswith("cuda") and not self.config.cuda_graphs.enforce_eager
+
+    def requirements(self, phase: Phase) -> AttentionRequirements:
+        """The requirements of one phase on a backend."""
+        return AttentionRequirements(
+            phase=phase,
+            device=self.device.split(":")[0],
+            dtype=self.dtype,
+            num_heads=self.shape.num_heads,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_size=self.shape.head_size,
+            compute_capability=compute_capability(self.device),
+            cuda_graphs=self.cuda_graphs and phase == "decode",
+            block_size=self.config.cache.block_size,
+            sliding_window=self.shape.sliding_window is not None,
+            soft_cap=self.shape.soft_cap is not None,
+        )
+
+    @decision
+    def attention(self) -> Selection:
+        """The backend of each phase, and the pages that they share."""
+        prefill, decode = self.requirements("prefill"), self.requirements("decode")
+        selection = select_attention(self.plugins, self.config.attention, prefill, decode)
+        for candidate in (selection.prefill, selection.decode):
+            load_object(candidate.resolved)
+        return selection
+
+    @decision
+    def block_size(self) -> int:
+        """Tokens of a page; OutOfMemoryError where `cache.num_blocks` hold no sequence."""
+        blocks, block_size = self.config.cache.num_blocks, self.attention.block_size
+        if blocks is not None and self.config.limits.max_model_len != FIT:
+            from nanovllm_core.worker.kv_cache import check_one_sequence_fits  # brings torch
+
+            check_one_sequence_fits(blocks, block_size, self.max_model_len, given=True)
+        return block_size
+
+    @decision
+    def kernels(self) -> KernelSelection:
+        """The kernel set, and why that one."""
+        capability = compute_capability(self.device)
+        target = KernelTarget(device=self.device, dtype=self.dtype, compute_capability=capability)
+        return select_kernels(self.plugins, self.config.kernels, target)
+
+    def named(self, kind: str) -> tuple[ResolvedPlugin, ...]:
+        """The plugins of a kind that the configuration names, in its order; not for attention.
+
+        The code of each has been imported.
+        """
+        return self.once(partial(_choose, kind=kind), kind)
+
+    @decision
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The checkpoint's sampling defaults; none if the configuration says `none`."""
+        if self.config.generation_config == "none":
+            return {}
+        return read_sampling_defaults(self.checkpoint)
+
+    @decision
+    def extensions(self) -> tuple[str, ...]:
+        """The extensions that are enabled, loaded."""
+        self.plugins.enable(self.config.plugins.enable)
+        return self.config.plugins.enable
+
+    @decision
+    def prompt_graph_sizes(self) -> tuple[int, ...]:
+        """The prompt tokens that steps are padded to; see `prompt_graph_sizes`."""
+        return prompt_graph_sizes(self.config, self.attention, self.device)
+
+    @decision
+    def max_model_len(self) -> int:
+        """The longest sequence; where the configuration says `fit`, a bound."""
+        return resolve_max_model_len(self.config, self.shape)
+
+
+def resolve_device(device: str) -> str:
+    """`auto` -> the first GPU, or the CPU; DeviceError for a GPU that is not there."""
+    import torch
+
+    try:
+        check_device(device)
+    except ValueError as error:
+        raise DeviceError(f"device: {shown(device)} {error}") from None
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"device: {shown(device)}, but torch {torch.__version__} sees no CUDA device; use "
+            "device: "
+            "cpu (or auto), or install a CUDA build of torch and the driver"
+        )
+    index = int(device.split(":")[1]) if ":" in device else 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(
+            f"device: {shown(device)}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}"
+        )
+    return f"cuda:{index}"
+
+
+def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> str:
+    """`auto` -> float32 on a CPU, else as the checkpoint; ConfigError where that cannot be."""
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
+    if stored not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(
+            f"dtype: auto follows the checkpoint, which says {shown(stored)}; choose float32, "
+            "float16 "
+            "or bfloat16"
+        )
+    return stored
+
+
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Of a GPU ("cuda:0"), such as (9, 0); None of a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability(device)
+
+
+def prompt_graph_sizes(config: EngineConfig, attention: Selection, device: str) -> tuple[int, ...]:
+    """The prompt tokens that steps are padded to, so that they can be captured.
+
+    None on a CPU, and none where the prefill backend cannot be captured; ConfigError where the
+    configuration names sizes for such a backend. Eager steps are padded alike.
+    """
+    if not device.startswith("cuda"):
+        return ()
+    if not attention.eager_prompts:
+        return config.prompt_graph_sizes
+    if config.cuda_graphs.prompt_sizes:
+        raise ConfigError(
+            f"cuda_graphs.prompt_sizes: {list(config.cuda_graphs.prompt_sizes)}, but of attention "
+            f"{attention.prefill.name!r}: {'; '.join(attention.eager_prompts)}; leave prompt_sizes "
+            "out, or choose another prefill backend"
+        )
+    return ()
+
+
+def _choose(decisions: Decisions, kind: str) -> tuple[ResolvedPlugin, ...]:
+    field = KINDS[kind].choice
+    chosen = (
+        [CHOOSERS[kind](decisions)]
+        if kind in CHOOSERS
+        else [
+            decisions.plugins.resolve(kind, choice.plugin, choice.options, f"{path}.options")
+            for path, choice in plugins_named(getattr(decisions.config, field), field)
+        ]
+    )
+    for one in chosen:
+        load_object(one)
+    return tuple(chosen)
+
+
+CHOOSERS: Mapping[str, Callable[[Decisions], ResolvedPlugin]] = {
+    "kernels": lambda d: d.kernels.chosen,
+    "sampler": lambda d: select_sampler(d.plugins, d.config.sampler, d.device, d.cuda_graphs),
+    "executor": lambda d: select_executor(d.plugins, d.config),
+}
+"""The kinds whose plugin must suit the device or the configuration; any other is taken as named."""
+
+NAMED_KINDS: Mapping[str, str] = {
+    kind.choice.replace("_", " "): kind.name
+    for kind in KINDS.values()
+    if kind.choice and kind.name != "attention"
+}
+"""The kinds whose plugins the configuration names one by one, by the name of the decision."""
+
+SEQUENCE: Mapping[str, Callable[[Decisions], object]] = {
+    "extensions": lambda decisions: decisions.extensions,
+    "checkpoint": lambda decisions: decisions.checkpoint,
+    "model": lambda decisions: decisions.shape,
+    "device": lambda decisions: decisions.device,
+    "dtype": lambda decisions: decisions.dtype,
+    "attention, prefill": lambda decisions: decisions.attention.prefill,
+    "attention, decode": lambda decisions: decisions.attention.decode,
+    "KV pages": lambda decisions: decisions.block_size,
+    **{name: partial(Decisions.named, kind=kind) for name, kind in NAMED_KINDS.items()},
+    "sampling defaults": lambda decisions: decisions.sampling_defaults,
+    "CUDA graphs": lambda decisions: decisions.prompt_graph_sizes,
+    "longest sequence": lambda decisions: decisions.max_model_len,
+    "sequences at once": lambda decisions: decisions.config.limits.max_num_seqs,
+    "tokens per step": lambda decisions: decisions.config.limits.max_num_batched_tokens,
+    "steps ahead": lambda decisions: decisions.config.steps_ahead,
+}
+"""Every decision in the order in which a start makes them."""

@@ -1,0 +1,165 @@
+"""One sequence of decisions: `explain` names what a start chooses, and fails where it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings, strategies as st
+
+from nanovllm_core.config.sources import load_with_sources
+from nanovllm_core.diagnostics.explain import VIEWS, Seam, explain
+from nanovllm_core.errors import CheckpointNotFoundError, NanoVLLMError
+from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.registry.kinds import KINDS
+from nanovllm_core.selection.decisions import SEQUENCE, Decisions
+from nanovllm_core.selection.startup import Startup, start
+
+from .e2e.tiny import write_config
+
+for plugin in ("model_qwen3", "attention_sdpa"):
+    pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a config.json alone: one that is right, and some that are wrong."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    right = json.loads((write_config(folder / "right") / "config.json").read_text())
+    for name, change in {
+        "strange": {"architectures": ["StrangeForCausalLM"]},
+        "shapeless": {"num_attention_heads": None},
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(right | change))
+    write_config(folder / "hot")
+    (folder / "hot/generation_config.json").write_text('{"temperature": -1}')
+    write_config(folder / "warm")
+    (folder / "warm/generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    return folder
+
+
+CHOICES: dict[str, list[Any]] = {
+    "device": ["cpu", "auto", "cuda"],
+    "dtype": ["auto", "bfloat16"],
+    "attention": ["auto", "sdpa", "nosuch", {"backend": "sdpa", "options": {"kernel": "math"}},
+                  {"prefill": "sdpa", "decode": "auto"}, {"backend": "sdpa", "options": {"x": 1}}],
+    "kernels": ["auto", "torch", "triton", {"name": "torch", "options": {"x": 1}}],
+    "sampler": ["gumbel", "nosuch"],
+    "scheduler": ["fcfs", "nosuch", {"name": "fcfs", "options": {"x": 1}}],
+    "executor": ["single", "nosuch"],
+    "observers": [[], ["nosuch"]],
+    "logits_processors": [[], ["nosuch"]],
+    "generation_config": ["checkpoint", "none"],
+    "tensor_parallel_size": [1, 2],
+    "limits.max_model_len": [None, 64, 100_000, "fit"],
+    "cache.num_blocks": [None, 1, 1000],
+    "cache.block_size": [None, 16, 256],
+    "plugins.enable": [[], ["nosuch"]],
+    "plugins.disable": [[], ["executor:single"]],
+}  # fmt: skip
+"""By field, the values to draw; the first is right everywhere, as are several of the others."""
+
+MODELS = ["right", "right", "right", "warm", "strange", "shapeless", "hot", "none"]
+
+
+@st.composite
+def drawn_changes(draw: st.DrawFn) -> dict[str, Any]:
+    """A few fields, so that many draws start and many fail in one or two places."""
+    names = draw(st.sets(st.sampled_from([*CHOICES]), max_size=4))
+    return {name: draw(st.sampled_from(CHOICES[name])) for name in sorted(names)}
+
+
+def named(plugins: ResolvedPlugin | tuple[ResolvedPlugin, ...]) -> str:
+    """How `explain` begins each plugin that was chosen, without its options."""
+    many = plugins if isinstance(plugins, tuple) else (plugins,)
+    return "; ".join(f"{one.name} {one.version}, {one.distribution}" for one in many) or "none"
+
+
+def chosen_by(startup: Startup, model: Path) -> dict[str, str]:
+    """By decision, how what a start chose is named."""
+    setup = startup.setup
+    return {
+        "checkpoint": f"local: {model}",
+        "model": named(setup.model),
+        "device": setup.device,
+        "dtype": setup.dtype,
+        "attention, prefill": f"{setup.prefill_attention.name} {setup.prefill_attention.version}",
+        "attention, decode": f"{setup.decode_attention.name} {setup.decode_attention.version}",
+        "KV pages": f"{setup.block_size} tokens, layout {setup.kv_layout.name}",
+        "kernels": named(setup.kernels),
+        "sampler": named(setup.sampler),
+        "logits processors": named(setup.logits_processors),
+        "longest sequence": f"{setup.max_model_len} tokens",
+    }
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(model=st.sampled_from(MODELS), changes=drawn_changes())
+@example(model="right", changes={})
+@example(model="right", changes={"device": "cuda", "scheduler": "nosuch"})
+def test_explain_names_what_a_start_chooses_and_fails_where_it_fails(
+    model: str, changes: dict[str, Any], folders: Path
+) -> None:
+    folder = folders / model
+    loaded = load_with_sources(str(folder), overrides=changes, env={})
+    seams = explain(loaded)
+    problems = [seam.problem for seam in seams if seam.problem]
+    if problems:
+        with pytest.raises(NanoVLLMError) as caught:
+            start(loaded.config)
+        assert str(caught.value) == problems[0]
+        return
+    startup = start(loaded.config)
+    shown = {seam.name: seam.chosen for seam in seams}
+    for name, chosen in chosen_by(startup, folder).items():
+        if name == "longest sequence" and changes.get("limits.max_model_len") == "fit":
+            continue  # the executor measures what fits
+        assert shown[name].startswith(chosen), (name, shown[name])
+
+
+def test_every_decision_is_shown_and_every_kind_that_is_named_is_decided() -> None:
+    assert list(VIEWS) == list(SEQUENCE)
+    wanted = {kind.choice.replace("_", " ") for kind in KINDS.values() if kind.choice}
+    assert wanted - {"attention"} <= set(SEQUENCE)
+
+
+def test_a_decision_is_made_once_and_so_is_one_that_fails(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What needs the network, or asks plugins, is not asked again by all that hang on it."""
+    calls = []
+
+    def fail(source: object, model: str) -> Path:
+        calls.append(model)
+        raise CheckpointNotFoundError("no network")
+
+    monkeypatch.setattr("nanovllm_core.selection.decisions.fetch_checkpoint", fail)
+    loaded = load_with_sources("some/model", env={})
+    problems = [seam.problem for seam in explain(loaded) if seam.problem]
+    assert calls == ["some/model"]
+    assert problems[0] == "no network"
+    assert set(problems[1:]) == {"depends on the problem above"}
+
+
+def test_a_decision_asks_for_no_more_than_it_needs(folders: Path) -> None:
+    """Where the device is not there, plugins that do not depend on it are still chosen."""
+    decisions = Decisions(load_with_sources("nosuch", overrides={"device": "cuda"}, env={}).config)
+    assert [one.name for one in decisions.named("scheduler")] == ["fcfs"]
+    assert decisions.named("scheduler") is decisions.named("scheduler")
+    with pytest.raises(NanoVLLMError, match="no CUDA device"):
+        decisions.named("sampler")
+
+
+def test_a_failure_is_told_once(folders: Path) -> None:
+    found: list[Seam] = explain(load_with_sources(str(folders / "none"), env={}))
+    told = [seam for seam in found if seam.problem and "above" not in seam.problem]
+    assert [seam.name for seam in told] == ["checkpoint"]
