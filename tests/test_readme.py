@@ -35,7 +35,7 @@ def test_every_distribution_is_installed_from_a_checkout_by_a_line_of_the_instal
     page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
     for project in ROOT.glob("plugins/*/pyproject.toml"):
         assert f"-e plugins/{project.parent.name}" in page
-        assert f"`plugins/{project.parent.name}`" in page
+        assert page.count(f"`plugins/{project.parent.name}`") == 1, "a row of the table"
 
 
 # -- the map --------------------------------------------------------------------------------------
@@ -50,6 +50,7 @@ def test_the_map_has_a_sentence_for_every_room_of_the_core() -> None:
 
 def test_the_map_has_a_sentence_and_a_link_for_every_distribution() -> None:
     told = dict(rows("in `plugins/`"))
+    assert len(told) == len(rows("in `plugins/`")), "each once"
     folders = {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")}
     assert set(told) == {f"[`{name}`](plugins/{name}/README.md)" for name in folders}
     assert all(told.values())

@@ -101,7 +101,7 @@ class PagedKV:
     def _digests(self, request: Request, num_blocks: int) -> list[bytes]:
         """The digests of a request's blocks: those of the first `num_blocks`, which must be full.
 
-        And of no others: nobody ever asks for fewer blocks than before.
+        And of no others: a later look-up never asks for fewer blocks than an earlier one.
         """
         digests = request.digests
         if len(digests) < num_blocks:

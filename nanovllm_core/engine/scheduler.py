@@ -23,10 +23,10 @@ _Entry = tuple[tuple[float, ...], int, int, RequestView]
 class TokenBudgetScheduler(Scheduler):
     """Unfinished prompts first, then the queue in the policy's order, until the budget is spent.
 
-    The head of the queue is never passed over: where it does not fit, nobody behind it is admitted,
-    so a big request cannot starve. A request fits when the free blocks hold its whole prompt and
-    what the unfinished prompts before it still need, so prompts do not wait for each other's
-    blocks. Equal keys are served in the order of arrival.
+    The head of the queue is never passed over: if it does not fit, no request behind it is
+    admitted, so a big request cannot starve. A request fits if the free blocks hold its whole
+    prompt and the rest of the unfinished prompts before it, so prompts do not wait for each other's
+    blocks. Equal keys are admitted in order of arrival.
     """
 
     def __init__(self, policy: SchedulingPolicy, name: str = "") -> None:

@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, Any] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""The fields that a checkpoint may have defaults for, and their values where nobody states one.
+"""The fields that a checkpoint may have defaults for, and their neutral values.
 
 `SamplingParams(**{**NEUTRAL, "temperature": 0})` states all of them: no checkpoint changes it.
 """

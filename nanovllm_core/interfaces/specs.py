@@ -1,4 +1,4 @@
-"""What a plugin says about itself: frozen specs, readable without importing torch.
+"""The declarations of plugins: frozen specs, readable without importing torch.
 
 A hook (see `nanovllm_core.registry.hookspecs`) returns specs; `impl` names the code, which is
 imported only when the configuration selects the spec. The functions in a spec are called at start
@@ -29,11 +29,11 @@ class NoOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSpec:
-    """What every kind of plugin states; read at start and by listings, never in a step.
+    """The fields of every plugin's spec; read at start and by listings, never in a step.
 
     `name` is the entry point's name and the name in YAML; `impl` is `"package.module:Object"`.
     `contract` is the version of its kind's contract that the plugin was written for: a number, so
-    that a plugin which nobody touched stays what it was (see `nanovllm_core.registry.kinds`).
+    that an unchanged plugin keeps its meaning (see `nanovllm_core.registry.kinds`).
     `options` is a pydantic model that forbids unknown keys, a class of a module, so that its
     instances can be pickled; the core reads it as strict JSON, in which "1" is no number.
 
@@ -57,7 +57,7 @@ class AttentionSpec(PluginSpec):
     `kv_layouts` takes the same and returns (layout, block multiple) choices, the preferred first.
     `rank` orders candidates for `backend: auto`: among those that can serve, the highest for the
     requirements (a backend may be better at one phase, or on one device) wins.
-    `provider` names what really runs, where a backend chooses among libraries.
+    `provider` names the library that runs, if a backend chooses among several.
     """
 
     capabilities: AttentionCapabilities
@@ -71,14 +71,13 @@ class AttentionSpec(PluginSpec):
 class SchedulerSpec(PluginSpec):
     """A scheduler. `impl` is called with the options alone.
 
-    `level` says what it is: "policy" a `SchedulingPolicy` class, an order for the core's scheduler;
-    "scheduler" a whole `Scheduler` class, which decides every step.
-
-    `max_overtaking_steps(options, request)` bounds how long a request can be passed over: whatever
-    arrives more than this many steps after it is never admitted before it, so that what is admitted
-    before it is finite and it cannot starve. Infinity where the options allow starvation; None: the
-    scheduler promises no order. The request is as it is when it joins the queue: on arrival, and
-    again after each preemption, with the outputs that it has by then.
+    `level` "policy": a `SchedulingPolicy` class, an order for the core's scheduler. `level`
+    "scheduler": a whole `Scheduler` class, which decides every step.
+    `max_overtaking_steps(options, request)` bounds how long a request can be passed over: a request
+    that arrives more than this many steps after it is never admitted before it. So finitely many
+    are admitted before it, and it cannot starve. Infinity if the options allow starvation; None if
+    the scheduler declares no bound. The request is in the state in which it joins the queue: on
+    arrival, and again after each preemption, with its outputs so far.
     """
 
     level: Literal["policy", "scheduler"] = "policy"
@@ -126,7 +125,7 @@ class DeviceSpec(PluginSpec):
 class SamplerSpec(DeviceSpec):
     """A sampler. `impl` is a `Sampler` class, called with the options and a `SamplerContext`.
 
-    `cuda_graphs` says that `sample` may be captured. What is not stated is not supported.
+    `cuda_graphs` declares that `sample` may be captured. By default it may not.
     """
 
     cuda_graphs: bool = False
@@ -136,10 +135,10 @@ class SamplerSpec(DeviceSpec):
 class LogitsProcessorSpec(PluginSpec):
     """A logits processor. `impl` is a `LogitsProcessor` class.
 
-    It is called with the options and a `LogitsContext`. `arguments` is the model of what one
-    request may ask, `SamplingParams(logits_processors={name: {...}})`; it forbids unknown keys.
+    It is called with the options and a `LogitsContext`. `arguments` is the model of one
+    request's arguments, `SamplingParams(logits_processors={name: {...}})`; it forbids unknown keys.
     `check` takes valid arguments and the vocabulary's size and returns reasons to refuse that
-    request, such as an id outside the vocabulary; the others go on.
+    request, such as an id outside the vocabulary; other requests continue.
     """
 
     arguments: type[BaseModel] = NoOptions

@@ -157,7 +157,7 @@ class DeviceMemory:
 
 
 def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block: int) -> int:
-    """Blocks that fit; OutOfMemoryError where not even one does."""
+    """The number of blocks that fit. Raises OutOfMemoryError if not even one does."""
     budget = memory.budget(utilization)
     if budget < bytes_per_block:
         remedy = "free the GPU of what others hold"
