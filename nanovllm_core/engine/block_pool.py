@@ -11,9 +11,9 @@ from nanovllm_core.errors import InconsistentStateError
 class BlockPool:
     """Reference-counted blocks with an index of published content.
 
-    A block is free when no request holds it. A free block whose content was published stays findable
-    until it is allocated again; the block that was freed longest ago is allocated first, and blocks
-    with nothing to find come before all others.
+    A block is free when no request holds it. A free block whose content was published stays
+    findable until it is allocated again; the block that was freed longest ago is allocated first,
+    and blocks with nothing to find come before all others.
 
     `allocate` and `retain` take blocks, `release` gives them back.
     """
