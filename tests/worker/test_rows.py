@@ -104,7 +104,7 @@ def test_pages_are_appended_to_the_rows_they_name() -> None:
     """An append changes one entry of one block table."""
     tables = make_tables()
     updates = RowUpdates(tables)
-    updates.append_pages((BlockAppend(1, 3, 77), BlockAppend(3, 0, 5)))
+    updates.append_blocks((BlockAppend(1, 3, 77), BlockAppend(3, 0, 5)))
     apply(tables, updates)
     assert tables.block_table[1, 3] == 77
     assert tables.block_table[3, 0] == 5

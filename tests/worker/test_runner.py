@@ -89,7 +89,7 @@ class Started:
             runner._graphs = cast(StepGraphs, self.graphs)
 
     @property
-    def pages(self) -> Tensor:
+    def blocks(self) -> Tensor:
         cache = self.runner.attention._cache
         assert cache is not None
         return cache.blocks
