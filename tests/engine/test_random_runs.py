@@ -74,7 +74,8 @@ def test_an_erratic_scheduler_changes_the_order_and_never_the_tokens(
     try:
         drive(Harness(setting, ErraticScheduler(seed)), requests)
     except SchedulerError as error:  # By chance it preempts again and again what it admits.
-        assert "preempts in a circle" in str(error)
+        if "preempts in a circle" not in str(error):
+            raise
 
 
 @given(data=st.data())
