@@ -176,7 +176,7 @@ def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
         backend.run_decode(
             q.transpose(1, 2), batch.k_cache, batch.v_cache, metadata, q.transpose(1, 2)
         )
-    bare = type(backend)(batch.config(), TritonOptions())
+    bare = type(backend)(TritonOptions(), batch.config())
     assert bare.captured_tensors() == {}
     with pytest.raises(InconsistentStateError, match="allocate"):
         bare.plan_decode(metadata)
