@@ -72,7 +72,7 @@ def test_the_top_level_of_the_core_holds_rooms_and_four_files() -> None:
     assert found == {"__init__.py", "__main__.py", "api.py", "errors.py"}
 
 
-MAX_CORE_LINES = 17_800
+MAX_CORE_LINES = 17_450
 """Lines of Python in the core. Raise it on purpose only, and not by shortening a docstring."""
 
 
