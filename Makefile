@@ -62,10 +62,14 @@ help:
 # compiles what is imported, a small part of what torch and transformers bring.
 INSTALL = $(PY) -m pip install -q --no-compile -c constraints.txt
 
+# A machine with an NVIDIA GPU gets the kernels that are made for one.
+COMMA := ,
+ON_GPU := $(if $(shell command -v nvidia-smi 2>/dev/null),attention_triton kernels_triton)
+
 .venv/.run-installed: $(METADATA) | .venv/bin/python
 	$(INSTALL) hatchling editables
-	$(INSTALL) --no-build-isolation \
-		-e ".[qwen3,sdpa,demo]" -e plugins/model_qwen3 -e plugins/attention_sdpa -e plugins/checkpoint_demo
+	$(INSTALL) --no-build-isolation -e ".[qwen3,sdpa,demo$(if $(ON_GPU),$(COMMA)triton)]" \
+		$(addprefix -e plugins/,model_qwen3 attention_sdpa checkpoint_demo $(ON_GPU))
 	touch $@
 
 .venv/.dev-installed: $(METADATA) | .venv/bin/python
