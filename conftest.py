@@ -19,6 +19,9 @@ from nanovllm_kit.interpreter import interpret_triton_without_cuda
 
 interpret_triton_without_cuda()
 
+collect_ignore_glob = ["plugins/kit/nanovllm_kit/scaffold/templates/*"]
+"""Their tests run in the packages that are made of them."""
+
 Install = Callable[..., None]
 
 

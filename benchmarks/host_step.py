@@ -3,8 +3,8 @@
     python benchmarks/host_step.py
 
 The engine and the worker are the real ones, on the CPU; only the captured graph is an impostor that
-writes its words at once. "steady" is the step of unchanged rows, within a page. With "pages of 16"
-one row in sixteen crosses a page at every step, with a page to append and another to publish. Where
+writes its words at once. "steady" is the step of unchanged rows, within a block. With "blocks of 16"
+one row in sixteen crosses a block at every step, with a block to append and another to publish. Where
 "a row leaves", one request is aborted before every step.
 """
 
@@ -72,7 +72,7 @@ class InstantGraphs:
 def decoding_engine(
     batch: int, block_size: int = 256, stagger: bool = False, prefix_caching: bool = True
 ) -> Iterator[Engine]:
-    """An engine whose `batch` requests all decode; `stagger` spreads them over their pages."""
+    """An engine whose `batch` requests all decode; `stagger` spreads them over their blocks."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         limits = {"max_num_seqs": MAX_ROWS, "max_model_len": 4096}
@@ -148,7 +148,7 @@ def main() -> None:
     for column in ("rows", "step", "median µs", "mean µs", "calls", "C calls"):
         table.add_column(column, justify="right")
     for batch in (1, MAX_ROWS):
-        for name, block_size, stagger in (("steady", 256, False), ("pages of 16", 16, True)):
+        for name, block_size, stagger in (("steady", 256, False), ("blocks of 16", 16, True)):
             with decoding_engine(batch, block_size, stagger) as engine:
                 measure(table, (str(batch), name), engine.step, steps)
     with decoding_engine(MAX_ROWS) as engine:

@@ -1,4 +1,4 @@
-"""Random traffic for minutes: every page comes back, every token comes again, no memory grows.
+"""Random traffic for minutes: every block comes back, every token comes again, no memory grows.
 
     python benchmarks/soak.py --seed 1 --minutes 9 --out one.json
     python benchmarks/soak.py --seed 1 --minutes 9 --out again.json     # in another process
@@ -191,7 +191,7 @@ def problems(result: dict[str, Any]) -> list[str]:
     """What a run must not show."""
     found = []
     if result["free_blocks"] != result["num_blocks"]:
-        found.append(f"{result['num_blocks'] - result['free_blocks']} pages did not come back")
+        found.append(f"{result['num_blocks'] - result['free_blocks']} blocks did not come back")
     if not result["preemptions"]:
         found.append("no request was preempted, so preemption was not tested; use fewer --blocks")
     for where in ("host", "device"):
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--blocks", type=int, help="pages of the cache (default: too few)")
+    parser.add_argument("--blocks", type=int, help="blocks of the cache (default: too few)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=32)

@@ -3,7 +3,7 @@
     python benchmarks/steady_step.py [--block-size 256] [--attention triton] [--out FILE]
     python benchmarks/steady_step.py --compare-waits
 
-Qwen3-0.6B's shapes with random weights. The rows stand at different places in their pages.
+Qwen3-0.6B's shapes with random weights. The rows stand at different places in their blocks.
 `benchmarks/host_step.py` counts the same without a GPU. `--compare-waits` takes turns between ways
 to wait for a step: `adaptive` is the engine's own, `spin` looks without a pause, `yield` asks the
 operating system between two looks, `nap` sleeps between them.
