@@ -3,9 +3,9 @@
     python benchmarks/host_step.py
 
 The engine and the worker are the real ones, on the CPU; only the captured graph is an impostor that
-writes its words at once. "steady" is the step of unchanged rows, within a block. With "blocks of 16"
-one row in sixteen crosses a block at every step, with a block to append and another to publish. Where
-"a row leaves", one request is aborted before every step.
+writes its words at once. "steady" is the step of unchanged rows, within a block. With "blocks of
+16" one row in sixteen crosses a block at every step, with a block to append and another to publish.
+Where "a row leaves", one request is aborted before every step.
 """
 
 from __future__ import annotations
