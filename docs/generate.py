@@ -123,7 +123,7 @@ def capability_table() -> str:
             cuda_graphs=True,
         )
         pages = [spec.kv_layouts(asked, spec.options())[0].block_multiple for spec in specs]
-        rows.append([f"Preferred page multiple, {phase}", *(f"{size} tokens" for size in pages)])
+        rows.append([f"Preferred block multiple, {phase}", *(f"{size} tokens" for size in pages)])
         rows.append([f"Rank, {phase}", *(str(spec.rank(asked)) for spec in specs)])
     return table(["", *(f"`{spec.name}`" for spec in specs)], rows)
 
@@ -160,7 +160,7 @@ def provider_table() -> str:
         ]
         for one in PROVIDERS.values()
     ]
-    head = "provider", "package", "compute capability", "page multiple", "sliding window"
+    head = "provider", "package", "compute capability", "block multiple", "sliding window"
     return table([*head, "soft cap", "run on a GPU here"], rows)
 
 

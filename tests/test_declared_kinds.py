@@ -262,6 +262,8 @@ def test_hookspecs_that_cannot_be_used_are_refused(
     [
         ("executor", "'executor' is a kind of nanovllm-core; declare another name"),
         ("kind", "'kind' is a kind of nanovllm-core"),
+        ("command", "'command' would take over nanovllm.commands; declare another name"),
+        ("suite", "'suite' would take over nanovllm.suites"),
         ("Sink", "must be of lower-case letters"),
     ],
 )

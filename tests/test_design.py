@@ -68,11 +68,25 @@ def test_the_core_says_what_it_is_without_importing_torch(module: str) -> None:
 
 def test_the_top_level_of_the_core_holds_rooms_and_four_files() -> None:
     """A module of its own there is a room that nobody drew."""
-    found = {path.name for path in (ROOT / "nanovllm_core").iterdir() if path.suffix == ".py"}
-    assert found == {"__init__.py", "__main__.py", "api.py", "errors.py"}
+    top = [path for path in (ROOT / "nanovllm_core").iterdir() if path.name != "__pycache__"]
+    files = {path.name for path in top if path.is_file()}
+    assert files == {"__init__.py", "__main__.py", "api.py", "errors.py", "py.typed"}
+    rooms = [
+        "interfaces",
+        "registry",
+        "config",
+        "selection",
+        "engine",
+        "worker",
+        "layers",
+        "kernels",
+        "frontend",
+    ]
+    # `testing` only says where the suites went.
+    assert {path.name for path in top if path.is_dir()} == {*rooms, "diagnostics", "cli", "testing"}
 
 
-MAX_CORE_LINES = 17_450
+MAX_CORE_LINES = 17_500
 """Lines of Python in the core. Raise it on purpose only, and not by shortening a docstring."""
 
 

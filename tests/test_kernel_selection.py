@@ -178,7 +178,7 @@ def test_a_gpu_without_a_set_built_for_it_is_told_what_to_install(manager: Manag
 def test_a_set_that_is_disabled_or_unfit_needs_no_install(manager: Manager) -> None:
     triton = kernel_set("triton", rank=50, min_compute_capability=(8, 0))
     off = select_kernels(manager(triton, disable=["kernels:triton"]), AUTO, GPU)
-    assert off.others["triton"] == "listed in plugins.disable"
+    assert off.others["triton"] == "disabled"
     assert off.remedy == "take triton out of plugins.disable"
     old = KernelTarget(device="cuda", dtype="float16", compute_capability=(7, 5))
     unfit = select_kernels(manager(triton), AUTO, old)

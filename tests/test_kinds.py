@@ -123,6 +123,9 @@ def test_every_error_of_making_names_kind_name_distribution_and_version(sized: N
         ({"impl": "no_such:X"}, (), f"cannot load 'no_such:X' of {who}: ModuleNotFoundError"),
         ({}, (1,), f"{who}: sized:Policy cannot be made: TypeError: .*positional argument"),
         ({"impl": "sized:Options.model_copy"}, (), f"{who}: .* made Options.*, which is no Sched"),
+        ({"interface": "no_such:X"}, (), f"{who}: the interface 'no_such:X' .* is no type: "),
+        ({"interface": "os:sep"}, (), f"{who}: the interface 'os:sep' of its kind is no type"),
+        ({}, (dict,), f"{who}: make takes no type any more: leave .*dict.* out"),
         ({"version": "9"}, (), r"'sized' \(nanovllm-sized 9\), but installed here: 1\.2\.3"),
     ]
     for change, arguments, said in cases:

@@ -93,7 +93,7 @@ def load_command(path: str, entries: Sequence[EntryPoint]) -> Any:
             app.command()(target)
             target = app
         return typer.main.get_command(target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginLoadError(
             f"{words} of {_owner(entry)} cannot be imported from {entry.value}: "
             f"{type(error).__name__}: {error}"

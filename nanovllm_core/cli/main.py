@@ -19,6 +19,7 @@ from nanovllm_core.cli.extensions import add_extensions
 from nanovllm_core.cli.installed import add_installed_commands
 from nanovllm_core.cli.streams import give_up_stdout, prepare_streams
 from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.registry.discovery import COMMAND_PARENTS
 
 DOCTOR = ["plugins", "doctor"]
 
@@ -43,7 +44,7 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
     plugins_app = plugins.make_app()
     app.add_typer(plugins_app, name="plugins")
     app.add_typer(config.app, name="config")
-    add_installed_commands({"": app, "plugins": plugins_app})
+    add_installed_commands(dict(zip(COMMAND_PARENTS, (app, plugins_app), strict=True)))
     if list(arguments[:2]) != DOCTOR:
         add_extensions(app)
     return app

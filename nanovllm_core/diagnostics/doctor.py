@@ -17,6 +17,7 @@ from typing import Any
 from nanovllm_core import __version__
 from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.sources import load_config
+from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.diagnostics.status import (
     PluginStatus,
     kernel_target,
@@ -29,6 +30,7 @@ from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.registry.checks import CORE, core_requirement
 from nanovllm_core.registry.discovery import (
     COMMAND_GROUP,
+    COMMAND_PARENTS,
     GROUP_PREFIX,
     SUITE_GROUP,
     install_one,
@@ -48,6 +50,7 @@ def examine() -> list[DoctorCheck]:
     installed = [*distributions()]
     entries, unreadable = read_entry_points(installed)
     checks += check_installs(installed) + unreadable + check_groups(entries)
+    checks += check_commands(entries)
     manager = get_plugin_manager(entry_points=entries)
     disable = load_config("none").plugins.disable
     try:
@@ -221,6 +224,33 @@ def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
         for entry in entries
         if entry.group not in {*known, COMMAND_GROUP, SUITE_GROUP}
     ]
+
+
+def check_commands(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
+    """Commands and suites that would not be found, or whose code is not there.
+
+    Their code is not imported: that it can be found is asked of the import system.
+    """
+    checks = []
+    owners: dict[tuple[str, str], list[EntryPoint]] = defaultdict(list)
+    for entry in entries:
+        if entry.group in (COMMAND_GROUP, SUITE_GROUP):
+            owners[entry.group, entry.name].append(entry)
+    for (group, name), found in owners.items():
+        names = [entry.dist.name if entry.dist else entry.value for entry in found]
+        label = f"{group}: {name}"
+        parent = name.rpartition(".")[0]
+        if len(found) > 1:
+            remedy = f"uninstall one of {', '.join(names)}"
+            detail = f"registered by {' and '.join(names)}"
+            checks.append(DoctorCheck(label, False, detail, remedy))
+        elif group == COMMAND_GROUP and parent not in COMMAND_PARENTS:
+            detail = f"the command has no group {parent!r}, so {name!r} is never found"
+            remedy = f"in {names[0]}, name it NAME or plugins.NAME"
+            checks.append(DoctorCheck(label, False, detail, remedy))
+        elif problem := missing_code(found[0].value):
+            checks.append(DoctorCheck(label, False, problem, f"reinstall {names[0]}"))
+    return checks
 
 
 def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:

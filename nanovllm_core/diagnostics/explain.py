@@ -20,7 +20,7 @@ from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KINDS, Kind
 from nanovllm_core.selection.attention import Candidate, able_backends
-from nanovllm_core.selection.decisions import NAMED_KINDS, SEQUENCE, Decisions
+from nanovllm_core.selection.decisions import NAMED_KINDS, SEQUENCE, Decisions, compute_capability
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
 
 NOT_NAMED = "installed, and not named"
@@ -80,6 +80,14 @@ class View:
         except NanoVLLMError:
             return self.config.device.split(":")[0]
 
+    @property
+    def _capability(self) -> tuple[int, int] | None:
+        """The compute capability of the chosen GPU; None without one."""
+        try:
+            return compute_capability(self.decisions.device)
+        except NanoVLLMError:
+            return None
+
     def stated_where(self, path: str, automatic: str = "") -> str:
         """The source of the value at a path of the configuration; `automatic` if it is `auto`."""
         for known, source in self.sources.items():
@@ -89,7 +97,7 @@ class View:
 
     def other_plugins(self, kind: str, *chosen: str) -> dict[str, str]:
         """The other plugins of a kind, and what speaks against each."""
-        requirements = typical_requirements(self._device_type, None)
+        requirements = typical_requirements(self._device_type, self._capability)
         return {
             status.plugin.name: f"{status.state}: {'; '.join(status.reasons)}"
             if status.reasons

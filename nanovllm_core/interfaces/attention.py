@@ -49,7 +49,7 @@ GraphSupport = Literal["none", "decode", "full"]
 class AttentionCapabilities:
     """The capabilities of a backend, as data. One that is not declared is not supported.
 
-    `head_sizes` and `block_multiples`: None means any. `needs_finite_tail`: the backend reads the
+    `head_sizes`: None means any. `needs_finite_tail`: the backend reads the
     unused tail of a sequence's last block (and discards it), so blocks must hold finite numbers.
     `cuda_graphs`: whether nothing, the calls of the decode phase, or those of both can be captured.
     """

@@ -35,7 +35,7 @@ def nanovllm_executors() -> Sequence[ExecutorSpec]:
         ExecutorSpec(
             name="single",
             impl="nanovllm_core.worker.executor:SingleProcessExecutor",
-            contract=1,
+            contract=2,
             summary="The model runs in this process, on one device.",
         )
     ]

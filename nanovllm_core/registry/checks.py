@@ -23,7 +23,13 @@ from nanovllm_core.interfaces.specs import (
     ResolvedPlugin,
     SchedulerSpec,
 )
-from nanovllm_core.registry.discovery import UNKNOWN, InstalledPlugin
+from nanovllm_core.registry.discovery import (
+    COMMAND_GROUP,
+    GROUP_PREFIX,
+    SUITE_GROUP,
+    UNKNOWN,
+    InstalledPlugin,
+)
 from nanovllm_core.registry.hookspecs import PROJECT
 from nanovllm_core.registry.kinds import (
     KIND,
@@ -164,6 +170,8 @@ def check_kind_spec(plugin: InstalledPlugin, spec: KindSpec) -> None:
     )
     if problem is None and (spec.name in KINDS or spec.name in NO_SPEC):
         problem = f"{spec.name!r} is a kind of {CORE}; declare another name"
+    if problem is None and f"{GROUP_PREFIX}{spec.name}s" in (COMMAND_GROUP, SUITE_GROUP):
+        problem = f"{spec.name!r} would take over {GROUP_PREFIX}{spec.name}s; declare another name"
     if problem is None and not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
         problem = f"{spec.name!r} must be of lower-case letters, digits and underscores"
     if problem is None and not (isinstance(spec.spec, type) and issubclass(spec.spec, PluginSpec)):

@@ -32,6 +32,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "demo": ("checkpoint_demo",),
     "bench": ("bench",),
     "kit": ("kit",),
+    "flash-attn-compat": ("flash_attn_compat",),
 }
 """The folders under plugins/ of what an extra of nanovllm-core installs."""
 
@@ -43,6 +44,9 @@ GROUP_PREFIX = "nanovllm."
 
 COMMAND_GROUP = "nanovllm.commands"
 """Commands of distributions; each is imported when it is called."""
+
+COMMAND_PARENTS = ("", "plugins")
+"""Where a distribution may add a command: `nanovllm NAME` and `nanovllm plugins NAME`."""
 
 SUITE_GROUP = "nanovllm.suites"
 """Conformance suites by the kind that they test; `nanovllm plugins test` imports them."""
@@ -101,8 +105,9 @@ def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
     """A note on a plugin of that name in a group of no kind, where it is not looked for."""
     found = entry_points() if given is None else EntryPoints(given)
     groups = known_groups(entry.name for entry in found.select(group=KIND_GROUP))
+    read = {*groups, COMMAND_GROUP, SUITE_GROUP}
     for entry in found.select(name=name):
-        if entry.group.startswith(GROUP_PREFIX) and entry.group not in groups:
+        if entry.group.startswith(GROUP_PREFIX) and entry.group not in read:
             plugin = _installed("", entry)
             return (
                 f"; {shown(name)} is in the group {shown(entry.group)} of {plugin.distribution} "

@@ -82,7 +82,7 @@ _OURS = (
         "pathlib:Path",
         contract=2,
         oldest_contract=2,
-        changed=f"{OPTIONS_FIRST}fetch(options, reference)",
+        changed=f"{OPTIONS_FIRST}find(options, reference), which returns a pathlib.Path",
         extras={"demo": "demo"},
     ),
     Kind(
@@ -129,7 +129,16 @@ _OURS = (
         choice="scheduler",
         extras={"sjf": "sjf"},
     ),
-    Kind("executor", ExecutorSpec, f"{INTERFACES}.executor:Executor", choice="executor"),
+    Kind(
+        "executor",
+        ExecutorSpec,
+        f"{INTERFACES}.executor:Executor",
+        contract=2,
+        oldest_contract=2,
+        changed="state contract=2; plans hold BlockAppend, and plugins of the setup carry parsed "
+        "options: make them with nanovllm_core.worker.make_plugin(resolved, *arguments)",
+        choice="executor",
+    ),
     Kind("observer", ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
 )
 

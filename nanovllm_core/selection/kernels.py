@@ -112,7 +112,7 @@ def _best(plugins: PluginManager, target: KernelTarget) -> KernelSelection:
         raise UnsupportedError(
             f"kernels auto: no set can serve {target.device} in {target.dtype}. "
             f"{'; '.join(reasons) or 'None is installed'}. The core's own, {REFERENCE!r}, can: "
-            f"take {REFERENCE} out of plugins.disable",
+            "take the entry that disables it out of plugins.disable",
             reasons,
         )
     best, *rest = ranked
@@ -135,5 +135,5 @@ def _missing(plugins: PluginManager, unable: Mapping[str, str]) -> tuple[str, st
     if FUSED in unable:
         return unable[FUSED], f"choose kernels: {REFERENCE} if it is meant to be so"
     if any((plugin.kind, plugin.name) == ("kernels", FUSED) for plugin in plugins.disabled()):
-        return "listed in plugins.disable", f"take {FUSED} out of plugins.disable"
+        return "disabled", "take the entry that disables it out of plugins.disable"
     return "not installed", install_command("kernels", FUSED)

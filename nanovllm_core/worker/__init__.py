@@ -3,6 +3,9 @@
 Knows rows, blocks and token ids; knows nothing of requests or text. The public door for executors.
 """
 
+from nanovllm_core.registry.objects import (
+    make_plugin as make_plugin,
+)
 from nanovllm_core.worker.executor import (
     SingleProcessExecutor as SingleProcessExecutor,
 )

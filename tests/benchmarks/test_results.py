@@ -219,7 +219,7 @@ def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UnsupportedError, match=r'pip install "nanovllm-core\[bench\]"'):
+    with pytest.raises(UnsupportedError, match=r'pip install "nanovllm-bench\[plot\]"'):
         draw(series_of(RECORDS), tmp_path / "none.svg")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 
 import pytest
 import typer
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 
 from nanovllm_core.cli import installed
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.diagnostics.doctor import check_commands
 from nanovllm_core.errors import PluginConflictError, PluginLoadError, PluginNotFoundError
+from nanovllm_core.registry.discovery import misplaced
 
 Install = Callable[..., None]
 
@@ -34,6 +37,8 @@ def single(count: int = 1):
     "One command, as a function."
     print("counted", count)
 """
+
+ONE_TWO = ("nanovllm-one", "nanovllm-two")
 
 
 def invoke(*words: str) -> tuple[int, str]:
@@ -74,6 +79,39 @@ def test_a_broken_command_stops_only_itself(install: Install) -> None:
     assert invoke("config", "--help")[0] == 0
     with pytest.raises(PluginLoadError, match=r"nanovllm party of nanovllm-party.*ZeroDivision"):
         invoke("party")
+
+
+def test_a_command_that_exits_as_it_is_imported_is_an_error(install: Install) -> None:
+    install("nanovllm-party", {"nanovllm.commands": {"party": "quits"}}, {"quits": "exit(0)"})
+    with pytest.raises(PluginLoadError, match=r"nanovllm party of nanovllm-party.*SystemExit"):
+        invoke("party")
+
+
+def test_the_doctor_names_commands_and_suites_that_cannot_be_found(install: Install) -> None:
+    """A typing mistake in the group, two owners, code that is not there."""
+    for owner in ("one", "two"):
+        entries = {"nanovllm.commands": {"party": owner}, "nanovllm.suites": {"bell": owner}}
+        install(f"nanovllm-{owner}", entries, {owner: GREET})
+    mistakes = {"plugin.audit": "one:app", "absent": "nosuch:app", "plugins.count": "one:single"}
+    install("nanovllm-three", {"nanovllm.commands": mistakes}, {})
+    groups = ("nanovllm.commands", "nanovllm.suites")
+    entries = [entry for group in groups for entry in entry_points(group=group)]
+    found = {check.name: check.detail for check in check_commands(entries)}
+    both = [f"registered by {a} and {b}" for a, b in (ONE_TWO, ONE_TWO[::-1])]
+    assert found.pop("nanovllm.commands: party") in both
+    assert found.pop("nanovllm.suites: bell") in both
+    assert found == {
+        "nanovllm.commands: plugin.audit": (
+            "the command has no group 'plugin', so 'plugin.audit' is never found"
+        ),
+        "nanovllm.commands: absent": (
+            "its code 'nosuch:app' cannot be loaded: there is no module 'nosuch'"
+        ),
+    }
+
+
+def test_no_command_or_suite_is_taken_for_a_misplaced_plugin() -> None:
+    assert misplaced("bench") == misplaced("scheduler.policy") == ""
 
 
 def test_a_command_of_ours_that_is_not_installed_names_its_pip_line(

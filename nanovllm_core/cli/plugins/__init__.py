@@ -9,7 +9,9 @@ from nanovllm_core.cli.plugins import details, doctor, listing
 
 def make_app() -> typer.Typer:
     """The core's commands; installed distributions add theirs (`nanovllm_core.cli.installed`)."""
-    app = typer.Typer(no_args_is_help=True, help="List, check, test and create plugins.")
+    app = typer.Typer(
+        no_args_is_help=True, help="List and check plugins; the kit tests and creates them."
+    )
     # In the order of `nanovllm plugins --help`.
     app.command("list")(listing.list_plugins)
     app.command("show")(details.show)

@@ -109,7 +109,7 @@ def draw(series: Mapping[str, Sequence[Point]], file: Path) -> None:
         from matplotlib import figure as mpl_figure
     except ImportError as error:
         raise UnsupportedError(
-            'plots need matplotlib, which is not installed: pip install "nanovllm-core[bench]"'
+            'plots need matplotlib, which is not installed: pip install "nanovllm-bench[plot]"'
         ) from error
 
     # A seed for the ids in an SVG, and text as text: the file depends on the results alone.

@@ -245,7 +245,7 @@ def test_plot_takes_no_folder_and_writes_no_other_format(tmp_path: Path) -> None
 
 
 def test_plot_writes_the_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    pytest.importorskip("matplotlib", reason="needs nanovllm-bench[plot]")
     record = {
         "benchmark": "throughput",
         "workload": "2 x 8/8",

@@ -23,17 +23,22 @@ from typing import Any
 from nanovllm_core.errors import NanoVLLMError, PluginLoadError, PluginNotFoundError, did_you_mean
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.registry import (
+    COMMAND_GROUP,
     CORE,
     EXTENSION,
     GROUP_PREFIX,
     KIND,
     KIND_GROUP,
+    SUITE_GROUP,
     InstalledPlugin,
     core_requirement,
     get_plugin_manager,
     known_groups,
     load_object,
 )
+
+CODE_GROUPS = {COMMAND_GROUP: "command", SUITE_GROUP: "suite"}
+"""Entry points that are no plugins: each names what is imported when it is used."""
 
 HEAVY = ("torch", "triton", "transformers")
 
@@ -65,7 +70,7 @@ def validate_package(folder: Path) -> list[DoctorCheck]:
                 False,
                 "none in a group of nanovllm's, so no plugin would be found",
                 'add [project.entry-points."nanovllm.KIND"] with NAME = "package.module"; groups: '
-                f"{', '.join(sorted(known_groups()))}",
+                f"{', '.join(sorted({*known_groups(), *CODE_GROUPS}))}",
             )
         )
     return checks + validate_entries(entries, [folder.absolute(), (folder / "src").absolute()])
@@ -159,6 +164,8 @@ def _check_entry(group: str, name: str, target: str, others: Sequence[Entry]) ->
 
     `others` are those of the same package: one may declare the kind of another.
     """
+    if group in CODE_GROUPS:
+        return [_check_code(f"{CODE_GROUPS[group]} {name}", target)]
     mine = [EntryPoint(other, its_target, its_group) for its_group, other, its_target in others]
     declared = {entry.name for entry in mine if entry.group == KIND_GROUP}
     mine += [e for e in entry_points(group=KIND_GROUP) if e.name not in declared]
@@ -182,6 +189,7 @@ def _check_entry(group: str, name: str, target: str, others: Sequence[Entry]) ->
                 DoctorCheck(label, True, detail),
                 *_check_light(label, target),
                 _check_suite(label, declaration.conformance),
+                *([_check_code(label, declaration.interface)] if declaration.interface else []),
             ]
         spec = manager.spec(kind, name)
         checks = [
@@ -193,6 +201,15 @@ def _check_entry(group: str, name: str, target: str, others: Sequence[Entry]) ->
         return [*checks, DoctorCheck(label, True, f"{spec.impl} can be imported")]
     except NanoVLLMError as error:
         return [_wrong(label, str(error))]
+
+
+def _check_code(label: str, target: str) -> DoctorCheck:
+    """A command or a suite: its target is imported when it is used."""
+    try:
+        load_object(target)
+    except PluginLoadError as error:
+        return _wrong(label, str(error))
+    return DoctorCheck(label, True, f"{target} can be imported")
 
 
 def _check_light(label: str, target: str) -> Iterable[DoctorCheck]:

@@ -181,7 +181,7 @@ def test_the_package_imports_no_pytest_until_a_suite_is_used() -> None:
 
 
 def test_the_module_that_the_suites_left_names_the_distribution() -> None:
-    with pytest.raises(ImportError, match=r'nanovllm_kit: pip install "nanovllm-core\[kit\]"'):
+    with pytest.raises(ImportError, match=r"nanovllm_kit: pip install .*kit"):
         import_module("nanovllm_core.testing")
 
 

@@ -137,6 +137,20 @@ def test_what_is_no_package_is_told_in_words_and_not_as_an_errno(tmp_path: Path)
         validate_package(tmp_path / "nope")
 
 
+def test_commands_and_suites_are_imported_and_nothing_more(package: Path) -> None:
+    """The kit's own package and the benchmarks' are right by the same check."""
+    project = package / "pyproject.toml"
+    module = next(package.glob("nanovllm_*")).name
+    text = project.read_text()
+    project.write_text(
+        f'{text}\n[project.entry-points."nanovllm.commands"]\nhello = "{module}.plugin:SPEC"\n'
+        f'[project.entry-points."nanovllm.suites"]\nbell = "{module}.nowhere:Suite"\n'
+    )
+    [problem] = wrong(package)
+    assert "suite bell" in problem
+    assert f"{module}.nowhere" in problem
+
+
 def test_a_package_in_a_src_folder_is_found(package: Path) -> None:
     (package / "src").mkdir()
     (package / "nanovllm_scheduler_fair").rename(package / "src" / "nanovllm_scheduler_fair")

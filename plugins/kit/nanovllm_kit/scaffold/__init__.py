@@ -18,8 +18,10 @@ from types import MappingProxyType
 from nanovllm_core import __version__
 from nanovllm_core.errors import ScaffoldError, did_you_mean, shown
 from nanovllm_core.registry import (
+    COMMAND_GROUP,
     EXTENSION,
     KIND,
+    SUITE_GROUP,
     declared_group,
     declared_hook,
     get_plugin_manager,
@@ -132,7 +134,8 @@ def check_name(name: str) -> None:
 def _refuse_taken(kind: str, name: str, entries: Iterable[tuple[str, str]]) -> None:
     """ScaffoldError for a name that would be a conflict as soon as the package is installed."""
     manager, groups = get_plugin_manager(), known_groups()
-    if kind == KIND and (name in manager.kinds() or declared_group(name) in groups):
+    taken = {*groups, COMMAND_GROUP, SUITE_GROUP}
+    if kind == KIND and (name in manager.kinds() or declared_group(name) in taken):
         raise ScaffoldError(f"{shown(name)} is a kind already; choose another name")
     wanted = {(groups.get(group), entry) for group, entry in entries}
     for plugin in manager.installed():

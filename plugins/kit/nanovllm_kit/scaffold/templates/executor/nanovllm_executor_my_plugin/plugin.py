@@ -1,4 +1,4 @@
-"""What nanovllm reads of this plugin before anybody chooses it; importing it imports no torch."""
+"""The spec of this plugin. nanovllm imports this module to list it; it must not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = ExecutorSpec(
     name="my_plugin",
     impl="nanovllm_executor_my_plugin.executor:MyPluginExecutor",
     summary="One worker in this process, and the time of each step.",
-    contract=1,
+    contract=2,
     options=MyPluginOptions,
     max_tensor_parallel_size=1,
 )

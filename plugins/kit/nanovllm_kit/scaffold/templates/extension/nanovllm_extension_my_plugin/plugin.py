@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 class MyPluginOptions(BaseModel):
-    """What stands under `plugins.options.my_plugin`."""
+    """The options under `plugins.options.my_plugin`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -38,7 +38,7 @@ class MyPluginProcessor(LogitsProcessor):
         positions_L = torch.arange(ids_L.shape[0], device=ids_L.device)
         known_L = positions_L < request.num_known
         recent_L = known_L & (positions_L >= request.num_known - window)
-        # What stands behind the known ids is no id: it must not be used as an index.
+        # Entries after the known ids are not valid ids; do not index with them.
         ids_L = torch.where(recent_L, ids_L, 0).long()
         counts_V = torch.zeros(vocab_size, device=ids_L.device)
         return counts_V.index_add_(0, ids_L, recent_L.float())

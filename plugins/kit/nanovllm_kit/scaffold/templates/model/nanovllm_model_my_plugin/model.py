@@ -11,7 +11,7 @@ from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, refuse_unles
 class MyPluginForCausalLM(DecoderForCausalLM):
     """Grouped-query attention, rotary positions, gated SiLU MLP, RMS norms; no biases, no window.
 
-    What the decoder can vary is a keyword of `from_config`: qkv_bias, output_bias, mlp_bias,
+    `from_config` has a keyword for each setting of the decoder: qkv_bias, output_bias, mlp_bias,
     qk_norm, sliding_window. Where the checkpoint has its projections under other names, or several
     in one tensor, say so in `packed_modules`. To change another part, copy
     `nanovllm_core/layers/decoder.py` into this package, import its names from `nanovllm_core.api`
@@ -20,6 +20,6 @@ class MyPluginForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """What this model would compute wrongly is refused, never ignored."""
+        """Refuse settings that this model does not support."""
         refuse_unless(config, attention_bias=False, mlp_bias=False, sliding_window=None)
         return DecoderConfig.from_config(config)

@@ -1,4 +1,4 @@
-"""What nanovllm reads of this plugin before anybody chooses it; importing it imports no torch."""
+"""The spec of this plugin. nanovllm imports this module to list it; it must not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nanovllm reads of this plugin before anybody chooses it; importing it imports no torch."""
+"""The spec of this plugin. nanovllm imports this module to list it; it must not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEC = SchedulerSpec(
     contract=1,
     level="scheduler",
     options=MyPluginOptions,
-    # A promise: nobody is passed over. The tests hold it under endless traffic.
+    # No later request is admitted first. The suite checks this bound.
     max_overtaking_steps=lambda _options, _request: 0,
 )
 
