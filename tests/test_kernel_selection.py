@@ -179,7 +179,7 @@ def test_a_set_that_is_disabled_or_unfit_needs_no_install(manager: Manager) -> N
     triton = kernel_set("triton", rank=50, min_compute_capability=(8, 0))
     off = select_kernels(manager(triton, disable=["kernels:triton"]), AUTO, GPU)
     assert off.others["triton"] == "disabled"
-    assert off.remedy == "take triton out of plugins.disable"
+    assert off.remedy == "take the entry that disables it out of plugins.disable"
     old = KernelTarget(device="cuda", dtype="float16", compute_capability=(7, 5))
     unfit = select_kernels(manager(triton), AUTO, old)
     assert "needs compute capability 8.0, and this GPU has 7.5" in unfit.warning
