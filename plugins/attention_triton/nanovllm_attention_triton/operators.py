@@ -2,14 +2,16 @@
 
     from nanovllm_attention_triton.operators import packed_attention, paged_attention
 
-nanovllm-attention-sdpa has the same two, with the same signatures. Both are custom operators, so
-that code that calls them compiles whole: `torch.compile(..., fullgraph=True)`. Forward only.
+nanovllm-attention-sdpa has the same two; these have the same signatures, less `alibi_slopes`. Both
+are custom operators, so that code that calls them compiles whole: `torch.compile(...,
+fullgraph=True)`. Forward only.
 
 Tensors are float16, bfloat16 or float32, of one dtype on one device; heads have 1 to
 `MAX_HEAD_SIZE` elements, contiguous; each KV head serves a whole number of query heads; pages, of
-any number of tokens, have equal strides for K and V. Lengths are read on the device alone, so no
-call waits for it and both can be captured. A length beyond what its block table or its tensor
-holds is cut to that, so nothing is read outside; block ids in use must name pages that exist.
+any number of tokens, have equal strides for K and V, except of dimensions of one element. Lengths
+are read on the device alone, so no call waits for it and both can be captured. A length beyond
+what its block table or its tensor holds is cut to that, so nothing is read outside; block ids in
+use must name pages that exist.
 
 Masks are aligned to the last query and key. `window` (left, right) counts the keys that a query
 sees beside its own, -1 for no bound: (-1, 0) is the causal mask. `soft_cap` c above 0 turns scaled
@@ -189,6 +191,10 @@ def _prefill(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run the prefill kernel into new tensors."""
+    strides = (*k_pages.stride()[:-1], 1)
+    if not strides == k_pages.stride() == v_pages.stride():
+        # They differ where a dimension has one element. Descriptors need them alike there too.
+        k_pages, v_pages = (x.as_strided(x.shape, strides) for x in (k_pages, v_pages))
     out, lse = _outputs(q_THD, with_lse)
     large = fits_large_tiles(k_pages, v_pages)
     capacity = block_table.shape[1] * k_pages.shape[1]
