@@ -77,7 +77,7 @@ def test_strides_of_dimensions_of_one_element_mean_nothing(
     compat: ModuleType, queries: int
 ) -> None:
     """One page of one KV head; on triton also where the copy engine could read it."""
-    q, pages = torch.randn(1, queries, 4, 24), torch.randn(2, 1, 64, 1, 24)
+    q, pages = torch.randn(1, queries, 4, 24).half(), torch.randn(2, 1, 64, 1, 24).half()
     k, v = pages.unbind()
     odd = v.as_strided(v.shape, (7, 24, 5, 1))
     found, expected = (compat.flash_attn_with_kvcache(q, k, x) for x in (odd, v))
