@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -22,12 +25,12 @@ def check_varlen_shapes(
     """Refuse tensors that `flash_attn_varlen_func` cannot read together."""
     name = "flash_attn_varlen_func"
     _check_shape(name, "q", q, "tokens", "heads", "head size")
-    page = () if block_table is None else ("pages",)
-    remedy = (
-        "pages need a block_table" if block_table is None else "packed keys have no block_table"
-    )
-    _check(name, q, "k", k, *page, "tokens", "KV heads", "head size", remedy=remedy)
-    _check(name, q, "v", v, *k.shape)
+    packed = ("tokens", "KV heads", "head size")
+    if block_table is None:
+        _check(name, q, "k", k, *packed, remedy="pages need a block_table")
+    else:
+        _check(name, q, "k", k, "pages", *packed, remedy="packed keys have no block_table")
+    _check_like(name, q, "v", v, k)
     _check_indices(name, q, "cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     num_seqs = cu_seqlens_q.shape[0] - 1
     if num_seqs < 0:
@@ -52,7 +55,7 @@ def check_kvcache_shapes(
     _check_shape(name, "q", q, "rows", "queries", "heads", "head size")
     batch = q.shape[0]
     _check(name, q, "k_cache", k_cache, "rows or pages", "tokens", "KV heads", "head size")
-    _check(name, q, "v_cache", v_cache, *k_cache.shape)
+    _check_like(name, q, "v_cache", v_cache, k_cache)
     if block_table is not None:
         _check_indices(name, q, "block_table", block_table, batch, "pages")
     elif cache_batch_idx is not None:
@@ -82,14 +85,14 @@ def check_new_keys(
     """Refuse new keys and values unlike the cache, and rotary tables unlike these."""
     name, head_size = "flash_attn_with_kvcache", k_cache.shape[3]
     _check(name, q, "k", k, q.shape[0], "new tokens", *k_cache.shape[2:])
-    _check(name, q, "v", v, *k.shape)
+    _check_like(name, q, "v", v, k)
     for parameter, x in (("k", k), ("v", v)):
         if x.dtype != k_cache.dtype:
             refuse(name, parameter, x.dtype, f"the cache has {k_cache.dtype}; convert it")
     if rotary_cos is None or rotary_sin is None:
         return
     _check(name, q, "rotary_cos", rotary_cos, "positions", "pairs")
-    _check(name, q, "rotary_sin", rotary_sin, *rotary_cos.shape)
+    _check_like(name, q, "rotary_sin", rotary_sin, rotary_cos)
     if 2 * rotary_cos.shape[1] > head_size or rotary_cos.shape[0] == 0:
         refuse(
             name, "rotary_cos", rotary_cos,
@@ -137,14 +140,27 @@ def _check(
     _check_device(function, q, parameter, x)
 
 
+def _check_like(function: str, q: Tensor, parameter: str, x: Tensor, like: Tensor) -> None:
+    """Refuse `x` of another shape than `like`, or on another device than `q`."""
+    if x.shape != like.shape:
+        _refuse_shape(function, parameter, x, like.shape)
+    _check_device(function, q, parameter, x)
+
+
 def _check_shape(
     function: str, parameter: str, x: Tensor, *shape: int | str, remedy: str = ""
 ) -> None:
     """Refuse `x` of another shape; a dimension with a name has any size."""
-    if x.dim() == len(shape) and all(
-        isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
-    ):
-        return
+    if x.dim() != len(shape):
+        _refuse_shape(function, parameter, x, shape, remedy)
+    for size, found in zip(shape, x.shape, strict=True):
+        if not isinstance(size, str) and size != found:
+            _refuse_shape(function, parameter, x, shape, remedy)
+
+
+def _refuse_shape(
+    function: str, parameter: str, x: Tensor, shape: Sequence[int | str], remedy: str = ""
+) -> NoReturn:
     limit = f"it needs shape [{', '.join(map(str, shape))}]"
     refuse(function, parameter, x, f"{limit}; {remedy}" if remedy else limit)
 

@@ -65,13 +65,15 @@ def _check(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_pages(function: str, k: Tensor, v: Tensor) -> None:
     """Refuse pages whose strides the kernels do not take; packed keys are copied."""
-    for size, k_stride, v_stride in zip(k.shape, k.stride(), v.stride(), strict=True):
-        if size != 1 and k_stride != v_stride:
-            refuse(
-                function, "v", f"strides {v.stride()}",
-                f"triton needs k's strides {k.stride()}; make both alike",
-            )  # fmt: skip
-    if k.shape[-1] != 1 and k.stride(-1) != 1:
+    if k.stride() != v.stride() and any(
+        size != 1 and one != other
+        for size, one, other in zip(k.shape, k.stride(), v.stride(), strict=True)
+    ):
+        refuse(
+            function, "v", f"strides {v.stride()}",
+            f"triton needs k's strides {k.stride()}; make both alike",
+        )  # fmt: skip
+    if k.stride(-1) != 1 and k.shape[-1] != 1:
         refuse(
             function, "k, v", f"strides {k.stride()}",
             "triton needs a contiguous head dimension; call .contiguous()",
