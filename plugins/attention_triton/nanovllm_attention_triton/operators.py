@@ -34,6 +34,7 @@ from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.plugin import MAX_HEAD_SIZE
 from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
 from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_core.api import UnsupportedError
 
 __all__ = ["MAX_HEAD_SIZE", "packed_attention", "paged_attention"]
 
@@ -61,6 +62,7 @@ def packed_attention(
     `key_starts` [S + 1] int32: running sums of lengths, of which none is above `max_query_len` and
     `max_key_len`. Returns out [T, H, D] and lse [H, T] fp32, or [0] unless `with_lse`.
     """
+    _check_scale("packed_attention", scale)
     left, right = window
     out, lse = _packed(
         q_THD, k, v, query_starts, key_starts, block_table, max_query_len, max_key_len, scale,
@@ -88,6 +90,7 @@ def paged_attention(
     False: no row's keys are divided among programs. Returns out [B, Q, H, D] and lse [B, H, Q]
     fp32, or [0] unless `with_lse`.
     """
+    _check_scale("paged_attention", scale)
     batch, query_len = q_BQHD.shape[:2]
     left, right = window
     out, lse = _paged(
@@ -95,6 +98,14 @@ def paged_attention(
         with_lse,
     )  # fmt: skip
     return out, lse.view(-1, batch, query_len).transpose(0, 1) if with_lse else lse
+
+
+def _check_scale(function: str, scale: float) -> None:
+    """Refuse a scale that is not positive: kernels take the peak of a row before the scale."""
+    if not scale > 0.0:
+        raise UnsupportedError(
+            f"{function}: scale={scale} is not supported: triton needs a positive one; negate q"
+        )
 
 
 # The operators are called with all of their arguments by place; `with_lse` is the last.
