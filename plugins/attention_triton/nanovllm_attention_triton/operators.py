@@ -14,8 +14,9 @@ what its block table or its tensor holds is cut to that, so nothing is read outs
 use must name pages that exist.
 
 Masks are aligned to the last query and key. `window` (left, right) counts the keys that a query
-sees beside its own, -1 for no bound: (-1, 0) is the causal mask. `soft_cap` c above 0 turns scaled
-scores s into c * tanh(s / c). A query that sees no key gets zeros and a log-sum-exp of -inf.
+sees beside its own, -1 for no bound: (-1, 0) is the causal mask. `scale` is above 0; another one
+raises UnsupportedError. `soft_cap` c above 0 turns scaled scores s into c * tanh(s / c). A query
+that sees no key gets zeros and a log-sum-exp of -inf.
 Each head size, window edge, soft cap and page size compiles kernels of its own.
 
 Shape suffixes as in `nanovllm_core.interfaces.attention`; S sequences, L keys of all of them.
