@@ -58,7 +58,8 @@ class FlashAttention:
         tensor where flash-attn shows dropout's pattern). A query that sees no key gets zeros and,
         as flash-attn gives it, a log-sum-exp of +inf. The result is always `deterministic`. Lengths
         on a GPU must be within `max_seqlen_q` and `max_seqlen_k`; the host does not see them.
-        Raises UnsupportedError for what the backend lacks, and for wrong lengths on the host.
+        Raises UnsupportedError for what the backend lacks, tensors that do not fit together, and
+        wrong lengths on the host.
         """
         name = "flash_attn_varlen_func"
         backend = self._choose(q.device)

@@ -38,7 +38,7 @@ def check_varlen_shapes(
     _check_indices(name, q, "cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
     if block_table is not None:
         _check_indices(name, q, "block_table", block_table, num_seqs, "pages")
-    _check_heads(name, q, k, num_seqs, alibi_slopes)
+    _check_heads(name, q, "k", k, num_seqs, alibi_slopes)
 
 
 def check_kvcache_shapes(
@@ -71,7 +71,7 @@ def check_kvcache_shapes(
         _check_index_dtype(name, "cache_seqlens", cache_seqlens)
     elif isinstance(cache_seqlens, float):
         refuse(name, "cache_seqlens", cache_seqlens, "it counts tokens; pass an int")
-    _check_heads(name, q, k_cache, batch, alibi_slopes)
+    _check_heads(name, q, "k_cache", k_cache, batch, alibi_slopes)
 
 
 def check_new_keys(
@@ -102,16 +102,19 @@ def check_new_keys(
 
 
 def _check_heads(
-    function: str, q: Tensor, k: Tensor, rows: int, alibi_slopes: Tensor | None
+    function: str, q: Tensor, keys: str, k: Tensor, rows: int, alibi_slopes: Tensor | None
 ) -> None:
-    """Head sizes and counts of `q` and `k` [..., heads, head size], and a slope for each head."""
+    """Head sizes and counts of `q` and `k` [..., heads, head size], and a slope for each head.
+
+    `keys` is the name of `k`.
+    """
     heads, head_size = q.shape[-2:]
     kv_heads = k.shape[-2]
     if k.shape[-1] != head_size:
         refuse(function, "q", f"head size {head_size}", f"keys have {k.shape[-1]}; pass one size")
-    if 0 in (heads, kv_heads, head_size):
-        found = f"{heads} and {kv_heads} heads of {head_size} elements"
-        refuse(function, "q, k", found, "each is at least 1")
+    for parameter, x in (("q", q), (keys, k)):
+        if 0 in x.shape[-2:]:
+            refuse(function, parameter, x, "it needs at least one head of at least one element")
     if heads % kv_heads:
         found = f"{heads} query and {kv_heads} KV heads"
         refuse(function, "q", found, "each KV head serves a whole number of query heads")

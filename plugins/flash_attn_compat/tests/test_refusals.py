@@ -84,7 +84,11 @@ ROTATED = APPENDED | {"rotary_cos": TABLE, "rotary_sin": TABLE}
         ({"v": torch.zeros(7, 2, 24).half()}, "q, k, v=torch.float32, .*pass one dtype"),
         ({"v": torch.zeros(7, 2, 16)}, r"v=tensor \[7, 2, 16\] .*\[7, 2, 24\]"),
         ({"q": torch.zeros(5, 4, 16)}, r"q=head size 16 .*24"),
-        ({"k": torch.zeros(7, 0, 24), "v": torch.zeros(7, 0, 24)}, "q, k=4 and 0 heads of 24 "),
+        (
+            {"k": torch.zeros(7, 0, 24), "v": torch.zeros(7, 0, 24)},
+            r"k=tensor \[7, 0, 24\] .*one head",
+        ),
+        ({"q": torch.zeros(5, 0, 24)}, r"q=tensor \[5, 0, 24\] .*one head"),
         ({"q": torch.zeros(1, 5, 4, 24)}, r"q=tensor .*\[tokens, heads, head size\]"),
         (
             {"k": torch.zeros(2, 16, 2, 24), "v": torch.zeros(2, 16, 2, 24)},
@@ -142,6 +146,10 @@ def test_varlen_refuses_by_name(compat: ModuleType, changed: dict[str, Any], mes
         ({"cache_batch_idx": torch.tensor([0.0, 1.9])}, "cache_batch_idx=torch.float32 .*int32"),
         ({"cache_seqlens": torch.tensor([5.0, 9.9])}, "cache_seqlens=torch.float32 .*int32"),
         ({"cache_seqlens": 9.9}, "cache_seqlens=9.9 .*int"),
+        (
+            {"k_cache": torch.zeros(2, 16, 0, 24), "v_cache": torch.zeros(2, 16, 0, 24)},
+            r"k_cache=tensor \[2, 16, 0, 24\] .*one head",
+        ),
         (
             {"q": torch.zeros(3, 1, 4, 24), "cache_seqlens": 5},
             "k_cache=2 rows .*q has 3; give the cache a row for each, or pass cache_batch_idx",
