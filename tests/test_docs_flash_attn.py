@@ -17,7 +17,8 @@ from nanovllm_core.errors import UnsupportedError
 PAGE = Path(__file__).parents[1] / "docs/coming_from_flash_attn.md"
 BACKENDS = ("sdpa", "triton")
 
-ROWS = re.findall(r"^\| (`.*`.*) \| (yes|refused) \| (yes|refused) \|$", PAGE.read_text(), re.M)
+ANSWER = "(yes|above 0|refused)"
+ROWS = re.findall(rf"^\| (`.*`.*) \| {ANSWER} \| {ANSWER} \|$", PAGE.read_text(), re.M)
 SAID = [
     (parameter, backend, answer)
     for names, *answers in ROWS
@@ -85,9 +86,12 @@ def test_a_parameter_is_honoured_or_refused_as_the_page_says(
             tensor(2, 3, 4, 64), kv, kv, cache_seqlens=9, return_softmax_lse=True
         )
         assert (len(result) == 2) == (answer == "yes")
-    elif answer == "yes":
+    elif answer != "refused":
         changed = with_kvcache(compat, **KVCACHE[parameter])
         assert not torch.allclose(changed, with_kvcache(compat), atol=1e-3)
+        if answer == "above 0":
+            with pytest.raises(UnsupportedError, match=f"{parameter}=0.0"):
+                with_kvcache(compat, **{parameter: 0.0})
     else:
         refused = r"rotary_(cos|sin)" if parameter.startswith("rotary") else parameter
         call = varlen if parameter == "dropout_p" else with_kvcache

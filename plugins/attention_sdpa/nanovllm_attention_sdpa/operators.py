@@ -38,6 +38,7 @@ from nanovllm_attention_sdpa.dense import (
     wide_dtype,
 )
 from nanovllm_attention_sdpa.single import attend_single
+from nanovllm_core.api import UnsupportedError
 
 NAMESPACE = __name__.partition(".")[0]
 
@@ -63,8 +64,14 @@ def packed_attention(
     `k`, `v` [L, K, D], or pages [N, P, K, D] with `block_table` [S, M] int32. `query_starts`,
     `key_starts` [S + 1] int32: running sums of lengths, of which none is above `max_query_len` and
     `max_key_len`. Returns out [T, H, D] and lse [H, T] in float32 at least, or [0] unless
-    `with_lse`.
+    `with_lse`. Raises UnsupportedError where pages would need gradients.
     """
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k, v))
+    if needs_grad and block_table is not None:
+        raise UnsupportedError(
+            "packed_attention: block_table with q, k or v that requires grad is not supported: "
+            "pages get no gradient; pass packed k and v, or call it under torch.no_grad()"
+        )
     left, right = window
     out, lse = _packed(
         q_THD, k, v, query_starts, key_starts, block_table, alibi_slopes, scale, left, right,

@@ -16,6 +16,7 @@ from nanovllm_attention_sdpa import operators
 from nanovllm_attention_sdpa.dense import Rules
 from nanovllm_attention_sdpa.operators import packed_attention, paged_attention
 from nanovllm_attention_sdpa.single import attend_single
+from nanovllm_core.api import UnsupportedError
 from nanovllm_kit.recording import record
 
 H, K, D = 4, 2, 16
@@ -82,6 +83,17 @@ def test_gradients_of_packed_attention_equal_torchs_own() -> None:
     expected = torch.autograd.grad(dense.square().sum(), (q, k, v))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_with_pages_are_refused_before_anything_is_computed() -> None:
+    """Packed keys alone have gradients."""
+    q, cache = torch.randn(3, H, D), torch.randn(2, 4, K, D)
+    ends, table = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
+    call = (cache, cache, ends, ends, 3, 3)
+    with pytest.raises(UnsupportedError, match=r"block_table.*no_grad\(\)"):
+        packed_attention(q.requires_grad_(), *call, scale=1.0, block_table=table)
+    with torch.no_grad():
+        packed_attention(q, *call, scale=1.0, block_table=table)
 
 
 def test_slices_of_queries_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,21 @@
 
     from nanovllm_attention_triton.operators import packed_attention, paged_attention
 
-nanovllm-attention-sdpa has the same two, with the same signatures. Both are custom operators, so
-that code that calls them compiles whole: `torch.compile(..., fullgraph=True)`. Forward only.
+nanovllm-attention-sdpa has the same two; these have the same signatures, less `alibi_slopes`. Both
+are custom operators, so that code that calls them compiles whole: `torch.compile(...,
+fullgraph=True)`. Forward only.
 
 Tensors are float16, bfloat16 or float32, of one dtype on one device; heads have 1 to
 `MAX_HEAD_SIZE` elements, contiguous; each KV head serves a whole number of query heads; pages, of
-any number of tokens, have equal strides for K and V. Lengths are read on the device alone, so no
-call waits for it and both can be captured. A length beyond what its block table or its tensor
-holds is cut to that, so nothing is read outside; block ids in use must name pages that exist.
+any number of tokens, have equal strides for K and V, except of dimensions of one element. Lengths
+are read on the device alone, so no call waits for it and both can be captured. A length beyond
+what its block table or its tensor holds is cut to that, so nothing is read outside; block ids in
+use must name pages that exist.
 
 Masks are aligned to the last query and key. `window` (left, right) counts the keys that a query
-sees beside its own, -1 for no bound: (-1, 0) is the causal mask. `soft_cap` c above 0 turns scaled
-scores s into c * tanh(s / c). A query that sees no key gets zeros and a log-sum-exp of -inf.
+sees beside its own, -1 for no bound: (-1, 0) is the causal mask. `scale` is above 0; another one
+raises UnsupportedError. `soft_cap` c above 0 turns scaled scores s into c * tanh(s / c). A query
+that sees no key gets zeros and a log-sum-exp of -inf.
 Each head size, window edge, soft cap and page size compiles kernels of its own.
 
 Shape suffixes as in `nanovllm_core.interfaces.attention`; S sequences, L keys of all of them.
@@ -32,6 +35,7 @@ from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.plugin import MAX_HEAD_SIZE
 from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
 from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_core.api import UnsupportedError
 
 __all__ = ["MAX_HEAD_SIZE", "packed_attention", "paged_attention"]
 
@@ -59,6 +63,7 @@ def packed_attention(
     `key_starts` [S + 1] int32: running sums of lengths, of which none is above `max_query_len` and
     `max_key_len`. Returns out [T, H, D] and lse [H, T] fp32, or [0] unless `with_lse`.
     """
+    _check_scale("packed_attention", scale)
     left, right = window
     out, lse = _packed(
         q_THD, k, v, query_starts, key_starts, block_table, max_query_len, max_key_len, scale,
@@ -86,6 +91,7 @@ def paged_attention(
     False: no row's keys are divided among programs. Returns out [B, Q, H, D] and lse [B, H, Q]
     fp32, or [0] unless `with_lse`.
     """
+    _check_scale("paged_attention", scale)
     batch, query_len = q_BQHD.shape[:2]
     left, right = window
     out, lse = _paged(
@@ -93,6 +99,14 @@ def paged_attention(
         with_lse,
     )  # fmt: skip
     return out, lse.view(-1, batch, query_len).transpose(0, 1) if with_lse else lse
+
+
+def _check_scale(function: str, scale: float) -> None:
+    """Refuse a scale that is not positive: kernels take the peak of a row before the scale."""
+    if not scale > 0.0:
+        raise UnsupportedError(
+            f"{function}: scale={scale} is not supported: triton needs a positive one; negate q"
+        )
 
 
 # The operators are called with all of their arguments by place; `with_lse` is the last.
@@ -189,6 +203,10 @@ def _prefill(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run the prefill kernel into new tensors."""
+    strides = (*k_pages.stride()[:-1], 1)
+    if not strides == k_pages.stride() == v_pages.stride():
+        # They differ where a dimension has one element. Descriptors need them alike there too.
+        k_pages, v_pages = (x.as_strided(x.shape, strides) for x in (k_pages, v_pages))
     out, lse = _outputs(q_THD, with_lse)
     large = fits_large_tiles(k_pages, v_pages)
     capacity = block_table.shape[1] * k_pages.shape[1]

@@ -5,9 +5,13 @@ Their numbers are compared in nanovllm-flash-attn-compat, whose functions call t
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from nanovllm_attention_triton import operators
+from nanovllm_core.api import UnsupportedError
 
 
 def test_the_operators_keep_their_declarations():
@@ -24,3 +28,20 @@ def test_the_operators_keep_their_declarations():
         q = torch.randn(2, queries, 4, 24)
         arguments = (q, k, v, table, lens, 0.1, -1, 0, 0.0, True, queries == 2)
         torch.library.opcheck(operators._paged, arguments)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_a_scale_that_is_not_positive_is_refused_by_both(scale: float) -> None:
+    """Decode, prefill of pages, and packed keys alike: by the function's name, with the remedy."""
+    x, starts = torch.randn(2, 2, 24), torch.tensor([0, 2], dtype=torch.int32)
+    table, lens = torch.tensor([[0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    pages = (x[None], x[None], table, lens)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (operators.packed_attention, (x, x, x, starts, starts, 2, 2)),
+        (operators.paged_attention, (x[None], *pages)),
+        (operators.paged_attention, (x[None, :1], *pages)),
+    ]
+    for function, arguments in calls:
+        message = f"{function.__name__}: scale={scale} .*positive.*negate q"
+        with pytest.raises(UnsupportedError, match=message):
+            function(*arguments, scale=scale)

@@ -67,5 +67,6 @@ def load_operators(name: str) -> ModuleType:
 
 
 def install_line(name: str) -> str:
-    """The command that installs a backend for this package."""
-    return f'pip install "nanovllm-flash-attn-compat[{name}]"'
+    """The command that installs a backend's plugin."""
+    folder = f"plugins/attention_{name}"
+    return f"pip install nanovllm-attention-{name} (from a checkout: pip install -e {folder})"

@@ -45,8 +45,6 @@ class KVCache:
             if rows is None:
                 rows = torch.arange(batch, dtype=torch.int32, device=q.device)
             block_table, ids = rows.int()[:, None], "cache_batch_idx"
-        if block_table.shape[0] != batch:
-            refuse(FUNCTION, ids, block_table, f"it needs a row for each of q's {batch}")
         num_pages, page = k_cache.shape[:2]
         room = block_table.shape[1] * page - num_new
         if room < 0:
@@ -87,8 +85,6 @@ def _lengths(
     if num_new:
         remedy += " and the new keys; make it larger"
     if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.shape != (batch,):
-            refuse(FUNCTION, "cache_seqlens", cache_seqlens, f"it needs q's rows, [{batch}]")
         lens = check(cache_seqlens, cache_seqlens, room, FUNCTION, "cache_seqlens", remedy)
         lens = lens.to(device, torch.int32)
         return lens.clamp(0, room) if num_new else lens  # else the operators cut it

@@ -15,6 +15,11 @@ from torch import Tensor
 from nanovllm_flash_attn_compat.backend import Backend, refuse, requires_grad
 from nanovllm_flash_attn_compat.bounds import check_pages, check_starts, host_sees
 from nanovllm_flash_attn_compat.cache import KVCache
+from nanovllm_flash_attn_compat.shapes import (
+    check_kvcache_shapes,
+    check_new_keys,
+    check_varlen_shapes,
+)
 
 
 class FlashAttention:
@@ -53,13 +58,17 @@ class FlashAttention:
         tensor where flash-attn shows dropout's pattern). A query that sees no key gets zeros and,
         as flash-attn gives it, a log-sum-exp of +inf. The result is always `deterministic`. Lengths
         on a GPU must be within `max_seqlen_q` and `max_seqlen_k`; the host does not see them.
-        Raises UnsupportedError for what the backend lacks, and for wrong lengths on the host.
+        Raises UnsupportedError for what the backend lacks, tensors that do not fit together, and
+        wrong lengths on the host.
         """
         name = "flash_attn_varlen_func"
         backend = self._choose(q.device)
         if dropout_p != 0.0:
             refuse(name, "dropout_p", dropout_p, "there is no dropout; pass 0.0")
-        backend.refuse_lacking(name, alibi_slopes=alibi_slopes)
+        backend.refuse_lacking(
+            name, alibi_slopes=alibi_slopes, softmax_scale=_unusual_scale(softmax_scale)
+        )
+        check_varlen_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table)
         _check_tensors(name, backend, q, k, v, softcap, alibi_slopes)
         starts_q, starts_k, block_table = _check_packing(
             q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
@@ -119,8 +128,14 @@ class FlashAttention:
             k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
         )
         backend.refuse_lacking(
-            name, alibi_slopes=alibi_slopes, num_splits=num_splits if num_splits > 1 else None
+            name, alibi_slopes=alibi_slopes, num_splits=num_splits if num_splits > 1 else None,
+            softmax_scale=_unusual_scale(softmax_scale),
+        )  # fmt: skip
+        check_kvcache_shapes(
+            q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, alibi_slopes
         )
+        if k is not None and v is not None:
+            check_new_keys(q, k_cache, k, v, rotary_cos, rotary_sin)
         _check_tensors(name, backend, q, k_cache, v_cache, softcap, alibi_slopes)
         rules = _rules(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
         cache = KVCache.of(
@@ -144,6 +159,11 @@ class FlashAttention:
             **rules,
         )
         return (out, _flash_lse(lse)) if return_softmax_lse else out
+
+
+def _unusual_scale(softmax_scale: float | None) -> float | None:
+    """A scale that is not positive, which not every backend has; else None."""
+    return None if softmax_scale is None or softmax_scale > 0.0 else softmax_scale
 
 
 def _rules(
@@ -188,12 +208,6 @@ def _check_tensors(
         refuse(function, "alibi_slopes", alibi_slopes, "it gets no gradient; detach() it")
     if not q.dtype == k.dtype == v.dtype:
         refuse(function, "q, k, v", f"{q.dtype}, {k.dtype}, {v.dtype}", "pass one dtype")
-    if k.shape != v.shape or k.shape[-1] != q.shape[-1]:
-        found = f"shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        refuse(function, "q, k, v", found, "they need one head size, and k and v one shape")
-    if q.shape[-2] % k.shape[-2]:
-        found = f"{q.shape[-2]} query and {k.shape[-2]} KV heads"
-        refuse(function, "q", found, "each KV head serves a whole number of query heads")
     backend.check(function, q, k, v)
 
 
@@ -208,8 +222,6 @@ def _check_packing(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Starts and block table of sequences that lie within q and k, as far as the host sees."""
     name, num_seqs = "flash_attn_varlen_func", cu_seqlens_q.shape[0] - 1
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        refuse(name, "cu_seqlens_k", cu_seqlens_k, f"it needs {num_seqs + 1} like cu_seqlens_q")
     starts_q = check_starts(
         cu_seqlens_q, q.shape[0], max_seqlen_q, name, "cu_seqlens_q", "raise max_seqlen_q"
     )
@@ -218,8 +230,6 @@ def _check_packing(
         return starts_q, check_starts(
             cu_seqlens_k, k.shape[0], max_seqlen_k, name, "cu_seqlens_k", remedy
         ), None  # fmt: skip
-    if block_table.shape[0] != num_seqs:
-        refuse(name, "block_table", block_table, f"it needs a row for each of {num_seqs} sequences")
     num_pages, page = k.shape[:2]
     capacity = block_table.shape[1] * page
     starts_k = check_starts(

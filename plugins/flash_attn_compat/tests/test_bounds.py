@@ -7,10 +7,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanovllm_flash_attn_compat
 from nanovllm_core.api import UnsupportedError
-from nanovllm_flash_attn_compat import bounds
+from nanovllm_flash_attn_compat import bounds, cache
 
 
 @pytest.fixture
@@ -104,3 +105,23 @@ def test_debug_looks_at_what_lies_on_a_device(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(UnsupportedError, match=r"cache_seqlens=17 .*; make it larger"):
             bounds.check(*given)
     assert bounds.check(*given) is lens
+
+
+def test_decode_whose_lengths_the_host_does_not_see_runs_one_operation(
+    compat: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend's operator: checks of shapes, dtypes and devices launch nothing."""
+    for module in (bounds, cache):
+        monkeypatch.setattr(module, "host_sees", lambda x: False)
+    k_cache, v_cache, table = packed_table()
+    q, lens = torch.randn(3, 1, 4, 24), torch.tensor([32, 9, 20], dtype=torch.int32)
+    operations = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore
+            operations.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table)
+    assert operations == [f"nanovllm_attention_{compat.BACKEND.name}.paged_attention.default"]

@@ -6,11 +6,12 @@ import logging
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 
-from nanovllm_core.api import PluginLoadError
+from nanovllm_core.api import PluginLoadError, UnsupportedError
 from nanovllm_flash_attn_compat import backend, choice, chosen_backend, flash_attn_varlen_func
 
 
@@ -49,7 +50,10 @@ def test_a_missing_backend_is_refused_with_its_pip_line(
     """Not replaced by the one that is there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     install(monkeypatch, *({"triton", "sdpa"} - {missing}))
-    line = rf'{missing} .*not installed: pip install "nanovllm-flash-attn-compat\[{missing}\]"'
+    line = (
+        rf"{missing} .*not installed: pip install nanovllm-attention-{missing} \(from a checkout: "
+    )
+    line += f"pip install -e plugins/attention_{missing}"
     with pytest.raises(PluginLoadError, match=line):
         chosen_backend(device)
 
@@ -59,8 +63,28 @@ def test_a_backend_named_in_an_import_is_refused_where_it_is_missing(
 ) -> None:
     """With the same line."""
     monkeypatch.setattr(backend, "is_installed", lambda name: False)
-    with pytest.raises(PluginLoadError, match=r'pip install "nanovllm-flash-attn-compat\[sdpa\]"'):
+    with pytest.raises(PluginLoadError, match=r"pip install nanovllm-attention-sdpa \(from a"):
         backend.load_operators("sdpa")
+
+
+def test_triton_by_name_is_refused_on_devices_that_its_kernels_do_not_run_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU without the interpreter, and a GPU of compute capability below 8.0."""
+    triton = import_module("nanovllm_flash_attn_compat.triton")
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(triton, "_reasons", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+
+    class OnOldGPU(torch.Tensor):
+        device = torch.device("cuda:0")
+
+    x, starts = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"q=a tensor on cpu .*TRITON_INTERPRET=1.*sdpa"):
+        triton.flash_attn_varlen_func(x, x, x, starts, starts, 2, 2)
+    old = [y.as_subclass(OnOldGPU) for y in (x, x, x, starts, starts)]
+    with pytest.raises(UnsupportedError, match=r"q=a tensor on cuda:0 .*\(7, 5\).*\(8, 0\).*sdpa"):
+        triton.flash_attn_varlen_func(*old, 2, 2)
 
 
 def test_the_log_says_who_serves_a_device_once(

@@ -70,3 +70,26 @@ def test_a_right_window_edge_of_zero_is_the_causal_mask(compat: ModuleType) -> N
         for rules in ({"causal": True}, {"window_size": (-1, 0)})
     )
     assert torch.equal(causal, window)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_strides_of_dimensions_of_one_element_mean_nothing(
+    compat: ModuleType, queries: int
+) -> None:
+    """One page of one KV head; on triton also where the copy engine could read it."""
+    q, pages = torch.randn(1, queries, 4, 24).half(), torch.randn(2, 1, 64, 1, 24).half()
+    k, v = pages.unbind()
+    odd = v.as_strided(v.shape, (7, 24, 5, 1))
+    found, expected = (compat.flash_attn_with_kvcache(q, k, x) for x in (odd, v))
+    assert torch.equal(found, expected)
+
+
+def test_packed_keys_may_have_strides_of_any_kind(compat: ModuleType) -> None:
+    """Heads that are not contiguous, and other strides for v than for k."""
+    q, k, v = torch.randn(6, 4, 24), torch.randn(6, 24, 2).mT, torch.randn(2, 6, 24).transpose(0, 1)
+    starts = torch.tensor([0, 6], dtype=torch.int32)
+    found, expected = (
+        compat.flash_attn_varlen_func(q, *kv, starts, starts, 6, 6)
+        for kv in ((k, v), (k.contiguous(), v.contiguous()))
+    )
+    assert torch.equal(found, expected)

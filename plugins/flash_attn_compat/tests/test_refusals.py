@@ -68,9 +68,12 @@ def test_signatures_are_flash_attns_own(compat: ModuleType, name: str) -> None:
         assert list(parameters) == list(expected)
 
 
+PAGED = {"k": torch.zeros(2, 16, 2, 24), "v": torch.zeros(2, 16, 2, 24)}
 NEW = torch.zeros(2, 2, 2, 24)
 TABLE = torch.zeros(16, 4)
 STARTING = torch.tensor([5, 3], dtype=torch.int32)
+APPENDED = {"k": NEW, "v": NEW, "cache_seqlens": STARTING}
+ROTATED = APPENDED | {"rotary_cos": TABLE, "rotary_sin": TABLE}
 
 
 @pytest.mark.parametrize(
@@ -79,16 +82,35 @@ STARTING = torch.tensor([5, 3], dtype=torch.int32)
         ({"dropout_p": 0.1}, r"dropout_p=0.1 .*pass 0.0"),
         ({"softcap": -1.0}, r"softcap=-1.0 .*0.0 is none"),
         ({"v": torch.zeros(7, 2, 24).half()}, "q, k, v=torch.float32, .*pass one dtype"),
-        ({"v": torch.zeros(7, 2, 16)}, r"q, k, v=shapes .*one head size"),
+        ({"v": torch.zeros(7, 2, 16)}, r"v=tensor \[7, 2, 16\] .*\[7, 2, 24\]"),
+        ({"q": torch.zeros(5, 4, 16)}, r"q=head size 16 .*24"),
+        (
+            {"k": torch.zeros(7, 0, 24), "v": torch.zeros(7, 0, 24)},
+            r"k=tensor \[7, 0, 24\] .*one head",
+        ),
+        ({"q": torch.zeros(5, 0, 24)}, r"q=tensor \[5, 0, 24\] .*one head"),
+        ({"q": torch.zeros(1, 5, 4, 24)}, r"q=tensor .*\[tokens, heads, head size\]"),
+        (
+            {"k": torch.zeros(2, 16, 2, 24), "v": torch.zeros(2, 16, 2, 24)},
+            "k=tensor .*tokens, KV heads, .*; pages need a block_table",
+        ),
+        (
+            {"block_table": torch.zeros(2, 1).int()},
+            r"k=tensor \[7, 2, 24\] .*\[pages, tokens, .*; packed keys have no block_table",
+        ),
+        ({"cu_seqlens_q": torch.zeros(0).int()}, r"cu_seqlens_q=tensor \[0\] .*sequences \+ 1"),
         ({"q": torch.zeros(5, 3, 24)}, "q=3 query and 2 KV heads .*whole number"),
         ({"max_seqlen_q": 2}, "cu_seqlens_q=3 .*0 to 2; raise max_seqlen_q"),
         ({"max_seqlen_k": 3}, "cu_seqlens_k=4 .*0 to 3; raise max_seqlen_k"),
         ({"cu_seqlens_q": starts(2, 4)}, "cu_seqlens_q=6 .*0 to 5"),
         ({"cu_seqlens_k": starts(4, 4)}, "cu_seqlens_k=8 .*0 to 7"),
         ({"cu_seqlens_k": starts(4, -1)}, "cu_seqlens_k=-1 "),
-        ({"cu_seqlens_k": starts(7)}, r"cu_seqlens_k=tensor \[2\] .*needs 3"),
+        ({"cu_seqlens_k": starts(7)}, r"cu_seqlens_k=tensor \[2\] .*needs shape \[3\]"),
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, r"alibi_slopes="),
-        ({"block_table": torch.zeros(1, 1).int()}, r"block_table=tensor \[1, 1\] .*2 sequences"),
+        (PAGED | {"block_table": torch.zeros(1, 1).int()}, r"block_table=tensor .*\[2, pages\]"),
+        (PAGED | {"block_table": torch.zeros(2).int()}, r"block_table=tensor \[2\] .*\[2, pages\]"),
+        (PAGED | {"block_table": torch.zeros(2, 1)}, "block_table=torch.float32 .*int32 or int64"),
+        ({"cu_seqlens_k": starts(4, 3) + 0.5}, "cu_seqlens_k=torch.float32 .*int32 or int64"),
     ],
 )
 def test_varlen_refuses_by_name(compat: ModuleType, changed: dict[str, Any], message: str) -> None:
@@ -119,8 +141,19 @@ def test_varlen_refuses_by_name(compat: ModuleType, changed: dict[str, Any], mes
         ({"k": NEW, "v": NEW, "cache_seqlens": 15}, "cache_seqlens=15 .*0 to 14"),
         ({"k": NEW.repeat(1, 9, 1, 1), "v": NEW.repeat(1, 9, 1, 1)}, "k=18 tokens .*16"),
         ({"block_table": torch.tensor([[0], [2]])}, "block_table=2 .*0 to 1"),
-        ({"block_table": torch.tensor([[0]])}, r"block_table=tensor \[1, 1\] .*each of q's 2"),
+        ({"block_table": torch.tensor([[0]])}, r"block_table=tensor \[1, 1\] .*\[2, pages\]"),
         ({"cache_batch_idx": torch.tensor([0, 2])}, "cache_batch_idx=2 .*0 to 1"),
+        ({"cache_batch_idx": torch.tensor([0.0, 1.9])}, "cache_batch_idx=torch.float32 .*int32"),
+        ({"cache_seqlens": torch.tensor([5.0, 9.9])}, "cache_seqlens=torch.float32 .*int32"),
+        ({"cache_seqlens": 9.9}, "cache_seqlens=9.9 .*int"),
+        (
+            {"k_cache": torch.zeros(2, 16, 0, 24), "v_cache": torch.zeros(2, 16, 0, 24)},
+            r"k_cache=tensor \[2, 16, 0, 24\] .*one head",
+        ),
+        (
+            {"q": torch.zeros(3, 1, 4, 24), "cache_seqlens": 5},
+            "k_cache=2 rows .*q has 3; give the cache a row for each, or pass cache_batch_idx",
+        ),
         (
             {
                 "k": NEW, "v": NEW, "cache_seqlens": STARTING,
@@ -128,6 +161,20 @@ def test_varlen_refuses_by_name(compat: ModuleType, changed: dict[str, Any], mes
             },
             "rotary_cos=6 .*0 to 5; pass longer tables",
         ),
+        (ROTATED | {"rotary_sin": TABLE[:9]}, r"rotary_sin=tensor \[9, 4\] .*\[16, 4\]"),
+        (ROTATED | {"rotary_sin": TABLE[:, :1]}, r"rotary_sin=tensor \[16, 1\] .*\[16, 4\]"),
+        (
+            ROTATED | {"rotary_cos": TABLE[:0], "rotary_sin": TABLE[:0]},
+            r"rotary_cos=tensor \[0, 4\] .*at least one position",
+        ),
+        (
+            ROTATED | {"rotary_cos": TABLE.repeat(1, 4), "rotary_sin": TABLE.repeat(1, 4)},
+            r"rotary_cos=tensor \[16, 16\] .*at most 12",
+        ),
+        (APPENDED | {"k": NEW[:1, :1, :1, :1]}, r"k=tensor \[1, 1, .*\[2, new tokens, 2, 24\]"),
+        (APPENDED | {"v": NEW[:, :1]}, r"v=tensor \[2, 1, 2, 24\] .*\[2, 2, 2, 24\]"),
+        (APPENDED | {"k": NEW.double()}, "k=torch.float64 .*the cache has torch.float32"),
+        (APPENDED | {"v": NEW.half()}, "v=torch.float16 .*the cache has torch.float32"),
         ({"q": torch.zeros(2, 1, 4, 24, requires_grad=True)}, r".*torch\.no_grad"),
         ({"k": NEW.clone().requires_grad_(), "v": NEW, "cache_seqlens": 1}, r".*torch\.no_grad"),
     ],
@@ -139,6 +186,38 @@ def test_kvcache_refuses_by_name(compat: ModuleType, changed: dict[str, Any], me
     with pytest.raises(UnsupportedError, match=f"flash_attn_with_kvcache: {message}"):
         kvcache(compat, **{"k_cache": cache, "v_cache": cache.clone()} | changed)
     assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("name", ["packed", "cached"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tensor_of_another_rank_dtype_or_device_is_refused_by_its_name(
+    compat: ModuleType, draw: Any, seed: int, name: str
+) -> None:
+    """Each tensor of a drawn call. Lengths of the cache alone may lie on another device."""
+    function = {"packed": "flash_attn_varlen_func", "cached": "flash_attn_with_kvcache"}[name]
+    alibi = "alibi_slopes" not in compat.BACKEND.lacks
+    arguments = draw[name](seed, torch.float32, alibi=alibi).arguments
+    for parameter, x in arguments.items():
+        if not isinstance(x, Tensor):
+            continue
+        wrong = [x.new_zeros(()), x[None, None]]
+        if not x.is_floating_point():
+            wrong.append(x.float())
+        if parameter not in ("q", "cache_seqlens"):
+            wrong.append(x.to("meta"))
+        for value in wrong:
+            with pytest.raises(UnsupportedError, match=f"{function}: {parameter}="):
+                getattr(compat, function)(**arguments | {parameter: value})
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 4), (1, 2, 4)])
+def test_slopes_are_of_every_head_or_of_every_row_and_head(shape: tuple[int, ...]) -> None:
+    """Of two rows and four heads."""
+    sdpa = import_module("nanovllm_flash_attn_compat.sdpa")
+    message = r"alibi_slopes=tensor .*\[4\] or \[2, 4\]"
+    for call in (varlen, kvcache):
+        with pytest.raises(UnsupportedError, match=message):
+            call(sdpa, alibi_slopes=torch.ones(shape))
 
 
 def test_a_page_that_no_token_uses_may_have_any_name(compat: ModuleType) -> None:
@@ -167,6 +246,8 @@ TRITON = [
         },
         "q=torch.float64 .*triton computes in",
     ),
+    ({"softmax_scale": 0.0}, "varlen_func: softmax_scale=0.0 .*triton .*positive .*negate q"),
+    ({"softmax_scale": -0.5}, "varlen_func: softmax_scale=-0.5 .*positive"),
 ]  # fmt: skip
 
 
@@ -187,6 +268,7 @@ def test_what_triton_lacks_is_refused_with_the_remedy(
     [
         ({"num_splits": 4}, "num_splits=4 .*pass 0, or 1"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes="),
+        ({"softmax_scale": -0.5}, "softmax_scale=-0.5 .*triton .*positive .*negate q"),
         ({"v_cache": torch.zeros(16, 2, 2, 24).transpose(0, 1)}, r"v=strides .*k's strides"),
     ],
 )
