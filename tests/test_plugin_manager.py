@@ -20,6 +20,7 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.specs import SchedulerSpec
 from nanovllm_core.registry import discovery as plugin_discovery
+from nanovllm_core.registry.checks import core_requirement
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.registry.objects import load_object, make_plugin
 
@@ -410,3 +411,26 @@ def test_entry_points_without_a_distribution_can_be_given() -> None:
     manager = get_plugin_manager(entry_points=[entry, other_group])
     assert [str(plugin) for plugin in manager.installed()] == ["fcfs ?, ?"]
     assert isinstance(manager.spec("scheduler", "fcfs"), SchedulerSpec)
+
+
+def test_a_plugin_in_a_group_that_nobody_reads_is_named_where_it_is_asked_for(
+    install: Install,
+) -> None:
+    """The likeliest mistake of an author: `nanovllm.scheduler` for `nanovllm.schedulers`."""
+    install("nanovllm-lost", {"nanovllm.scheduler": {"lost": "lost_plugin"}}, {"lost_plugin": ""})
+    said = (
+        r"no scheduler 'lost' is installed; 'lost' is in the group 'nanovllm\.scheduler' of "
+        r"nanovllm-lost 1\.2\.3, which is that of no installed kind; did you mean "
+        r"nanovllm\.schedulers\?"
+    )
+    with pytest.raises(PluginNotFoundError, match=said):
+        get_plugin_manager().find("scheduler", "lost")
+
+
+def test_the_requirement_on_the_core_is_found_among_any_lines() -> None:
+    """A line that no installer could read is passed over, one of an extra is not the core's."""
+    found = core_requirement(
+        ["not a requirement!", "torch>=2", 'nanovllm-core>=9; extra == "dev"', "NanoVLLM_core>=0.1"]
+    )
+    assert str(found) == "NanoVLLM_core>=0.1"
+    assert core_requirement(["torch>=2"]) is None
