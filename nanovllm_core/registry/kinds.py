@@ -140,7 +140,6 @@ EXTENSION_GROUP = "nanovllm.extensions"
 
 KIND = "kind"
 KIND_GROUP = "nanovllm.kinds"
-KIND_HOOK = "nanovllm_kinds"
 DECLARATION = Kind(
     KIND,
     specs.KindSpec,
