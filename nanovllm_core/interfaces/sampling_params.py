@@ -121,9 +121,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Numbers of other types become Python's: numpy's wrap around.
         put = partial(object.__setattr__, self)
-        for field in fields(self):
-            if getattr(self, field.name) is None and field.name != "max_tokens":
-                put(field.name, field.default)
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                put(name, default)
         put("stop", _strings((self.stop,) if isinstance(self.stop, str) else self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         for name, (check, *limits) in _NUMBERS.items():
@@ -157,6 +157,14 @@ class SamplingParams:
         stated = {name: getattr(self, name) for name in NEUTRAL}
         known = {name: value for name, value in stated.items() if value is not None}
         return {**NEUTRAL, **defaults, **known}
+
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in fields(SamplingParams)
+    if field.default is not None and field.name != "max_tokens"
+}
+"""Of the fields that are never None, whatever the caller passes."""
 
 
 def _real(

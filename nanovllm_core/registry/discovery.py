@@ -142,14 +142,11 @@ def select_disabled(
     plugins: Iterable[InstalledPlugin], disable: Iterable[str]
 ) -> set[InstalledPlugin]:
     """The plugins that `plugins.disable` names; PluginNotFoundError for a name that fits none."""
-    labels = [(p, (p.name, f"{p.kind}:{p.name}", p.distribution)) for p in plugins]
-    selected: set[InstalledPlugin] = set()
-    for name in disable:
-        matching = {plugin for plugin, known in labels if name in known}
-        if not matching:
-            hint = did_you_mean(name, {label for _, known in labels for label in known})
+    labels = {p: {p.name, f"{p.kind}:{p.name}", p.distribution} for p in plugins}
+    wanted, known = [*disable], set().union(*labels.values())
+    for name in wanted:
+        if name not in known:
             raise PluginNotFoundError(
-                f"plugins.disable: no installed plugin is {shown(name)}{hint}"
+                f"plugins.disable: no installed plugin is {shown(name)}{did_you_mean(name, known)}"
             )
-        selected |= matching
-    return selected
+    return {plugin for plugin, names in labels.items() if not names.isdisjoint(wanted)}
