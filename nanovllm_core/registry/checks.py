@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
@@ -57,15 +58,12 @@ def load_error(
 def core_requirement(lines: Iterable[str]) -> Requirement | None:
     """The requirement of a distribution on the core, if it has one outside its extras."""
     for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        marker = requirement.marker
-        if canonicalize_name(requirement.name) == CORE and (
-            marker is None or marker.evaluate({"extra": ""})
-        ):
-            return requirement
+        with suppress(InvalidRequirement):
+            found = Requirement(line)
+            if canonicalize_name(found.name) == CORE and (
+                found.marker is None or found.marker.evaluate({"extra": ""})
+            ):
+                return found
     return None
 
 
