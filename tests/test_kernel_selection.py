@@ -131,9 +131,10 @@ def test_a_set_that_does_not_fit_is_refused_by_its_name_and_passed_over_by_auto(
     with pytest.raises(UnsupportedError) as caught:
         select_kernels(plugins, KernelSettings(name="strange"), target)
     assert caught.value.reasons == (reason,)
-    assert str(caught.value).endswith(f"cannot serve: {reason}. These can: torch")
+    assert f"cannot serve {target.device} in {target.dtype}: {reason}" in str(caught.value)
+    assert str(caught.value).endswith(". These can: torch")
     only = manager(kernel_set("strange", **fields), disable=["kernels:torch"])
-    with pytest.raises(UnsupportedError, match="No other installed set can"):
+    with pytest.raises(UnsupportedError, match="No other installed one can; .*'torch'"):
         select_kernels(only, KernelSettings(name="strange"), target)
 
 
@@ -155,7 +156,9 @@ def test_a_set_that_cannot_be_loaded_is_passed_over_with_its_error(manager: Mana
 def test_without_any_set_the_remedy_is_the_reference(manager: Manager) -> None:
     unranked = kernel_set("strange", devices=frozenset({"cpu"}))
     plugins = manager(unranked, disable=["kernels:torch"])
-    with pytest.raises(UnsupportedError, match=r"no set can serve cpu in float32.*'torch'"):
+    with pytest.raises(
+        UnsupportedError, match=r"no kernels plugin can serve cpu in float32.*'torch'"
+    ):
         select_kernels(plugins, AUTO, CPU)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from nanovllm_core.config.choices import AUTO, PluginChoice
+from nanovllm_core.config.choices import AUTO, AttentionChoice, PluginChoice
 from nanovllm_core.config.settings import FIT, EngineConfig
 from nanovllm_core.config.sources import LoadedConfig
 from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
@@ -19,8 +19,9 @@ from nanovllm_core.errors import NanoVLLMError, shown
 from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KINDS, Kind
-from nanovllm_core.selection.attention import Candidate, able_backends
+from nanovllm_core.selection.attention import Candidate, evaluate
 from nanovllm_core.selection.decisions import NAMED_KINDS, SEQUENCE, Decisions, compute_capability
+from nanovllm_core.selection.fit import beaten, rivals
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
 
 NOT_NAMED = "installed, and not named"
@@ -160,18 +161,18 @@ def _dtype(view: View, name: str) -> Seam:
 
 def _attention(view: View, name: str, phase: Phase) -> Seam:
     taken: Candidate = getattr(view.decisions.attention, phase)
-    is_auto = getattr(view.config.attention, phase).is_auto
-    # The others are asked with their defaults.
-    able, others = able_backends(view.plugins, view.decisions.requirements(phase))
-    others |= {
-        candidate.name: f"it can serve, with rank {candidate.rank}; {taken.name} has {taken.rank}"
-        if is_auto
-        else "it can serve, and is not named"
-        for candidate in able
-    }
+    requirements = view.decisions.requirements(phase)
+    choice: AttentionChoice = getattr(view.config.attention, phase)
+    ask = partial(evaluate, view.plugins, requirements=requirements)
+    able, others = rivals(view.plugins, "attention", choice, ask)
+    others |= (
+        beaten(taken, able)
+        if choice.is_auto
+        else dict.fromkeys((one.name for one in able), "it can serve, and is not named")
+    )
     others.pop(taken.name, None)
     why = view.stated_where(
-        f"attention.{phase}.backend", f"auto: rank {taken.rank}" if is_auto else ""
+        f"attention.{phase}.backend", f"auto: rank {taken.rank}" if choice.is_auto else ""
     )
     return Seam(name, taken.label, why, others)
 

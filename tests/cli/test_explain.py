@@ -110,7 +110,7 @@ def test_auto_says_its_rank_and_why_each_other_backend_lost(slow: None) -> None:
         seam = seams()[f"attention, {phase}"]
         assert seam.chosen.startswith("sdpa 0.1.0")
         assert seam.why == "auto: rank 10"
-        assert seam.others["slow"] == "it can serve, with rank -7; sdpa has 10"
+        assert seam.others["slow"] == "it can serve, but its rank -7 is not above sdpa's 10"
         if "flash" in seam.others:
             assert "does not run on cpu, only on cuda" in seam.others["flash"]
 
