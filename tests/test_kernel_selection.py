@@ -134,7 +134,7 @@ def test_a_set_that_does_not_fit_is_refused_by_its_name_and_passed_over_by_auto(
     assert f"cannot serve {target.device} in {target.dtype}: {reason}" in str(caught.value)
     assert str(caught.value).endswith(". These can: torch")
     only = manager(kernel_set("strange", **fields), disable=["kernels:torch"])
-    with pytest.raises(UnsupportedError, match="No other installed one can; .*'torch'"):
+    with pytest.raises(UnsupportedError, match=r"No other installed one can; .*'torch'"):
         select_kernels(only, KernelSettings(name="strange"), target)
 
 

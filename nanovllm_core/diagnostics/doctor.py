@@ -7,7 +7,6 @@ nothing. The plugins' own checks come through the hook `nanovllm_doctor`.
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,6 @@ from nanovllm_core.config.sources import load_config
 from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.diagnostics.status import (
     PluginStatus,
-    kernel_target,
     plugin_statuses,
     typical_requirements,
 )
@@ -40,6 +38,7 @@ from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP, KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
+from nanovllm_core.selection.decisions import compute_capability, resolve_device
 from nanovllm_core.selection.kernels import REFERENCE, select_kernels
 
 
@@ -51,14 +50,17 @@ def examine() -> list[DoctorCheck]:
     entries, unreadable = read_entry_points(installed)
     checks += check_installs(installed) + unreadable + check_groups(entries)
     checks += check_commands(entries)
-    manager = get_plugin_manager(entry_points=entries)
-    disable = load_config("none").plugins.disable
     try:
-        manager = get_plugin_manager(disable=disable, entry_points=entries)
+        manager = get_plugin_manager(load_config("none").plugins.disable, entries)
     except PluginError as error:
         remedy = "correct NANOVLLM_PLUGINS__DISABLE: nanovllm plugins list has the names"
         checks.append(DoctorCheck("plugins.disable", False, str(error), remedy))
-    requirements = typical_requirements(*_device())
+        manager = get_plugin_manager(entry_points=entries)
+    try:
+        device = resolve_device("auto")
+        requirements = typical_requirements(device, compute_capability(device))
+    except Exception:  # check_torch has said so
+        requirements = typical_requirements("cpu", None)
     statuses = plugin_statuses(manager, requirements)
     conflicts = check_conflicts(manager)
     told = {check.name for check in conflicts}
@@ -122,40 +124,19 @@ def _check_driver(has_gpu: bool, torch_cuda: str | None) -> DoctorCheck:
         return DoctorCheck("driver", True, "no NVIDIA driver: computes on the CPU")
     if has_gpu:
         return DoctorCheck("driver", True, f"NVIDIA {driver}")
-    why = f"torch is built for CUDA {torch_cuda}" if torch_cuda else "torch is built for CPUs"
-    remedy = (
-        "update the NVIDIA driver, or install a torch built for an older CUDA (pytorch.org)"
-        if torch_cuda
-        else "install a torch built for CUDA (pytorch.org)"
-    )
-    return DoctorCheck(
-        "driver", False, f"NVIDIA {driver} is there, but torch sees no GPU; {why}", remedy
-    )
+    built_for = f"CUDA {torch_cuda}" if torch_cuda else "CPUs"
+    detail = f"NVIDIA {driver} is there, but torch sees no GPU; torch is built for {built_for}"
+    remedy = "install a torch for a CUDA that the driver knows (pytorch.org), or update the driver"
+    return DoctorCheck("driver", False, detail, remedy)
 
 
 def _driver_version() -> str | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    lines = result.stdout.split()
-    return lines[0] if result.returncode == 0 and lines else None
-
-
-def _device() -> tuple[str, tuple[int, int] | None]:
-    """The device that `auto` takes; the CPU where torch itself is broken."""
-    try:
-        import torch
-
-        if torch.cuda.is_available():
-            return "cuda", torch.cuda.get_device_capability()
-    except Exception:
-        return "cpu", None  # check_torch has said so
-    return "cpu", None
+    return next(iter(result.stdout.split()), None)
 
 
 # ------------------------------------------------------------------------- what is installed
@@ -176,37 +157,33 @@ def read_entry_points(
         except Exception as error:
             name = distribution.metadata["Name"] or "a distribution"
             detail = f"entry_points.txt cannot be read: {type(error).__name__}: {error}"
-            remedy = f"pip install --force-reinstall {name} (or uninstall it): as it is, it stops "
-            remedy += "every program that looks for plugins"
-            checks.append(DoctorCheck(f"{name}", False, detail, remedy, fatal=True))
+            remedy = (
+                f"pip install --force-reinstall {name} (or uninstall it): as it is, it stops every "
+                "program that looks for plugins"
+            )
+            checks.append(DoctorCheck(name, False, detail, remedy, fatal=True))
     return [*entries.values()], checks
 
 
 def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
     """The core and all that needs it: installed once, each with a core that it accepts."""
     versions: dict[str, list[str]] = defaultdict(list)
-    checks = []
+    checks = [DoctorCheck(CORE, True, __version__)]
     for distribution in installed:
-        name = distribution.metadata["Name"] or ""
+        name, version = distribution.metadata["Name"] or "", distribution.version
         needs = core_requirement(distribution.requires or ())
-        if name != CORE and needs is None:
-            continue
-        versions[name].append(distribution.version)
-        if needs is not None and not needs.specifier.contains(__version__, prereleases=True):
-            checks.append(
-                DoctorCheck(
-                    f"{name} {distribution.version}",
-                    False,
-                    f"needs {needs}, and {CORE} is {__version__}",
-                    f"pip install --upgrade {CORE} {name}",
-                )
-            )
+        if name == CORE or needs:
+            versions[name].append(version)
+        if needs and not needs.specifier.contains(__version__, prereleases=True):
+            detail = f"needs {needs}, and {CORE} is {__version__}"
+            remedy = f"pip install --upgrade {CORE} {name}"
+            checks.append(DoctorCheck(f"{name} {version}", False, detail, remedy))
     for name, found in versions.items():
         if len(set(found)) > 1:
             detail = f"installed more than once: {', '.join(found)}; the first is imported"
             remedy = f"pip uninstall {name}, until nothing is left, then install it once"
             checks.append(DoctorCheck(name, False, detail, remedy))
-    return [DoctorCheck(CORE, True, __version__), *checks]
+    return checks
 
 
 def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
@@ -258,29 +235,18 @@ def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
     for plugin in manager.installed():
         owners[plugin.kind, plugin.name].append(plugin.distribution)
-    double = [
-        DoctorCheck(
-            f"{kind} {name}",
-            False,
-            f"registered by {' and '.join(found)}",
-            f"uninstall one of {', '.join(found)}, or leave one out with plugins: "
-            f"{{disable: [{found[-1]}]}}",
-        )
-        for (kind, name), found in owners.items()
-        if len(found) > 1
-    ]
-    beside = [
-        _beside_a_folder(manager, name)
-        for (kind, name), found in owners.items()
-        if kind == "checkpoint" and len(found) == 1 and holds_checkpoint(name)
-    ]
-    return double + beside
-
-
-def _beside_a_folder(manager: PluginManager, source: str) -> DoctorCheck:
-    meanings, remedy = conflict(manager, source)
-    detail = f"in this folder, model: {source} is {meanings}"
-    return DoctorCheck(f"checkpoint {source}", False, detail, f"as the model, {remedy}")
+    checks = []
+    for (kind, name), found in owners.items():
+        if len(found) > 1:
+            detail = f"registered by {' and '.join(found)}"
+            remedy = f"uninstall one of {', '.join(found)}, or leave one out with plugins: "
+            remedy += f"{{disable: [{found[-1]}]}}"
+            checks.append(DoctorCheck(f"{kind} {name}", False, detail, remedy))
+        elif kind == "checkpoint" and holds_checkpoint(name):
+            meanings, remedy = conflict(manager, name)
+            detail = f"in this folder, model: {name} is {meanings}"
+            checks.append(DoctorCheck(f"{kind} {name}", False, detail, f"as the model, {remedy}"))
+    return checks
 
 
 # ------------------------------------------------------------------------------------ the plugins
@@ -294,22 +260,23 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
         f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or uninstall "
         f"it; if it is yours: nanovllm plugins validate {plugin.name}"
     )
-    who = f"{plugin.distribution} {plugin.version}"
+    if status.state != "ready":
+        detail = f"{status.state}: {'; '.join(status.reasons)}"
+        return DoctorCheck(label, False, detail, remedy if status.state == "broken" else "")
+    contract = ""
     try:
         if plugin.kind == EXTENSION:
             manager.enable([plugin.name])
-            return DoctorCheck(label, True, f"{who}; {status.note}")
-        if plugin.kind == KIND:
-            contract = manager.kind(plugin.name).contract
-            return DoctorCheck(label, True, f"{who}; current contract {contract}; {status.note}")
-        if status.state == "ready":
+        elif plugin.kind == KIND:
+            contract = f"current contract {manager.kind(plugin.name).contract}; "
+        else:
             spec = manager.spec(plugin.kind, plugin.name)
             load_object(spec.impl)
-            return DoctorCheck(label, True, f"{who}; contract {spec.contract}; {status.note}")
+            contract = f"contract {spec.contract}; "
     except PluginError as error:
         return DoctorCheck(label, False, str(error), remedy)
-    detail = f"{status.state}: {'; '.join(status.reasons)}"
-    return DoctorCheck(label, False, detail, remedy if status.state == "broken" else "")
+    who = f"{plugin.distribution} {plugin.version}"
+    return DoctorCheck(label, True, f"{who}; {contract}{status.note}")
 
 
 def _label(status: PluginStatus) -> str:
@@ -342,7 +309,7 @@ def check_kernels(manager: PluginManager, requirements: AttentionRequirements) -
     """Whether layers can run where no file chooses, and whether a GPU has a set built for it."""
     choice = load_config("none").kernels
     try:
-        selection = select_kernels(manager, choice, kernel_target(requirements))
+        selection = select_kernels(manager, choice, requirements)
     except NanoVLLMError as error:
         remedy = f"choose kernels: auto, and take {REFERENCE} out of plugins.disable"
         return [DoctorCheck("kernels", False, str(error), remedy, fatal=True)]

@@ -6,10 +6,10 @@ the words for them. Where one fails, those that do not depend on it are still ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import attrgetter
 
 from nanovllm_core.config.choices import AUTO, AttentionChoice, PluginChoice
 from nanovllm_core.config.settings import FIT, EngineConfig
@@ -19,12 +19,15 @@ from nanovllm_core.errors import NanoVLLMError, shown
 from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KINDS, Kind
-from nanovllm_core.selection.attention import Candidate, evaluate
+from nanovllm_core.selection.attention import SMALLEST_BLOCK, Candidate, evaluate
 from nanovllm_core.selection.decisions import NAMED_KINDS, SEQUENCE, Decisions, compute_capability
 from nanovllm_core.selection.fit import beaten, rivals
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
 
 NOT_NAMED = "installed, and not named"
+
+Words = tuple[str, str, Mapping[str, str]]
+"""The choice, why it was made, and why each alternative was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,6 @@ class Seam:
     others: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
 
-    def to_json(self) -> Mapping[str, Any]:
-        """The same as plain data."""
-        return asdict(self)
-
 
 def explain(loaded: LoadedConfig) -> list[Seam]:
     """Every decision, in the order of a start; problems are part of the answer."""
@@ -54,13 +53,11 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
         try:
             decide(view.decisions)
         except NanoVLLMError as error:
-            known = any(error is problem for problem in problems)
-            seams.append(
-                Seam(name, problem="depends on the problem above" if known else str(error))
-            )
+            said = "depends on the problem above" if error in problems else str(error)
+            seams.append(Seam(name, problem=said))
             problems.append(error)
         else:
-            seams.append(VIEWS[name](view, name))
+            seams.append(Seam(name, *VIEWS[name](view)))
     return seams
 
 
@@ -73,32 +70,25 @@ class View:
         self.decisions = Decisions(loaded.config)
         self.plugins = self.decisions.plugins
 
-    @property
-    def _device_type(self) -> str:
-        """The device type that alternatives are checked for; the configured one as a fallback."""
-        try:
-            return self.decisions.device.split(":")[0]
-        except NanoVLLMError:
-            return self.config.device.split(":")[0]
-
-    @property
-    def _capability(self) -> tuple[int, int] | None:
-        """The compute capability of the chosen GPU; None without one."""
-        try:
-            return compute_capability(self.decisions.device)
-        except NanoVLLMError:
-            return None
-
     def stated_where(self, path: str, automatic: str = "") -> str:
         """The source of the value at a path of the configuration; `automatic` if it is `auto`."""
+        if automatic:
+            return automatic
         for known, source in self.sources.items():
             if f"{known}.".startswith(f"{path}."):
-                return automatic or f"{path}, from {_source(source)}"
-        return automatic or f"the default of {path}"
+                return f"{path}, from {'the command line' if source == 'argument' else source}"
+        return f"the default of {path}"
 
     def other_plugins(self, kind: str, *chosen: str) -> dict[str, str]:
-        """The other plugins of a kind, and what speaks against each."""
-        requirements = typical_requirements(self._device_type, self._capability)
+        """The other plugins of a kind, and what speaks against each.
+
+        They are checked for the chosen device; for the configured one where that is not there.
+        """
+        try:
+            device = self.decisions.device
+            requirements = typical_requirements(device, compute_capability(device))
+        except NanoVLLMError:
+            requirements = typical_requirements(self.config.device, None)
         return {
             status.plugin.name: f"{status.state}: {'; '.join(status.reasons)}"
             if status.reasons
@@ -111,21 +101,19 @@ class View:
 # -------------------------------------------------------------------------------------- the views
 
 
-def _checkpoint(view: View, name: str) -> Seam:
+def _checkpoint(view: View) -> Words:
     source = view.decisions.source
-    return Seam(
-        name,
+    return (
         f"{source.plugin.name}: {view.decisions.checkpoint}",
         f"{view.stated_where('model')}: {shown(view.config.model)}; {source.why}",
         view.other_plugins(source.plugin.kind, source.plugin.name),
     )
 
 
-def _model(view: View, name: str) -> Seam:
+def _model(view: View) -> Words:
     model, shape = view.decisions.model, view.decisions.shape
     others = view.other_plugins(model.kind, model.name)
-    return Seam(
-        name,
+    return (
         f"{_label(model)}: {shape.num_layers} layers, {shape.num_heads} query and "
         f"{shape.num_kv_heads} KV heads of size {shape.head_size}",
         "the architecture in the checkpoint's config.json",
@@ -136,126 +124,118 @@ def _model(view: View, name: str) -> Seam:
     )
 
 
-def _device(view: View, name: str) -> Seam:
+def _device(view: View) -> Words:
     chosen = view.decisions.device
     if view.config.device != AUTO:
-        return Seam(name, chosen, view.stated_where("device"))
+        return chosen, view.stated_where("device"), {}
     if chosen == "cpu":
-        return Seam(name, chosen, "auto: the CPU", {"cuda": "torch sees no CUDA device"})
-    return Seam(name, chosen, "auto: the first GPU", {"cpu": "a GPU is there"})
+        return chosen, "auto: the CPU", {"cuda": "torch sees no CUDA device"}
+    return chosen, "auto: the first GPU", {"cpu": "a GPU is there"}
 
 
-def _dtype(view: View, name: str) -> Seam:
-    chosen = view.decisions.dtype
+def _dtype(view: View) -> Words:
     if view.config.dtype != AUTO:
-        return Seam(name, chosen, view.stated_where("dtype"))
-    try:
+        why = view.stated_where("dtype")
+    elif view.decisions.device == "cpu":
+        why = "auto: float32 on a CPU"
+    else:
         config = view.decisions.model_config
-    except NanoVLLMError:  # a CPU computes in float32, whatever the checkpoint says
-        return Seam(name, chosen, "auto: float32 on a CPU")
-    stored = config.get("dtype") or config.get("torch_dtype")
-    if view.decisions.device == "cpu":
-        return Seam(name, chosen, f"auto: float32 on a CPU (the checkpoint says {stored})")
-    return Seam(name, chosen, f"auto: as the checkpoint says ({stored or 'nothing, so bfloat16'})")
+        stored = config.get("dtype") or config.get("torch_dtype") or "nothing, so bfloat16"
+        why = f"auto: as the checkpoint says ({stored})"
+    return view.decisions.dtype, why, {}
 
 
-def _attention(view: View, name: str, phase: Phase) -> Seam:
+def _attention(view: View, phase: Phase) -> Words:
     taken: Candidate = getattr(view.decisions.attention, phase)
-    requirements = view.decisions.requirements(phase)
     choice: AttentionChoice = getattr(view.config.attention, phase)
-    ask = partial(evaluate, view.plugins, requirements=requirements)
+    ask = partial(evaluate, view.plugins, requirements=view.decisions.requirements(phase))
     able, others = rivals(view.plugins, "attention", choice, ask)
-    others |= (
-        beaten(taken, able)
-        if choice.is_auto
-        else dict.fromkeys((one.name for one in able), "it can serve, and is not named")
-    )
+    if choice.is_auto:
+        others |= beaten(taken, able)
+    else:
+        others |= dict.fromkeys((one.name for one in able), "it can serve, and is not named")
     others.pop(taken.name, None)
-    why = view.stated_where(
-        f"attention.{phase}.backend", f"auto: rank {taken.rank}" if choice.is_auto else ""
-    )
-    return Seam(name, taken.label, why, others)
+    automatic = f"auto: rank {taken.rank}" if choice.is_auto else ""
+    return taken.label, view.stated_where(f"attention.{phase}.backend", automatic), others
 
 
-def _blocks(view: View, name: str) -> Seam:
-    selection = view.decisions.attention
-    pair = f"{selection.prefill.name} and {selection.decode.name}"
-    if selection.prefill.name == selection.decode.name:
-        pair = selection.decode.name
-    automatic = f"the first layout that {pair} can read: multiples of "
-    automatic += f"{selection.layout.block_multiple}, and 16 at least"
-    given = view.config.cache.block_size is not None
+def _blocks(view: View) -> Words:
+    selection, automatic = view.decisions.attention, ""
+    if view.config.cache.block_size is None:
+        pair = " and ".join(dict.fromkeys((selection.prefill.name, selection.decode.name)))
+        automatic = f"the first layout that {pair} can read: multiples of "
+        automatic += f"{selection.layout.block_multiple}, and {SMALLEST_BLOCK} at least"
     chosen = f"{selection.block_size} tokens, layout {selection.layout.name}"
-    return Seam(name, chosen, view.stated_where("cache.block_size", "" if given else automatic))
+    return chosen, view.stated_where("cache.block_size", automatic), {}
 
 
-def _kernels(view: View, name: str) -> Seam:
+def _kernels(view: View) -> Words:
     selection, automatic = view.decisions.kernels, ""
     if view.config.kernels.is_auto:
         automatic = f"auto: rank {selection.rank}, the highest of those that fit"
     chosen = selection.chosen
     others = view.other_plugins(chosen.kind, chosen.name) | dict(selection.others)
-    return Seam(name, _label(chosen), view.stated_where("kernels.name", automatic), others)
+    return _label(chosen), view.stated_where("kernels.name", automatic), others
 
 
-def _named(view: View, name: str, kind: Kind) -> Seam:
+def _named(view: View, kind: Kind) -> Words:
     """The plugins of a kind that the configuration names one by one."""
     chosen = view.decisions.named(kind.name)
     choices = getattr(view.config, kind.choice)
     path = f"{kind.choice}.{choices.KEY}" if isinstance(choices, PluginChoice) else kind.choice
     others = view.other_plugins(kind.name, *(one.name for one in chosen))
-    return Seam(name, "; ".join(map(_label, chosen)) or "none", view.stated_where(path), others)
+    return "; ".join(map(_label, chosen)) or "none", view.stated_where(path), others
 
 
-def _extensions(view: View, name: str) -> Seam:
+def _extensions(view: View) -> Words:
     enabled = view.decisions.extensions
     others = view.other_plugins(EXTENSION, *enabled)
-    return Seam(name, ", ".join(enabled) or "none", view.stated_where("plugins.enable"), others)
+    return ", ".join(enabled) or "none", view.stated_where("plugins.enable"), others
 
 
-def _graphs(view: View, name: str) -> Seam:
-    if view.decisions.cuda_graphs:
-        sizes = view.config.graph_sizes
-        rows = ", ".join(map(str, sizes if len(sizes) < 8 else (*sizes[:4], "...", sizes[-1])))
-        why = view.stated_where("cuda_graphs", "a GPU, and no enforce_eager")
-        prompts = view.decisions.prompt_graph_sizes
-        beside = f", and with up to {prompts[-1]} prompt tokens" if prompts else ""
-        reasons = "; ".join(view.decisions.attention.eager_prefill_reasons)
-        others = {} if prompts else {"with prompts": reasons or view.stated_where("cuda_graphs")}
-        return Seam(name, f"captured for {rows} rows{beside}", why, others)
+def _sampling_defaults(view: View) -> Words:
+    is_read = view.config.generation_config != "none"
+    why = view.stated_where("generation_config", f"the checkpoint's {FILE_NAME}" if is_read else "")
+    return describe_defaults(view.decisions.sampling_defaults), why, {}
+
+
+def _graphs(view: View) -> Words:
     if view.decisions.device == "cpu":
-        return Seam(name, "none", "a CPU has none")
-    return Seam(name, "none", view.stated_where("cuda_graphs.enforce_eager"))
+        return "none", "a CPU has none", {}
+    if not view.decisions.cuda_graphs:
+        return "none", view.stated_where("cuda_graphs.enforce_eager"), {}
+    sizes = view.config.graph_sizes
+    rows = ", ".join(map(str, sizes if len(sizes) < 8 else (*sizes[:4], "...", sizes[-1])))
+    why = view.stated_where("cuda_graphs", "a GPU, and no enforce_eager")
+    if prompts := view.decisions.prompt_graph_sizes:
+        return f"captured for {rows} rows, and with up to {prompts[-1]} prompt tokens", why, {}
+    reasons = "; ".join(view.decisions.attention.eager_prefill_reasons)
+    others = {"with prompts": reasons or view.stated_where("cuda_graphs")}
+    return f"captured for {rows} rows", why, others
 
 
-def _length(view: View, name: str) -> Seam:
+def _length(view: View) -> Words:
     chosen, asked = view.decisions.max_model_len, view.config.limits.max_model_len
     said, blocks = view.stated_where("limits.max_model_len"), view.config.cache.num_blocks
     if asked is None:
         said = "the model's own limit (max_position_embeddings)"
     if asked != FIT:
-        return Seam(name, f"{chosen} tokens", said)
+        return f"{chosen} tokens", said, {}
     # Known where the number of blocks is; otherwise an engine that starts measures it.
     if blocks is None:
         why = f"{said}: fit; the memory that is left as an engine starts decides"
-        return Seam(name, f"at most {chosen} tokens", why)
+        return f"at most {chosen} tokens", why, {}
     from nanovllm_core.worker.kv_cache import fitting_length  # torch comes with it
 
     fitting = fitting_length(blocks, view.decisions.block_size, chosen)
-    return Seam(name, f"{fitting} tokens", f"{said}: fit; cache.num_blocks decides")
+    return f"{fitting} tokens", f"{said}: fit; cache.num_blocks decides", {}
 
 
-def _sampling_defaults(view: View, name: str) -> Seam:
-    is_read = view.config.generation_config != "none"
-    why = view.stated_where("generation_config", f"the checkpoint's {FILE_NAME}" if is_read else "")
-    return Seam(name, describe_defaults(view.decisions.sampling_defaults), why)
+def _stated(view: View, path: str) -> Words:
+    return str(attrgetter(path)(view.config)), view.stated_where(path), {}
 
 
-def _stated(view: View, name: str, path: str) -> Seam:
-    return Seam(name, str(SEQUENCE[name](view.decisions)), view.stated_where(path))
-
-
-VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
+VIEWS: Mapping[str, Callable[[View], Words]] = {
     "extensions": _extensions,
     "checkpoint": _checkpoint,
     "model": _model,
@@ -276,17 +256,8 @@ VIEWS: Mapping[str, Callable[[View, str], Seam]] = {
 """The words for each decision of `SEQUENCE` that was made."""
 
 
-def problems(seams: Sequence[Seam]) -> list[str]:
-    """Why an engine would not start; empty where it would."""
-    return [f"{seam.name}: {seam.problem}" for seam in seams if seam.problem]
-
-
 def _label(plugin: ResolvedPlugin) -> str:
     given = plugin.options.model_dump()
     options = ", ".join(f"{key}={shown(value)}" for key, value in given.items())
     text = f"{plugin.name} {plugin.version}, {plugin.distribution}"
     return f"{text} ({options})" if options else text
-
-
-def _source(source: str) -> str:
-    return "the command line" if source == "argument" else source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import distributions
@@ -358,10 +359,11 @@ def test_a_driver_without_a_gpu_that_torch_sees_is_wrong(
 def test_the_driver_is_the_one_that_nvidia_smi_names(
     script: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None where it fails or says nothing."""
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o755)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: str(command))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert doctor._driver_version() == version
 
 

@@ -193,7 +193,7 @@ def test_values_say_where_they_come_from() -> None:
     assert found["sequences at once"].why == "limits.max_num_seqs, from the command line"
     assert found["tokens per step"].why == "the default of limits.max_num_batched_tokens"
     assert seams()["longest sequence"].why == "the model's own limit (max_position_embeddings)"
-    assert seams()["dtype"].why == "auto: float32 on a CPU (the checkpoint says bfloat16)"
+    assert seams()["dtype"].why == "auto: float32 on a CPU"
 
 
 def test_on_a_gpu_graphs_and_dtype_follow_it(monkeypatch: pytest.MonkeyPatch, slow: None) -> None:

@@ -203,7 +203,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
     "an attention backend that cannot serve": (
         {"attention": {"backend": "sdpa", "options": {"kernel": "cudnn"}}},
         UnsupportedError,
-        r"'sdpa' .* cannot serve prefill on .*: kernel 'cudnn' exists only on cuda, .*; use kernel:",
+        r"'sdpa' .* cannot serve prefill .*: kernel 'cudnn' exists only on cuda, .*; use kernel:",
     ),
     "a block size that does not exist": (
         {"cache": {"block_size": 24}},
