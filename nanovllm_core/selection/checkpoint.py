@@ -18,9 +18,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.registry.objects import make_plugin
-
-CONFIG_NAME = "config.json"
-"""A folder that holds this file holds a checkpoint."""
+from nanovllm_core.selection.checkpoint_files import CONFIG_NAME
 
 
 @dataclass(frozen=True, slots=True)
