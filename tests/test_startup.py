@@ -267,8 +267,8 @@ def nanovllm_schedulers():
 @pytest.mark.parametrize(
     ("impl", "level", "said"),
     [
-        ("nanovllm_core.engine.policies:FcfsPolicy", "scheduler", "makes a SchedulingPolicy"),
-        ("mine_scheduler:make", "policy", "makes a Scheduler"),
+        ("nanovllm_core.engine.policies:FcfsPolicy", "scheduler", "makes a policy"),
+        ("mine_scheduler:make", "policy", "makes a scheduler"),
     ],
 )
 def test_a_scheduler_is_of_the_level_that_it_states(

@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 
 from nanovllm_core.config.choices import AUTO, AttentionChoice, PluginChoice
-from nanovllm_core.config.settings import FIT, EngineConfig
+from nanovllm_core.config.settings import FIT
 from nanovllm_core.config.sources import LoadedConfig
 from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import NanoVLLMError, shown
@@ -51,7 +51,7 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
     problems: list[NanoVLLMError] = []
     for name, decide in SEQUENCE.items():
         try:
-            decide(view.decisions)
+            decide(view)
         except NanoVLLMError as error:
             said = "depends on the problem above" if error in problems else str(error)
             seams.append(Seam(name, problem=said))
@@ -61,14 +61,12 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
     return seams
 
 
-class View:
+class View(Decisions):
     """The decisions of a configuration, the sources of its values, and the other plugins."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
-        self.config: EngineConfig = loaded.config
+        super().__init__(loaded.config)
         self.sources = loaded.sources
-        self.decisions = Decisions(loaded.config)
-        self.plugins = self.decisions.plugins
 
     def stated_where(self, path: str, automatic: str = "") -> str:
         """The source of the value at a path of the configuration; `automatic` if it is `auto`."""
@@ -85,7 +83,7 @@ class View:
         They are checked for the chosen device; for the configured one where that is not there.
         """
         try:
-            device = self.decisions.device
+            device = self.device
             requirements = typical_requirements(device, compute_capability(device))
         except NanoVLLMError:
             requirements = typical_requirements(self.config.device, None)
@@ -102,16 +100,16 @@ class View:
 
 
 def _checkpoint(view: View) -> Words:
-    source = view.decisions.source
+    source = view.source
     return (
-        f"{source.plugin.name}: {view.decisions.checkpoint}",
+        f"{source.plugin.name}: {view.checkpoint}",
         f"{view.stated_where('model')}: {shown(view.config.model)}; {source.why}",
         view.other_plugins(source.plugin.kind, source.plugin.name),
     )
 
 
 def _model(view: View) -> Words:
-    model, shape = view.decisions.model, view.decisions.shape
+    model, shape = view.model, view.shape
     others = view.other_plugins(model.kind, model.name)
     return (
         f"{_label(model)}: {shape.num_layers} layers, {shape.num_heads} query and "
@@ -125,7 +123,7 @@ def _model(view: View) -> Words:
 
 
 def _device(view: View) -> Words:
-    chosen = view.decisions.device
+    chosen = view.device
     if view.config.device != AUTO:
         return chosen, view.stated_where("device"), {}
     if chosen == "cpu":
@@ -136,19 +134,19 @@ def _device(view: View) -> Words:
 def _dtype(view: View) -> Words:
     if view.config.dtype != AUTO:
         why = view.stated_where("dtype")
-    elif view.decisions.device == "cpu":
+    elif view.device == "cpu":
         why = "auto: float32 on a CPU"
     else:
-        config = view.decisions.model_config
+        config = view.model_config
         stored = config.get("dtype") or config.get("torch_dtype") or "nothing, so bfloat16"
         why = f"auto: as the checkpoint says ({stored})"
-    return view.decisions.dtype, why, {}
+    return view.dtype, why, {}
 
 
 def _attention(view: View, phase: Phase) -> Words:
-    taken: Candidate = getattr(view.decisions.attention, phase)
+    taken: Candidate = getattr(view.attention, phase)
     choice: AttentionChoice = getattr(view.config.attention, phase)
-    ask = partial(evaluate, view.plugins, requirements=view.decisions.requirements(phase))
+    ask = partial(evaluate, view.plugins, requirements=view.requirements(phase))
     able, others = rivals(view.plugins, "attention", choice, ask)
     if choice.is_auto:
         others |= beaten(taken, able)
@@ -160,7 +158,7 @@ def _attention(view: View, phase: Phase) -> Words:
 
 
 def _blocks(view: View) -> Words:
-    selection, automatic = view.decisions.attention, ""
+    selection, automatic = view.attention, ""
     if view.config.cache.block_size is None:
         pair = " and ".join(dict.fromkeys((selection.prefill.name, selection.decode.name)))
         automatic = f"the first layout that {pair} can read: multiples of "
@@ -170,7 +168,7 @@ def _blocks(view: View) -> Words:
 
 
 def _kernels(view: View) -> Words:
-    selection, automatic = view.decisions.kernels, ""
+    selection, automatic = view.kernels, ""
     if view.config.kernels.is_auto:
         automatic = f"auto: rank {selection.rank}, the highest of those that fit"
     chosen = selection.chosen
@@ -180,7 +178,7 @@ def _kernels(view: View) -> Words:
 
 def _named(view: View, kind: Kind) -> Words:
     """The plugins of a kind that the configuration names one by one."""
-    chosen = view.decisions.named(kind.name)
+    chosen = view.named(kind.name)
     choices = getattr(view.config, kind.choice)
     path = f"{kind.choice}.{choices.KEY}" if isinstance(choices, PluginChoice) else kind.choice
     others = view.other_plugins(kind.name, *(one.name for one in chosen))
@@ -188,7 +186,7 @@ def _named(view: View, kind: Kind) -> Words:
 
 
 def _extensions(view: View) -> Words:
-    enabled = view.decisions.extensions
+    enabled = view.extensions
     others = view.other_plugins(EXTENSION, *enabled)
     return ", ".join(enabled) or "none", view.stated_where("plugins.enable"), others
 
@@ -196,26 +194,26 @@ def _extensions(view: View) -> Words:
 def _sampling_defaults(view: View) -> Words:
     is_read = view.config.generation_config != "none"
     why = view.stated_where("generation_config", f"the checkpoint's {FILE_NAME}" if is_read else "")
-    return describe_defaults(view.decisions.sampling_defaults), why, {}
+    return describe_defaults(view.sampling_defaults), why, {}
 
 
 def _graphs(view: View) -> Words:
-    if view.decisions.device == "cpu":
+    if view.device == "cpu":
         return "none", "a CPU has none", {}
-    if not view.decisions.cuda_graphs:
+    if not view.cuda_graphs:
         return "none", view.stated_where("cuda_graphs.enforce_eager"), {}
     sizes = view.config.graph_sizes
     rows = ", ".join(map(str, sizes if len(sizes) < 8 else (*sizes[:4], "...", sizes[-1])))
     why = view.stated_where("cuda_graphs", "a GPU, and no enforce_eager")
-    if prompts := view.decisions.prompt_graph_sizes:
+    if prompts := view.prompt_graph_sizes:
         return f"captured for {rows} rows, and with up to {prompts[-1]} prompt tokens", why, {}
-    reasons = "; ".join(view.decisions.attention.eager_prefill_reasons)
+    reasons = "; ".join(view.attention.eager_prefill_reasons)
     others = {"with prompts": reasons or view.stated_where("cuda_graphs")}
     return f"captured for {rows} rows", why, others
 
 
 def _length(view: View) -> Words:
-    chosen, asked = view.decisions.max_model_len, view.config.limits.max_model_len
+    chosen, asked = view.max_model_len, view.config.limits.max_model_len
     said, blocks = view.stated_where("limits.max_model_len"), view.config.cache.num_blocks
     if asked is None:
         said = "the model's own limit (max_position_embeddings)"
@@ -227,7 +225,7 @@ def _length(view: View) -> Words:
         return f"at most {chosen} tokens", why, {}
     from nanovllm_core.worker.kv_cache import fitting_length  # torch comes with it
 
-    fitting = fitting_length(blocks, view.decisions.block_size, chosen)
+    fitting = fitting_length(blocks, view.block_size, chosen)
     return f"{fitting} tokens", f"{said}: fit; cache.num_blocks decides", {}
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from nanovllm_core.config.choices import SamplerSettings
+from nanovllm_core.config.choices import PluginChoice, SamplerSettings
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine.observation import close_observers
-from nanovllm_core.errors import ExecutorError, UnsupportedError, shown
+from nanovllm_core.errors import ExecutorError, shown
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.specs import (
     ExecutorSpec,
@@ -22,24 +22,24 @@ from nanovllm_core.interfaces.specs import (
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.registry.objects import make_plugin
-from nanovllm_core.selection.fit import unmet_device
+from nanovllm_core.selection.fit import Candidate, select, unmet_device
 
 
 def select_sampler(
     plugins: PluginManager, choice: SamplerSettings, device: str, cuda_graphs: bool
 ) -> ResolvedPlugin:
     """The sampler; UnsupportedError where it does not run on `device`, or not in a graph."""
-    resolved = plugins.resolve("sampler", choice.name, choice.options, path="sampler.options")
-    spec = cast(SamplerSpec, plugins.spec("sampler", choice.name))
-    reasons = unmet_device(spec.devices, device)
-    if cuda_graphs and not spec.cuda_graphs:
-        reasons.append("it cannot be captured; set cuda_graphs: {enforce_eager: true}")
-    if reasons:
-        text = "; ".join(reasons)
-        raise UnsupportedError(
-            f"{describe(resolved)} cannot serve: {text}; or choose sampler: gumbel", reasons
-        )
-    return resolved
+
+    def ask(one: PluginChoice) -> Candidate:
+        resolved = plugins.resolve("sampler", one.plugin, one.options, path="sampler.options")
+        spec = cast(SamplerSpec, plugins.spec("sampler", one.plugin))
+        reasons = unmet_device(spec.devices, device)
+        if cuda_graphs and not spec.cuda_graphs:
+            reasons.append("it cannot be captured; set cuda_graphs: {enforce_eager: true}")
+        return Candidate(resolved, 0, tuple(reasons))
+
+    remedy = "take sampler:gumbel out of plugins.disable"
+    return select(plugins, "sampler", choice, ask, device, remedy)[0].resolved
 
 
 def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:

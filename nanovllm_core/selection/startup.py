@@ -108,13 +108,11 @@ def make_scheduler(plugins: PluginManager, resolved: ResolvedPlugin) -> Schedule
 
     made = make_plugin(resolved)
     spec = cast(SchedulerSpec, plugins.spec(resolved.kind, resolved.name))
-    found, level = ("SchedulingPolicy", "policy")
-    if not isinstance(made, SchedulingPolicy):
-        found, level = ("Scheduler", "scheduler")
+    level = "policy" if isinstance(made, SchedulingPolicy) else "scheduler"
     if spec.level != level:
         raise PluginLoadError(
             f"{describe(resolved)}: its level is {spec.level!r}, and {resolved.impl} makes a "
-            f"{found}; state level={level!r} in its spec"
+            f"{level}; state level={level!r} in its spec"
         )
     if level == "policy":
         return TokenBudgetScheduler(made, describe(resolved))
