@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm_core.api import KernelSetSpec, hookimpl
 from nanovllm_core.config.choices import KernelSettings
 from nanovllm_core.config.sources import load_config, load_with_sources
-from nanovllm_core.diagnostics.doctor import check_kernels
+from nanovllm_core.diagnostics.doctor import check_defaults
 from nanovllm_core.diagnostics.explain import explain
 from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import UnsupportedError
@@ -165,6 +165,7 @@ def test_without_any_set_the_remedy_is_the_reference(manager: Manager) -> None:
 # -- a GPU on which only the reference fits -------------------------------------------------------
 
 
+@pytest.mark.usefixtures("a_gpu")
 def test_a_gpu_without_a_set_built_for_it_is_told_what_to_install(manager: Manager) -> None:
     """By the selection, in `explain`'s words and the doctor's."""
     selection = select_kernels(manager(), AUTO, GPU)
@@ -172,10 +173,11 @@ def test_a_gpu_without_a_set_built_for_it_is_told_what_to_install(manager: Manag
     assert selection.others["triton"] == "not installed"
     assert "cuda:0 runs on the kernel set 'torch'" in selection.warning
     assert selection.remedy == install_command("kernels", "triton")
-    [check] = check_kernels(manager(), typical_requirements("cuda", (9, 0)))
-    assert (check.ok, check.fatal) == (False, False)
-    assert check.remedy == install_command("kernels", "triton")
-    assert check_kernels(manager(), typical_requirements("cpu", None)) == []
+    gpu, cpu = typical_requirements("cuda:0", (9, 0)), typical_requirements("cpu", None)
+    checks = {check.name: check for check in check_defaults(manager(), [], gpu)}
+    assert (checks["kernels"].ok, checks["kernels"].fatal) == (False, False)
+    assert checks["kernels"].remedy == install_command("kernels", "triton")
+    assert "kernels" not in {check.name for check in check_defaults(manager(), [], cpu)}
 
 
 def test_a_set_that_is_disabled_or_unfit_needs_no_install(manager: Manager) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from nanovllm_core import __version__
-from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.sources import load_config
 from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.diagnostics.status import (
@@ -38,8 +37,12 @@ from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP, KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
-from nanovllm_core.selection.decisions import compute_capability, resolve_device
-from nanovllm_core.selection.kernels import REFERENCE, select_kernels
+from nanovllm_core.selection.decisions import (
+    NAMED_KINDS,
+    Decisions,
+    compute_capability,
+    resolve_device,
+)
 
 
 def examine() -> list[DoctorCheck]:
@@ -58,15 +61,15 @@ def examine() -> list[DoctorCheck]:
         manager = get_plugin_manager(entry_points=entries)
     try:
         device = resolve_device("auto")
-        requirements = typical_requirements(device, compute_capability(device))
+        typical = typical_requirements(device, compute_capability(device))
     except Exception:  # check_torch has said so
-        requirements = typical_requirements("cpu", None)
-    statuses = plugin_statuses(manager, requirements)
+        typical = typical_requirements("cpu", None)
+    statuses = plugin_statuses(manager, typical)
     conflicts = check_conflicts(manager)
     told = {check.name for check in conflicts}
     checks += conflicts
     checks += [check_plugin(manager, one) for one in statuses if _label(one) not in told]
-    checks += check_defaults(statuses) + check_kernels(manager, requirements)
+    checks += check_defaults(manager, statuses, typical)
     return checks + ask_plugins(manager)
 
 
@@ -283,39 +286,33 @@ def _label(status: PluginStatus) -> str:
     return f"{status.plugin.kind} {status.plugin.name}"
 
 
-def check_defaults(statuses: Sequence[PluginStatus]) -> list[DoctorCheck]:
-    """Whether something can be generated: a model, attention, and what no configuration names."""
-    ready = {(s.plugin.kind, s.plugin.name) for s in statuses if s.state == "ready"}
-    kinds = {kind for kind, _ in ready}
+def check_defaults(
+    manager: PluginManager, statuses: Iterable[PluginStatus], typical: AttentionRequirements
+) -> list[DoctorCheck]:
+    """Whether something can be generated: a model, attention, and what no configuration names.
+
+    The latter is chosen as a start does; a GPU without a kernel set built for it is told too.
+    """
+    ready = {status.plugin.kind for status in statuses if status.state == "ready"}
     checks = [
         DoctorCheck(name, False, f"no {name} plugin can run here", install_one(name), fatal=True)
         for name, kind in KINDS.items()
-        if kind.is_needed and name not in kinds
+        if kind.is_needed and name not in ready
     ]
-    config = load_config("none")
-    for kind in KINDS.values():
-        if not kind.choice:
-            continue
-        for _, choice in plugins_named(getattr(config, kind.choice), kind.choice):
-            name = choice.plugin
-            if not choice.is_auto and (kind.name, name) not in ready:
-                detail = f"{kind.name} {name!r} is chosen where no file chooses, and cannot be used"
-                remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"
-                checks.append(DoctorCheck(kind.name, False, detail, remedy, fatal=True))
+    overrides = {"device": typical.device, "dtype": typical.dtype}
+    decisions = Decisions(load_config("none", overrides=overrides), manager)
+    for kind in NAMED_KINDS.values():
+        try:
+            decisions.named(kind)
+        except NanoVLLMError as error:
+            detail = f"the default where no file chooses cannot be used: {error}"
+            remedy = f"take the {kind} of the core out of plugins.disable, or reinstall {CORE}"
+            checks.append(DoctorCheck(kind, False, detail, remedy, fatal=True))
+        else:
+            if kind == "kernels" and decisions.kernels.warning:
+                detail, remedy = decisions.kernels.warning, decisions.kernels.remedy
+                checks.append(DoctorCheck(kind, False, detail, remedy))
     return checks
-
-
-def check_kernels(manager: PluginManager, requirements: AttentionRequirements) -> list[DoctorCheck]:
-    """Whether layers can run where no file chooses, and whether a GPU has a set built for it."""
-    choice = load_config("none").kernels
-    try:
-        selection = select_kernels(manager, choice, requirements)
-    except NanoVLLMError as error:
-        remedy = f"choose kernels: auto, and take {REFERENCE} out of plugins.disable"
-        return [DoctorCheck("kernels", False, str(error), remedy, fatal=True)]
-    if selection.warning:
-        return [DoctorCheck("kernels", False, selection.warning, selection.remedy)]
-    return []
 
 
 def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:

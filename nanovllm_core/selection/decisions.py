@@ -241,17 +241,16 @@ class Decisions:
 
 def resolve_device(device: str) -> str:
     """`auto` -> the first GPU, or the CPU; DeviceError for a GPU that is not there."""
-    import torch
-
     try:
-        check_device(device)
+        if check_device(device) == "cpu":
+            return device
     except ValueError as error:
         raise DeviceError(f"device: {shown(device)} {error}") from None
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == AUTO:
-        device = "cuda" if count else "cpu"
-    if device == "cpu":
-        return device
+        return "cuda:0" if count else "cpu"
     index = int(device.partition(":")[2] or 0)
     if index >= count:
         raise DeviceError(

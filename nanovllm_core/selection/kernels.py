@@ -60,7 +60,7 @@ class KernelSelection:
 
 
 def select_kernels(
-    plugins: PluginManager, choice: KernelSettings, target: KernelTarget | AttentionRequirements
+    plugins: PluginManager, choice: KernelSettings, target: KernelTarget
 ) -> KernelSelection:
     """The set that is named, or of those that fit the one of the highest rank.
 

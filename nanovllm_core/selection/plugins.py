@@ -1,4 +1,4 @@
-"""From the configuration to the sampler and the executor, and to the observers.
+"""From the configuration to the sampler and the executor.
 
 Attention and kernels have more to weigh (see the modules `attention` and `kernels`), other kinds
 nothing (see `decisions`).
@@ -6,22 +6,17 @@ nothing (see `decisions`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 from nanovllm_core.config.choices import PluginChoice, SamplerSettings
 from nanovllm_core.config.settings import EngineConfig
-from nanovllm_core.engine.observation import close_observers
 from nanovllm_core.errors import ExecutorError, shown
-from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.specs import (
     ExecutorSpec,
     ResolvedPlugin,
     SamplerSpec,
 )
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import PluginManager
-from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.selection.fit import Candidate, select, unmet_device
 
 
@@ -54,21 +49,3 @@ def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlu
             "executor that spans several devices"
         )
     return resolved
-
-
-def make_observers(
-    plugins: PluginManager, resolved: Sequence[ResolvedPlugin], config: EngineConfig
-) -> dict[str, StepObserver]:
-    """Make all, by a label that says where each is named and which distribution it is of.
-
-    Where one cannot be made, those before it are closed.
-    """
-    context = ObserverContext(config=config, plugins=plugins)
-    made: dict[str, StepObserver] = {}
-    try:
-        for index, one in enumerate(resolved):
-            made[f"observers[{index}]: {describe(one)}"] = make_plugin(one, context)
-    except BaseException:
-        close_observers(made)
-        raise
-    return made

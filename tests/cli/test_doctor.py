@@ -115,7 +115,8 @@ def test_a_default_that_is_disabled_stops_generation(
     monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", f"['{kind}:{name}']")
     check = examine()[kind]
     assert check.fatal
-    assert f"take {name} out of plugins.disable" in check.remedy
+    assert f"take the {kind} of the core out of plugins.disable" in check.remedy
+    assert repr(name) in check.detail
 
 
 def test_a_name_in_plugins_disable_that_fits_nothing_is_told(
