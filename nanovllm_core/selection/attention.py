@@ -22,7 +22,13 @@ from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection import fit
-from nanovllm_core.selection.fit import in_order, unmet_capability, unmet_device, unmet_dtype
+from nanovllm_core.selection.fit import (
+    in_order,
+    outside,
+    unmet_capability,
+    unmet_device,
+    unmet_dtype,
+)
 
 SMALLEST_BLOCK = 16
 
@@ -98,15 +104,14 @@ def select_attention(
 
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
     """Requirements that the backend does not declare, in plain words with value and limit."""
-    reasons = []
-    device = requirements.device.split(":")[0]
-    if requirements.phase not in capabilities.phases:
-        reasons.append(f"does not do {requirements.phase}, only {in_order(capabilities.phases)}")
-    reasons += unmet_device(capabilities.devices, device)
-    reasons += unmet_dtype(capabilities.dtypes, requirements.dtype)
-    sizes = capabilities.head_sizes
-    if sizes is not None and requirements.head_size not in sizes:
-        reasons.append(f"has no head size {requirements.head_size}, only {in_order(sizes)}")
+    device, size = requirements.device.split(":")[0], requirements.head_size
+    sizes = {size} if capabilities.head_sizes is None else capabilities.head_sizes
+    reasons = [
+        *outside(capabilities.phases, requirements.phase, "does not do {}, only {}"),
+        *unmet_device(capabilities.devices, device),
+        *unmet_dtype(capabilities.dtypes, requirements.dtype),
+        *outside(sizes, size, "has no head size {}, only {}"),
+    ]
     if device == "cuda":
         reasons += unmet_capability(
             capabilities.min_compute_capability,

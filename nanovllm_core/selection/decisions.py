@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from nanovllm_core.config.choices import AUTO, plugins_named
+from nanovllm_core.config.choices import AUTO, PluginChoice, SamplerSettings, plugins_named
 from nanovllm_core.config.settings import FIT, EngineConfig, check_device
 from nanovllm_core.errors import (
     ArchitectureError,
     ConfigError,
     DeviceError,
+    ExecutorError,
     NanoVLLMError,
     PluginNotFoundError,
     clip,
@@ -25,7 +26,7 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
-from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.interfaces.specs import ExecutorSpec, ResolvedPlugin, SamplerSpec
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
@@ -33,9 +34,9 @@ from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.attention import Selection, select_attention
 from nanovllm_core.selection.checkpoint import CheckpointSource, fetch_checkpoint, find_source
 from nanovllm_core.selection.checkpoint_files import CONFIG_NAME, read_model_config
+from nanovllm_core.selection.fit import Candidate, select, unmet_device
 from nanovllm_core.selection.generation_config import read_sampling_defaults
 from nanovllm_core.selection.kernels import KernelSelection, KernelTarget, select_kernels
-from nanovllm_core.selection.plugins import select_executor, select_sampler
 
 T = TypeVar("T")
 
@@ -268,6 +269,37 @@ def compute_capability(device: str) -> tuple[int, int] | None:
     import torch
 
     return torch.cuda.get_device_capability(device)
+
+
+def select_sampler(
+    plugins: PluginManager, choice: SamplerSettings, device: str, cuda_graphs: bool
+) -> ResolvedPlugin:
+    """The sampler; UnsupportedError where it does not run on `device`, or not in a graph."""
+
+    def ask(one: PluginChoice) -> Candidate:
+        resolved = plugins.resolve("sampler", one.plugin, one.options, path="sampler.options")
+        spec = cast(SamplerSpec, plugins.spec("sampler", one.plugin))
+        reasons = unmet_device(spec.devices, device)
+        if cuda_graphs and not spec.cuda_graphs:
+            reasons.append("it cannot be captured; set cuda_graphs: {enforce_eager: true}")
+        return Candidate(resolved, 0, tuple(reasons))
+
+    remedy = "take sampler:gumbel out of plugins.disable"
+    return select(plugins, "sampler", choice, ask, device, remedy)[0].resolved
+
+
+def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
+    """The executor; ExecutorError where it does not span that many devices."""
+    choice, size = config.executor, config.tensor_parallel_size
+    resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
+    spec = cast(ExecutorSpec, plugins.spec("executor", choice.name))
+    if size > spec.max_tensor_parallel_size:
+        raise ExecutorError(
+            f"tensor_parallel_size: {size}, but the executor {shown(choice.name)} runs at most "
+            f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
+            "executor that spans several devices"
+        )
+    return resolved
 
 
 def _choose(decisions: Decisions, kind: str) -> tuple[ResolvedPlugin, ...]:

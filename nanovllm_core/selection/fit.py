@@ -99,27 +99,29 @@ def beaten(best: Candidate, able: Iterable[Candidate]) -> dict[str, str]:
 
 def unmet_device(devices: Iterable[str], device: str) -> list[str]:
     """`device` is "cuda" or "cuda:0"; `devices` are types of torch devices."""
-    kind = device.split(":")[0]
-    return [] if kind in devices else [f"does not run on {kind}, only on {in_order(devices)}"]
+    return outside(devices, device.split(":")[0], "does not run on {}, only on {}")
 
 
 def unmet_dtype(dtypes: Iterable[str], dtype: str) -> list[str]:
     """Names without "torch."."""
-    return [] if dtype in dtypes else [f"does not compute in {dtype}, only in {in_order(dtypes)}"]
+    return outside(dtypes, dtype, "does not compute in {}, only in {}")
+
+
+def outside(allowed: Iterable[Any], value: object, reason: str) -> list[str]:
+    """The reason, filled with the value and all that is allowed, where it is none of these."""
+    return [] if value in allowed else [reason.format(value, in_order(allowed))]
 
 
 def unmet_capability(
     low: Capability | None, high: Capability | None, here: Capability | None
 ) -> list[str]:
     """Compute capabilities, both bounds included; None is no bound, or a GPU that is not known."""
-    if low is None and high is None:
-        return []
     if here is None:
-        return ["depends on the GPU's compute capability, which is unknown"]
+        return ["depends on the GPU's compute capability, which is unknown"] if low or high else []
     reasons = []
-    if low is not None and here < low:
+    if low and here < low:
         reasons.append(f"needs compute capability {_dots(low)}, and this GPU has {_dots(here)}")
-    if high is not None and here > high:
+    if high and here > high:
         reasons.append(f"stops at compute capability {_dots(high)}, and this GPU has {_dots(here)}")
     return reasons
 
