@@ -67,8 +67,8 @@ def examine() -> list[DoctorCheck]:
     statuses = plugin_statuses(manager, typical)
     conflicts = check_conflicts(manager)
     told = {check.name for check in conflicts}
-    checks += conflicts
-    checks += [check_plugin(manager, one) for one in statuses if _label(one) not in told]
+    found = [check_plugin(manager, status) for status in statuses]
+    checks += conflicts + [check for check in found if check.name not in told]
     checks += check_defaults(manager, statuses, typical)
     return checks + ask_plugins(manager)
 
@@ -100,12 +100,9 @@ def check_torch() -> list[DoctorCheck]:
     has_gpu = torch.cuda.is_available()
     checks.append(_check_triton(has_gpu))
     for index in range(torch.cuda.device_count() if has_gpu else 0):
-        major, minor = torch.cuda.get_device_capability(index)
-        memory = torch.cuda.get_device_properties(index).total_memory / 2**30
-        detail = (
-            f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}, "
-            f"{memory:.0f} GiB"
-        )
+        gpu = torch.cuda.get_device_properties(index)
+        detail = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
+        detail += f"{gpu.total_memory / 2**30:.0f} GiB"
         checks.append(DoctorCheck(f"cuda:{index}", True, detail))
     return [*checks, _check_driver(has_gpu, torch.version.cuda)]
 
@@ -258,7 +255,7 @@ def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
 def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
     """One plugin: does its light module load, can it run here, is its code importable."""
     plugin = status.plugin
-    label = _label(status)
+    label = f"{plugin.kind} {plugin.name}"
     remedy = (
         f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or uninstall "
         f"it; if it is yours: nanovllm plugins validate {plugin.name}"
@@ -280,10 +277,6 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
         return DoctorCheck(label, False, str(error), remedy)
     who = f"{plugin.distribution} {plugin.version}"
     return DoctorCheck(label, True, f"{who}; {contract}{status.note}")
-
-
-def _label(status: PluginStatus) -> str:
-    return f"{status.plugin.kind} {status.plugin.name}"
 
 
 def check_defaults(

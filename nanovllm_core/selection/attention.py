@@ -189,6 +189,11 @@ def _common_blocks(
     ]
     listed = [layout for layout in decode.layouts if layout in prefill.layouts]
     common = list(dict.fromkeys((*listed, *suitable)))
+    for layout in common:
+        multiple = layout.block_multiple
+        size = block_size or -(-SMALLEST_BLOCK // multiple) * multiple
+        if size % multiple == 0:
+            return layout, size
     reads = ", ".join(
         f"{phase} {one.name} reads "
         + (", ".join(f"{each.name} by {each.block_multiple}" for each in one.layouts) or "none")
@@ -198,12 +203,6 @@ def _common_blocks(
         raise UnsupportedError(
             f"the attention pair has no KV layout in common: {reads}; choose another pair"
         )
-    if block_size is None:
-        multiple = common[0].block_multiple
-        return common[0], -(-SMALLEST_BLOCK // multiple) * multiple
-    for layout in common:
-        if block_size % layout.block_multiple == 0:
-            return layout, block_size
     raise ConfigError(
         f"cache.block_size: {block_size} does not suit both backends, which need a multiple of "
         f"{in_order(layout.block_multiple for layout in common)} ({reads}); change it or leave it "
