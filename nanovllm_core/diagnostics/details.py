@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -43,8 +43,11 @@ def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, ob
         "contract": spec.contract,
         "current contract": manager.kind(plugin.kind).contract,
     }
-    for name, value in _own_fields(spec):
-        details[name.replace("_", " ")] = value
+    common = {field.name for field in fields(PluginSpec)}
+    own = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in common}
+    for name, value in own.items():
+        if value is not None and (_is_model(value) or not callable(value)):
+            details[name.replace("_", " ")] = _plain(value)
     details["options"] = options_of(spec.options)
     return details
 
@@ -88,20 +91,13 @@ def options_of(model: type[BaseModel]) -> list[dict[str, object]]:
     ]
 
 
-def _own_fields(spec: PluginSpec) -> Iterable[tuple[str, object]]:
-    """The fields of the kind's own spec, beyond those of every spec, if they are data."""
-    common = {field.name for field in fields(PluginSpec)}
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        if field.name in common or value is None:
-            continue
-        if isinstance(value, type) and issubclass(value, BaseModel):
-            yield field.name, {str(one["name"]): one["type"] for one in options_of(value)}
-        elif not callable(value):
-            yield field.name, _plain(value)
+def _is_model(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseModel)
 
 
 def _plain(value: Any) -> object:
+    if _is_model(value):
+        return {str(one["name"]): one["type"] for one in options_of(value)}
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name.replace("_", " "): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Set):
