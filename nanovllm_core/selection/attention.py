@@ -22,13 +22,6 @@ from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection import fit
-from nanovllm_core.selection.fit import (
-    in_order,
-    outside,
-    unmet_capability,
-    unmet_device,
-    unmet_dtype,
-)
 
 SMALLEST_BLOCK = 16
 
@@ -107,13 +100,13 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
     device, size = requirements.device.split(":")[0], requirements.head_size
     sizes = {size} if capabilities.head_sizes is None else capabilities.head_sizes
     reasons = [
-        *outside(capabilities.phases, requirements.phase, "does not do {}, only {}"),
-        *unmet_device(capabilities.devices, device),
-        *unmet_dtype(capabilities.dtypes, requirements.dtype),
-        *outside(sizes, size, "has no head size {}, only {}"),
+        *fit.outside(capabilities.phases, requirements.phase, "does not do {}, only {}"),
+        *fit.unmet_device(capabilities.devices, device),
+        *fit.unmet_dtype(capabilities.dtypes, requirements.dtype),
+        *fit.outside(sizes, size, "has no head size {}, only {}"),
     ]
     if device == "cuda":
-        reasons += unmet_capability(
+        reasons += fit.unmet_capability(
             capabilities.min_compute_capability,
             capabilities.max_compute_capability,
             requirements.compute_capability,
@@ -168,7 +161,7 @@ def _ask(
             ) from error
         size = requirements.block_size
         if not reasons and size and all(size % layout.block_multiple for layout in layouts):
-            multiples = in_order(layout.block_multiple for layout in layouts)
+            multiples = fit.in_order(layout.block_multiple for layout in layouts)
             reasons.append(f"cannot use cache.block_size {size}, only multiples of {multiples}")
     return Candidate(resolved, rank, tuple(reasons), spec, layouts)
 
@@ -205,6 +198,6 @@ def _common_blocks(
         )
     raise ConfigError(
         f"cache.block_size: {block_size} does not suit both backends, which need a multiple of "
-        f"{in_order(layout.block_multiple for layout in common)} ({reads}); change it or leave it "
-        "out"
+        f"{fit.in_order(layout.block_multiple for layout in common)} ({reads}); change it "
+        "or leave it out"
     )

@@ -14,14 +14,7 @@ from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.specs import KernelSetSpec, ResolvedPlugin
 from nanovllm_core.registry.discovery import install_command
 from nanovllm_core.registry.manager import PluginManager
-from nanovllm_core.selection.fit import (
-    Candidate,
-    Capability,
-    select,
-    unmet_capability,
-    unmet_device,
-    unmet_dtype,
-)
+from nanovllm_core.selection import fit
 
 REFERENCE = "torch"
 """The core's own set, which runs on every device and is built for none."""
@@ -38,7 +31,7 @@ class KernelTarget:
 
     device: str
     dtype: str
-    compute_capability: Capability | None = None
+    compute_capability: fit.Capability | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +61,18 @@ def select_kernels(
     PluginError where the named set cannot be loaded.
     """
 
-    def ask(one: PluginChoice) -> Candidate:
+    def ask(one: PluginChoice) -> fit.Candidate:
         resolved = plugins.resolve("kernels", one.plugin, one.options, path="kernels.options")
         spec = cast(KernelSetSpec, plugins.spec("kernels", one.plugin))
         reasons = unmet(spec, target)
         if choice.is_auto and not reasons and spec.rank < 1:
             reasons.append("it can serve where it is named: it states no rank above 0")
-        return Candidate(resolved, spec.rank, tuple(reasons))
+        return fit.Candidate(resolved, spec.rank, tuple(reasons))
 
-    able = f"{target.device} in {target.dtype}"
-    taken, others = select(plugins, "kernels", choice, ask, able, ENABLE_REFERENCE)
-    on_gpu = target.device.startswith("cuda")
-    if not choice.is_auto or taken.name != REFERENCE or not on_gpu:
+    where = f"{target.device} in {target.dtype}"
+    taken, others = fit.select(plugins, "kernels", choice, ask, where, ENABLE_REFERENCE)
+    on_reference = choice.is_auto and taken.name == REFERENCE
+    if not on_reference or not target.device.startswith("cuda"):
         return KernelSelection(taken.resolved, taken.rank, others)
     why, remedy = _missing(plugins, others)
     warning = (
@@ -91,9 +84,11 @@ def select_kernels(
 
 def unmet(spec: KernelSetSpec, target: KernelTarget | AttentionRequirements) -> list[str]:
     """Why a set cannot serve, with value and limit; empty where it can."""
-    reasons = unmet_device(spec.devices, target.device) + unmet_dtype(spec.dtypes, target.dtype)
+    reasons = fit.unmet_device(spec.devices, target.device)
+    reasons += fit.unmet_dtype(spec.dtypes, target.dtype)
     if target.device.startswith("cuda"):
-        reasons += unmet_capability(spec.min_compute_capability, None, target.compute_capability)
+        low, here = spec.min_compute_capability, target.compute_capability
+        reasons += fit.unmet_capability(low, None, here)
     return reasons
 
 
