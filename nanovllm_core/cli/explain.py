@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -39,7 +40,7 @@ def explain(
     Exit status 1 if an engine would not start.
     """
     # It asks torch for devices, and plugins what they can do.
-    from nanovllm_core.diagnostics.explain import Seam, explain as explain_config, problems
+    from nanovllm_core.diagnostics.explain import Seam, explain as explain_config
 
     path = one_file(file, config)
     loaded = loaded_config(model, path, attention, scheduler, device, dtype, settings)
@@ -53,11 +54,11 @@ def explain(
         return shown + [Text(f"    not {name}: {why}", "dim") for name, why in seam.others.items()]
 
     if as_json:
-        print(json.dumps([seam.to_json() for seam in seams], indent=2))
+        print(json.dumps([asdict(seam) for seam in seams], indent=2))
     else:
         console = Console(soft_wrap=True)
         for seam in seams:
             for line in lines(seam):
                 console.print(line)
-    if problems(seams):
+    if any(seam.problem for seam in seams):
         raise typer.Exit(1)
