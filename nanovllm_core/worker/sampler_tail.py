@@ -99,6 +99,8 @@ class SamplerTail:
         self._sample = sampler.sample
         self._processors = processors
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
+        self._known: dict[int, tuple[RowSampling, Arguments]] = {}
+        """The operations by row, kept for as long as its request is the same."""
         self._params: Sequence[RowSampling] = ()
         self._rows: Sequence[int] = ()
         self._groups: list[_Group] = []
@@ -159,7 +161,7 @@ class SamplerTail:
 
     def _plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""
-        wanted = [_operations(one, self._vocab_size) for one in params]
+        wanted = [self._wanted(row, one) for row, one in zip(rows, params, strict=True)]
         changed = [i for i, one in enumerate(params) if wanted[i] or one.logits_processors]
         self._asked = tuple(i for i, one in enumerate(params) if one.logprobs is not None)
         self._num_top = tuple(min(params[i].logprobs or 0, self._vocab_size) for i in self._asked)
@@ -184,6 +186,12 @@ class SamplerTail:
         self._asked_groups = [entries for (entries,) in uploaded]
         self._params, self._rows = params, rows
 
+    def _wanted(self, row: int, one: RowSampling) -> Arguments:
+        known = self._known.get(row)
+        if known is None or known[0] is not one:
+            known = self._known[row] = (one, _operations(one, self._vocab_size))
+        return known[1]
+
     def _bytes_per_logit(self, params: Sequence[RowSampling], wanted: set[Operation]) -> int:
         """Bytes of a row for each vocabulary id; the row that needs most counts for all."""
         if self._device.type == "cpu" and logit_ops.cut_top_k_top_p in wanted:
@@ -202,12 +210,15 @@ class SamplerTail:
     ) -> list[tuple[Operation, list[NDArray[Any]]]]:
         """The operations on these batch entries, in the order that the module states."""
 
+        own = [wanted[entry] for entry in entries]
+
         def calls(*operations: Operation) -> Iterator[tuple[Operation, list[NDArray[Any]]]]:
             for operation in operations:
                 arguments = [
-                    (position, *values)
-                    for position, entry in enumerate(entries)
-                    for values in wanted[entry].get(operation, ())
+                    (i, *values)
+                    for i, one in enumerate(own)
+                    if operation in one
+                    for values in one[operation]
                 ]
                 if arguments:
                     yield operation, [np.array(column) for column in zip(*arguments, strict=True)]
