@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def get_row_ops(device: torch.device) -> RowOps:
     if device.type == "cuda":
         from nanovllm_core.worker import rows_triton
 
-        return cast(RowOps, rows_triton)
+        return rows_triton
     from nanovllm_core.worker import rows_reference
 
-    return cast(RowOps, rows_reference)
+    return rows_reference
