@@ -56,8 +56,11 @@ class LogprobTensors:
         """Start copies to pinned memory; they are there when the stream has come past them."""
         if self.token_logprobs.device.type == "cpu":
             return self
-        tensors = (self.token_logprobs, self.top_logprobs, self.top_ids)
-        return LogprobTensors(self.entries, self.num_top, *map(_to_pinned, tensors))
+        pinned = (
+            torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+            for one in (self.token_logprobs, self.top_logprobs, self.top_ids)
+        )
+        return LogprobTensors(self.entries, self.num_top, *pinned)
 
     def to_records(self) -> dict[int, TokenLogprobs]:
         """The same as plain data by batch entry; waits for the device unless on the host."""
@@ -69,19 +72,6 @@ class LogprobTensors:
                 self.entries, self.num_top, *lists, strict=True
             )
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows whose logits change together: int64 places in the batch and in the tables.
-
-    `operations` have their arguments on the device: first the rows that they change, by position
-    in the group, then one value for each of these, int64 or float32.
-    """
-
-    entries: Tensor
-    rows: Tensor
-    operations: list[tuple[Operation, list[Tensor]]]
 
 
 class SamplerTail:
@@ -103,7 +93,8 @@ class SamplerTail:
         """The operations by row, kept for as long as its request is the same."""
         self._params: Sequence[RowSampling] = ()
         self._rows: Sequence[int] = ()
-        self._groups: list[_Group] = []
+        self._groups: list[tuple[Tensor, Tensor, list[tuple[Operation, list[Tensor]]]]] = []
+        """Rows changed together: int64 places in the batch and in the tables, what is called."""
         self._asked: tuple[int, ...] = ()
         self._num_top: tuple[int, ...] = ()
         self._asked_groups: list[Tensor] = []
@@ -133,25 +124,24 @@ class SamplerTail:
         if params is not self._params or rows is not self._rows:
             self._plan(rows, params, token_ids_RL.shape[1])
         self._sample(logits_BV, rows_B, temperature_R, seed_R, output_index_B, out_B, self._never)
-        for group in self._groups:
-            entries, rows_S = group.entries, group.rows
-            logits_SV = logits_BV[entries].float().nan_to_num_(-math.inf, math.inf, -math.inf)
+        for entries_S, rows_S, operations in self._groups:
+            logits_SV = logits_BV[entries_S].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             step = StepRows(
                 rows_S,
                 temperature_R[rows_S],
-                output_index_B[entries],
-                num_prompt_B[entries],
-                num_known_B[entries],
+                output_index_B[entries_S],
+                num_prompt_B[entries_S],
+                num_known_B[entries_S],
                 token_ids_RL,
             )
-            for operation, arguments in group.operations:
+            for operation, arguments in operations:
                 operation(logits_SV, step, *arguments)
             index_S = step.output_index
             out_S = torch.empty_like(index_S)
             self._sample(
-                logits_SV, rows_B[entries], temperature_R, seed_R, index_S, out_S, self._never
+                logits_SV, rows_B[entries_S], temperature_R, seed_R, index_S, out_S, self._never
             )
-            out_B.index_copy_(0, entries, out_S)
+            out_B.index_copy_(0, entries_S, out_S)
         if not self._asked:
             return None
         k = max(self._num_top)
@@ -182,7 +172,7 @@ class SamplerTail:
         for _, calls in groups:
             entries_S, rows_S = next(uploaded)
             operations = [(operation, next(uploaded)) for operation, _ in calls]
-            self._groups.append(_Group(entries_S, rows_S, operations))
+            self._groups.append((entries_S, rows_S, operations))
         self._asked_groups = [entries for (entries,) in uploaded]
         self._params, self._rows = params, rows
 
@@ -298,8 +288,3 @@ def _to_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
