@@ -17,8 +17,6 @@ from nanovllm_core.layers.linear import heads_per_rank
 from nanovllm_core.layers.rotary import RopeConfig
 from nanovllm_core.layers.settings import positive_float, positive_int
 
-_DEFAULT_EPS = 1e-6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
@@ -90,7 +88,7 @@ class DecoderConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=positive_float(config, "rms_norm_eps", default=_DEFAULT_EPS),
+            rms_norm_eps=positive_float(config, "rms_norm_eps", default=1e-6),
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             rope=rope,
             qkv_bias=qkv_bias,

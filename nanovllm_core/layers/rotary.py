@@ -20,10 +20,6 @@ from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.layers.settings import positive_float, positive_int
 
 _DEFAULT_THETA = 10_000.0
-_REFUSED = {
-    "dynamic": "its base grows with the sequence, under keys that are already cached",
-    "longrope": "its factors change with the sequence's length, under keys already cached",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +61,9 @@ class RopeConfig:
             )
         kind = rope.get("rope_type", rope.get("type")) or "default"
         if kind not in _FREQUENCIES:
-            reason = _REFUSED.get(kind, "it is unknown here")
             raise ArchitectureError(
-                f"rope type {shown(kind)} is not supported: {reason}; "
-                f"supported are {', '.join(_FREQUENCIES)}"
+                f"rope type {shown(kind)} is not supported; supported are "
+                f"{', '.join(_FREQUENCIES)}, which do not change under keys already cached"
             )
         if "mrope_section" in rope:
             raise ArchitectureError("mrope_section (multimodal rope) is not supported")

@@ -203,19 +203,16 @@ def _weight_files(folder: Path) -> list[Path]:
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
+        # Path.is_file raises where a name is longer than the file system takes.
+        missing = [n for n in names if Path(n).name != n or not os.path.isfile(folder / n)]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise WeightsError(
             _denied(index)
             or f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
         ) from error
-    if outside:
-        raise WeightsError(f"{index} names files outside its folder: {_some(outside)}")
-    # Path.is_file raises where a name is longer than the file system takes.
-    missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         raise WeightsError(
-            f"{len(missing)} of the {len(names)} files that {index} lists are missing: "
+            f"{len(missing)} of the {len(names)} files that {index} lists are not in its folder: "
             f"{_some(missing)}; download the checkpoint again"
         )
     return [folder / name for name in names]
