@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,14 +95,10 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     The same seed gives the same weights on the same kind of device. Norms are 1, the rest is
     normal with a standard deviation of 0.02, so that hidden states stay finite.
     """
-
-    @cache
-    def generator(device: torch.device) -> torch.Generator:
-        return torch.Generator(device).manual_seed(seed)
-
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         one = _checked(name, parameter)
-        one.normal_(one.dummy_mean, one.dummy_std, generator=generator(one.device))
+        one.normal_(one.dummy_mean, one.dummy_std, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
