@@ -64,8 +64,7 @@ def check_logits(logits_BV: Tensor, rows_B: Tensor, step: int) -> None:
     """
     live = rows_B >= 0
     rows = rows_B[live].tolist()
-    # The largest of a row is NaN where one of them is.
-    largest = [float(one) for one in logits_BV[live].amax(dim=1).tolist()] if rows else []
+    largest = logits_BV[live].amax(dim=1).tolist()  # NaN where one of the row is
     wrong = {row: one for row, one in zip(rows, largest, strict=True) if not math.isfinite(one)}
     if wrong:
         shown = ", ".join(f"row {row}: {one}" for row, one in [*wrong.items()][:MAX_SHOWN])

@@ -36,8 +36,7 @@ class LoadedProcessor:
 
     def failure(self, call: str, error: Exception) -> PluginFailedError:
         """The error of a call that raised `error`."""
-        message = f"{self.label}: {call} failed: {type(error).__name__}: {error}"
-        return PluginFailedError(message)
+        return PluginFailedError(f"{self.label}: {call} failed: {type(error).__name__}: {error}")
 
 
 class RowProcessors:
