@@ -62,12 +62,11 @@ class RowProcessors:
         self, asked: Sequence[ProcessorArguments]
     ) -> list[tuple[LoadedProcessor, list[int]]]:
         """Each processor that some of these rows asked for, with the positions of those rows."""
-        names = [{name for name, _ in one} for one in asked]
-        found = (
-            (loaded, [i for i, known in enumerate(names) if name in known])
+        return [
+            (loaded, positions)
             for name, loaded in self._processors.items()
-        )
-        return [(loaded, positions) for loaded, positions in found if positions]
+            if (positions := [i for i, one in enumerate(asked) if name in dict(one)])
+        ]
 
 
 def run_processor(
