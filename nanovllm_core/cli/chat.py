@@ -5,14 +5,22 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from nanovllm_core.cli import engine_options as options
-from nanovllm_core.cli.generate import MinP, Seed, Temperature, TopK, TopP, greedy_unless_stated
+from nanovllm_core.cli.generate import (
+    MinP,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    greedy_unless_stated,
+    sampling_params,
+)
 from nanovllm_core.cli.output import Speed, write_text
 from nanovllm_core.errors import RequestError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -24,6 +32,7 @@ HELP = "/clear starts over, /exit quits; Ctrl-C stops an answer."
 
 
 def chat(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
@@ -44,14 +53,7 @@ def chat(
     settings: options.Settings = None,
 ) -> None:
     """Chat with the model; each prompt holds the conversation so far."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
+    params = sampling_params(ctx)
     engine_config = options.engine_config(
         model, config, attention, scheduler, device, dtype, settings,
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
@@ -92,17 +94,15 @@ def read_line() -> str | None:
 
 def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> str:
     """Print the model's answer as it comes, and return it; Ctrl-C ends it early."""
-    speed, text, reason = Speed.start(), "", None
-    with interruptions() as interrupted:
-        outputs = llm.stream(history, params)
+    speed, text, reason = Speed(), "", None
+    # Leaving early aborts the request; closing makes that happen now.
+    with interruptions() as interrupted, closing(llm.stream(history, params)) as outputs:
         for output in outputs:
             speed.add(len(output.new_token_ids))
-            text += output.new_text
             write_text(output.new_text)
-            reason = output.finish_reason
+            text, reason = output.text, output.finish_reason
             if interrupted.is_set():
                 break
-        outputs.close()  # Leaving early aborts the request; closing makes that happen now.
     write_text("\n")
     limit = "limits.max_model_len" if params.max_tokens is None else "--max-tokens"
     speed.report(f" (cut off by {limit})" if reason == "length" else "")

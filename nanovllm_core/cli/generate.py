@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +17,24 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm_core.frontend.llm import LLM
+
+
+def parse_biases(flags: Sequence[str] | None) -> dict[int, float] | None:
+    """`["17=-100"]` -> `{17: -100.0}`, or a usage error."""
+    biases: dict[int, float] = {}
+    for flag in flags or ():
+        token_id, _, bias = flag.partition("=")
+        try:
+            key, value = int(token_id), float(bias)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{flag!r:.80} must be a token id and a number, as in 17=-100"
+            ) from None
+        if key in biases:
+            raise typer.BadParameter(f"token id {key} is given twice; leave one out")
+        biases[key] = value
+    return biases or None
+
 
 Prompts = Annotated[
     list[str] | None,
@@ -76,6 +94,7 @@ LogitBias = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ID=BIAS",
+        callback=parse_biases,
         help="Add -100 to 100 to the logit of a token id (repeatable).",
     ),
 ]
@@ -91,7 +110,14 @@ IgnoreEos = Annotated[
 ]
 
 
+def sampling_params(ctx: typer.Context) -> SamplingParams:
+    """The parameters that the flags of a command give, which are named as the fields are."""
+    names = {one.name for one in fields(SamplingParams)}
+    return SamplingParams(**{name: ctx.params[name] for name in names & ctx.params.keys()})
+
+
 def generate(
+    ctx: typer.Context,
     prompts: Prompts = None,
     model: options.Model = None,
     config: options.ConfigFile = None,
@@ -123,22 +149,7 @@ def generate(
     settings: options.Settings = None,
 ) -> None:
     """Complete prompts: print each with its completion; the speed goes to stderr."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        n=n,
-        logit_bias=_biases(logit_bias),
-    )
+    params = sampling_params(ctx)
     inputs = read_prompts(prompts, prompt_file, chat, params)
     if chat_template_kwargs and not any(one.messages for one in inputs):
         raise typer.BadParameter("--chat-template-kwargs goes with --chat")
@@ -148,7 +159,8 @@ def generate(
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
     )  # fmt: skip
     with options.open_llm(engine_config) as llm:
-        show(Work.prepare(llm, inputs, greedy_unless_stated(llm, params), echo))
+        encoded = [one.encode(llm) for one in inputs]
+        show(Work(llm, inputs, encoded, greedy_unless_stated(llm, params), echo))
 
 
 def greedy_unless_stated(llm: LLM, params: SamplingParams) -> SamplingParams:
@@ -174,20 +186,3 @@ def _how_to_show(
     if stream is None:
         stream = len(inputs) == 1 and not several and sys.stdout.isatty()
     return stream_each if stream else show_all
-
-
-def _biases(flags: Sequence[str] | None) -> dict[int, float] | None:
-    """`["17=-100"]` -> `{17: -100.0}`, or a usage error."""
-    biases: dict[int, float] = {}
-    for flag in flags or ():
-        token_id, _, bias = flag.partition("=")
-        try:
-            key, value = int(token_id), float(bias)
-        except ValueError:
-            raise typer.BadParameter(
-                f"--logit-bias: {flag!r:.80} must be a token id and a number, as in 17=-100"
-            ) from None
-        if key in biases:
-            raise typer.BadParameter(f"--logit-bias: token id {key} is given twice; leave one out")
-        biases[key] = value
-    return biases or None

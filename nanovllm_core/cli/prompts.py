@@ -28,7 +28,7 @@ LINE_KEYS = ("prompt", "messages", TEMPLATE_KEY, *(each.name for each in fields(
 LINE_HINT = 'a line is a JSON string, {"prompt": ...} or {"messages": [...]}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PromptInput:
     """One prompt as it was given: text, token ids, or the messages of a conversation.
 
@@ -92,35 +92,29 @@ def read_prompts(
         return [_make(text, chat) for text in _texts(arguments)]
     if arguments:
         raise typer.BadParameter("give prompts as arguments or with --prompts, not both")
-    inputs = [
-        _parse(line, place, chat) if file.suffix == ".jsonl" else _make(line, chat, place)
-        for place, line in _lines(file)
-    ]
+    inputs = []
+    for place, line in _lines(file):
+        with naming(place):
+            one = _parse(line, chat) if file.suffix == ".jsonl" else _make(line, chat)
+            one.params(shared)  # raises for what its line states
+        inputs.append(replace(one, place=place))
     if not inputs:
         raise typer.BadParameter(f"{file} holds no prompts; write one on each line")
-    for one in inputs:
-        with naming(one.place):
-            one.params(shared)
     return inputs
 
 
 def _texts(arguments: Sequence[str] | None) -> list[str]:
-    if not arguments:
-        if sys.stdin.isatty():
-            raise typer.BadParameter('give a prompt, as in: nanovllm generate "Once upon a time"')
-        arguments = [STDIN]
-    if list(arguments).count(STDIN) > 1:
+    if not arguments and sys.stdin.isatty():
+        raise typer.BadParameter('give a prompt, as in: nanovllm generate "Once upon a time"')
+    arguments = arguments or [STDIN]
+    if arguments.count(STDIN) > 1:
         raise typer.BadParameter(f"{STDIN} reads all of stdin, so it can be given only once")
-    return [_read_stdin() if text == STDIN else text for text in arguments]
-
-
-def _read_stdin() -> str:
-    text = sys.stdin.read(MAX_SIZE + 1)
-    if len(text) > MAX_SIZE:
+    read = sys.stdin.read(MAX_SIZE + 1) if STDIN in arguments else ""
+    if len(read) > MAX_SIZE:
         raise typer.BadParameter(
             f"stdin holds more than {MAX_SIZE:,} characters, the limit of a prompt; give less"
         )
-    return text
+    return [read if text == STDIN else text for text in arguments]
 
 
 def _lines(file: Path) -> list[tuple[str, str]]:
@@ -145,48 +139,40 @@ def _lines(file: Path) -> list[tuple[str, str]]:
     return numbered
 
 
-def _make(text: str, chat: bool, place: str = "") -> PromptInput:
-    if chat:
-        return PromptInput(messages=[{"role": "user", "content": text}], place=place)
-    return PromptInput(prompt=text, place=place)
+def _make(text: str, chat: bool) -> PromptInput:
+    return PromptInput(messages=[{"role": "user", "content": text}]) if chat else PromptInput(text)
 
 
-def _parse(line: str, place: str, chat: bool) -> PromptInput:
+def _parse(line: str, chat: bool) -> PromptInput:
     """A line of a .jsonl file."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidPromptError(f"{place}: not JSON: {error!s:.200}; {LINE_HINT}") from None
+        raise InvalidPromptError(f"not JSON: {error!s:.200}; {LINE_HINT}") from None
     if isinstance(value, str):
-        return _make(value, chat, place)
+        return _make(value, chat)
     if not isinstance(value, dict):
-        raise InvalidPromptError(f"{place}: {type(value).__name__} {shown(value)}; {LINE_HINT}")
+        raise InvalidPromptError(f"{type(value).__name__} {shown(value)}; {LINE_HINT}")
     for key in value:
         if key not in LINE_KEYS:
             raise InvalidPromptError(
-                f"{place}: unknown key {shown(key)}{did_you_mean(key, LINE_KEYS)}; it takes "
+                f"unknown key {shown(key)}{did_you_mean(key, LINE_KEYS)}; it takes "
                 f"{', '.join(LINE_KEYS)}"
             )
-    return _from_object(value, place, chat)
-
-
-def _from_object(value: dict[str, Any], place: str, chat: bool) -> PromptInput:
     if ("prompt" in value) == ("messages" in value):
         both = "both" if "prompt" in value else "neither of"
-        raise InvalidPromptError(f"{place}: {both} prompt and messages; give one of them")
+        raise InvalidPromptError(f"{both} prompt and messages; give one of them")
     prompt, messages = value.pop("prompt", None), value.pop("messages", None)
     kwargs = value.pop(TEMPLATE_KEY, None) or {}
     if isinstance(prompt, str):
-        made = _make(prompt, chat, place)
+        made = _make(prompt, chat)
     elif messages is not None:
-        made = PromptInput(messages=messages, place=place)
+        made = PromptInput(messages=messages)
     elif isinstance(prompt, list) and not chat:
-        made = PromptInput(prompt=prompt, place=place)
+        made = PromptInput(prompt)
     else:
         wanted = "text" if chat else "text or a list of token ids"
-        raise InvalidPromptError(f"{place}: prompt is {shown(prompt)}; it must be {wanted}")
+        raise InvalidPromptError(f"prompt is {shown(prompt)}; it must be {wanted}")
     if kwargs and made.messages is None:
-        raise InvalidPromptError(
-            f"{place}: {TEMPLATE_KEY} without a conversation; give messages, or --chat"
-        )
+        raise InvalidPromptError(f"{TEMPLATE_KEY} without a conversation; give messages, or --chat")
     return replace(made, sampling=value, template_kwargs=kwargs)
