@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from nanovllm_core.cli import engine_options as options
-from nanovllm_core.cli.generate import (
-    MinP,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    greedy_unless_stated,
-    sampling_params,
-)
+from nanovllm_core.cli import engine_options as options, generate as sampling
 from nanovllm_core.cli.output import Speed, write_text
 from nanovllm_core.errors import RequestError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -39,11 +30,11 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum output tokens of an answer; default: all that fit.")
     ] = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
+    temperature: sampling.Temperature = None,
+    top_k: sampling.TopK = None,
+    top_p: sampling.TopP = None,
+    min_p: sampling.MinP = None,
+    seed: sampling.Seed = None,
     chat_template_kwargs: options.ChatTemplateKwargs = None,
     generation_config: options.GenerationConfig = None,
     attention: options.Attention = None,
@@ -53,7 +44,7 @@ def chat(
     settings: options.Settings = None,
 ) -> None:
     """Chat with the model; each prompt holds the conversation so far."""
-    params = sampling_params(ctx)
+    params = sampling.sampling_params(ctx)
     engine_config = options.engine_config(
         model, config, attention, scheduler, device, dtype, settings,
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
@@ -61,7 +52,7 @@ def chat(
     opening = [] if system is None else [{"role": "system", "content": system}]
     with options.open_llm(engine_config) as llm:
         Console(stderr=True).print(HELP, style="dim", highlight=False)
-        converse(llm, greedy_unless_stated(llm, params), opening)
+        converse(llm, sampling.greedy_unless_stated(llm, params), opening)
 
 
 def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:
