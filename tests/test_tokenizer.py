@@ -85,11 +85,6 @@ def test_text_survives_encoding_and_decoding(tokenizer):
     assert tokenizer.decode(ids) == TEXT
 
 
-def test_vocab_size_is_one_more_than_the_largest_id(tokenizer):
-    assert tokenizer.vocab_size == 326
-    assert max(tokenizer.encode(TEXT)) < 326
-
-
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=60), data=st.data())
 def test_pushes_and_the_flush_make_the_decoded_text(tokenizer, text, data):

@@ -54,12 +54,10 @@ Chat = Annotated[bool, typer.Option("--chat", help="Apply the chat template to t
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object per output, each on a line.")
 ]
-Echo = Annotated[bool, typer.Option(help="Print each prompt before its completion.")]
 Stream = Annotated[
     bool | None,
     typer.Option(help="Print text as it is generated; default for one prompt on a terminal."),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Maximum number of output tokens.")]
 Temperature = Annotated[
     float | None,
     typer.Option(
@@ -88,8 +86,6 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1, tokens repeat less; default: the checkpoint's.")
 ]
-PresencePenalty = Annotated[float, typer.Option(help="Above 0, tokens repeat less.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Above 0, tokens repeat less.")]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(
@@ -102,7 +98,6 @@ Logprobs = Annotated[
     int | None,
     typer.Option(help="Report log-probabilities, and of so many likeliest tokens; with --json."),
 ]
-Samples = Annotated[int, typer.Option("--n", help="Outputs for each prompt.")]
 Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the output at this text (repeatable).")]
 IgnoreEos = Annotated[
@@ -125,19 +120,19 @@ def generate(
     chat: Chat = False,
     chat_template_kwargs: options.ChatTemplateKwargs = None,
     as_json: AsJson = False,
-    echo: Echo = True,
+    echo: Annotated[bool, typer.Option(help="Print each prompt before its completion.")] = True,
     stream: Stream = None,
-    max_tokens: MaxTokens = 256,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
     logit_bias: LogitBias = None,
     logprobs: Logprobs = None,
-    n: Samples = 1,
+    n: Annotated[int, typer.Option("--n", help="Outputs for each prompt.")] = 1,
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,

@@ -7,7 +7,6 @@ command of. No setting enables it, and a broken one stops only itself.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -42,13 +41,11 @@ def add_installed_commands(groups: Mapping[str, typer.Typer]) -> None:
 
     A command of ours that is not installed is there too, hidden, and names its pip line.
     """
-    installed: dict[str, list[EntryPoint]] = defaultdict(list)
-    for entry in entry_points(group=COMMAND_GROUP):
-        installed[entry.name].append(entry)
-    for path in sorted({*installed, *KNOWN_COMMANDS}):
+    entries = entry_points(group=COMMAND_GROUP)
+    for path in sorted({*entries.names, *KNOWN_COMMANDS}):
         parent, _, name = path.rpartition(".")
         if parent in groups and name not in _own_names(groups[parent]):
-            _add(groups[parent], path, name, installed[path])
+            _add(groups[parent], path, name, [*entries.select(name=path)])
 
 
 def _own_names(app: typer.Typer) -> set[str]:

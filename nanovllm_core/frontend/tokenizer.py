@@ -75,11 +75,6 @@ class Tokenizer:
         template = _find_template(folder, config)
         return cls(backend, folder, config, template, chat_template_kwargs)
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
-
     def encode(self, text: str) -> list[int]:
         """The ids of a text, with the special tokens that the checkpoint puts around one."""
         return self._encode(text, add_special_tokens=True)

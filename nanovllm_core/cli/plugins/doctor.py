@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from nanovllm_core.cli.extensions import VARIABLE, add_extensions
+from nanovllm_core.cli.plugins.choice import AsJson
 from nanovllm_core.diagnostics.doctor import examine, next_steps
 from nanovllm_core.interfaces.doctor import DoctorCheck
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Check Python, torch, GPUs and every plugin; say what to do next.
 
     Exit status 1 if something prevents generation.
