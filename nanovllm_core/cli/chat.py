@@ -6,18 +6,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+import nanovllm_core
 from nanovllm_core.cli import engine_options as options, generate as sampling
 from nanovllm_core.cli.output import Speed, write_text
 from nanovllm_core.errors import RequestError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_core.frontend.llm import LLM
 
 HELP = "/clear starts over, /exit quits; Ctrl-C stops an answer."
 
@@ -55,7 +53,7 @@ def chat(
         converse(llm, sampling.greedy_unless_stated(llm, params), opening)
 
 
-def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:
+def converse(llm: nanovllm_core.LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:
     """Read lines and answer them until /exit or the end of the input."""
     history = list(opening)
     while (line := read_line()) is not None and line != "/exit":
@@ -83,7 +81,7 @@ def read_line() -> str | None:
         return None
 
 
-def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> str:
+def answer(llm: nanovllm_core.LLM, history: list[dict[str, str]], params: SamplingParams) -> str:
     """Print the model's answer as it comes, and return it; Ctrl-C ends it early."""
     speed, text, reason = Speed(), "", None
     # Leaving early aborts the request; closing makes that happen now.

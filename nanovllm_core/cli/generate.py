@@ -6,17 +6,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+import nanovllm_core
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.output import Work, print_json, show_all, stream_each
 from nanovllm_core.cli.prompts import PromptInput, read_prompts
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_core.frontend.llm import LLM
 
 
 def parse_biases(flags: Sequence[str] | None) -> dict[int, float] | None:
@@ -158,7 +156,7 @@ def generate(
         show(Work(llm, inputs, encoded, greedy_unless_stated(llm, params), echo))
 
 
-def greedy_unless_stated(llm: LLM, params: SamplingParams) -> SamplingParams:
+def greedy_unless_stated(llm: nanovllm_core.LLM, params: SamplingParams) -> SamplingParams:
     """Temperature 0 where neither a flag nor the checkpoint states one."""
     if params.temperature is None and "temperature" not in llm.sampling_defaults:
         return replace(params, temperature=0.0)

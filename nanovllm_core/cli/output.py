@@ -8,18 +8,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
+import nanovllm_core
 from nanovllm_core.cli.prompts import PromptInput, naming
 from nanovllm_core.errors import RequestError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_core.engine import RequestOutput
-    from nanovllm_core.frontend.llm import LLM
 
 
 @dataclass(slots=True)
@@ -55,13 +52,13 @@ def write_text(text: str) -> None:
 class Work:
     """Prompts on an engine. `shared` are the parameters where a prompt's line states no others."""
 
-    llm: LLM
+    llm: nanovllm_core.LLM
     inputs: Sequence[PromptInput]
     encoded: Sequence[str | list[int]]
     shared: SamplingParams
     echo: bool
 
-    def run(self) -> Iterator[tuple[int, RequestOutput]]:
+    def run(self) -> Iterator[tuple[int, nanovllm_core.RequestOutput]]:
         """Every finished output with the index of its prompt, in the order of the prompts.
 
         All prompts are checked before any is run; an error names the line that it comes from.
@@ -121,7 +118,7 @@ def print_json(work: Work) -> None:
         write_text(json.dumps(record, allow_nan=False) + "\n")
 
 
-def _as_json(output: RequestOutput) -> dict[str, Any]:
+def _as_json(output: nanovllm_core.RequestOutput) -> dict[str, Any]:
     """The fields of a finished output; see "Outputs as JSON" in docs/configuration.md."""
     record: dict[str, Any] = {
         "text": output.text,

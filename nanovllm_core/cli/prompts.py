@@ -8,15 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+import nanovllm_core
 from nanovllm_core.errors import InvalidPromptError, RequestError, did_you_mean, shown
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_core.frontend.llm import LLM
 
 STDIN = "-"
 MAX_SIZE = 64 << 20
@@ -42,7 +40,7 @@ class PromptInput:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
 
-    def encode(self, llm: LLM) -> str | list[int]:
+    def encode(self, llm: nanovllm_core.LLM) -> str | list[int]:
         """The prompt for the engine; the chat template is applied to a conversation."""
         if self.messages is None:
             return self.prompt
@@ -55,7 +53,7 @@ class PromptInput:
         """The parameters that all prompts share, with what this one's line states."""
         return replace(shared, **self.sampling) if self.sampling else shared
 
-    def shown(self, llm: LLM) -> str:
+    def shown(self, llm: nanovllm_core.LLM) -> str:
         """The text to echo: the last message of a conversation, the text of token ids."""
         if self.messages is not None:
             return self.messages[-1]["content"]

@@ -30,8 +30,7 @@ _LONGEST_VOCABULARY = 2**31  # the engine keeps ids as int32
 class Tokenizer:
     """The tokenizer of one checkpoint. Use `find` rather than the constructor.
 
-    `config` is tokenizer_config.json as a dict, `template` the chat template, if there is one,
-    `eos_token_ids` every id that ends a sequence. `chat_template_kwargs` are variables for every
+    `eos_token_ids` is every id that ends a sequence. `chat_template_kwargs` are variables for every
     use of the chat template, which a call may override.
     """
 
@@ -39,8 +38,6 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         folder: Path,
-        config: Mapping[str, Any],
-        template: str | None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         # What a file may have switched on for training would cut prompts short here.
@@ -48,11 +45,11 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.folder = folder
-        own = backend.token_to_id(_content(config.get("eos_token")) or "")
-        self.eos_token_ids = checkpoint_eos_token_ids(folder, () if own is None else (own,))
-        self._config = config
-        self._template = template
+        self._config = read_json(folder / "tokenizer_config.json")
+        self._template = _find_template(folder, self._config)
         self._template_kwargs = dict(chat_template_kwargs or {})
+        own = backend.token_to_id(_content(self._config.get("eos_token")) or "")
+        self.eos_token_ids = checkpoint_eos_token_ids(folder, () if own is None else (own,))
 
     @classmethod
     def find(
@@ -71,9 +68,7 @@ class Tokenizer:
             backend = _convert_with_transformers(folder)
         else:
             return None
-        config = read_json(folder / "tokenizer_config.json")
-        template = _find_template(folder, config)
-        return cls(backend, folder, config, template, chat_template_kwargs)
+        return cls(backend, folder, chat_template_kwargs)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, with the special tokens that the checkpoint puts around one."""

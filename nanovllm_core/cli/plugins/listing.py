@@ -48,10 +48,7 @@ def _table(statuses: Sequence[PluginStatus]) -> Table:
         text = "yes" if status.state == "ready" else f"no, {status.state}"
         details = "; ".join(status.reasons) or status.note
         table.add_row(
-            plugin.kind,
-            escape(plugin.name),
-            escape(plugin.distribution),
-            escape(plugin.version),
+            *map(escape, (plugin.kind, plugin.name, plugin.distribution, plugin.version)),
             f"[{colours[status.state]}]{text}[/]" + (f": {escape(details)}" if details else ""),
         )
     return table
