@@ -14,6 +14,7 @@ from rich.console import Console
 import nanovllm_core
 from nanovllm_core.cli import engine_options as options, generate as sampling
 from nanovllm_core.cli.output import Speed, write_text
+from nanovllm_core.cli.prompts import greedy_unless_stated
 from nanovllm_core.errors import RequestError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
@@ -50,7 +51,7 @@ def chat(
     opening = [] if system is None else [{"role": "system", "content": system}]
     with options.open_llm(engine_config) as llm:
         Console(stderr=True).print(HELP, style="dim", highlight=False)
-        converse(llm, sampling.greedy_unless_stated(llm, params), opening)
+        converse(llm, greedy_unless_stated(llm, params), opening)
 
 
 def converse(llm: nanovllm_core.LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import nanovllm_core
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.output import Work, print_json, show_all, stream_each
 from nanovllm_core.cli.prompts import PromptInput, read_prompts
@@ -152,15 +151,7 @@ def generate(
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
     )  # fmt: skip
     with options.open_llm(engine_config) as llm:
-        encoded = [one.encode(llm) for one in inputs]
-        show(Work(llm, inputs, encoded, greedy_unless_stated(llm, params), echo))
-
-
-def greedy_unless_stated(llm: nanovllm_core.LLM, params: SamplingParams) -> SamplingParams:
-    """Temperature 0 where neither a flag nor the checkpoint states one."""
-    if params.temperature is None and "temperature" not in llm.sampling_defaults:
-        return replace(params, temperature=0.0)
-    return params
+        show(Work(llm, [one.prepare(llm) for one in inputs], echo))
 
 
 def _how_to_show(
@@ -173,7 +164,7 @@ def _how_to_show(
         return print_json
     if params.logprobs is not None:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
-    several = any(one.params(params).n > 1 for one in inputs)
+    several = any(one.params.n > 1 for one in inputs)
     if stream and several:
         raise typer.BadParameter("--stream prints one output for each prompt; leave it or n out")
     if stream is None:

@@ -16,7 +16,6 @@ from rich.console import Console
 import nanovllm_core
 from nanovllm_core.cli.prompts import PromptInput, naming
 from nanovllm_core.errors import RequestError
-from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -50,12 +49,10 @@ def write_text(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts on an engine. `shared` are the parameters where a prompt's line states no others."""
+    """Prompts that are prepared for an engine."""
 
     llm: nanovllm_core.LLM
     inputs: Sequence[PromptInput]
-    encoded: Sequence[str | list[int]]
-    shared: SamplingParams
     echo: bool
 
     def run(self) -> Iterator[tuple[int, nanovllm_core.RequestOutput]]:
@@ -65,10 +62,12 @@ class Work:
         The speed is reported at the end.
         """
         speed = Speed()
-        params = [one.params(self.shared) for one in self.inputs]
-        own = any(one.sampling for one in self.inputs)
+        params = [one.params for one in self.inputs]
+        same = all(one == params[0] for one in params)
         try:
-            outputs = self.llm.generate(self.encoded, params if own else self.shared)
+            outputs = self.llm.generate(
+                [one.prompt for one in self.inputs], params[0] if same else params
+            )
         except RequestError as error:
             alone = len(self.inputs) == 1
             index = 0 if alone else error.prompt_index
@@ -90,11 +89,11 @@ class Work:
 
 def stream_each(work: Work) -> None:
     """One prompt after the other, the text as it comes."""
-    for index, (one, prompt) in enumerate(zip(work.inputs, work.encoded, strict=True)):
+    for index, one in enumerate(work.inputs):
         work.show_prompt(index)
         speed, reason = Speed(), None
         with naming(one.place):
-            for output in work.llm.stream(prompt, one.params(work.shared)):
+            for output in work.llm.stream(one.prompt, one.params):
                 speed.add(len(output.new_token_ids))
                 write_text(output.new_text)
                 reason = output.finish_reason

@@ -28,30 +28,27 @@ LINE_HINT = 'a line is a JSON string, {"prompt": ...} or {"messages": [...]}'
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """One prompt as it was given: text, token ids, or the messages of a conversation.
+    """One prompt: text, token ids, or the messages of a conversation.
 
-    `sampling` are the fields of `SamplingParams` that its own line states. `place` names the file
-    and the line; "" where there is none.
+    `params` are those of all prompts, with what its own line states. `place` names the file and the
+    line; "" where there is none.
     """
 
+    params: SamplingParams
     prompt: str | list[int] = ""
     messages: list[dict[str, str]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
 
-    def encode(self, llm: nanovllm_core.LLM) -> str | list[int]:
-        """The prompt for the engine; the chat template is applied to a conversation."""
-        if self.messages is None:
-            return self.prompt
-        with naming(self.place):
-            return llm.tokenizer.apply_chat_template(
-                self.messages, chat_template_kwargs=self.template_kwargs
-            )
-
-    def params(self, shared: SamplingParams) -> SamplingParams:
-        """The parameters that all prompts share, with what this one's line states."""
-        return replace(shared, **self.sampling) if self.sampling else shared
+    def prepare(self, llm: nanovllm_core.LLM) -> PromptInput:
+        """The same for this engine; a conversation's template is applied, which gives `prompt`."""
+        prompt = self.prompt
+        if self.messages is not None:
+            with naming(self.place):
+                prompt = llm.tokenizer.apply_chat_template(
+                    self.messages, chat_template_kwargs=self.template_kwargs
+                )
+        return replace(self, prompt=prompt, params=greedy_unless_stated(llm, self.params))
 
     def shown(self, llm: nanovllm_core.LLM) -> str:
         """The text to echo: the last message of a conversation, the text of token ids."""
@@ -65,6 +62,13 @@ class PromptInput:
             return {"messages": self.messages}
         key = "prompt" if isinstance(self.prompt, str) else "prompt_token_ids"
         return {key: self.prompt}
+
+
+def greedy_unless_stated(llm: nanovllm_core.LLM, params: SamplingParams) -> SamplingParams:
+    """Temperature 0 where neither a flag nor the checkpoint states one."""
+    if params.temperature is None and "temperature" not in llm.sampling_defaults:
+        return replace(params, temperature=0.0)
+    return params
 
 
 @contextmanager
@@ -87,15 +91,14 @@ def read_prompts(
     is in a file InvalidPromptError and InvalidSamplingError, which name the line.
     """
     if file is None:
-        return [_make(text, chat) for text in _texts(arguments)]
+        return [_make(text, chat, shared) for text in _texts(arguments)]
     if arguments:
         raise typer.BadParameter("give prompts as arguments or with --prompts, not both")
     inputs = []
     for place, line in _lines(file):
         with naming(place):
-            one = _parse(line, chat) if file.suffix == ".jsonl" else _make(line, chat)
-            one.params(shared)  # raises for what its line states
-        inputs.append(replace(one, place=place))
+            read = _parse if file.suffix == ".jsonl" else _make
+            inputs.append(replace(read(line, chat, shared), place=place))
     if not inputs:
         raise typer.BadParameter(f"{file} holds no prompts; write one on each line")
     return inputs
@@ -137,18 +140,20 @@ def _lines(file: Path) -> list[tuple[str, str]]:
     return numbered
 
 
-def _make(text: str, chat: bool) -> PromptInput:
-    return PromptInput(messages=[{"role": "user", "content": text}]) if chat else PromptInput(text)
+def _make(text: str, chat: bool, params: SamplingParams) -> PromptInput:
+    if chat:
+        return PromptInput(params, messages=[{"role": "user", "content": text}])
+    return PromptInput(params, text)
 
 
-def _parse(line: str, chat: bool) -> PromptInput:
+def _parse(line: str, chat: bool, shared: SamplingParams) -> PromptInput:
     """A line of a .jsonl file."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidPromptError(f"not JSON: {error!s:.200}; {LINE_HINT}") from None
     if isinstance(value, str):
-        return _make(value, chat)
+        return _make(value, chat, shared)
     if not isinstance(value, dict):
         raise InvalidPromptError(f"{type(value).__name__} {shown(value)}; {LINE_HINT}")
     for key in value:
@@ -162,15 +167,16 @@ def _parse(line: str, chat: bool) -> PromptInput:
         raise InvalidPromptError(f"{both} prompt and messages; give one of them")
     prompt, messages = value.pop("prompt", None), value.pop("messages", None)
     kwargs = value.pop(TEMPLATE_KEY, None) or {}
+    params = replace(shared, **value)
     if isinstance(prompt, str):
-        made = _make(prompt, chat)
+        made = _make(prompt, chat, params)
     elif messages is not None:
-        made = PromptInput(messages=messages)
+        made = PromptInput(params, messages=messages)
     elif isinstance(prompt, list) and not chat:
-        made = PromptInput(prompt)
+        made = PromptInput(params, prompt)
     else:
         wanted = "text" if chat else "text or a list of token ids"
         raise InvalidPromptError(f"prompt is {shown(prompt)}; it must be {wanted}")
     if kwargs and made.messages is None:
         raise InvalidPromptError(f"{TEMPLATE_KEY} without a conversation; give messages, or --chat")
-    return replace(made, sampling=value, template_kwargs=kwargs)
+    return replace(made, template_kwargs=kwargs)

@@ -20,7 +20,13 @@ def doctor(as_json: AsJson = False) -> None:
 
     Exit status 1 if something prevents generation.
     """
-    checks = examine() + check_commands()
+    checks = examine()
+    try:
+        add_extensions(typer.Typer())
+    except Exception as error:  # whatever it is, the doctor goes on
+        detail = f"no other command can start: {type(error).__name__}: {error}"
+        remedy = f"mend what {VARIABLE} names, or take it out of there"
+        checks.append(DoctorCheck("plugins.enable", False, detail, remedy, fatal=True))
     steps = next_steps(checks)
     if as_json:
         print(json.dumps({"checks": [asdict(check) for check in checks], "next": steps}, indent=2))
@@ -33,17 +39,6 @@ def doctor(as_json: AsJson = False) -> None:
             console.print(Text(f"  {number}. {step}"))
     if any(check.fatal and not check.ok for check in checks):
         raise typer.Exit(1)
-
-
-def check_commands() -> list[DoctorCheck]:
-    """An enabled extension that fails, which stops every other command."""
-    try:
-        add_extensions(typer.Typer())
-    except Exception as error:  # whatever it is, the doctor goes on
-        detail = f"no other command can start: {type(error).__name__}: {error}"
-        remedy = f"mend what {VARIABLE} names, or take it out of there"
-        return [DoctorCheck("plugins.enable", False, detail, remedy, fatal=True)]
-    return []
 
 
 def line(check: DoctorCheck) -> Text:
