@@ -40,9 +40,9 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_common)
-    app.command()(generate.generate)
-    app.command()(chat.chat)
-    app.command()(explain.explain)
+    app.command("generate")(generate.generate)
+    app.command("chat")(chat.chat)
+    app.command("explain")(explain.explain)
     plugins = typer.Typer(
         no_args_is_help=True, help="List and check plugins; the kit tests and creates them."
     )
