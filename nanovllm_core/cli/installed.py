@@ -43,14 +43,14 @@ def add_installed_commands(groups: Mapping[str, typer.Typer]) -> None:
     distribution may replace a command of the core.
     """
     own = {
-        (parent, one.name)
+        parent: {command.name for command in app.registered_commands}
+        | {group.name for group in app.registered_groups}
         for parent, app in groups.items()
-        for one in (*app.registered_commands, *app.registered_groups)
     }
     entries = entry_points(group=COMMAND_GROUP)
     for path in sorted({*entries.names, *KNOWN_COMMANDS}):
         parent, _, name = path.rpartition(".")
-        if parent in groups and (parent, name) not in own:
+        if parent in groups and name not in own[parent]:
             _add(groups[parent], path, name, [*entries.select(name=path)])
 
 
