@@ -11,7 +11,7 @@ from functools import partial
 from numbers import Integral
 from threading import RLock
 from time import perf_counter
-from typing import Any, SupportsIndex
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -314,13 +314,14 @@ class LLM:
                 f"a prompt is text or a list of token ids; got {type(prompt).__name__} "
                 f"{shown(prompt)}"
             ) from None
-        if not set(map(type, ids)) <= {int}:  # nearly never, so that no Python loop runs
-            for index, token_id in enumerate(ids):
-                if isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex):
-                    raise InvalidPromptError(
-                        "a prompt is a flat list of whole token ids; got "
-                        f"{type(token_id).__name__} {shown(token_id)} at index {index}"
-                    )
+        types = set(map(type, ids))  # two or three, so that no Python loop runs over the ids
+        wrong = {each for each in types if each is bool or not hasattr(each, "__index__")}
+        if wrong:
+            index = next(index for index, each in enumerate(ids) if type(each) in wrong)
+            raise InvalidPromptError(
+                f"a prompt is a flat list of whole token ids; got {type(ids[index]).__name__} "
+                f"{shown(ids[index])} at index {index}"
+            )
         return ids
 
     # -- what it is made of -----------------------------------------------------------------------
