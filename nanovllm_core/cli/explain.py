@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -28,13 +29,13 @@ def explain(
     Exit status 1 if an engine would not start.
     """
     # It asks torch for devices, and plugins what they can do.
-    from nanovllm_core.diagnostics.explain import explain as explain_config, problems
+    from nanovllm_core.diagnostics.explain import explain as explain_config
 
     path = options.one_file(file, config)
     loaded = options.loaded_config(model, path, attention, scheduler, device, dtype, settings)
     seams = explain_config(loaded)
     if as_json:
-        print(json.dumps([seam.to_json() for seam in seams], indent=2))
+        print(json.dumps([asdict(seam) for seam in seams], indent=2))
     else:
         console = Console(soft_wrap=True)
         for seam in seams:
@@ -44,5 +45,5 @@ def explain(
                 console.print(Text(f"    because  {seam.why}"))
             for name, why in seam.others.items():
                 console.print(Text(f"    not {name}: {why}", "dim"))
-    if problems(seams):
+    if any(seam.problem for seam in seams):
         raise typer.Exit(1)
