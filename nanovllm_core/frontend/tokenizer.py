@@ -70,9 +70,17 @@ class Tokenizer:
             return None
         return cls(backend, folder, chat_template_kwargs)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the checkpoint puts around one."""
-        return self._encode(text, add_special_tokens=True)
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {shown(text)}")
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidPromptError(
+                f"the text {shown(text)} has half of a surrogate pair, which is no Unicode text; "
+                "decode its bytes with errors='replace'"
+            ) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
@@ -119,18 +127,7 @@ class Tokenizer:
                 f"the checkpoint's chat template refuses messages of the roles {roles}: {error}"
             ) from error
         # The template writes the special tokens itself.
-        return self._encode(str(text), add_special_tokens=False)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {shown(text)}")
-        try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidPromptError(
-                f"the text {shown(text)} has half of a surrogate pair, which is no Unicode text; "
-                "decode its bytes with errors='replace'"
-            ) from error
+        return self.encode(str(text), add_special_tokens=False)
 
     @cached_property
     def _renderer(self) -> PreTrainedTokenizerFast:
