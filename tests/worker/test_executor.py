@@ -109,7 +109,7 @@ def test_too_few_pages_are_refused_before_weights_are_read(tmp_path: Path) -> No
         ("nanovllm_core.worker.executor.load_model", "the model: full; .*smaller model"),
         (
             "nanovllm_attention_sdpa.backend.SdpaAttention.allocate",
-            r"the attention backends' workspaces: full; lower limits.max_num_seqs \(5\)",
+            r"the largest step there can be: full; lower limits.max_num_seqs \(5\)",
         ),
         (
             "nanovllm_core.worker.runner.RowTables.allocate",
@@ -141,7 +141,7 @@ def test_a_start_says_for_what_there_was_no_room_and_what_helps(
         ),
         (
             {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
-            r"no room on cpu for the attention .*lower limits.max_num_seqs \(1000000000000\)",
+            r"no room on cpu for the largest step .*lower limits.max_num_seqs \(1000000000000\)",
         ),
         ({"num_blocks": 2**62}, r"cache.num_blocks: \d+ blocks .*ask for fewer"),
     ],
@@ -339,8 +339,8 @@ def test_a_window_or_soft_cap_of_all_layers_is_served(
         for _ in range(12):
             start = len(ids) - len(fresh)
             positions = torch.arange(start, len(ids), dtype=torch.int32)
-            hidden = model.forward(torch.tensor(fresh, dtype=torch.int32), positions)
-            fresh = [int(model.compute_logits(hidden)[-1].argmax())]
+            hidden = model.module(torch.tensor(fresh, dtype=torch.int32), positions)
+            fresh = [int(model.module.compute_logits(hidden)[-1].argmax())]
             ids += fresh
     assert found == ids[len(prompt) :]
     assert found != plain, "the rules change nothing on this prompt"

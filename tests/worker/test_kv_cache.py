@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import OutOfMemoryError
+from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.worker import kv_cache
 from nanovllm_core.worker.kv_cache import (
-    CPU_CACHE_BYTES,
     DeviceMemory,
     KVCache,
-    MemoryBefore,
     block_bytes,
     check_one_sequence_fits,
+    count_blocks,
     fitting_length,
-    num_blocks_on_cpu,
     num_blocks_on_gpu,
 )
 
@@ -36,8 +39,8 @@ SHAPE = ModelShape(
 
 def memory(*, held_before: float = 0, context: float = 1, **changes: float) -> DeviceMemory:
     gib = {"total": 80, "free": 76, "reserved": 3, "peak": 4, **changes}
-    before = MemoryBefore(reserved=int(held_before * GIB), context=int(context * GIB))
-    return DeviceMemory(before=before, **{name: int(gib[name] * GIB) for name in gib})
+    gib |= {"held_before": held_before, "context": context}
+    return DeviceMemory(**{name: int(gib[name] * GIB) for name in gib})
 
 
 @dataclass
@@ -163,11 +166,19 @@ def test_pages_are_whole() -> None:
     assert num_blocks_on_gpu(memory(), 0.9, 3 * GIB) == 22
 
 
-def test_a_cpu_takes_what_its_rows_can_use_within_a_bound() -> None:
-    """Every row at its longest, or what the bound allows, or one sequence at its longest."""
-    assert num_blocks_on_cpu(1024, 7, max_num_seqs=3) == 21
-    assert num_blocks_on_cpu(GIB, 1, max_num_seqs=7) == CPU_CACHE_BYTES // GIB
-    assert num_blocks_on_cpu(GIB, 7, max_num_seqs=3) == 7
+@pytest.mark.parametrize(
+    ("length", "room", "blocks"),
+    [(112, 100, 21), (112, 12, 12), (112, 5, 7), ("fit", 100, 21), ("fit", 5, 5), ("fit", 0, 1)],
+)
+def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
+    length: int | str, room: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows at their longest, or what the bound allows; one row at its longest unless to fit."""
+    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", room * block_bytes(SHAPE, 16, torch.float32))
+    config = EngineConfig(model="m", limits={"max_num_seqs": 3, "max_model_len": length})
+    facts = {"max_model_len": 112, "block_size": 16, "dtype": "float32"}
+    setup = cast(WorkerSetup, SimpleNamespace(config=config, **facts))
+    assert count_blocks(setup, SHAPE, None) == blocks
 
 
 def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
