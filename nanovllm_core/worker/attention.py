@@ -20,28 +20,42 @@ from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers import Attention
 from nanovllm_core.registry.objects import make_plugin
-from nanovllm_core.worker.kv_cache import KVCache
 from nanovllm_core.worker.model import LoadedModel
 
 
 class PagedAttention:
     """Prepares q, stores k and v, and calls the decode and the prefill backend for their tokens.
 
-    Every attention layer of one model is bound to one of these (`Attention.bind`), so there is no
-    global context and two engines live side by side. `cache` is set before the first step.
+    The backends have their workspaces, and are one object where both are one choice. Every
+    attention layer of the model is bound to this object (`Attention.bind`), so there is no global
+    context and two engines live side by side.
     """
 
-    cache: KVCache
+    cache: Tensor
+    """Blocks of keys and values [layers, 2, N, P, K, D]; set before the first step."""
 
-    def __init__(
-        self,
-        kernels: KernelSet,
-        prefill_backend: AttentionBackend,
-        decode_backend: AttentionBackend,
-    ) -> None:
-        self.prefill_backend = prefill_backend
-        self.decode_backend = decode_backend
+    def __init__(self, setup: WorkerSetup, kernels: KernelSet, model: LoadedModel) -> None:
+        layers = [one for one in model.module.modules() if isinstance(one, Attention)]
+        limits = setup.config.limits
+        config = AttentionConfig(
+            device=model.device,
+            dtype=model.dtype,
+            block_size=setup.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=setup.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            **_common_facts(layers, model.shape),
+        )
         self._kernels = kernels
+        self.prefill_backend: AttentionBackend = make_plugin(setup.prefill_attention, config)
+        self.decode_backend = self.prefill_backend
+        if setup.decode_attention != setup.prefill_attention:
+            self.decode_backend = make_plugin(setup.decode_attention, config)
+        for index, layer in enumerate(layers):
+            layer.bind(self, index)
+        self.prefill_backend.allocate()
+        if self.decode_backend is not self.prefill_backend:
+            self.decode_backend.allocate()
 
     def describe(self) -> str:
         """The implementations that run."""
@@ -66,7 +80,7 @@ class PagedAttention:
     def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
         """Packed qkv of one layer -> attention output [T, num_heads * head_size]."""
         decode, prefill, num_decode = self._decode, self._prefill, 0
-        k_cache, v_cache = self.cache.layer(layer.layer_index)
+        k_cache, v_cache = self.cache[layer.layer_index].unbind()
         q_THD = self._kernels.prepare_qkv(
             qkv_TX, layer.prep, positions_T, self._slot_mapping_T, k_cache, v_cache
         )
@@ -81,31 +95,6 @@ class PagedAttention:
                 q_THD[num_decode:], k_cache, v_cache, prefill, out_THD[num_decode:]
             )
         return out_THD.flatten(1)
-
-
-def make_attention(setup: WorkerSetup, kernels: KernelSet, model: LoadedModel) -> PagedAttention:
-    """The backends with their workspaces, known to every layer; one where both are one choice."""
-    layers, limits = model.attention_layers(), setup.config.limits
-    config = AttentionConfig(
-        device=model.device,
-        dtype=model.dtype,
-        block_size=setup.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=setup.max_model_len,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        **_common_facts(layers, model.shape),
-    )
-    prefill: AttentionBackend = make_plugin(setup.prefill_attention, config)
-    decode = prefill
-    if setup.decode_attention != setup.prefill_attention:
-        decode = make_plugin(setup.decode_attention, config)
-    attention = PagedAttention(kernels, prefill, decode)
-    for index, layer in enumerate(layers):
-        layer.bind(attention, index)
-    prefill.allocate()
-    if decode is not prefill:
-        decode.allocate()
-    return attention
 
 
 def _common_facts(layers: Sequence[Attention], shape: ModelShape) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
-from nanovllm_core.worker.attention import make_attention
+from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.kv_cache import (
     DeviceMemory,
     check_one_sequence_fits,
@@ -81,7 +81,7 @@ class SingleProcessExecutor(Executor):
             f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len "
             f"({setup.max_model_len}) or max_num_batched_tokens ({limits.max_num_batched_tokens})",
         ):
-            attention = make_attention(setup, kernels, model)
+            attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, model, attention)
             num_blocks = _num_blocks(setup, runner, memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,51 +19,36 @@ CPU_CACHE_BYTES = 2 << 30
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Zeroed blocks of every layer in one tensor [layers, 2, N, P, K, D]."""
+def allocate_blocks(
+    shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Blocks of every layer, keys and values, in one tensor [layers, 2, N, P, K, D].
 
-    blocks: Tensor
-
-    @classmethod
-    def allocate(
-        cls,
-        shape: ModelShape,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> KVCache:
-        size = (
-            shape.num_layers,
-            2,
-            num_blocks,
-            block_size,
-            shape.num_kv_heads,
-            shape.head_size,
-        )
-        try:
-            return cls(_zeros(size, dtype, device))
-        # torch.OutOfMemoryError is a RuntimeError; the others are of sizes beyond all bounds.
-        except (MemoryError, RuntimeError, ValueError, OverflowError, TypeError) as error:
-            gib = math.prod(size) * dtype.itemsize / _GIB
-            raise OutOfMemoryError(
-                f"cache.num_blocks: {num_blocks} blocks of {block_size} tokens take {gib:.1f} GiB, "
-                f"which {device} does not have ({error}); ask for fewer, or leave it out"
-            ) from error
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [N, P, K, D]."""
-        return self.blocks[index, 0], self.blocks[index, 1]
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not empty: backends may read (and discard) a block's unused tail, and NaN spreads."""
-    if device.type == "cpu":
-        # The system's zero pages: memory is taken when one is written, not at the start.
-        zeros = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(zeros).view(dtype).view(size)
-    return torch.zeros(size, dtype=dtype, device=device)
+    Zeros, not empty: backends may read (and discard) a block's unused tail, and NaN spreads. Raises
+    OutOfMemoryError, with what they would take.
+    """
+    size = (
+        shape.num_layers,
+        2,
+        num_blocks,
+        block_size,
+        shape.num_kv_heads,
+        shape.head_size,
+    )
+    num_bytes = num_blocks * block_bytes(shape, block_size, dtype)
+    try:
+        if device.type == "cpu":
+            # The system's zero pages: memory is taken when one is written, not at the start.
+            zeros = np.zeros(num_bytes, dtype=np.uint8)
+            return torch.from_numpy(zeros).view(dtype).view(size)
+        return torch.zeros(size, dtype=dtype, device=device)
+    # torch.OutOfMemoryError is a RuntimeError; the others are of sizes beyond all bounds.
+    except (MemoryError, RuntimeError, ValueError, OverflowError, TypeError) as error:
+        raise OutOfMemoryError(
+            f"cache.num_blocks: {num_blocks} blocks of {block_size} tokens take "
+            f"{num_bytes / _GIB:.1f} GiB, which {device} does not have ({error}); ask for fewer, "
+            "or leave it out"
+        ) from error
 
 
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers import Attention, LayerContext, SingleRank, finalize_layers
+from nanovllm_core.layers import LayerContext, SingleRank, finalize_layers
 from nanovllm_core.registry.objects import load_object, make_plugin
 from nanovllm_core.worker.progress import counting
 from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_weights
@@ -24,10 +24,6 @@ class LoadedModel:
     shape: ModelShape
     device: torch.device
     dtype: torch.dtype
-
-    def attention_layers(self) -> list[Attention]:
-        """The attention layers, in order."""
-        return [module for module in self.module.modules() if isinstance(module, Attention)]
 
 
 def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:

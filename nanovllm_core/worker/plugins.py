@@ -28,10 +28,9 @@ def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -
     )
     plugins = get_plugin_manager(disable=setup.config.plugins.disable)
     loaded = {}
-    for resolved in setup.logits_processors:
-        spec = cast(LogitsProcessorSpec, plugins.spec(resolved.kind, resolved.name))
-        made = make_plugin(resolved, context)
-        loaded[resolved.name] = LoadedProcessor(
-            describe(resolved), spec.arguments, made, checks=setup.config.debug
+    for one in setup.logits_processors:
+        spec = cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
+        loaded[one.name] = LoadedProcessor(
+            describe(one), spec.arguments, make_plugin(one, context), checks=setup.config.debug
         )
     return RowProcessors(loaded)

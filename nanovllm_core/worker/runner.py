@@ -26,7 +26,7 @@ from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
-from nanovllm_core.worker.kv_cache import KVCache
+from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.mixed import ChunkTable, MixedStep, aligned, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
@@ -128,7 +128,7 @@ class ModelRunner:
     def allocate_cache(self, num_blocks: int) -> None:
         """Use this many fresh blocks from now on."""
         model = self.model
-        self.attention.cache = KVCache.allocate(
+        self.attention.cache = allocate_blocks(
             model.shape, num_blocks, self.tables.block_size, model.dtype, self.device
         )
 
@@ -161,16 +161,14 @@ class ModelRunner:
     # -- deltas -----------------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
-        membership_changed = plan.decode_rows is not self._active
-        if plan.has_deltas or membership_changed:
-            for admission in plan.admissions:
-                self._updates.admit(admission)
-                self._processors.admit(admission.row, admission.sampling.logits_processors)
-                self._row_sampling[admission.row] = admission.sampling
-                self._row_needs_tail[admission.row] = admission.sampling.needs_tail
-            self._updates.append_blocks(plan.appends)
-            if membership_changed:
-                self._set_active(plan.decode_rows)
+        for admission in plan.admissions:
+            self._updates.admit(admission)
+            self._processors.admit(admission.row, admission.sampling.logits_processors)
+            self._row_sampling[admission.row] = admission.sampling
+            self._row_needs_tail[admission.row] = admission.sampling.needs_tail
+        self._updates.append_blocks(plan.appends)
+        if plan.decode_rows is not self._active:
+            self._set_active(plan.decode_rows)
         self._send_updates()
 
     def _send_updates(self) -> None:
@@ -216,7 +214,7 @@ class ModelRunner:
             "attention.prefill": self.attention.prefill_backend,
             "attention.decode": self.attention.decode_backend,
         }
-        return {"kv_cache": self.attention.cache.blocks, "row_tables": self.tables.arena} | {
+        return {"kv_cache": self.attention.cache, "row_tables": self.tables.arena} | {
             f"{owner}.{name}": tensor
             for owner, part in owners.items()
             for name, tensor in part.captured_tensors().items()

@@ -22,12 +22,13 @@ from nanovllm_core.errors import (
     WeightsError,
 )
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import Attention
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker.kv_cache import KVCache
+from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.model import LoadedModel, load_model
 from nanovllm_kit.dense_attention import DenseRuntime
 
@@ -271,10 +272,10 @@ def test_pages_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> 
     )
     num_blocks = (512 << 20) // (2 * 4 * 16 * 4 * 64 * dtype.itemsize)
     before = _resident_pages()
-    cache = KVCache.allocate(shape, num_blocks, 16, dtype, torch.device("cpu"))
-    assert cache.blocks.nbytes == 512 << 20
+    cache = allocate_blocks(shape, num_blocks, 16, dtype, torch.device("cpu"))
+    assert cache.nbytes == 512 << 20
     assert (_resident_pages() - before) * 4096 < 64 << 20
-    assert not cache.layer(3)[1][-1].any()
+    assert not cache[3, 1, -1].any()
 
 
 def _resident_pages() -> int:
@@ -289,15 +290,15 @@ def test_layers_that_no_backend_would_serve_as_they_are_are_refused(
 ) -> None:
     """A layer with a window, a soft cap or a scale of its own is refused, not ignored."""
     executor, setup = prepare(folder)
-    layers = LoadedModel.attention_layers
 
-    def changed(model: LoadedModel) -> list[Attention]:
-        found = layers(model)
-        setattr(found[-1], name, value)
-        return found
+    def changed(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
+        model = load_model(setup, kernels)
+        *_, last = (module for module in model.module.modules() if isinstance(module, Attention))
+        setattr(last, name, value)
+        return model
 
-    monkeypatch.setattr(LoadedModel, "attention_layers", changed)
-    with pytest.raises(UnsupportedError, match=r"attention layer \d"):
+    monkeypatch.setattr("nanovllm_core.worker.executor.load_model", changed)
+    with pytest.raises(UnsupportedError, match=rf"layer 1 has .*{name}.*, not .*{name}"):
         executor.start(setup)
 
 

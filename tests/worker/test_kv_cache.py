@@ -17,7 +17,7 @@ from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.worker import kv_cache
 from nanovllm_core.worker.kv_cache import (
     DeviceMemory,
-    KVCache,
+    allocate_blocks,
     block_bytes,
     check_one_sequence_fits,
     count_blocks,
@@ -83,15 +83,15 @@ class Gpu:
 def test_a_page_holds_keys_and_values_of_every_layer() -> None:
     """Bytes = 2 x layers x tokens x KV heads x head size x bytes of the dtype."""
     assert block_bytes(SHAPE, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 16 * 2
-    cache = KVCache.allocate(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
-    assert cache.blocks.nbytes == 5 * block_bytes(SHAPE, 16, torch.float32)
-    assert cache.layer(2)[1].shape == (5, 16, 2, 16)
+    cache = allocate_blocks(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
+    assert cache.nbytes == 5 * block_bytes(SHAPE, 16, torch.float32)
+    assert cache[2, 1].shape == (5, 16, 2, 16)
 
 
 def test_fresh_pages_are_zero() -> None:
     """Backends may read a block's unused tail, so it must be finite."""
-    cache = KVCache.allocate(SHAPE, 2, 16, torch.float32, torch.device("cpu"))
-    assert not cache.blocks.any()
+    cache = allocate_blocks(SHAPE, 2, 16, torch.float32, torch.device("cpu"))
+    assert not cache.any()
 
 
 def test_the_budget_is_the_share_less_what_this_engine_uses() -> None:
@@ -173,7 +173,7 @@ def test_pages_are_whole() -> None:
 def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
     length: int | str, room: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows at their longest, or what the bound allows; one row at its longest unless to fit."""
+    """Every row at its longest, or what the bound allows, or one at its longest unless to fit."""
     monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", room * block_bytes(SHAPE, 16, torch.float32))
     config = EngineConfig(model="m", limits={"max_num_seqs": 3, "max_model_len": length})
     facts = {"max_model_len": 112, "block_size": 16, "dtype": "float32"}
@@ -186,7 +186,7 @@ def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> Non
     with pytest.raises(
         OutOfMemoryError, match=r"cache\.num_blocks: 10+ blocks .* GiB.*ask for fewer"
     ):
-        KVCache.allocate(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
+        allocate_blocks(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class Started:
 
     @property
     def blocks(self) -> Tensor:
-        return self.runner.attention.cache.blocks
+        return self.runner.attention.cache
 
     def run(self, plan: StepPlan) -> StepResult:
         self.runner.submit(plan)
