@@ -24,12 +24,7 @@ from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
-from nanovllm_core.worker.kv_cache import (
-    DeviceMemory,
-    check_one_sequence_fits,
-    count_blocks,
-    fitting_length,
-)
+from nanovllm_core.worker.kv_cache import DeviceMemory, size_cache
 from nanovllm_core.worker.model import load_model
 from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.row_ops import require_triton
@@ -53,7 +48,7 @@ class SingleProcessExecutor(Executor):
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
         """Load the model, size the KV cache by a trial step, capture the graphs."""
-        laps, limits, cache = Laps(), setup.config.limits, setup.config.cache
+        laps, limits = Laps(), setup.config.limits
         attention_plugins = setup.prefill_attention, setup.decode_attention
         parts = setup.model, *attention_plugins, setup.kernels, setup.sampler
         self._parts = ", ".join(dict.fromkeys(map(describe, parts)))
@@ -73,36 +68,33 @@ class SingleProcessExecutor(Executor):
         if limits.max_model_len == FIT:
             # A bound, so that tables are not made for a longer sequence: the blocks beside the
             # weights alone. Workspaces and steps take their part when they can be measured.
-            beside_weights = memory and memory.measure(device)
-            setup = _within(setup, count_blocks(setup, model.shape, beside_weights))
+            _, length = size_cache(setup, model.shape, memory and memory.measure(device))
+            setup = replace(setup, max_model_len=length)
         with _memory_for(
             device,
-            "the largest step there can be",
+            "steps and their CUDA graphs",
             f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len "
-            f"({setup.max_model_len}) or max_num_batched_tokens ({limits.max_num_batched_tokens})",
+            f"({setup.max_model_len}), max_num_batched_tokens ({limits.max_num_batched_tokens}) or "
+            f"cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), shorten "
+            "cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}",
         ):
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, model, attention)
-            num_blocks = _num_blocks(setup, runner, memory)
-            setup = _within(setup, num_blocks)
-            if setup.max_model_len < longest:
-                logger.info(_CUT, setup.max_model_len, longest)
+            if memory is not None:
+                memory = _try_steps(setup, runner, memory)
+            num_blocks, length = size_cache(setup, model.shape, memory)
+            if length < longest:
+                logger.info(_CUT, length, longest)
             runner.allocate_cache(num_blocks)
             laps.end("cache")
-        load_seconds = sum(laps.seconds.values())
-        if setup.cuda_graphs:
-            with _memory_for(
-                device,
-                "CUDA graphs",
-                f"lower cache.gpu_memory_utilization ({cache.gpu_memory_utilization}), "
-                "shorten cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}",
-            ):
+            load_seconds = sum(laps.seconds.values())
+            if setup.cuda_graphs:
                 runner.capture(laps)
         return WorkerInfo(
             num_blocks=num_blocks,
             block_size=setup.block_size,
-            max_model_len=setup.max_model_len,
+            max_model_len=length,
             vocab_size=model.shape.vocab_size,
             attention=attention.describe(),
             kernels=f"{setup.kernels.name} {setup.kernels.version}",
@@ -164,29 +156,17 @@ def _memory_for(device: torch.device, what: str, remedy: str) -> Iterator[None]:
         raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
 
 
-def _within(setup: WorkerSetup, num_blocks: int) -> WorkerSetup:
-    """The setup with a length that the blocks hold; OutOfMemoryError where it may not be cut."""
-    if setup.config.limits.max_model_len != FIT:
-        given = setup.config.cache.num_blocks is not None
-        check_one_sequence_fits(num_blocks, setup.block_size, setup.max_model_len, given=given)
-        return setup
-    length = fitting_length(num_blocks, setup.block_size, setup.max_model_len)
-    return replace(setup, max_model_len=length)
+def _try_steps(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory) -> DeviceMemory:
+    """Run the largest steps there can be, so that the allocator's peak is the true one.
 
-
-def _num_blocks(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory | None) -> int:
-    """The blocks of the cache, after trials of the largest steps on a GPU: its true peak is known.
-
-    The trials run with a given number of blocks too: no request shall be the first to have these
-    steps compiled. Captured steps keep what the largest keeps, for all share one pool.
+    They run on a given number of blocks too: no request shall be the first to have them compiled.
+    Captured steps keep the bytes of the largest, for all share one pool.
     """
-    if memory is not None:
-        runner.allocate_cache(1)
-        runner.trial_step(setup.config.limits.max_num_batched_tokens)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(runner.device)
-        runner.trial_captured_step()
-        kept = torch.cuda.memory_reserved(runner.device) - before
-        torch.cuda.empty_cache()
-        memory = memory.measure(runner.device, graphs=kept if setup.cuda_graphs else 0)
-    return count_blocks(setup, runner.model.shape, memory)
+    runner.allocate_cache(1)
+    runner.trial_step(setup.config.limits.max_num_batched_tokens)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(runner.device)
+    runner.trial_captured_step()
+    kept = torch.cuda.memory_reserved(runner.device) - before
+    torch.cuda.empty_cache()
+    return memory.measure(runner.device, graphs=kept if setup.cuda_graphs else 0)

@@ -40,6 +40,18 @@ class StepKey(NamedTuple):
         return f"{self.num_rows} rows{prompts}"
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection during capture could free device memory, which capture forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class StepGraphs:
     """Captures steps into one memory pool, and replays them.
 
@@ -60,6 +72,7 @@ class StepGraphs:
         self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
         self._addresses: dict[StepKey, dict[str, int]] = {}
 
+    @_no_collection()
     def capture(
         self, keys: Collection[StepKey], step: Callable[[StepKey], None], laps: Laps
     ) -> None:
@@ -71,11 +84,7 @@ class StepGraphs:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         pool = torch.cuda.graph_pool_handle()
-        with (
-            torch.cuda.stream(stream),
-            _no_collection(),
-            counting("Capturing CUDA graphs") as progress,
-        ):
+        with torch.cuda.stream(stream), counting("Capturing CUDA graphs") as progress:
             torch.cuda.empty_cache()
             for done, key in enumerate(largest_first, start=1):
                 step(key)
@@ -118,18 +127,6 @@ class StepGraphs:
                     f"which is now at {now.get(name, 0):#x}: it was made anew after capture; "
                     "allocate it once, in allocate(), and write into it"
                 )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection during capture could free device memory, which capture forbids."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -143,25 +143,6 @@ def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block:
     return budget // bytes_per_block
 
 
-def count_blocks(setup: WorkerSetup, shape: ModelShape, memory: DeviceMemory | None) -> int:
-    """The blocks of the cache: the number that the configuration gives, else as many as fit.
-
-    On a GPU what `memory` leaves. On a CPU, where it is None, as many as the rows could ever use,
-    within `CPU_CACHE_BYTES`; unless the length is to `fit`, one sequence of `max_model_len` always
-    has room there, for blocks that are never written cost nothing.
-    """
-    cache, limits = setup.config.cache, setup.config.limits
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    bytes_per_block = block_bytes(shape, setup.block_size, getattr(torch, setup.dtype))
-    if memory is not None:
-        return num_blocks_on_gpu(memory, cache.gpu_memory_utilization, bytes_per_block)
-    per_sequence = -(-setup.max_model_len // setup.block_size)
-    least = 1 if limits.max_model_len == FIT else per_sequence
-    most = per_sequence * limits.max_num_seqs
-    return min(most, max(least, CPU_CACHE_BYTES // bytes_per_block))
-
-
 def check_one_sequence_fits(
     num_blocks: int, block_size: int, max_model_len: int, *, given: bool
 ) -> None:
@@ -171,17 +152,44 @@ def check_one_sequence_fits(
     """
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
-        more = "give the cache more memory (raise cache.gpu_memory_utilization)"
-        if given:
-            more = f"raise cache.num_blocks to {needed}"
+        more = f"cache.num_blocks to {needed}" if given else "cache.gpu_memory_utilization"
         raise OutOfMemoryError(
             f"the KV cache holds {num_blocks} blocks of {block_size} tokens "
             f"({num_blocks * block_size} tokens), but limits.max_model_len={max_model_len} needs "
             f"{needed}; set limits.max_model_len to at most {num_blocks * block_size} (or to fit, "
-            f"which takes the longest that fits), or {more}"
+            f"which takes the longest that fits), or raise {more}"
         )
 
 
 def fitting_length(num_blocks: int, block_size: int, max_model_len: int) -> int:
     """Tokens of the longest sequence that `num_blocks` blocks hold, `max_model_len` at most."""
     return min(max_model_len, num_blocks * block_size)
+
+
+def size_cache(
+    setup: WorkerSetup, shape: ModelShape, memory: DeviceMemory | None
+) -> tuple[int, int]:
+    """The blocks of the cache, and the tokens of the longest sequence that may run.
+
+    The blocks are the number that the configuration gives; else on a GPU what `memory` leaves; else
+    on a CPU, where it is None, as many as the rows could ever use, within `CPU_CACHE_BYTES`. Unless
+    the length is to `fit`, one sequence of `max_model_len` always has room there, for blocks that
+    are never written cost nothing. Raises OutOfMemoryError if not one block fits, or a length that
+    is not to `fit` does not.
+    """
+    cache, limits, block_size = setup.config.cache, setup.config.limits, setup.block_size
+    per_block = block_bytes(shape, block_size, getattr(torch, setup.dtype))
+    is_to_fit = limits.max_model_len == FIT
+    if cache.num_blocks is not None:
+        num_blocks = cache.num_blocks
+    elif memory is not None:
+        num_blocks = num_blocks_on_gpu(memory, cache.gpu_memory_utilization, per_block)
+    else:
+        per_sequence = -(-setup.max_model_len // block_size)
+        least = 1 if is_to_fit else per_sequence
+        most = per_sequence * limits.max_num_seqs
+        num_blocks = min(most, max(least, CPU_CACHE_BYTES // per_block))
+    if not is_to_fit:
+        given = cache.num_blocks is not None
+        check_one_sequence_fits(num_blocks, block_size, setup.max_model_len, given=given)
+    return num_blocks, fitting_length(num_blocks, block_size, setup.max_model_len)

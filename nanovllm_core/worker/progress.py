@@ -29,8 +29,7 @@ class Laps:
 def counting(description: str) -> Iterator[Callable[[int, int], None]]:
     """Gives a function of (done, total) that moves a bar; nothing is drawn without a terminal."""
     silent = not sys.stderr.isatty()
-    with Progress(
-        console=Console(stderr=True, quiet=silent), transient=True, disable=silent
-    ) as bar:
+    console = Console(stderr=True, quiet=silent)
+    with Progress(console=console, transient=True, disable=silent) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

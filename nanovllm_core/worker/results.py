@@ -71,9 +71,7 @@ class ResultRing:
         self.wait: Wait = StepWait()
 
     def _is_idle(self) -> bool:
-        if not self._cuda:
-            return True
-        return torch.cuda.current_stream(self.num_finished.device).query()
+        return not self._cuda or torch.cuda.current_stream(self.num_finished.device).query()
 
     def reset(self) -> None:
         """Forget all steps, after runs that no plan asked for (a capture)."""
@@ -102,8 +100,7 @@ class ResultRing:
         if logprobs is not None:
             logprobs = logprobs.to_host()
             if self._cuda:
-                ready = torch.cuda.Event()
-                ready.record()
+                ready = torch.cuda.current_stream().record_event()
         tag = self._num_pushed & ((1 << TAG_BITS) - 1)
         self._pending.append(_Pending(words, tag, perf_counter(), entries, logprobs, ready))
 

@@ -141,16 +141,15 @@ class ModelRunner:
         """
         self._updates.set_active_rows(self._active)
         self._send_updates()
+        max_rows = self.bucket_sizes[-1]
         length = min(num_tokens, self.max_model_len)
-        num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
+        num_chunks = min(-(-num_tokens // length), max_rows)
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
         self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
-        max_rows = self.bucket_sizes[-1]
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
             padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
-            rows, sampling = tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows
-            self._after(padding, rows, sampling)
+            self._after(padding, tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows)
         self._results.reset()
 
     def trial_captured_step(self) -> None:

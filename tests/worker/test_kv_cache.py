@@ -20,9 +20,9 @@ from nanovllm_core.worker.kv_cache import (
     allocate_blocks,
     block_bytes,
     check_one_sequence_fits,
-    count_blocks,
     fitting_length,
     num_blocks_on_gpu,
+    size_cache,
 )
 
 GIB = 1 << 30
@@ -178,7 +178,7 @@ def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
     config = EngineConfig(model="m", limits={"max_num_seqs": 3, "max_model_len": length})
     facts = {"max_model_len": 112, "block_size": 16, "dtype": "float32"}
     setup = cast(WorkerSetup, SimpleNamespace(config=config, **facts))
-    assert count_blocks(setup, SHAPE, None) == blocks
+    assert size_cache(setup, SHAPE, None) == (blocks, min(112, 16 * blocks))
 
 
 def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
