@@ -121,10 +121,9 @@ class MixedStep:
         """The entries of the chunks."""
         return self.inputs.slice(slice(self.num_decode, None), slice(self.num_decode, None))
 
-    def sampled_rows(self, plan: StepPlan) -> NDArray[np.int64]:
-        """The row that gets a token by each entry; -1 for chunks that do not sample and padding."""
-        rows = np.full(self.inputs.num_rows, -1)
-        rows[: len(plan.decode_rows)] = plan.decode_rows
-        of_chunks = rows[self.num_decode :][: len(plan.prefill)]
-        of_chunks[:] = [chunk.row if chunk.samples else -1 for chunk in plan.prefill]
-        return rows
+    def reported(self, plan: StepPlan) -> NDArray[np.int64]:
+        """The entries that get a token, in the order of the plan's `sampled_rows`."""
+        is_reported = np.zeros(self.inputs.num_rows, dtype=np.bool_)
+        is_reported[: len(plan.decode_rows)] = True
+        is_reported[self.num_decode :][: len(plan.prefill)] = [c.samples for c in plan.prefill]
+        return np.flatnonzero(is_reported)

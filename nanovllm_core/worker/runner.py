@@ -266,12 +266,13 @@ class ModelRunner:
             packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
             self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
-        rows, logprobs = step.sampled_rows(plan), None
+        entries, logprobs = step.reported(plan), None
         if self._debug or needs_tail:
-            by_entry = tuple(rows.tolist())
-            sampling = self._sampling_of(by_entry) if needs_tail else ()
-            logprobs = self._after(step.inputs, by_entry, sampling)
-        self._results.push(len(rows), np.flatnonzero(rows >= 0), logprobs)
+            rows = np.full(step.inputs.num_rows, -1)
+            rows[entries] = plan.sampled_rows
+            sampling = self._sampling_of(rows.tolist()) if needs_tail else ()
+            logprobs = self._after(step.inputs, tuple(rows.tolist()), sampling)
+        self._results.push(step.inputs.num_rows, entries, logprobs)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""

@@ -74,13 +74,13 @@ def test_no_mixed_step_is_larger_than_its_chunks_can_fill() -> None:
     assert sizes == [64, 128, 256]
 
 
-def test_sampled_rows_stand_where_their_entries_do() -> None:
-    """Decoding rows, their padding, chunks, theirs; a chunk that does not sample counts as none."""
+def test_entries_that_get_a_token_are_reported_and_no_others() -> None:
+    """Decoding rows, not their padding; chunks that sample, not the others, nor their padding."""
     inputs = StepInputs.allocate(20, 7, 1, torch.device("cpu"))
     table = ChunkTable(torch.from_numpy(pack_chunks(CHUNKS, 3, needs_tail=False)), 3)
     step = MixedStep(inputs, 4, table, max_query_len=7, max_seq_len=39)
     plan = StepPlan(decode_rows=(6, 0), prefill=CHUNKS)
-    assert step.sampled_rows(plan).tolist() == [6, 0, -1, -1, -1, 2, -1]
-    assert step.sampled_rows(StepPlan(prefill=CHUNKS[1:])).tolist() == [-1] * 4 + [2, -1, -1]
+    assert step.reported(plan).tolist() == [0, 1, 5]
+    assert step.reported(StepPlan(prefill=CHUNKS[1:])).tolist() == [4]
     assert (len(step.decode.input_ids), step.decode.num_rows) == (4, 4)
     assert (len(step.prefill.input_ids), step.prefill.num_rows) == (16, 3)
