@@ -36,14 +36,13 @@ class PagedAttention:
 
     def __init__(self, setup: WorkerSetup, kernels: KernelSet, model: LoadedModel) -> None:
         layers = [one for one in model.module.modules() if isinstance(one, Attention)]
-        limits = setup.config.limits
         config = AttentionConfig(
             device=model.device,
             dtype=model.dtype,
             block_size=setup.block_size,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=setup.config.limits.max_num_seqs,
             max_model_len=setup.max_model_len,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_batched_tokens=setup.config.limits.max_num_batched_tokens,
             **_common_facts(layers, model.shape),
         )
         self._kernels = kernels

@@ -109,10 +109,9 @@ class SingleProcessExecutor(Executor):
         )
 
     def submit(self, plan: StepPlan) -> None:
-        runner = self._running()
         try:
             with self._on_device:
-                runner.submit(plan)
+                self._running().submit(plan)
         except ModelOutputError as error:
             raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
         except NanoVLLMError:
