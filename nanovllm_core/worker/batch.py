@@ -45,10 +45,6 @@ class StepInputs:
     def num_rows(self) -> int:
         return self.rows.shape[0]
 
-    @property
-    def num_tokens(self) -> int:
-        return self.input_ids.shape[0]
-
     def slice(self, tokens: slice, rows: slice) -> StepInputs:
         """The same memory, narrowed to some tokens and some entries."""
         return StepInputs(

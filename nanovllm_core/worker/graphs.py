@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import GraphSafetyError
-from nanovllm_core.worker.progress import Laps
+from nanovllm_core.worker.progress import Laps, counting
 
 
 class StepKey(NamedTuple):
@@ -40,6 +40,18 @@ class StepKey(NamedTuple):
         return f"{self.num_rows} rows{prompts}"
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection during capture could free device memory, which capture forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class StepGraphs:
     """Captures steps into one memory pool, and replays them.
 
@@ -53,31 +65,31 @@ class StepGraphs:
         watched: Callable[[], Mapping[str, Tensor]],
         *,
         debug: bool = False,
-        progress: Callable[[Iterable[StepKey]], Iterable[StepKey]] = iter,
-        laps: Laps | None = None,
     ) -> None:
         self._device = device
         self._watched = watched
         self._debug = debug
-        self._progress = progress
-        self._laps = laps or Laps()
         self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
         self._addresses: dict[StepKey, dict[str, int]] = {}
 
-    def capture(self, keys: Iterable[StepKey], step: Callable[[StepKey], None]) -> None:
+    @_no_collection()
+    def capture(
+        self, keys: Collection[StepKey], step: Callable[[StepKey], None], laps: Laps
+    ) -> None:
         """Capture `step(key)` for every key, those of the most tokens first: they lay out the pool.
 
         A run before each capture compiles kernels and creates handles, which none can capture.
         """
+        largest_first = sorted(keys, key=lambda key: key.total_tokens, reverse=True)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), _no_collection():
+        with torch.cuda.stream(stream), counting("Capturing CUDA graphs") as progress:
             torch.cuda.empty_cache()
-            for key in self._progress(sorted(keys, key=_total_tokens, reverse=True)):
+            for done, key in enumerate(largest_first, start=1):
                 step(key)
                 stream.synchronize()
-                self._laps.end("warm_up")
+                laps.end("warm_up")
                 graph = torch.cuda.CUDAGraph()
                 # `torch.cuda.graph` would empty the allocator's cache for each of them.
                 graph.capture_begin(pool=pool)
@@ -87,11 +99,12 @@ class StepGraphs:
                     graph.capture_end()
                 self._graphs[key] = graph
                 self._addresses[key] = _addresses(self._watched())
-                self._laps.end("capture")
+                progress(done, len(keys))
+                laps.end("capture")
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what the warm-ups left is of a stream that runs no more
-        self._laps.end("capture")
+        laps.end("capture")
 
     def replay(self, key: StepKey) -> None:
         """Launch the captured step of `key` on the current stream."""
@@ -114,22 +127,6 @@ class StepGraphs:
                     f"which is now at {now.get(name, 0):#x}: it was made anew after capture; "
                     "allocate it once, in allocate(), and write into it"
                 )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection during capture could free device memory, which capture forbids."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _total_tokens(key: StepKey) -> int:
-    return key.total_tokens
 
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:

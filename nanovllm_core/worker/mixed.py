@@ -11,18 +11,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm_core.interfaces.plan import PrefillChunk
+from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepKey
-
-T = TypeVar("T")
 
 _FIRST_ROWS = 8
 _ALIGNED = 4
@@ -32,11 +29,6 @@ _ALIGNED = 4
 def aligned(count: int) -> int:
     """`count` int32 elements and as many more as an aligned address after them needs."""
     return -(-count // _ALIGNED) * _ALIGNED
-
-
-def max_entries(max_rows: int) -> int:
-    """The most entries that a step has, padding included: a full batch and as many chunks."""
-    return 2 * max_rows
 
 
 def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[StepKey]:
@@ -129,8 +121,9 @@ class MixedStep:
         """The entries of the chunks."""
         return self.inputs.slice(slice(self.num_decode, None), slice(self.num_decode, None))
 
-    def entries(self, decode: tuple[T, ...], chunks: tuple[T, ...], padding: T) -> tuple[T, ...]:
-        """One value for each entry, in order: those of the decoding rows and of the chunks."""
-        num_chunks = self.inputs.num_rows - self.num_decode
-        decode += (padding,) * (self.num_decode - len(decode))
-        return decode + chunks + (padding,) * (num_chunks - len(chunks))
+    def reported(self, plan: StepPlan) -> NDArray[np.int64]:
+        """The entries that get a token, in the order of the plan's `sampled_rows`."""
+        is_reported = np.zeros(self.inputs.num_rows, dtype=np.bool_)
+        is_reported[: len(plan.decode_rows)] = True
+        is_reported[self.num_decode :][: len(plan.prefill)] = [c.samples for c in plan.prefill]
+        return np.flatnonzero(is_reported)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers import Attention, LayerContext, SingleRank, finalize_layers
+from nanovllm_core.layers import LayerContext, SingleRank, finalize_layers
 from nanovllm_core.registry.objects import load_object, make_plugin
 from nanovllm_core.worker.progress import counting
 from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_weights
@@ -19,24 +18,12 @@ from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights on its device."""
+    """A model with its weights on its device. The module is a `CausalLM`."""
 
     module: nn.Module
     shape: ModelShape
     device: torch.device
     dtype: torch.dtype
-
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Hidden states [T, hidden_size], normed."""
-        return cast(Tensor, self.module.forward(input_ids_T, positions_T))
-
-    def compute_logits(self, hidden_TE: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [T, vocab_size], written to `out` where it is given."""
-        return cast(Any, self.module).compute_logits(hidden_TE, out)  # type: ignore[no-any-return]
-
-    def attention_layers(self) -> list[Attention]:
-        """The attention layers, in order."""
-        return [module for module in self.module.modules() if isinstance(module, Attention)]
 
 
 def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""The plugins of a worker, made from what rank 0 resolved."""
+"""The logits processors of a worker, made from what rank 0 resolved."""
 
 from __future__ import annotations
 
@@ -7,30 +7,12 @@ from typing import cast
 import torch
 
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.logits_processor import LogitsContext
-from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.registry.objects import make_plugin
-from nanovllm_core.worker.mixed import max_entries
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors
-
-
-def make_kernels(setup: WorkerSetup, device: torch.device) -> KernelSet:
-    """The kernel set that the layers of this worker are built on."""
-    return cast(KernelSet, make_plugin(setup.kernels, device))
-
-
-def make_sampler(setup: WorkerSetup, device: torch.device, vocab_size: int) -> Sampler:
-    """The sampler of this worker, for captured steps, eager ones and tails."""
-    context = SamplerContext(
-        device=device,
-        vocab_size=vocab_size,
-        max_entries=max_entries(setup.config.limits.max_num_seqs),
-    )
-    return cast(Sampler, make_plugin(setup.sampler, context))
 
 
 def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -> RowProcessors:
@@ -46,10 +28,9 @@ def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -
     )
     plugins = get_plugin_manager(disable=setup.config.plugins.disable)
     loaded = {}
-    for resolved in setup.logits_processors:
-        spec = cast(LogitsProcessorSpec, plugins.spec(resolved.kind, resolved.name))
-        made = make_plugin(resolved, context)
-        loaded[resolved.name] = LoadedProcessor(
-            describe(resolved), spec.arguments, made, checks=setup.config.debug
+    for one in setup.logits_processors:
+        spec = cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
+        loaded[one.name] = LoadedProcessor(
+            describe(one), spec.arguments, make_plugin(one, context), checks=setup.config.debug
         )
     return RowProcessors(loaded)

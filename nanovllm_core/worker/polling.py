@@ -50,7 +50,8 @@ class StepWait:
         was_done = is_done()
         began = max(launched, self._last_done)
         due = began + self._step_seconds
-        self._sleep_until(due - LOOKING_SECONDS, is_done)
+        while (left := due - LOOKING_SECONDS - self._clock()) > 0 and not is_done():
+            self._sleep(min(left, NAP_SECONDS))
         looks = 0
         while not is_done():
             looks += 1
@@ -60,8 +61,3 @@ class StepWait:
         self._last_done = self._clock()
         if not was_done:  # else it may have been done long ago
             self._step_seconds += (self._last_done - began - self._step_seconds) / 4
-
-    def _sleep_until(self, moment: float, is_done: Callable[[], bool]) -> None:
-        """Sleep in naps until `moment`, or until the step is done before it."""
-        while (left := moment - self._clock()) > 0 and not is_done():
-            self._sleep(min(left, NAP_SECONDS))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, track as rich_track
-
-T = TypeVar("T")
+from rich.progress import Progress
 
 
 class Laps:
@@ -28,19 +25,11 @@ class Laps:
         self._last = now
 
 
-def track(items: Iterable[T], description: str) -> Iterable[T]:
-    """Iterate with a progress bar on stderr, or without one where stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        return items
-    return rich_track(items, description, console=Console(stderr=True), transient=True)
-
-
 @contextmanager
-def counting(description: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives a function of (done, total) that moves a bar; None if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+def counting(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function of (done, total) that moves a bar; nothing is drawn without a terminal."""
+    silent = not sys.stderr.isatty()
+    console = Console(stderr=True, quiet=silent)
+    with Progress(console=console, transient=True, disable=silent) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

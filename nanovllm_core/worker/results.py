@@ -3,7 +3,7 @@
 The last kernel of a step writes each entry's id and finish flag as one 64-bit word into a ring of
 pinned memory, together with the step's tag. A word is written whole, so a row of words that all
 bear the tag is a complete result: no copy is launched, no event is recorded, and the host waits by
-looking (see `waiting`). On a CPU the ring is ordinary memory and the result is there at once.
+looking (see `polling`). On a CPU the ring is ordinary memory and the result is there at once.
 """
 
 from __future__ import annotations
@@ -42,6 +42,17 @@ class _Pending:
         # The last entry is looked at alone, because looking at all of them costs more.
         return int(self.words[-1]) >> 32 == self.tag and bool((self.words >> 32 == self.tag).all())
 
+    def logprobs_by_place(self) -> Mapping[int, TokenLogprobs]:
+        """Log-probabilities keyed by their place in the reported result."""
+        if self.logprobs is None:
+            return {}
+        if self.logprobs_ready is not None:
+            self.logprobs_ready.synchronize()
+        by_entry = self.logprobs.to_records()
+        if self.entries is None:
+            return by_entry
+        return {i: by_entry[e] for i, e in enumerate(self.entries.tolist()) if e in by_entry}
+
 
 class ResultRing:
     """Words of the last `num_slots` steps; the device counts the steps it has finished.
@@ -60,9 +71,7 @@ class ResultRing:
         self.wait: Wait = StepWait()
 
     def _is_idle(self) -> bool:
-        if not self._cuda:
-            return True
-        return torch.cuda.current_stream(self.num_finished.device).query()
+        return not self._cuda or torch.cuda.current_stream(self.num_finished.device).query()
 
     def reset(self) -> None:
         """Forget all steps, after runs that no plan asked for (a capture)."""
@@ -91,8 +100,7 @@ class ResultRing:
         if logprobs is not None:
             logprobs = logprobs.to_host()
             if self._cuda:
-                ready = torch.cuda.Event()
-                ready.record()
+                ready = torch.cuda.current_stream().record_event()
         tag = self._num_pushed & ((1 << TAG_BITS) - 1)
         self._pending.append(_Pending(words, tag, perf_counter(), entries, logprobs, ready))
 
@@ -104,9 +112,7 @@ class ResultRing:
         self.wait(step.launched, step.is_done, self._check_oldest)
         words = step.words if step.entries is None else step.words[step.entries]
         low = words.astype(np.int32)  # the low halves, copied before the slot is written again
-        if step.logprobs_ready is not None:
-            step.logprobs_ready.synchronize()
-        result = StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), _by_place(step))
+        result = StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), step.logprobs_by_place())
         # Only now: whatever was interrupted can be taken up again. `del` is no call, after which a
         # Ctrl-C could come between the step's leaving and its result's.
         del self._pending[0]
@@ -120,13 +126,3 @@ class ResultRing:
                 f"the device is idle, but step {step.tag} left no result; an earlier kernel "
                 "failed, or a plan without rows was submitted"
             )
-
-
-def _by_place(step: _Pending) -> Mapping[int, TokenLogprobs]:
-    """Logprobs keyed by their place in the reported result."""
-    if step.logprobs is None:
-        return {}
-    by_entry = step.logprobs.to_records()
-    if step.entries is None:
-        return by_entry
-    return {i: by_entry[e] for i, e in enumerate(step.entries.tolist()) if e in by_entry}

@@ -10,34 +10,33 @@ where the attention backends can be, launched eagerly beyond the largest.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_core.interfaces.attention import DecodeMetadata, PrefillMetadata
+from nanovllm_core.interfaces.attention import AttentionBackend, DecodeMetadata, PrefillMetadata
+from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import PrefillChunk, RowSampling, StepPlan, StepResult
-from nanovllm_core.interfaces.sampler import Sampler
-from nanovllm_core.worker.attention import AttentionBatch, PagedAttention
+from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
+from nanovllm_core.registry.objects import make_plugin
+from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
-from nanovllm_core.worker.mixed import (
-    ChunkTable,
-    MixedStep,
-    aligned,
-    max_entries,
-    mixed_keys,
-    pack_chunks,
-)
+from nanovllm_core.worker.mixed import ChunkTable, MixedStep, aligned, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
-from nanovllm_core.worker.processors import RowProcessors
+from nanovllm_core.worker.plugins import make_processors
+from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
 
-_NOTHING_ASKED = RowSampling()
 _EVERYTHING_ASKED = RowSampling(
     temperature=1.0,
     top_k=2,
@@ -58,59 +57,53 @@ class ModelRunner:
 
     `bucket_sizes` are the batch sizes of decode steps, increasing; the last is the number of rows.
     `prompt_sizes` are the numbers of prompt tokens that mixed steps are captured with, increasing.
-    `debug`: look at the logits of every step, and wait for the device to do so.
+    In debug mode it looks at the logits of every step, and waits for the device to do so.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        attention: PagedAttention,
-        sampler: Sampler,
-        processors: RowProcessors,
-        *,
-        max_model_len: int,
-        block_size: int,
-        bucket_sizes: tuple[int, ...],
-        prompt_sizes: tuple[int, ...],
-        max_steps_in_flight: int,
-        debug: bool = False,
-    ) -> None:
-        self.device = model.device
+    def __init__(self, setup: WorkerSetup, model: LoadedModel, attention: PagedAttention) -> None:
+        config, device, vocab_size = setup.config, model.device, model.shape.vocab_size
+        self.device = device
         self.model = model
+        self._module = cast(CausalLM, model.module)
         self.attention = attention
-        self.max_model_len = max_model_len
-        self.bucket_sizes = bucket_sizes
-        max_rows = bucket_sizes[-1]
-        num_entries = max_entries(max_rows)
-        self.tables = RowTables.allocate(max_rows, max_model_len, block_size, self.device)
+        self.max_model_len = setup.max_model_len
+        self.bucket_sizes = config.graph_sizes
+        if device.type == "cpu" and config.cuda_graphs.sizes is None:
+            self.bucket_sizes = tuple(range(1, config.limits.max_num_seqs + 1))
+        max_rows = self.bucket_sizes[-1]
+        num_entries = 2 * max_rows  # at most: a full batch and as many chunks
+        context = SamplerContext(device=device, vocab_size=vocab_size, max_entries=num_entries)
+        self.sampler: Sampler = make_plugin(setup.sampler, context)
+        self._processors = make_processors(setup, device, vocab_size)
+        self.tables = RowTables.allocate(max_rows, self.max_model_len, setup.block_size, device)
         self.max_blocks = self.tables.block_table.shape[1]
-        self.ops = get_row_ops(self.device)
+        self.ops = get_row_ops(device)
+        max_steps_in_flight = config.steps_ahead + 2
         self._updates = RowUpdates(self.tables)
-        self._staging = StagingRing(self.device, num_slots=2 * max_steps_in_flight)
-        self._results = ResultRing(self.device, num_entries, max_steps_in_flight)
-        self._mixed_keys = tuple(mixed_keys(prompt_sizes, max_rows, max_model_len))
+        self._staging = StagingRing(device, num_slots=2 * max_steps_in_flight)
+        self._results = ResultRing(device, num_entries, max_steps_in_flight)
+        self._mixed_keys = tuple(mixed_keys(setup.prompt_graph_sizes, max_rows, self.max_model_len))
+        self._keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
-        num_tokens = max((key.total_tokens for key in self._mixed_keys), default=max_rows)
-        self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, self.device)
-        vocab_size = model.shape.vocab_size
-        self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=self.device)
-        self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=self.device)
+        num_tokens = max(key.total_tokens for key in self._keys)
+        self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, device)
+        self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=device)
+        self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
         self._chunks = {
-            num_rows: ChunkTable.allocate(num_rows, self.device)
+            num_rows: ChunkTable.allocate(num_rows, device)
             for num_rows in {key.num_rows for key in self._mixed_keys}
         }
         """By the decode entries of the captured steps that read it."""
-        self._entries = torch.arange(num_entries, device=self.device)
-        self._never = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.sampler = sampler
-        self._processors = processors
-        self._tail = SamplerTail(self.device, vocab_size, sampler, processors)
-        self._row_sampling = [RowSampling()] * max_rows
+        self._entries = torch.arange(num_entries, device=device)
+        self._never = torch.zeros(1, dtype=torch.int32, device=device)
+        self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors)
+        # The last is that of row -1, which marks padding.
+        self._row_sampling = [RowSampling()] * (max_rows + 1)
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
         self._active: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
-        self._tail_is_on = False
-        self._debug = debug
+        """Of the decoding rows where one of them needs a tail, else empty."""
+        self._debug = config.debug
         self._num_steps = 0
         self._graphs: StepGraphs | None = None
 
@@ -132,6 +125,13 @@ class ModelRunner:
         """Wait for the oldest step in flight."""
         return self._results.collect()
 
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Use this many fresh blocks from now on."""
+        model = self.model
+        self.attention.cache = allocate_blocks(
+            model.shape, num_blocks, self.tables.block_size, model.dtype, self.device
+        )
+
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
         """Run the largest step there can be, to no effect but on block 0, for its peak memory.
@@ -141,37 +141,33 @@ class ModelRunner:
         """
         self._updates.set_active_rows(self._active)
         self._send_updates()
+        max_rows = self.bucket_sizes[-1]
         length = min(num_tokens, self.max_model_len)
-        num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
+        num_chunks = min(-(-num_tokens // length), max_rows)
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
         self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
-        max_rows = self.bucket_sizes[-1]
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
             padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
-            rows, sampling = tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows
-            self._run_tail(self.logits[:num_rows], padding, rows, sampling)
+            self._after(padding, tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows)
         self._results.reset()
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
-        keys = (StepKey.decode(self.bucket_sizes[-1]), *self._mixed_keys)
-        self.run_captured(max(keys, key=lambda key: key.total_tokens))
+        self.run_captured(max(self._keys, key=lambda key: key.total_tokens))
         self._results.reset()  # it has reported, which no plan asked for
 
     # -- deltas -----------------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
-        membership_changed = plan.decode_rows is not self._active
-        if plan.has_deltas or membership_changed:
-            for admission in plan.admissions:
-                self._updates.admit(admission)
-                self._processors.admit(admission.row, admission.sampling.logits_processors)
-                self._row_sampling[admission.row] = admission.sampling
-                self._row_needs_tail[admission.row] = admission.sampling.needs_tail
-            self._updates.append_blocks(plan.appends)
-            if membership_changed:
-                self._set_active(plan.decode_rows)
+        for admission in plan.admissions:
+            self._updates.admit(admission)
+            self._processors.admit(admission.row, admission.sampling.logits_processors)
+            self._row_sampling[admission.row] = admission.sampling
+            self._row_needs_tail[admission.row] = admission.sampling.needs_tail
+        self._updates.append_blocks(plan.appends)
+        if plan.decode_rows is not self._active:
+            self._set_active(plan.decode_rows)
         self._send_updates()
 
     def _send_updates(self) -> None:
@@ -182,13 +178,15 @@ class ModelRunner:
     def _set_active(self, rows: tuple[int, ...]) -> None:
         self._active = rows
         self._updates.set_active_rows(rows)
-        needs_tail = bool(self._row_needs_tail[list(rows)].any())
+        had_tail, needs_tail = bool(self._active_sampling), self._needs_tail(rows)
         self._active_sampling = self._sampling_of(rows) if needs_tail else ()
-        if needs_tail != self._tail_is_on:
-            self._tail_is_on = needs_tail
+        if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
 
-    def _sampling_of(self, rows: tuple[int, ...]) -> tuple[RowSampling, ...]:
+    def _needs_tail(self, rows: tuple[int, ...]) -> bool:
+        return bool(self._row_needs_tail[list(rows)].any())
+
+    def _sampling_of(self, rows: Iterable[int]) -> tuple[RowSampling, ...]:
         return tuple(self._row_sampling[row] for row in rows)
 
     # -- decode steps -----------------------------------------------------------------------------
@@ -197,12 +195,29 @@ class ModelRunner:
         """The smallest of the bucket sizes that holds `num_rows`."""
         return self.bucket_sizes[bisect_left(self.bucket_sizes, num_rows)]
 
-    def capture(self, graphs: StepGraphs) -> None:
+    def capture(self, laps: Laps) -> None:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
-        keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
-        graphs.capture(keys, self.run_captured)
+        graphs = StepGraphs(self.device, self._watched, debug=self._debug)
+        graphs.capture(self._keys, self.run_captured, laps)
         self._results.reset()
         self._graphs = graphs
+
+    def close(self) -> None:
+        """Free the graphs, before the blocks and weights that they read go."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _watched(self) -> dict[str, Tensor]:
+        owners: dict[str, Sampler | AttentionBackend] = {
+            "sampler": self.sampler,
+            "attention.prefill": self.attention.prefill_backend,
+            "attention.decode": self.attention.decode_backend,
+        }
+        return {"kv_cache": self.attention.cache, "row_tables": self.tables.arena} | {
+            f"{owner}.{name}": tensor
+            for owner, part in owners.items()
+            for name, tensor in part.captured_tensors().items()
+        }
 
     @torch.inference_mode()
     def run_captured(self, key: StepKey) -> None:
@@ -222,36 +237,26 @@ class ModelRunner:
 
     def _launch_decode(self, plan: StepPlan) -> None:
         num_rows = len(plan.decode_rows)
-        bucket = self.bucket(num_rows)
-        self._launch(StepKey.decode(bucket))
+        self._launch(StepKey.decode(self.bucket(num_rows)))
         logprobs = None
-        if self._debug:
-            self._check_logits(self._inputs.slice(slice(num_rows), slice(num_rows)))
-        if self._tail_is_on:
+        if self._debug or self._active_sampling:
             inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
-            logprobs = self._run_tail(
-                self.logits[:num_rows],
-                inputs,
-                plan.decode_rows,
-                self._active_sampling,
-            )
+            logprobs = self._after(inputs, plan.decode_rows, self._active_sampling)
         self._results.push(num_rows, logprobs=logprobs)
 
     def decode(self, bucket: int) -> None:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
         inputs = self._inputs.slice(slice(bucket), slice(bucket))
         self.ops.prepare_decode(self.tables, inputs)
-        self.attention.begin_step(
-            AttentionBatch(inputs.slot_mapping, self._decode_metadata(inputs))
-        )
-        hidden = self.model.forward(inputs.input_ids, inputs.positions)
-        logits = self.model.compute_logits(hidden, out=self.logits[:bucket])
-        self._sample(logits, inputs, skip=self.tables.skip_sampler)
+        self.attention.begin_step(inputs.slot_mapping, self._decode_metadata(inputs))
+        hidden = self._module.forward(inputs.input_ids, inputs.positions)
+        self._sample(hidden, inputs, skip=self.tables.skip_sampler)
 
     # -- mixed steps ------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _launch_mixed(self, plan: StepPlan) -> None:
-        needs_tail = bool(self._row_needs_tail[list(plan.sampled_rows)].any())
+        needs_tail = self._needs_tail(plan.sampled_rows)
         key = self._mixed_key(plan)
         if key is None:
             step = self._eager_step(plan.prefill, len(plan.decode_rows), needs_tail)
@@ -261,9 +266,13 @@ class ModelRunner:
             packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
             self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
-        if self._debug:
-            self._check_logits(step.inputs)
-        self._finish_mixed(plan, step, needs_tail)
+        entries, logprobs = step.reported(plan), None
+        if self._debug or needs_tail:
+            rows = np.full(step.inputs.num_rows, -1)
+            rows[entries] = plan.sampled_rows
+            sampling = self._sampling_of(rows.tolist()) if needs_tail else ()
+            logprobs = self._after(step.inputs, tuple(rows.tolist()), sampling)
+        self._results.push(step.inputs.num_rows, entries, logprobs)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
@@ -289,7 +298,6 @@ class ModelRunner:
             max_seq_len=self.max_model_len,
         )
 
-    @torch.inference_mode()
     def _eager_step(
         self, chunks: tuple[PrefillChunk, ...], num_decode: int, needs_tail: bool
     ) -> MixedStep:
@@ -310,7 +318,6 @@ class ModelRunner:
             max_seq_len=max(chunk.start + chunk.length for chunk in chunks),
         )
 
-    @torch.inference_mode()
     def _mixed(self, step: MixedStep) -> None:
         """Decode entries first, then the packed chunks; one forward pass over all their tokens."""
         inputs, prefill, num_decode = step.inputs, step.prefill, step.num_decode
@@ -327,62 +334,41 @@ class ModelRunner:
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
         )
-        self.attention.begin_step(AttentionBatch(inputs.slot_mapping, decode, metadata))
-        hidden = self.model.forward(inputs.input_ids, inputs.positions)
+        self.attention.begin_step(inputs.slot_mapping, decode, metadata)
+        hidden = self._module.forward(inputs.input_ids, inputs.positions)
         ends = query_start_loc[1:] + (num_decode - 1)
         last = torch.cat([self._entries[:num_decode], ends])
-        logits = self.model.compute_logits(
-            hidden.index_select(0, last), out=self.logits[: inputs.num_rows]
-        )
-        self._sample(logits, inputs, skip=step.chunks.skip_sampler)
-
-    def _finish_mixed(self, plan: StepPlan, step: MixedStep, needs_tail: bool) -> None:
-        """Run the tail where a row needs one; report the entries that are no padding."""
-        inputs, chunks = step.inputs, plan.prefill
-        logprobs = None
-        if needs_tail:
-            rows = step.entries(plan.decode_rows, tuple(chunk.row for chunk in chunks), 0)
-            of_decode = self._sampling_of(plan.decode_rows)
-            sampling = step.entries(of_decode, self._sampling_of_chunks(chunks), _NOTHING_ASKED)
-            logprobs = self._run_tail(self.logits[: inputs.num_rows], inputs, rows, sampling)
-        samples = tuple(chunk.samples for chunk in chunks)
-        reported = step.entries((True,) * len(plan.decode_rows), samples, False)
-        entries = None if all(reported) else np.flatnonzero(reported)
-        self._results.push(inputs.num_rows, entries, logprobs)
-
-    def _sampling_of_chunks(self, chunks: tuple[PrefillChunk, ...]) -> tuple[RowSampling, ...]:
-        return tuple(
-            self._row_sampling[chunk.row] if chunk.samples else _NOTHING_ASKED for chunk in chunks
-        )
+        self._sample(hidden.index_select(0, last), inputs, skip=step.chunks.skip_sampler)
 
     # -- sampling ---------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _check_logits(self, inputs: StepInputs) -> None:
-        """Look at what the step left, in a graph's buffer too, for the entries that get a token."""
-        check_logits(self.logits[: inputs.num_rows], inputs.rows, self._num_steps)
 
     def _decode_metadata(self, inputs: StepInputs) -> DecodeMetadata:
         return DecodeMetadata(inputs.block_table, inputs.seq_lens, max_seq_len=self.max_model_len)
 
-    def _sample(self, logits: Tensor, inputs: StepInputs, skip: Tensor) -> None:
+    def _sample(self, hidden: Tensor, inputs: StepInputs, skip: Tensor) -> None:
         """Greedy and temperature; on the device `skip` says whether a tail does it instead."""
-        tables, sampled = self.tables, self._sampled[: inputs.num_rows]
+        tables, num_rows = self.tables, inputs.num_rows
+        logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
+        logits = self._module.compute_logits(hidden, logits)
         self.sampler.sample(
             logits, inputs.rows, tables.temperature, tables.seed, inputs.output_index, sampled, skip
         )
         self.ops.finish_step(tables, inputs, sampled, self._results, skip)
 
     @torch.inference_mode()
-    def _run_tail(
-        self,
-        logits: Tensor,
-        inputs: StepInputs,
-        rows: tuple[int, ...],
-        sampling: tuple[RowSampling, ...],
+    def _after(
+        self, inputs: StepInputs, rows: tuple[int, ...], sampling: tuple[RowSampling, ...]
     ) -> LogprobTensors | None:
-        """Everything beyond greedy and temperature, from logits that are already there."""
-        tables, sampled = self.tables, self._sampled[: inputs.num_rows]
+        """Check the logits that a step left, in debug mode; run the tail where `sampling` is given.
+
+        The tail does everything beyond greedy and temperature, from logits that are already there.
+        """
+        tables, num_rows = self.tables, inputs.num_rows
+        logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
+        if self._debug:
+            check_logits(logits, inputs.rows, self._num_steps)
+        if not sampling:
+            return None
         logprobs = self._tail(
             logits,
             rows,

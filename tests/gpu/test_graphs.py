@@ -133,9 +133,8 @@ def test_pages_beyond_2_to_the_31_elements_are_read_and_written(
             max_model_len=512,
             **{"cache.block_size": 128, "cache.num_blocks": num_blocks},
         )
-        cache = made.runner.attention._cache
-        assert cache is not None
-        assert (cache.layer(0)[0].numel() > 2**31) is (num_blocks > 64)
+        cache = made.runner.attention.cache
+        assert (cache[0, 0].numel() > 2**31) is (num_blocks > 64)
         made.prefill(random_prompts(4, 300), computed=300)
         made.activate(4)
         graphs = made.runner._graphs

@@ -22,12 +22,13 @@ from nanovllm_core.errors import (
     WeightsError,
 )
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import Attention
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker.kv_cache import KVCache
+from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.model import LoadedModel, load_model
 from nanovllm_kit.dense_attention import DenseRuntime
 
@@ -109,11 +110,11 @@ def test_too_few_pages_are_refused_before_weights_are_read(tmp_path: Path) -> No
         ("nanovllm_core.worker.executor.load_model", "the model: full; .*smaller model"),
         (
             "nanovllm_attention_sdpa.backend.SdpaAttention.allocate",
-            r"the attention backends' workspaces: full; lower limits.max_num_seqs \(5\)",
+            r"steps and their CUDA graphs: full; lower limits.max_num_seqs \(5\)",
         ),
         (
             "nanovllm_core.worker.runner.RowTables.allocate",
-            r"the largest step there can be: full; .*max_model_len \(64\) or",
+            r"steps and their CUDA graphs: full; .*max_model_len \(64\), max",
         ),
     ],
 )
@@ -141,7 +142,7 @@ def test_a_start_says_for_what_there_was_no_room_and_what_helps(
         ),
         (
             {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
-            r"no room on cpu for the attention .*lower limits.max_num_seqs \(1000000000000\)",
+            r"no room on cpu for steps .*lower limits.max_num_seqs \(1000000000000\)",
         ),
         ({"num_blocks": 2**62}, r"cache.num_blocks: \d+ blocks .*ask for fewer"),
     ],
@@ -271,10 +272,10 @@ def test_pages_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> 
     )
     num_blocks = (512 << 20) // (2 * 4 * 16 * 4 * 64 * dtype.itemsize)
     before = _resident_pages()
-    cache = KVCache.allocate(shape, num_blocks, 16, dtype, torch.device("cpu"))
-    assert cache.blocks.nbytes == 512 << 20
+    cache = allocate_blocks(shape, num_blocks, 16, dtype, torch.device("cpu"))
+    assert cache.nbytes == 512 << 20
     assert (_resident_pages() - before) * 4096 < 64 << 20
-    assert not cache.layer(3)[1][-1].any()
+    assert not cache[3, 1, -1].any()
 
 
 def _resident_pages() -> int:
@@ -289,15 +290,15 @@ def test_layers_that_no_backend_would_serve_as_they_are_are_refused(
 ) -> None:
     """A layer with a window, a soft cap or a scale of its own is refused, not ignored."""
     executor, setup = prepare(folder)
-    layers = LoadedModel.attention_layers
 
-    def changed(model: LoadedModel) -> list[Attention]:
-        found = layers(model)
-        setattr(found[-1], name, value)
-        return found
+    def changed(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
+        model = load_model(setup, kernels)
+        *_, last = (module for module in model.module.modules() if isinstance(module, Attention))
+        setattr(last, name, value)
+        return model
 
-    monkeypatch.setattr(LoadedModel, "attention_layers", changed)
-    with pytest.raises(UnsupportedError, match=r"attention layer \d"):
+    monkeypatch.setattr("nanovllm_core.worker.executor.load_model", changed)
+    with pytest.raises(UnsupportedError, match=rf"layer 1 has .*{name}.*, not .*{name}"):
         executor.start(setup)
 
 
@@ -339,8 +340,8 @@ def test_a_window_or_soft_cap_of_all_layers_is_served(
         for _ in range(12):
             start = len(ids) - len(fresh)
             positions = torch.arange(start, len(ids), dtype=torch.int32)
-            hidden = model.forward(torch.tensor(fresh, dtype=torch.int32), positions)
-            fresh = [int(model.compute_logits(hidden)[-1].argmax())]
+            hidden = model.module(torch.tensor(fresh, dtype=torch.int32), positions)
+            fresh = [int(model.module.compute_logits(hidden)[-1].argmax())]
             ids += fresh
     assert found == ids[len(prompt) :]
     assert found != plain, "the rules change nothing on this prompt"

@@ -16,6 +16,7 @@ from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import GraphSafetyError
 from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.graphs import StepGraphs, StepKey, _addresses
+from nanovllm_core.worker.progress import Laps
 
 from ..e2e.tiny import write_config
 
@@ -106,7 +107,7 @@ def test_the_steps_of_the_most_tokens_are_captured_first(monkeypatch: pytest.Mon
         *(StepKey("mixed", tokens, rows) for rows in (8, 256) for tokens in (128, 512)),
     ]
     ran: list[StepKey] = []
-    StepGraphs(torch.device("cpu"), dict).capture(keys, ran.append)
+    StepGraphs(torch.device("cpu"), dict).capture(keys, ran.append, Laps())
     assert [key.total_tokens for key in ran[::2]] == [768, 520, 384, 300, 136, 8, 1]
     assert ran[::2] == ran[1::2], "each once to warm up and once for its graph"
 
@@ -139,7 +140,7 @@ def test_closing_frees_the_graphs_before_pages_and_weights(tmp_path: Path) -> No
 
     graphs, _ = captured({}, debug=False)
     graphs._graphs[StepKey.decode(4)] = Watching()  # type: ignore[assignment]
-    executor._graphs = graphs
+    executor._runner._graphs = graphs
     del graphs
     executor.close()
     executor.close()

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import OutOfMemoryError
+from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.worker import kv_cache
 from nanovllm_core.worker.kv_cache import (
-    CPU_CACHE_BYTES,
     DeviceMemory,
-    KVCache,
-    MemoryBefore,
+    allocate_blocks,
     block_bytes,
     check_one_sequence_fits,
     fitting_length,
-    num_blocks_on_cpu,
     num_blocks_on_gpu,
+    size_cache,
 )
 
 GIB = 1 << 30
@@ -36,8 +39,8 @@ SHAPE = ModelShape(
 
 def memory(*, held_before: float = 0, context: float = 1, **changes: float) -> DeviceMemory:
     gib = {"total": 80, "free": 76, "reserved": 3, "peak": 4, **changes}
-    before = MemoryBefore(reserved=int(held_before * GIB), context=int(context * GIB))
-    return DeviceMemory(before=before, **{name: int(gib[name] * GIB) for name in gib})
+    gib |= {"held_before": held_before, "context": context}
+    return DeviceMemory(**{name: int(gib[name] * GIB) for name in gib})
 
 
 @dataclass
@@ -80,15 +83,15 @@ class Gpu:
 def test_a_page_holds_keys_and_values_of_every_layer() -> None:
     """Bytes = 2 x layers x tokens x KV heads x head size x bytes of the dtype."""
     assert block_bytes(SHAPE, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 16 * 2
-    cache = KVCache.allocate(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
-    assert cache.blocks.nbytes == 5 * block_bytes(SHAPE, 16, torch.float32)
-    assert cache.layer(2)[1].shape == (5, 16, 2, 16)
+    cache = allocate_blocks(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
+    assert cache.nbytes == 5 * block_bytes(SHAPE, 16, torch.float32)
+    assert cache[2, 1].shape == (5, 16, 2, 16)
 
 
 def test_fresh_pages_are_zero() -> None:
     """Backends may read a block's unused tail, so it must be finite."""
-    cache = KVCache.allocate(SHAPE, 2, 16, torch.float32, torch.device("cpu"))
-    assert not cache.blocks.any()
+    cache = allocate_blocks(SHAPE, 2, 16, torch.float32, torch.device("cpu"))
+    assert not cache.any()
 
 
 def test_the_budget_is_the_share_less_what_this_engine_uses() -> None:
@@ -163,11 +166,19 @@ def test_pages_are_whole() -> None:
     assert num_blocks_on_gpu(memory(), 0.9, 3 * GIB) == 22
 
 
-def test_a_cpu_takes_what_its_rows_can_use_within_a_bound() -> None:
-    """Every row at its longest, or what the bound allows, or one sequence at its longest."""
-    assert num_blocks_on_cpu(1024, 7, max_num_seqs=3) == 21
-    assert num_blocks_on_cpu(GIB, 1, max_num_seqs=7) == CPU_CACHE_BYTES // GIB
-    assert num_blocks_on_cpu(GIB, 7, max_num_seqs=3) == 7
+@pytest.mark.parametrize(
+    ("length", "room", "blocks"),
+    [(112, 100, 21), (112, 12, 12), (112, 5, 7), ("fit", 100, 21), ("fit", 5, 5), ("fit", 0, 1)],
+)
+def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
+    length: int | str, room: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row at its longest, or what the bound allows, or one at its longest unless to fit."""
+    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", room * block_bytes(SHAPE, 16, torch.float32))
+    config = EngineConfig(model="m", limits={"max_num_seqs": 3, "max_model_len": length})
+    facts = {"max_model_len": 112, "block_size": 16, "dtype": "float32"}
+    setup = cast(WorkerSetup, SimpleNamespace(config=config, **facts))
+    assert size_cache(setup, SHAPE, None) == (blocks, min(112, 16 * blocks))
 
 
 def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
@@ -175,7 +186,7 @@ def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> Non
     with pytest.raises(
         OutOfMemoryError, match=r"cache\.num_blocks: 10+ blocks .* GiB.*ask for fewer"
     ):
-        KVCache.allocate(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
+        allocate_blocks(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_core.interfaces.plan import PrefillChunk
+from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepKey
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
     aligned,
-    max_entries,
     mixed_keys,
     pack_chunks,
 )
@@ -57,7 +56,7 @@ def test_fresh_inputs_are_padding() -> None:
     assert inputs.rows.tolist() == [-1, -1]
     assert inputs.seq_lens.tolist() == inputs.output_index.tolist() == [0, 0]
     assert (inputs.input_ids.shape, inputs.positions.shape) == ((3,), (3,))
-    assert (inputs.num_rows, inputs.num_tokens, inputs.block_table.shape) == (2, 3, (2, 4))
+    assert (inputs.num_rows, inputs.block_table.shape) == (2, (2, 4))
 
 
 def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> None:
@@ -75,15 +74,13 @@ def test_no_mixed_step_is_larger_than_its_chunks_can_fill() -> None:
     assert sizes == [64, 128, 256]
 
 
-def test_a_step_has_room_for_a_full_batch_and_for_as_many_chunks() -> None:
-    assert [max_entries(rows) for rows in (1, 4, 8, 256)] == [2, 8, 16, 512]
-
-
-def test_values_of_entries_stand_where_the_entries_do() -> None:
-    """Decoding rows, their padding, chunks, theirs."""
+def test_entries_that_get_a_token_are_reported_and_no_others() -> None:
+    """Decoding rows, not their padding; chunks that sample, not the others, nor their padding."""
     inputs = StepInputs.allocate(20, 7, 1, torch.device("cpu"))
     table = ChunkTable(torch.from_numpy(pack_chunks(CHUNKS, 3, needs_tail=False)), 3)
     step = MixedStep(inputs, 4, table, max_query_len=7, max_seq_len=39)
-    assert step.entries(("a", "b"), ("c",), "-") == ("a", "b", "-", "-", "c", "-", "-")
-    assert (step.decode.num_tokens, step.decode.num_rows) == (4, 4)
-    assert (step.prefill.num_tokens, step.prefill.num_rows) == (16, 3)
+    plan = StepPlan(decode_rows=(6, 0), prefill=CHUNKS)
+    assert step.reported(plan).tolist() == [0, 1, 5]
+    assert step.reported(StepPlan(prefill=CHUNKS[1:])).tolist() == [4]
+    assert (len(step.decode.input_ids), step.decode.num_rows) == (4, 4)
+    assert (len(step.prefill.input_ids), step.prefill.num_rows) == (16, 3)

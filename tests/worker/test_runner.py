@@ -90,9 +90,7 @@ class Started:
 
     @property
     def blocks(self) -> Tensor:
-        cache = self.runner.attention._cache
-        assert cache is not None
-        return cache.blocks
+        return self.runner.attention.cache
 
     def run(self, plan: StepPlan) -> StepResult:
         self.runner.submit(plan)
@@ -277,7 +275,7 @@ def test_no_step_has_more_entries_than_the_sampler_was_told(
             told.append(fields["max_entries"])
             super().__init__(**fields)
 
-    monkeypatch.setattr("nanovllm_core.worker.plugins.SamplerContext", Noting)
+    monkeypatch.setattr("nanovllm_core.worker.runner.SamplerContext", Noting)
     started = Started(folder, prompt_sizes=(8, 32), max_num_seqs=max_num_seqs)
     sample, entries = started.runner.sampler.sample, []
 
