@@ -14,13 +14,11 @@ from nanovllm_core.engine.output_processor import (
     DetokenizerFactory as DetokenizerFactory,
     RequestOutput as RequestOutput,
 )
-from nanovllm_core.engine.policies import (
-    FcfsPolicy as FcfsPolicy,
-)
 from nanovllm_core.engine.request import (
     Request as Request,
 )
 from nanovllm_core.engine.scheduler import (
+    FcfsPolicy as FcfsPolicy,
     TokenBudgetScheduler as TokenBudgetScheduler,
 )
 from nanovllm_core.engine.stats import (

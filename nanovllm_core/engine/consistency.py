@@ -14,45 +14,32 @@ WITH_ROW = (RequestState.PREFILLING, RequestState.DECODING, RequestState.DRAININ
 def assert_consistent(planner: Planner, requests: Collection[Request], max_in_flight: int) -> None:
     """Raises `InconsistentStateError` naming the first invariant that is broken."""
     planner.kv.pool.assert_consistent(request.block_ids for request in requests)
-    _check_rows(planner, requests)
+    rows, taken = planner.rows, planner.running
+    _require(
+        taken.keys().isdisjoint(rows.free) and len(taken) + len(rows.free) == rows.num_rows,
+        f"rows {sorted(taken)} are taken and {sorted(rows.free)} are free, of {rows.num_rows}",
+    )
+    owners = {request.row: request for request in requests if request.row >= 0}
+    for row, request in taken.items():
+        _require(owners.get(row) is request, f"row {row} is not its request's row")
+    _require(len(owners) == len(taken), f"requests hold rows {sorted(owners)}, not {sorted(taken)}")
     for request in requests:
-        _check_queue(planner, request)
+        _check_state(planner, request)
         if request.row >= 0:
             _check_lengths(planner, request, max_in_flight)
 
 
-def _check_rows(planner: Planner, requests: Collection[Request]) -> None:
-    rows = planner.rows
-    taken = {row for row, request in enumerate(rows.requests) if request is not None}
-    _require(
-        taken.isdisjoint(rows.free) and len(taken) + len(rows.free) == rows.num_rows,
-        f"rows {sorted(taken)} are taken and {sorted(rows.free)} are free, of {rows.num_rows}",
-    )
-    owners = {request.row: request for request in requests if request.row >= 0}
-    for row in taken:
-        _require(owners.get(row) is rows.requests[row], f"row {row} is not its request's row")
-    _require(len(owners) == len(taken), f"requests hold rows {sorted(owners)}, not {sorted(taken)}")
-
-
-def _check_queue(planner: Planner, request: Request) -> None:
-    name, state = request.request_id, request.state
+def _check_state(planner: Planner, request: Request) -> None:
+    name, state, row = request.request_id, request.state, request.row
     _require(state is not RequestState.FINISHED, f"{name} is finished and still listed")
-    _require(
-        (request.row >= 0) == (state in WITH_ROW), f"{name} is {state.value} in row {request.row}"
-    )
-    _require(
-        (state is RequestState.WAITING) == (planner.waiting.get(name) is request),
-        f"{name} is {state.value}, the queue says otherwise",
-    )
-    _require(
-        (state is RequestState.PREFILLING) == (planner.prefilling.get(name) is request),
-        f"{name} is {state.value}, the list of unfinished prompts says otherwise",
-    )
-    _require(
-        request.row < 0
-        or (state is RequestState.DECODING) == bool(planner.rows.decoding[request.row]),
-        f"{name} is {state.value}, its row says otherwise",
-    )
+    _require((row >= 0) == (state in WITH_ROW), f"{name} is {state.value} in row {row}")
+    decodes = row >= 0 and bool(planner.rows.decoding[row])
+    for expected, found, where in (
+        (RequestState.WAITING, planner.waiting.get(name) is request, "the queue"),
+        (RequestState.PREFILLING, planner.prefilling.get(name) is request, "the list of prompts"),
+        (RequestState.DECODING, decodes, "its row"),
+    ):
+        _require((state is expected) == found, f"{name} is {state.value}, {where} says otherwise")
 
 
 def _check_lengths(planner: Planner, request: Request, max_in_flight: int) -> None:
@@ -69,16 +56,13 @@ def _check_lengths(planner: Planner, request: Request, max_in_flight: int) -> No
     if request in planner.draining:
         _require(not request.block_ids, f"{name} was preempted and still holds blocks")
         return
-    kv = planner.kv
+    kv, held = planner.kv, len(request.block_ids)
     early = kv.early_steps if request.state is not RequestState.PREFILLING else 0
-    needed, most = (kv.num_blocks_for(length) for length in (scheduled, scheduled + early))
     _require(
-        needed <= len(request.block_ids) <= most,
-        f"{name} holds {len(request.block_ids)} blocks for {scheduled} positions",
+        kv.num_blocks_for(scheduled) <= held <= kv.num_blocks_for(scheduled + early),
+        f"{name} holds {held} blocks for {scheduled} positions",
     )
-    _require(
-        request.num_published <= len(request.block_ids), f"{name} shares blocks it does not hold"
-    )
+    _require(request.num_published <= held, f"{name} shares blocks it does not hold")
 
 
 def _require(condition: bool, message: str) -> None:

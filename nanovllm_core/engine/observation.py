@@ -25,11 +25,13 @@ class Observation:
 
     def __init__(self, observers: Mapping[str, StepObserver]) -> None:
         self._observers = dict(observers)
-        self._of_requests = {
-            label: observer for label, observer in observers.items() if _wants_requests(observer)
-        }
+        self._wants_requests = any(
+            type(observer).on_request_finished is not StepObserver.on_request_finished
+            for observer in observers.values()
+        )
         self._step = 0
-        self._num_output_tokens = self._num_finished = self._num_preempted = 0
+        self._before = EngineStats()
+        """As things stood when the last step was collected."""
         self._collected: float | None = None
         """When the last step was collected; None where nothing was in flight behind it."""
 
@@ -38,32 +40,30 @@ class Observation:
     ) -> None:
         """A step was taken in, in a call of the engine that began at `began`."""
         now = perf_counter()
+        before, self._before = self._before, stats
         self._step += 1
         record = StepRecord(
             step=self._step,
             seconds=now - (began if self._collected is None else self._collected),
             num_decode_rows=len(taken.plan.decode_rows),
             num_prefill_tokens=sum(chunk.length for chunk in taken.plan.prefill),
-            num_output_tokens=stats.output_tokens - self._num_output_tokens,
-            num_finished=stats.finished - self._num_finished,
-            num_preempted=stats.preemptions - self._num_preempted,
+            num_output_tokens=stats.output_tokens - before.output_tokens,
+            num_finished=stats.finished - before.finished,
+            num_preempted=stats.preemptions - before.preemptions,
             num_running=stats.running,
             num_waiting=stats.waiting,
             num_in_flight=num_in_flight,
             num_free_blocks=stats.free_blocks,
             num_blocks=stats.blocks,
         )
-        self._num_output_tokens = stats.output_tokens
-        self._num_finished, self._num_preempted = stats.finished, stats.preemptions
         self._collected = now if num_in_flight else None
-        for label, observer in tuple(self._observers.items()):
-            self._tell(label, partial(observer.on_step, record))
+        self._tell("on_step", record)
 
     def observe_request(
         self, request: Request, output: RequestOutput, finished_time: float
     ) -> None:
         """A request is over; its record is made where an observer wants it."""
-        if not self._of_requests or output.finish_reason is None:
+        if not self._wants_requests or output.finish_reason is None:
             return
         record = RequestRecord(
             request_id=output.request_id,
@@ -79,22 +79,17 @@ class Observation:
             first_token_time=request.first_token_time,
             finished_time=finished_time,
         )
-        for label, observer in tuple(self._of_requests.items()):
-            self._tell(label, partial(observer.on_request_finished, record))
+        self._tell("on_request_finished", record)
 
-    def _tell(self, label: str, call: Callable[[], None]) -> None:
-        if not _survives(label, call):
-            self._of_requests.pop(label, None)
-            close_observers({label: self._observers.pop(label)})
+    def _tell(self, method: str, record: StepRecord | RequestRecord) -> None:
+        for label, observer in tuple(self._observers.items()):
+            if not _survives(label, partial(getattr(observer, method), record)):
+                close_observers({label: self._observers.pop(label)})
 
     def close(self) -> None:
         """The last call: every observer that is left is closed, whatever the others raise."""
-        observers, self._observers, self._of_requests = self._observers, {}, {}
+        observers, self._observers = self._observers, {}
         close_observers(observers)
-
-
-def _wants_requests(observer: StepObserver) -> bool:
-    return type(observer).on_request_finished is not StepObserver.on_request_finished
 
 
 def close_observers(observers: Mapping[str, StepObserver]) -> None:

@@ -94,7 +94,9 @@ class OutputStream:
             self.stop_reason = ending_id
 
     def abort(self) -> None:
-        """The caller wants no more."""
+        """The caller wants no more than the ids that are known now."""
+        if not self.request.is_watched:
+            self.push(self.request.output_ids(), ended=False)
         if self.detokenizer is not None:
             self.text += self.detokenizer.flush()
         self.finish_reason = "abort"

@@ -17,7 +17,7 @@ from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
 from nanovllm_core.engine.scheduler import check_shares
 from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.plan import Admission, BlockAppend, PrefillChunk, StepPlan
-from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
+from nanovllm_core.interfaces.scheduler import RequestView, Scheduler, SchedulerState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Planner:
 
     def __init__(
         self,
-        rows: RowTable[Request],
+        rows: RowTable,
         kv: PagedKV,
         scheduler: Scheduler,
         max_num_batched_tokens: int,
@@ -54,6 +54,8 @@ class Planner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
+        self.running: dict[int, Request] = {}
+        """The requests with a row, by row."""
         self.draining: list[Request] = []
         """Preempted requests with tokens in flight."""
         self.step = 0
@@ -80,7 +82,6 @@ class Planner:
         self.prefilling.pop(request.request_id, None)
         if request in self.draining:
             self.draining.remove(request)
-        request.token_ids = request.known_ids().copy()
         self.kv.release(request)
         self._leave_row(request)
         request.state = RequestState.FINISHED
@@ -99,8 +100,10 @@ class Planner:
     def plan(self) -> PlannedStep | None:
         """The next step, or None where nothing can be planned before more results are in."""
         appends = self._serve_due_rows()
-        steady = self._steady or self._make_steady()
-        planned = steady
+        if self._steady is None:
+            batch = self.rows.make_batch()
+            self._steady = PlannedStep(StepPlan(decode_rows=batch.rows), batch)
+        planned = steady = self._steady
         if self.prefilling or (self.waiting and self.rows.free):
             planned = self._with_prompts(steady, appends)
         elif appends:
@@ -142,7 +145,8 @@ class Planner:
         """Preempted requests whose tokens are all on the host wait again."""
         for request in [r for r in self.draining if r.num_in_flight == 0]:
             self.draining.remove(request)
-            self._requeue(request)
+            self._leave_row(request)
+            self.enqueue(request)
 
     # -- decoding rows
 
@@ -153,9 +157,9 @@ class Planner:
             return ()
         growing: list[Request] = []
         for row in due:
-            request = self.rows.request_at(row)
+            request = self.running[row]
             if self._next_due(request) == request.max_length - 1:
-                self._stop_decoding(request, RequestState.DRAINING)
+                self._stop_decoding(request)
             else:
                 growing.append(request)
         if not growing:
@@ -184,7 +188,7 @@ class Planner:
         for row in self.rows.rows_due_within(self.kv.early_steps):
             if self.kv.pool.num_free <= self.rows.num_rows:
                 break
-            request = self.rows.request_at(row)
+            request = self.running[row]
             if self._next_due(request) < request.max_length - 1:
                 appends.append(self._append_block(request))
         return appends
@@ -202,37 +206,29 @@ class Planner:
         self.rows.start_decoding(request.row, self._next_due(request))
         self._steady = None
 
-    def _stop_decoding(self, request: Request, state: RequestState) -> None:
+    def _stop_decoding(self, request: Request) -> None:
         self.rows.stop_decoding(request.row)
-        request.state = state
+        request.state = RequestState.DRAINING
         self._steady = None
-
-    def _make_steady(self) -> PlannedStep:
-        batch = self.rows.make_batch()
-        self._steady = PlannedStep(batch.plan, batch)
-        return self._steady
 
     # -- preemption
 
     def _make_room(self, request: Request) -> bool:
         """Preempt until a block is free; False if the request itself was preempted."""
         while not self.kv.pool.num_free:
-            victim = self._choose_victim()
+            decoding = [self.running[row] for row in self.rows.decoding_rows()]
+            candidates = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
+            chosen = self.scheduler.choose_victim(tuple(candidates.values()))
+            victim = candidates.get(chosen)
+            if victim is None:
+                raise SchedulerError(
+                    f"{type(self.scheduler).__name__} chose {chosen!r} as the victim, which is not "
+                    f"among the {len(candidates)} running requests; return the request_id of one"
+                )
             self.preempt(victim)
             if victim is request:
                 return False
         return True
-
-    def _choose_victim(self) -> Request:
-        decoding = [self.rows.request_at(row) for row in self.rows.decoding_rows()]
-        running = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
-        victim = self.scheduler.choose_victim(tuple(running.values()))
-        if victim not in running:
-            raise SchedulerError(
-                f"{type(self.scheduler).__name__} chose {victim!r} as the victim, which is not "
-                f"among the {len(running)} running requests; return the request_id of one of them"
-            )
-        return running[victim]
 
     def preempt(self, request: Request) -> None:
         """Free a request's blocks now; it waits again once its tokens in flight are on the host."""
@@ -242,24 +238,19 @@ class Planner:
         self.rows.publish_at[request.row] = NEVER
         if request.state is RequestState.PREFILLING:
             del self.prefilling[request.request_id]
-            self._requeue(request)
-            return
-        self._stop_decoding(request, RequestState.DRAINING)
-        if request.num_in_flight:
-            self.draining.append(request)
         else:
-            self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        request.token_ids = request.known_ids().copy()
-        self._leave_row(request)
-        self.enqueue(request)
+            self._stop_decoding(request)
+        self.draining.append(request)
+        self.requeue_drained()
 
     def _leave_row(self, request: Request) -> None:
+        """The request, if it has a row, takes its known ids along and frees the row."""
         if request.row < 0:
             return
+        request.token_ids = request.known_ids().copy()
         if self.rows.decoding[request.row]:
             self._steady = None
+        del self.running[request.row]
         self.rows.release(request.row)
         request.row = NO_ROW
 
@@ -288,17 +279,21 @@ class Planner:
             for s in shares
             if s.request_id in self.waiting
         }
-        cached = {request_id: self.kv.share(request) for request_id, request in new.items()}
+        for newcomer in new.values():
+            self.kv.share(newcomer)
         admissions: list[Admission] = []
         chunks: list[PlannedChunk] = []
         all_appends = list(appends)
         for share in shares:
-            request = new.get(share.request_id) or self.prefilling[share.request_id]
-            if share.request_id in new:
-                admissions.append(self._admit(request, cached[share.request_id], share))
+            request = new.get(share.request_id)
+            if request is not None:
+                admissions.append(self._admit(request, share.num_tokens))
             else:
-                all_appends += self._append_blocks(request, share)
-            chunks.append(self._plan_chunk(request, share))
+                request = self.prefilling[share.request_id]
+                first = len(request.block_ids)
+                grown = self.kv.grow(request, request.num_scheduled + share.num_tokens)
+                all_appends += [BlockAppend(request.row, *one) for one in enumerate(grown, first)]
+            chunks.append(self._plan_chunk(request, share.num_tokens))
         plan = StepPlan(
             admissions=tuple(admissions),
             appends=tuple(all_appends),
@@ -321,16 +316,18 @@ class Planner:
         self.scheduler.remove(request)
         return request
 
-    def _admit(self, request: Request, num_cached: int, share: PrefillShare) -> Admission:
+    def _admit(self, request: Request, num_tokens: int) -> Admission:
+        num_cached = request.num_published * self.kv.block_size
         self.prefix_hit_tokens += num_cached
         if request.wait_steps is None:
             request.wait_steps = self.step - request.arrival_step
             request.num_cached_tokens = num_cached
             request.first_scheduled_time = perf_counter()
-        request.row = self.rows.acquire(request, num_cached)
+        request.row = self.rows.acquire(request.token_ids, num_cached, request.is_watched)
+        self.running[request.row] = request
         request.state = RequestState.PREFILLING
         self.prefilling[request.request_id] = request
-        self.kv.grow(request, num_cached + share.num_tokens)
+        self.kv.grow(request, num_cached + num_tokens)
         self.release_samples(request)
         return Admission(
             row=request.row,
@@ -342,16 +339,11 @@ class Planner:
             sampling=request.sampling,
         )
 
-    def _append_blocks(self, request: Request, share: PrefillShare) -> list[BlockAppend]:
-        first = len(request.block_ids)
-        new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
-        return [BlockAppend(request.row, first + i, block_id) for i, block_id in enumerate(new)]
-
-    def _plan_chunk(self, request: Request, share: PrefillShare) -> PlannedChunk:
+    def _plan_chunk(self, request: Request, num_tokens: int) -> PlannedChunk:
         start = request.num_scheduled
-        end = start + share.num_tokens
+        end = start + num_tokens
         self.rows.scheduled[request.row] = end
-        chunk = PrefillChunk(request.row, start, share.num_tokens, end == request.num_tokens)
+        chunk = PrefillChunk(request.row, start, num_tokens, end == request.num_tokens)
         return PlannedChunk(request, int(self.rows.generation[request.row]), chunk)
 
 
@@ -368,6 +360,4 @@ class _ValuesView(Sequence[RequestView]):
         return iter(self._requests.values())
 
     def __getitem__(self, index: int) -> RequestView:  # type: ignore[override]  # no slices
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return next(islice(self._requests.values(), index % len(self), None))
+        return next(islice(self._requests.values(), range(len(self))[index], None))

@@ -59,12 +59,12 @@ class Request:
     arrival_index: int
     arrival_time: float
     """All times are in seconds of `time.perf_counter()`."""
-    table: RowTable[Request]
+    table: RowTable
     labels: Mapping[str, str]
     stream: bool = False
     cache_salt: bytes = b""
 
-    state: RequestState = RequestState.WAITING
+    state: RequestState = RequestState.HELD
     row: int = NO_ROW
     block_ids: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)

@@ -15,15 +15,15 @@ class EngineStats:
     decode step of the very rows of the step before.
     """
 
-    steps: int
-    preemptions: int
-    prefix_hit_tokens: int
-    output_tokens: int
-    finished: int
-    running: int
-    waiting: int
-    free_blocks: int
-    blocks: int
-    host_seconds: float
-    steady_steps: int
-    steady_seconds: float
+    steps: int = 0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    blocks: int = 0
+    host_seconds: float = 0.0
+    steady_steps: int = 0
+    steady_seconds: float = 0.0
