@@ -19,14 +19,11 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._holders)
 
     @property
     def num_free(self) -> int:

@@ -313,7 +313,7 @@ class Engine:
         ended: set[int] = set()
         if np.count_nonzero(result.finished):
             ended.update(np.flatnonzero(result.finished).tolist())
-        self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch)])
+        self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch.rows)])
         news: list[tuple[int, Request]] = []
         if ended or batch.watched:
             news += self._decoded(batch, ended)
@@ -328,14 +328,16 @@ class Engine:
     def _decoded(self, batch: DecodeBatch, ended: set[int]) -> Iterator[tuple[int, Request]]:
         """The decoding entries that are watched or ended, unless their row has changed hands."""
         for entry in sorted(ended.union(batch.watched)):
-            if entry < len(batch) and self._rows.is_current(batch, entry):
-                yield entry, self._running[batch.rows[entry]]
+            if entry < len(batch.rows):
+                row = batch.rows[entry]
+                if self._rows.generation[row] == batch.generations[entry]:
+                    yield entry, self._running[row]
 
     def _absorb_chunks(
         self, planned: PlannedStep, token_ids: NDArray[np.int32]
     ) -> Iterator[tuple[int, Request]]:
         """Publish what prompts have computed, accept first tokens; yields the new entries."""
-        entry = len(planned.batch)
+        entry = len(planned.batch.rows)
         for prompt in planned.chunks:
             request, chunk = prompt.request, prompt.chunk
             if self._rows.generation[chunk.row] == prompt.generation:
@@ -353,7 +355,8 @@ class Engine:
         if request.first_token_time is None:
             request.first_token_time = self._now
         if request.block_ids and self._kv.prefix_caching:
-            self._rows.publish_at[request.row] = self._kv.next_boundary(num_computed) + 1
+            size = self._kv.block_size
+            self._rows.publish_at[request.row] = (num_computed // size + 1) * size + 1
 
     def _publish(self, request: Request, num_computed: int) -> None:
         """Share the full blocks below `num_computed`, and let samples in that waited for them."""

@@ -42,11 +42,7 @@ class Planner:
     """Owns the queue, the rows and the blocks; decides nothing that the scheduler may decide."""
 
     def __init__(
-        self,
-        rows: RowTable,
-        kv: PagedKV,
-        scheduler: Scheduler,
-        max_num_batched_tokens: int,
+        self, rows: RowTable, kv: PagedKV, scheduler: Scheduler, max_num_batched_tokens: int
     ) -> None:
         self.rows = rows
         self.kv = kv
@@ -113,10 +109,10 @@ class Planner:
         if not planned.batch.rows and not planned.chunks:
             return None
         self.step += 1
-        self.rows.advance()
+        self.rows.scheduled += self.rows.decoding
         for prompt in planned.chunks:
             if prompt.chunk.samples:
-                self._prompt_planned(prompt.request)
+                self._start_decoding(prompt.request)
         return planned
 
     def unblock(self) -> None:
@@ -198,7 +194,7 @@ class Planner:
         capacity = len(request.block_ids) * self.kv.block_size
         return min(capacity, request.max_length - 1)
 
-    def _prompt_planned(self, request: Request) -> None:
+    def _start_decoding(self, request: Request) -> None:
         """The last chunk of a prompt is planned; from the next step on its row decodes."""
         self._num_unblocked = 0
         del self.prefilling[request.request_id]
@@ -262,7 +258,7 @@ class Planner:
             step=self.step,
             waiting=self._waiting_view,
             prefilling=tuple(self.prefilling.values()),
-            token_budget=self.max_num_batched_tokens - len(steady.batch),
+            token_budget=self.max_num_batched_tokens - len(steady.batch.rows),
             free_rows=len(self.rows.free),
             free_blocks=self.kv.pool.num_free,
             num_cached_tokens=self._num_cached_tokens,
@@ -273,26 +269,22 @@ class Planner:
             check_shares(self.scheduler, state, shares, self.waiting, self.prefilling)
         elif not appends:
             return steady
+        requests = [self._request(share.request_id) for share in shares]
         # Blocks to share are taken first, so that no new block of this step evicts them.
-        new = {
-            s.request_id: self._dequeue(self.waiting[s.request_id])
-            for s in shares
-            if s.request_id in self.waiting
-        }
-        for newcomer in new.values():
-            self.kv.share(newcomer)
+        for request in requests:
+            if request.state is RequestState.WAITING:
+                self._dequeue(request)
+                self.kv.share(request)
         admissions: list[Admission] = []
         chunks: list[PlannedChunk] = []
         all_appends = list(appends)
-        for share in shares:
-            request = new.get(share.request_id)
-            if request is not None:
+        for share, request in zip(shares, requests, strict=True):
+            if request.state is RequestState.WAITING:
                 admissions.append(self._admit(request, share.num_tokens))
             else:
-                request = self.prefilling[share.request_id]
                 first = len(request.block_ids)
-                grown = self.kv.grow(request, request.num_scheduled + share.num_tokens)
-                all_appends += [BlockAppend(request.row, *one) for one in enumerate(grown, first)]
+                new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
+                all_appends += [BlockAppend(request.row, *block) for block in enumerate(new, first)]
             chunks.append(self._plan_chunk(request, share.num_tokens))
         plan = StepPlan(
             admissions=tuple(admissions),
@@ -302,19 +294,18 @@ class Planner:
         )
         return PlannedStep(plan, steady.batch, tuple(chunks))
 
-    def _num_cached_tokens(self, request: RequestView) -> int:
-        return len(self.kv.match(self._own(request))) * self.kv.block_size
+    def _num_cached_tokens(self, view: RequestView) -> int:
+        return len(self.kv.match(self._request(view.request_id))) * self.kv.block_size
 
-    def _num_new_blocks(self, request: RequestView, num_tokens: int) -> int:
-        return self.kv.num_new_blocks(self._own(request), num_tokens)
+    def _num_new_blocks(self, view: RequestView, num_tokens: int) -> int:
+        return self.kv.num_new_blocks(self._request(view.request_id), num_tokens)
 
-    def _own(self, view: RequestView) -> Request:
-        return self.waiting.get(view.request_id) or self.prefilling[view.request_id]
+    def _request(self, request_id: str) -> Request:
+        return self.waiting.get(request_id) or self.prefilling[request_id]
 
-    def _dequeue(self, request: Request) -> Request:
+    def _dequeue(self, request: Request) -> None:
         del self.waiting[request.request_id]
         self.scheduler.remove(request)
-        return request
 
     def _admit(self, request: Request, num_tokens: int) -> Admission:
         num_cached = request.num_published * self.kv.block_size

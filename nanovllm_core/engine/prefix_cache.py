@@ -34,10 +34,6 @@ class PagedKV:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def next_boundary(self, num_tokens: int) -> int:
-        """The length at which the block after these tokens is full."""
-        return (num_tokens // self.block_size + 1) * self.block_size
-
     def num_sharable(self, num_tokens: int) -> int:
         """Full blocks that a request of so many known ids may take over: one id is computed."""
         return (num_tokens - 1) // self.block_size if self.prefix_caching else 0

@@ -32,9 +32,6 @@ class DecodeBatch:
     version: int
     watched: tuple[int, ...]
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 class RowTable:
     """Rows 0 to R - 1 and what is known of their requests.
@@ -44,6 +41,7 @@ class RowTable:
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.num_rows = num_rows
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.known = np.zeros(num_rows, dtype=np.int64)
         self.scheduled = np.zeros(num_rows, dtype=np.int64)
@@ -56,10 +54,6 @@ class RowTable:
         self.free = list(range(num_rows))[::-1]
         self.version = 0
         """Grows whenever a row changes hands."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.known)
 
     def ids_of(self, row: int) -> NDArray[np.int32]:
         """The known ids of a row, as a view of the table."""
@@ -122,14 +116,6 @@ class RowTable:
         if due:
             self.publish_at[due] += block_size
         return due
-
-    def advance(self) -> None:
-        """Every decoding row was planned one more position."""
-        np.add(self.scheduled, self.decoding, out=self.scheduled)
-
-    def is_current(self, batch: DecodeBatch, entry: int) -> bool:
-        """False where the entry's row has changed hands since the batch was made."""
-        return bool(self.generation[batch.rows[entry]] == batch.generations[entry])
 
     def accept_batch(self, batch: DecodeBatch, token_ids: NDArray[np.int32]) -> int:
         """One more id is known of every row of the batch; returns how many were not stale."""

@@ -124,14 +124,11 @@ def check_shares(
     tokens = rows = blocks = 0
     for share in shares:
         request = waiting.get(share.request_id) or prefilling.get(share.request_id)
-        if request is None:
+        if request is None or share.request_id in seen:
             raise SchedulerError(
                 f"{name} scheduled {share.request_id!r}, which neither waits nor has an unfinished "
-                "prompt; schedule only requests of state.waiting and state.prefilling"
-            )
-        if share.request_id in seen:
-            raise SchedulerError(
-                f"{name} scheduled {share.request_id!r} twice in one step; give it one share"
+                "prompt, or has a share already; give each request of state.waiting and "
+                "state.prefilling one share at most, and no others"
             )
         seen.add(share.request_id)
         is_new = share.request_id in waiting
