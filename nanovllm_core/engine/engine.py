@@ -314,30 +314,30 @@ class Engine:
         if np.count_nonzero(result.finished):
             ended.update(np.flatnonzero(result.finished).tolist())
         self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch.rows)])
-        news: list[tuple[int, Request]] = []
-        if ended or batch.watched:
-            news += self._decoded(batch, ended)
-        if planned.chunks:
-            news += self._absorb_chunks(planned, token_ids)
+        news: Sequence[tuple[int, Request]] = ()
+        if ended or batch.watched or planned.chunks:
+            news = tuple(self._news(planned, token_ids, ended))
         for row in self._rows.rows_with_full_block(self._kv.block_size):
             request = self._running[row]
             self._publish(request, (request.num_published + 1) * self._kv.block_size)
         for entry, request in news:
             self._deliver(request, entry, entry in ended, result)
 
-    def _decoded(self, batch: DecodeBatch, ended: set[int]) -> Iterator[tuple[int, Request]]:
-        """The decoding entries that are watched or ended, unless their row has changed hands."""
-        for entry in sorted(ended.union(batch.watched)):
-            if entry < len(batch.rows):
-                row = batch.rows[entry]
-                if self._rows.generation[row] == batch.generations[entry]:
-                    yield entry, self._running[row]
-
-    def _absorb_chunks(
-        self, planned: PlannedStep, token_ids: NDArray[np.int32]
+    def _news(
+        self, planned: PlannedStep, token_ids: NDArray[np.int32], ended: set[int]
     ) -> Iterator[tuple[int, Request]]:
-        """Publish what prompts have computed, accept first tokens; yields the new entries."""
-        entry = len(planned.batch.rows)
+        """The entries whose token may be for the caller, without those of rows that changed hands.
+
+        They are the decoding ones that are watched or ended, and the first tokens of prompts, which
+        are accepted here; what a prompt has computed is published.
+        """
+        batch = planned.batch
+        entry = len(batch.rows)
+        for decoded in sorted(ended.union(batch.watched)):
+            if decoded < entry:
+                row = batch.rows[decoded]
+                if self._rows.generation[row] == batch.generations[decoded]:
+                    yield decoded, self._running[row]
         for prompt in planned.chunks:
             request, chunk = prompt.request, prompt.chunk
             if self._rows.generation[chunk.row] == prompt.generation:

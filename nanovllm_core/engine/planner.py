@@ -14,10 +14,9 @@ from time import perf_counter
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
-from nanovllm_core.engine.scheduler import check_shares
 from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.plan import Admission, BlockAppend, PrefillChunk, StepPlan
-from nanovllm_core.interfaces.scheduler import RequestView, Scheduler, SchedulerState
+from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,19 +120,19 @@ class Planner:
         Raises `SchedulerError` where that cannot help, or does not.
         """
         if len(self.prefilling) < 2:
-            raise SchedulerError(
-                f"{type(self.scheduler).__name__} scheduled nothing while nothing runs: "
-                f"{len(self.waiting)} requests wait, {len(self.prefilling)} have unfinished "
-                f"prompts, {len(self.rows.free)} rows and {self.kv.pool.num_free} blocks are free; "
-                "schedule() must give the first request a share that fits"
+            raise self._error(
+                f"scheduled nothing while nothing runs: {len(self.waiting)} requests wait, "
+                f"{len(self.prefilling)} have unfinished prompts, {len(self.rows.free)} rows and "
+                f"{self.kv.pool.num_free} blocks are free; schedule() must give the first request "
+                "a share that fits"
             )
         self._num_unblocked += 1
         limit = self.rows.num_rows + self.kv.pool.num_blocks
         if self._num_unblocked > limit:
-            raise SchedulerError(
-                f"{type(self.scheduler).__name__} preempts in a circle: prompts were preempted "
-                f"{self._num_unblocked} times (the limit is {limit}) and none was completed; admit "
-                "a prompt only if the free blocks hold it and the rest of those admitted before"
+            raise self._error(
+                f"preempts in a circle: prompts were preempted {self._num_unblocked} times (the "
+                f"limit is {limit}) and none was completed; admit a prompt only if the free blocks "
+                "hold it and the rest of those admitted before"
             )
         self.preempt(next(reversed(self.prefilling.values())))
 
@@ -199,11 +198,13 @@ class Planner:
         self._num_unblocked = 0
         del self.prefilling[request.request_id]
         request.state = RequestState.DECODING
-        self.rows.start_decoding(request.row, self._next_due(request))
+        self.rows.decoding[request.row] = 1
+        self.rows.due_at[request.row] = self._next_due(request)
         self._steady = None
 
     def _stop_decoding(self, request: Request) -> None:
-        self.rows.stop_decoding(request.row)
+        self.rows.decoding[request.row] = 0
+        self.rows.due_at[request.row] = NEVER
         request.state = RequestState.DRAINING
         self._steady = None
 
@@ -217,9 +218,9 @@ class Planner:
             chosen = self.scheduler.choose_victim(tuple(candidates.values()))
             victim = candidates.get(chosen)
             if victim is None:
-                raise SchedulerError(
-                    f"{type(self.scheduler).__name__} chose {chosen!r} as the victim, which is not "
-                    f"among the {len(candidates)} running requests; return the request_id of one"
+                raise self._error(
+                    f"chose {chosen!r} as the victim, which is not among the {len(candidates)} "
+                    "running requests; return the request_id of one of them"
                 )
             self.preempt(victim)
             if victim is request:
@@ -265,11 +266,9 @@ class Planner:
             num_new_blocks=self._num_new_blocks,
         )
         shares = self.scheduler.schedule(state)
-        if shares:
-            check_shares(self.scheduler, state, shares, self.waiting, self.prefilling)
-        elif not appends:
+        if not shares and not appends:
             return steady
-        requests = [self._request(share.request_id) for share in shares]
+        requests = self._checked(shares, state)
         # Blocks to share are taken first, so that no new block of this step evicts them.
         for request in requests:
             if request.state is RequestState.WAITING:
@@ -295,13 +294,13 @@ class Planner:
         return PlannedStep(plan, steady.batch, tuple(chunks))
 
     def _num_cached_tokens(self, view: RequestView) -> int:
-        return len(self.kv.match(self._request(view.request_id))) * self.kv.block_size
+        return len(self.kv.match(self._request(view))) * self.kv.block_size
 
     def _num_new_blocks(self, view: RequestView, num_tokens: int) -> int:
-        return self.kv.num_new_blocks(self._request(view.request_id), num_tokens)
+        return self.kv.num_new_blocks(self._request(view), num_tokens)
 
-    def _request(self, request_id: str) -> Request:
-        return self.waiting.get(request_id) or self.prefilling[request_id]
+    def _request(self, view: RequestView) -> Request:
+        return self.waiting.get(view.request_id) or self.prefilling[view.request_id]
 
     def _dequeue(self, request: Request) -> None:
         del self.waiting[request.request_id]
@@ -336,6 +335,50 @@ class Planner:
         self.rows.scheduled[request.row] = end
         chunk = PrefillChunk(request.row, start, num_tokens, end == request.num_tokens)
         return PlannedChunk(request, int(self.rows.generation[request.row]), chunk)
+
+    def _checked(self, shares: Sequence[PrefillShare], state: SchedulerState) -> list[Request]:
+        """The requests of the shares; raises `SchedulerError` for shares that cannot be."""
+        if not isinstance(shares, Sequence) or not all(isinstance(s, PrefillShare) for s in shares):
+            raise self._error(
+                f"scheduled {shares!r:.80}; schedule() must return a sequence of PrefillShare"
+            )
+        requests: dict[str, Request] = {}
+        num_tokens = num_blocks = 0
+        for share in shares:
+            name = share.request_id
+            request = self.waiting.get(name) or self.prefilling.get(name)
+            if request is None or name in requests:
+                raise self._error(
+                    f"scheduled {name!r}, which neither waits nor has an unfinished prompt, or has "
+                    "a share already; give each request of state.waiting and state.prefilling one "
+                    "share at most, and no others"
+                )
+            is_new = request.state is RequestState.WAITING
+            done = self._num_cached_tokens(request) if is_new else request.num_scheduled
+            missing = request.num_tokens - done
+            if not 1 <= share.num_tokens <= missing:
+                raise self._error(
+                    f"gave {name!r} {share.num_tokens} tokens; it has {missing} to compute, so a "
+                    f"share is from 1 to {missing}"
+                )
+            requests[name] = request
+            num_tokens += share.num_tokens
+            num_blocks += self.kv.num_new_blocks(request, share.num_tokens)
+        num_rows = sum(request.state is RequestState.WAITING for request in requests.values())
+        for what, taken, limit in (
+            ("tokens", num_tokens, state.token_budget),
+            ("rows", num_rows, state.free_rows),
+            ("blocks", num_blocks, state.free_blocks),
+        ):
+            if taken > limit:
+                raise self._error(
+                    f"gave out {taken} {what} in one step; {limit} were left, and SchedulerState "
+                    "says so"
+                )
+        return list(requests.values())
+
+    def _error(self, text: str) -> SchedulerError:
+        return SchedulerError(f"{type(self.scheduler).__name__} {text}")
 
 
 class _ValuesView(Sequence[RequestView]):

@@ -81,14 +81,6 @@ class RowTable:
 
     # -- decoding
 
-    def start_decoding(self, row: int, due_at: int) -> None:
-        self.decoding[row] = 1
-        self.due_at[row] = due_at
-
-    def stop_decoding(self, row: int) -> None:
-        self.decoding[row] = 0
-        self.due_at[row] = NEVER
-
     def decoding_rows(self) -> list[int]:
         rows: list[int] = np.flatnonzero(self.decoding).tolist()
         return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 
 from nanovllm_core.errors import PluginFailedError, SchedulerError
@@ -92,63 +92,10 @@ class TokenBudgetScheduler(Scheduler):
             raise PluginFailedError(
                 f"{self._name}: {method} failed: {type(error).__name__}: {error}"
             ) from error
-        if not isinstance(key, Sequence) or not all(map(_is_number, key)):
+        # NaN is unequal to itself.
+        if not isinstance(key, Sequence) or not all(isinstance(x, Real) and x == x for x in key):
             raise SchedulerError(
                 f"{self._name}: {method} gave {key!r:.80}; it must give a tuple of numbers, as in "
                 "(3,), and none may be NaN"
             )
         return tuple(key)
-
-
-def _is_number(part: object) -> bool:
-    return isinstance(part, Real) and part == part  # which NaN is not
-
-
-def check_shares(
-    scheduler: Scheduler,
-    state: SchedulerState,
-    shares: Sequence[PrefillShare],
-    waiting: Mapping[str, RequestView],
-    prefilling: Mapping[str, RequestView],
-) -> None:
-    """Refuse what cannot be; raises `SchedulerError` with the scheduler's class and the numbers.
-
-    `waiting` and `prefilling` are those of `state`, by id.
-    """
-    name = type(scheduler).__name__
-    if not isinstance(shares, Sequence) or not all(isinstance(s, PrefillShare) for s in shares):
-        raise SchedulerError(
-            f"{name} scheduled {shares!r:.80}; schedule() must return a sequence of PrefillShare"
-        )
-    seen: set[str] = set()
-    tokens = rows = blocks = 0
-    for share in shares:
-        request = waiting.get(share.request_id) or prefilling.get(share.request_id)
-        if request is None or share.request_id in seen:
-            raise SchedulerError(
-                f"{name} scheduled {share.request_id!r}, which neither waits nor has an unfinished "
-                "prompt, or has a share already; give each request of state.waiting and "
-                "state.prefilling one share at most, and no others"
-            )
-        seen.add(share.request_id)
-        is_new = share.request_id in waiting
-        done = state.num_cached_tokens(request) if is_new else request.num_scheduled
-        missing = request.num_tokens - done
-        if not 1 <= share.num_tokens <= missing:
-            raise SchedulerError(
-                f"{name} gave {share.request_id!r} {share.num_tokens} tokens; it has {missing} to "
-                f"compute, so a share is from 1 to {missing}"
-            )
-        tokens += share.num_tokens
-        rows += is_new
-        blocks += state.num_new_blocks(request, share.num_tokens)
-    for what, taken, limit in (
-        ("tokens", tokens, state.token_budget),
-        ("rows", rows, state.free_rows),
-        ("blocks", blocks, state.free_blocks),
-    ):
-        if taken > limit:
-            raise SchedulerError(
-                f"{name} gave out {taken} {what} in one step; {limit} were left, and "
-                f"SchedulerState says so"
-            )
