@@ -213,7 +213,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         planner = self._planner
-        running = self._rows.num_rows - len(self._rows.free)
+        running = len(self._running)
         return EngineStats(
             steps=planner.step,
             preemptions=planner.num_preemptions,

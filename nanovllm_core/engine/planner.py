@@ -343,7 +343,7 @@ class Planner:
                 f"scheduled {shares!r:.80}; schedule() must return a sequence of PrefillShare"
             )
         requests: dict[str, Request] = {}
-        num_tokens = num_blocks = 0
+        num_blocks = 0
         for share in shares:
             name = share.request_id
             request = self.waiting.get(name) or self.prefilling.get(name)
@@ -353,8 +353,7 @@ class Planner:
                     "a share already; give each request of state.waiting and state.prefilling one "
                     "share at most, and no others"
                 )
-            is_new = request.state is RequestState.WAITING
-            done = self._num_cached_tokens(request) if is_new else request.num_scheduled
+            done = self._num_cached_tokens(request) if request.row < 0 else request.num_scheduled
             missing = request.num_tokens - done
             if not 1 <= share.num_tokens <= missing:
                 raise self._error(
@@ -362,12 +361,10 @@ class Planner:
                     f"share is from 1 to {missing}"
                 )
             requests[name] = request
-            num_tokens += share.num_tokens
             num_blocks += self.kv.num_new_blocks(request, share.num_tokens)
-        num_rows = sum(request.state is RequestState.WAITING for request in requests.values())
         for what, taken, limit in (
-            ("tokens", num_tokens, state.token_budget),
-            ("rows", num_rows, state.free_rows),
+            ("tokens", sum(share.num_tokens for share in shares), state.token_budget),
+            ("rows", sum(request.row < 0 for request in requests.values()), state.free_rows),
             ("blocks", num_blocks, state.free_blocks),
         ):
             if taken > limit:

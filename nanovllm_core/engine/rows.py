@@ -55,11 +55,6 @@ class RowTable:
         self.version = 0
         """Grows whenever a row changes hands."""
 
-    def ids_of(self, row: int) -> NDArray[np.int32]:
-        """The known ids of a row, as a view of the table."""
-        ids: NDArray[np.int32] = self.token_ids[row, : self.known[row]]
-        return ids
-
     # -- a row changes hands
 
     def acquire(self, token_ids: NDArray[np.int32], num_computed: int, watched: bool) -> int:

@@ -84,7 +84,7 @@ def test_outputs_may_fill_the_model_length_and_no_more() -> None:
 
 def test_min_tokens_may_be_all_that_there_is_room_for() -> None:
     assert LIMITS.check_length(4, SamplingParams(max_tokens=None, min_tokens=6)) == 10
-    with pytest.raises(RequestTooLongError, match="min_tokens=7 make 11; .* at most 6"):
+    with pytest.raises(RequestTooLongError, match=r"min_tokens=7 make 11; .* at most 6"):
         LIMITS.check_length(4, SamplingParams(max_tokens=None, min_tokens=7))
 
 

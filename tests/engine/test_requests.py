@@ -63,7 +63,7 @@ def test_ids_of_a_bias_outside_the_vocabulary_are_refused() -> None:
 
 
 def test_min_tokens_beyond_the_model_length_are_refused() -> None:
-    with pytest.raises(RequestTooLongError, match="min_tokens=60 make 70; .* at most 54"):
+    with pytest.raises(RequestTooLongError, match=r"min_tokens=60 make 70; .* at most 54"):
         Harness().add("a", range(10), greedy(None, min_tokens=60))
 
 
