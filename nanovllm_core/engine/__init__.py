@@ -7,6 +7,7 @@ from nanovllm_core.engine.limits import (
     EngineLimits as EngineLimits,
 )
 from nanovllm_core.engine.observation import (
+    EngineStats as EngineStats,
     Observation as Observation,
 )
 from nanovllm_core.engine.output_processor import (
@@ -20,9 +21,6 @@ from nanovllm_core.engine.request import (
 from nanovllm_core.engine.scheduler import (
     FcfsPolicy as FcfsPolicy,
     TokenBudgetScheduler as TokenBudgetScheduler,
-)
-from nanovllm_core.engine.stats import (
-    EngineStats as EngineStats,
 )
 from nanovllm_core.interfaces.observer import (
     FinishReason as FinishReason,

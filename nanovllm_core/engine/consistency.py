@@ -8,8 +8,6 @@ from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.errors import InconsistentStateError
 
-WITH_ROW = (RequestState.PREFILLING, RequestState.DECODING, RequestState.DRAINING)
-
 
 def assert_consistent(planner: Planner, requests: Collection[Request], max_in_flight: int) -> None:
     """Raises `InconsistentStateError` naming the first invariant that is broken."""
@@ -38,7 +36,7 @@ def _state_faults(planner: Planner, request: Request) -> Iterator[str]:
     name, state, row = request.request_id, request.state, request.row
     if state is RequestState.FINISHED:
         yield f"{name} is finished and still listed"
-    if (row >= 0) != (state in WITH_ROW):
+    if (row < 0) != (state in (RequestState.HELD, RequestState.WAITING)):
         yield f"{name} is {state.value} in row {row}"
     decodes = row >= 0 and bool(planner.rows.decoding[row])
     for expected, found, place in (

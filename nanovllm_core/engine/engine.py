@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nanovllm_core.engine.block_pool import BlockPool
 from nanovllm_core.engine.consistency import assert_consistent
 from nanovllm_core.engine.limits import EngineLimits
-from nanovllm_core.engine.observation import Observation
+from nanovllm_core.engine.observation import EngineStats, Observation
 from nanovllm_core.engine.output_processor import (
     DetokenizerFactory,
     OutputStream,
@@ -24,7 +24,6 @@ from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request
 from nanovllm_core.engine.request_factory import RequestFactory
 from nanovllm_core.engine.rows import DecodeBatch, RowTable
-from nanovllm_core.engine.stats import EngineStats
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,

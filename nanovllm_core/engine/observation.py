@@ -1,20 +1,44 @@
-"""Tells the observers what each step did, and how each request went."""
+"""The engine's counters, and what observers hear of each step and each request."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
 from nanovllm_core.engine.output_processor import RequestOutput
 from nanovllm_core.engine.planner import PlannedStep
 from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.stats import EngineStats
 from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine started, and how things stand.
+
+    `finished` requests ended, aborted ones among them; each sample counts.
+    `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
+    and taking results in. `steady_seconds` is its part in the `steady_steps` calls that submitted a
+    decode step of the very rows of the step before.
+    """
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    blocks: int = 0
+    host_seconds: float = 0.0
+    steady_steps: int = 0
+    steady_seconds: float = 0.0
 
 
 class Observation:

@@ -147,23 +147,17 @@ class Planner:
 
     def _serve_due_rows(self) -> Sequence[BlockAppend]:
         """Stop rows whose outputs are all planned; give the others the block they have come to."""
-        due = self.rows.rows_due()
-        if not due:
-            return ()
-        growing: list[Request] = []
-        for row in due:
-            request = self.running[row]
+        due = [self.running[row] for row in self.rows.rows_due()]
+        for request in due:
             if self._next_due(request) == request.max_length - 1:
                 self._stop_decoding(request)
-            else:
-                growing.append(request)
-        if not growing:
-            return ()
         appends = [
             self._append_block(request)
-            for request in growing
+            for request in due
             if request.state is RequestState.DECODING and self._make_room(request)
         ]
+        if not appends:
+            return ()
         # A row may have got its block and then been preempted for a later one.
         appends = [append for append in appends if self.rows.decoding[append.row]]
         return appends + self._append_early()
