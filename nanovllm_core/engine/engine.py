@@ -325,10 +325,9 @@ class Engine:
     def _news(
         self, planned: PlannedStep, token_ids: NDArray[np.int32], ended: set[int]
     ) -> Iterator[tuple[int, Request]]:
-        """The entries whose token may be for the caller, without those of rows that changed hands.
+        """The entries that are watched or ended, without those of rows that changed hands.
 
-        They are the decoding ones that are watched or ended, and the first tokens of prompts, which
-        are accepted here; what a prompt has computed is published.
+        First tokens of prompts are accepted here, and what a prompt has computed is published.
         """
         batch = planned.batch
         entry = len(batch.rows)
@@ -344,18 +343,21 @@ class Engine:
                     self._publish(request, chunk.start + chunk.length)
                 if chunk.samples:
                     self._accept_first(request, int(token_ids[entry]))
-                    yield entry, request
+                    if entry in ended or request.is_watched:
+                        yield entry, request
             entry += chunk.samples
 
     def _accept_first(self, request: Request, token_id: int) -> None:
         """The prompt is computed and gave a token; from now on decoding fills the blocks."""
-        num_computed = self._rows.accept_one(request.row, token_id)
+        rows, row, num_computed = self._rows, request.row, request.num_tokens
+        rows.token_ids[row, num_computed] = token_id
+        rows.known[row] += 1
         self._num_output_tokens += 1
         if request.first_token_time is None:
             request.first_token_time = self._now
         if request.block_ids and self._kv.prefix_caching:
             size = self._kv.block_size
-            self._rows.publish_at[request.row] = (num_computed // size + 1) * size + 1
+            rows.publish_at[row] = (num_computed // size + 1) * size + 1
 
     def _publish(self, request: Request, num_computed: int) -> None:
         """Share the full blocks below `num_computed`, and let samples in that waited for them."""
@@ -365,8 +367,6 @@ class Engine:
 
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
         """Hand a new token to the request's output, and the output to the caller."""
-        if not (ended or request.is_watched):
-            return
         stream = self._streams[request.request_id]
         if request.params.logprobs is not None:
             if entry not in result.logprobs:

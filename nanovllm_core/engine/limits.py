@@ -33,9 +33,8 @@ class EngineLimits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value, least = getattr(self, name), 1
-            if name == "max_model_len":
-                least = 2  # a prompt token and an output token
+            # The length has to hold a prompt token and an output token.
+            value, least = getattr(self, name), 2 if name == "max_model_len" else 1
             if value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -123,13 +123,6 @@ class RowTable:
         self.known[rows] = known + 1
         return len(rows)
 
-    def accept_one(self, row: int, token_id: int) -> int:
-        """One more id is known of a row; returns how many were known before."""
-        known = int(self.known[row])
-        self.token_ids[row, known] = token_id
-        self.known[row] = known + 1
-        return known
-
     def _rows_where_equal(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Sequence[int]:
         np.equal(a, b, out=self._due)
         if not np.count_nonzero(self._due):
