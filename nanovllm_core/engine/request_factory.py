@@ -68,15 +68,21 @@ def read_arguments(
         ) from None
     try:
         reasons = [*spec.check(valid, vocab_size)]
-        plain = valid.model_dump(round_trip=True, by_alias=True)
-        spec.arguments.model_validate(plain)
     except Exception as error:
         raise PluginFailedError(
-            f"{path}: the check of {shown(name)} failed: {type(error).__name__}: {error}; it must "
-            "give reasons, and a validator must take what it returned"
+            f"{path}: the check of {shown(name)} failed: {type(error).__name__}: {error}"
         ) from error
     if reasons:
         raise InvalidSamplingError(f"{path}: {'; '.join(reasons)}")
+    plain = valid.model_dump(round_trip=True, by_alias=True)
+    try:
+        spec.arguments.model_validate(plain)
+    except ValidationError as error:
+        raise PluginFailedError(
+            f"{path}: {shown(name)} refuses its own arguments when they are read again from plain "
+            f"data ({shown(plain)}): {error.errors()[0]['msg']}; a validator must take what it "
+            "returned"
+        ) from error
     return plain
 
 
