@@ -128,7 +128,7 @@ def calls_per_step(step: Callable[[], object], steps: int) -> tuple[float, float
 
 def step_without_one(engine: Engine) -> None:
     """A step before which the oldest request is aborted."""
-    engine.abort(next(iter(engine._requests)))
+    engine.abort(next(iter(engine._samples)))
     engine.step()
 
 

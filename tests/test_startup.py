@@ -267,7 +267,7 @@ def nanovllm_schedulers():
 @pytest.mark.parametrize(
     ("impl", "level", "said"),
     [
-        ("nanovllm_core.engine.policies:FcfsPolicy", "scheduler", "makes a policy"),
+        ("nanovllm_core.engine.scheduler:FcfsPolicy", "scheduler", "makes a policy"),
         ("mine_scheduler:make", "policy", "makes a scheduler"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_scheduler_is_of_the_level_that_it_states(
         SCHEDULERS.replace("IMPL", impl).replace("LEVEL", level)
         + """
 def make(options):
-    from nanovllm_core.engine.policies import FcfsPolicy
+    from nanovllm_core.engine.scheduler import FcfsPolicy
     from nanovllm_core.engine.scheduler import TokenBudgetScheduler
     return TokenBudgetScheduler(FcfsPolicy(options))
 """

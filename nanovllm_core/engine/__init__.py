@@ -7,6 +7,7 @@ from nanovllm_core.engine.limits import (
     EngineLimits as EngineLimits,
 )
 from nanovllm_core.engine.observation import (
+    EngineStats as EngineStats,
     Observation as Observation,
 )
 from nanovllm_core.engine.output_processor import (
@@ -14,17 +15,12 @@ from nanovllm_core.engine.output_processor import (
     DetokenizerFactory as DetokenizerFactory,
     RequestOutput as RequestOutput,
 )
-from nanovllm_core.engine.policies import (
-    FcfsPolicy as FcfsPolicy,
-)
 from nanovllm_core.engine.request import (
     Request as Request,
 )
 from nanovllm_core.engine.scheduler import (
+    FcfsPolicy as FcfsPolicy,
     TokenBudgetScheduler as TokenBudgetScheduler,
-)
-from nanovllm_core.engine.stats import (
-    EngineStats as EngineStats,
 )
 from nanovllm_core.interfaces.observer import (
     FinishReason as FinishReason,

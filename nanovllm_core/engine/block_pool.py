@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from nanovllm_core.errors import InconsistentStateError
 
@@ -19,14 +19,11 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._holders)
 
     @property
     def num_free(self) -> int:
@@ -89,23 +86,19 @@ class BlockPool:
         self._digest_of.clear()
         self._block_of.clear()
 
-    def assert_consistent(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Compare with all live block tables; raises `InconsistentStateError`."""
+    def faults(self, block_tables: Iterable[Sequence[int]]) -> Iterator[str]:
+        """Broken invariants, given all live block tables; nothing where all is in order."""
         expected: Counter[int] = Counter()
         for block_ids in block_tables:
             if len(set(block_ids)) != len(block_ids):
-                raise InconsistentStateError(f"a block table names a block twice: {block_ids}")
+                yield f"a block table names a block twice: {block_ids}"
             expected.update(block_ids)
         for block_id, holders in enumerate(self._holders):
-            if holders != expected[block_id]:
-                raise InconsistentStateError(
-                    f"block {block_id} counts {holders} holders, "
-                    f"{expected[block_id]} tables name it"
-                )
-            if (holders == 0) != (block_id in self._free):
-                raise InconsistentStateError(
-                    f"block {block_id} has {holders} holders but is "
-                    f"{'' if block_id in self._free else 'not '}on the free list"
-                )
+            named, is_listed = expected[block_id], block_id in self._free
+            if holders != named:
+                yield f"block {block_id} counts {holders} holders, {named} tables name it"
+            if (holders == 0) != is_listed:
+                place = "on" if is_listed else "not on"
+                yield f"block {block_id} has {holders} holders but is {place} the free list"
         if {block_id: digest for digest, block_id in self._block_of.items()} != self._digest_of:
-            raise InconsistentStateError("the index of published blocks contradicts itself")
+            yield "the index of published blocks contradicts itself"

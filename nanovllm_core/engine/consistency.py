@@ -2,85 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.errors import InconsistentStateError
 
-WITH_ROW = (RequestState.PREFILLING, RequestState.DECODING, RequestState.DRAINING)
-
 
 def assert_consistent(planner: Planner, requests: Collection[Request], max_in_flight: int) -> None:
     """Raises `InconsistentStateError` naming the first invariant that is broken."""
-    planner.kv.pool.assert_consistent(request.block_ids for request in requests)
-    _check_rows(planner, requests)
-    for request in requests:
-        _check_queue(planner, request)
-        if request.row >= 0:
-            _check_lengths(planner, request, max_in_flight)
+    for fault in _faults(planner, requests, max_in_flight):
+        raise InconsistentStateError(fault)
 
 
-def _check_rows(planner: Planner, requests: Collection[Request]) -> None:
-    rows = planner.rows
-    taken = {row for row, request in enumerate(rows.requests) if request is not None}
-    _require(
-        taken.isdisjoint(rows.free) and len(taken) + len(rows.free) == rows.num_rows,
-        f"rows {sorted(taken)} are taken and {sorted(rows.free)} are free, of {rows.num_rows}",
-    )
+def _faults(planner: Planner, requests: Collection[Request], max_in_flight: int) -> Iterator[str]:
+    yield from planner.kv.pool.faults(request.block_ids for request in requests)
+    rows, taken = planner.rows, planner.running
+    if sorted([*taken, *rows.free]) != list(range(rows.num_rows)):
+        yield f"rows {sorted(taken)} are taken and {sorted(rows.free)} are free, of {rows.num_rows}"
     owners = {request.row: request for request in requests if request.row >= 0}
-    for row in taken:
-        _require(owners.get(row) is rows.requests[row], f"row {row} is not its request's row")
-    _require(len(owners) == len(taken), f"requests hold rows {sorted(owners)}, not {sorted(taken)}")
+    for row, request in taken.items():
+        if owners.get(row) is not request:
+            yield f"row {row} is not its request's row"
+    if len(owners) != len(taken):
+        yield f"requests hold rows {sorted(owners)}, not {sorted(taken)}"
+    for request in requests:
+        yield from _state_faults(planner, request)
+        if request.row >= 0:
+            yield from _length_faults(planner, request, max_in_flight)
 
 
-def _check_queue(planner: Planner, request: Request) -> None:
-    name, state = request.request_id, request.state
-    _require(state is not RequestState.FINISHED, f"{name} is finished and still listed")
-    _require(
-        (request.row >= 0) == (state in WITH_ROW), f"{name} is {state.value} in row {request.row}"
-    )
-    _require(
-        (state is RequestState.WAITING) == (planner.waiting.get(name) is request),
-        f"{name} is {state.value}, the queue says otherwise",
-    )
-    _require(
-        (state is RequestState.PREFILLING) == (planner.prefilling.get(name) is request),
-        f"{name} is {state.value}, the list of unfinished prompts says otherwise",
-    )
-    _require(
-        request.row < 0
-        or (state is RequestState.DECODING) == bool(planner.rows.decoding[request.row]),
-        f"{name} is {state.value}, its row says otherwise",
-    )
+def _state_faults(planner: Planner, request: Request) -> Iterator[str]:
+    name, state, row = request.request_id, request.state, request.row
+    if state is RequestState.FINISHED:
+        yield f"{name} is finished and still listed"
+    if (row < 0) != (state in (RequestState.HELD, RequestState.WAITING)):
+        yield f"{name} is {state.value} in row {row}"
+    decodes = row >= 0 and bool(planner.rows.decoding[row])
+    for expected, found, place in (
+        (RequestState.WAITING, planner.waiting.get(name) is request, "the queue"),
+        (RequestState.PREFILLING, planner.prefilling.get(name) is request, "the list of prompts"),
+        (RequestState.DECODING, decodes, "its row"),
+    ):
+        if (state is expected) != found:
+            yield f"{name} is {state.value}, {place} says otherwise"
 
 
-def _check_lengths(planner: Planner, request: Request, max_in_flight: int) -> None:
+def _length_faults(planner: Planner, request: Request, max_in_flight: int) -> Iterator[str]:
     name, known, scheduled = request.request_id, request.num_tokens, request.num_scheduled
-    _require(known <= request.max_length, f"{name} has {known} ids of {request.max_length} at most")
-    _require(
-        scheduled <= request.max_length - 1,
-        f"{name} is planned to {scheduled}, past {request.max_length - 1}",
-    )
-    _require(
-        0 <= request.num_in_flight <= max_in_flight,
-        f"{name} has {request.num_in_flight} tokens in flight, of {max_in_flight} at most",
-    )
+    if known > request.max_length:
+        yield f"{name} has {known} ids of {request.max_length} at most"
+    if scheduled > request.max_length - 1:
+        yield f"{name} is planned to {scheduled}, past {request.max_length - 1}"
+    if not 0 <= request.num_in_flight <= max_in_flight:
+        yield f"{name} has {request.num_in_flight} tokens in flight, of {max_in_flight} at most"
+    kv, held = planner.kv, len(request.block_ids)
     if request in planner.draining:
-        _require(not request.block_ids, f"{name} was preempted and still holds blocks")
+        if held:
+            yield f"{name} was preempted and still holds blocks"
         return
-    kv = planner.kv
     early = kv.early_steps if request.state is not RequestState.PREFILLING else 0
-    needed, most = (kv.num_blocks_for(length) for length in (scheduled, scheduled + early))
-    _require(
-        needed <= len(request.block_ids) <= most,
-        f"{name} holds {len(request.block_ids)} blocks for {scheduled} positions",
-    )
-    _require(
-        request.num_published <= len(request.block_ids), f"{name} shares blocks it does not hold"
-    )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InconsistentStateError(message)
+    if not kv.num_blocks_for(scheduled) <= held <= kv.num_blocks_for(scheduled + early):
+        yield f"{name} holds {held} blocks for {scheduled} positions"
+    if request.num_published > held:
+        yield f"{name} shares blocks it does not hold"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nanovllm_core.engine.block_pool import BlockPool
 from nanovllm_core.engine.consistency import assert_consistent
 from nanovllm_core.engine.limits import EngineLimits
-from nanovllm_core.engine.observation import Observation
+from nanovllm_core.engine.observation import EngineStats, Observation
 from nanovllm_core.engine.output_processor import (
     DetokenizerFactory,
     OutputStream,
@@ -21,10 +21,9 @@ from nanovllm_core.engine.output_processor import (
 )
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
-from nanovllm_core.engine.request import Request, RequestState
-from nanovllm_core.engine.request_factory import RequestFactory, sample_ids_of
+from nanovllm_core.engine.request import Request
+from nanovllm_core.engine.request_factory import RequestFactory
 from nanovllm_core.engine.rows import DecodeBatch, RowTable
-from nanovllm_core.engine.stats import EngineStats
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
@@ -35,7 +34,7 @@ from nanovllm_core.errors import (
     shown,
 )
 from nanovllm_core.interfaces.executor import Executor
-from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
+from nanovllm_core.interfaces.plan import StepResult
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
@@ -78,20 +77,21 @@ class Engine:
         self._steps_ahead = steps_ahead
         self._observation = observation
         self._debug = debug
-        self._rows = RowTable[Request](limits.max_num_seqs, limits.max_model_len)
+        self._rows = RowTable(limits.max_num_seqs, limits.max_model_len)
         self._factory = RequestFactory(
-            limits,
-            self._rows,
-            eos_token_ids,
-            logits_processors or {},
-            seed,
-            sampling_defaults or {},
+            limits=limits,
+            table=self._rows,
+            eos_token_ids=tuple(eos_token_ids),
+            processors=logits_processors or {},
+            sampling_defaults=sampling_defaults or {},
+            seed=seed,
         )
         self._kv = PagedKV(BlockPool(limits.num_blocks), limits.block_size, prefix_caching)
         self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
+        self._running = self._planner.running
         self._in_flight: deque[PlannedStep] = deque()
-        self._requests: dict[str, Request] = {}
         self._streams: dict[str, OutputStream] = {}
+        """The outputs of unfinished requests, by the request's id."""
         self._samples: dict[str, list[Request]] = {}
         """The unfinished samples of each id that was given to `add_request`."""
         self._outputs: list[RequestOutput] = []
@@ -103,8 +103,8 @@ class Engine:
         self._steady_steps = 0
         self._steady_seconds = 0.0
         self._failure: BaseException | None = None
-        self._is_waiting = False
         self._is_busy = False
+        self._is_waiting = False
         self._now = 0.0
         """When the results that are being taken in were there, by `perf_counter()`."""
         self._to_abort: deque[str] = deque()
@@ -133,20 +133,13 @@ class Engine:
         requests go on; an error of the scheduler ends the engine, as in `step()`.
         """
         self._check_alive()
-        sample_ids = sample_ids_of(request_id, params.n)
-        for sample_id in sample_ids:
-            if sample_id in self._requests or sample_id in self._samples:
-                raise RequestError(
-                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
-                    "finishes"
-                )
         if params.stop and detokenizer is None:
             raise InvalidSamplingError(
                 f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; give "
                 "one, or use stop_token_ids"
             )
         samples = self._factory.make_samples(
-            sample_ids,
+            request_id,
             prompt_token_ids,
             params,
             arrival_step=self._planner.step,
@@ -155,30 +148,23 @@ class Engine:
             cache_salt=cache_salt,
             labels=labels,
         )
-        streams = {
-            request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
-            for request in samples
-        }
-        with self._postponing_aborts():  # All parts are made: from here on the request is known.
-            self._enter(request_id, samples, streams)
-
-    def _enter(
-        self, request_id: str, samples: list[Request], streams: Mapping[str, OutputStream]
-    ) -> None:
-        self._num_arrived += len(samples)
-        self._samples[request_id] = samples
-        self._streams |= streams
+        streams: dict[str, OutputStream] = {}
         for request in samples:
-            request.state = RequestState.HELD
-            self._requests[request.request_id] = request
-        first, *others = samples
-        first.held_samples = others
-        try:
+            sample_id = request.request_id
+            if sample_id in self._streams or sample_id in self._samples:
+                raise RequestError(
+                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
+                    "finishes"
+                )
+            streams[sample_id] = OutputStream(request, detokenizer() if detokenizer else None)
+        with self._at_work():  # All parts are made: from here on the request is known.
+            self._num_arrived += len(samples)
+            self._samples[request_id] = samples
+            self._streams |= streams
+            first, *others = samples
+            first.held_samples = others
             self._planner.enqueue(first)
             self._planner.release_samples(first)
-        except BaseException as error:  # What the scheduler knows of its queue is uncertain now.
-            self._failure = error
-            raise
 
     def abort(self, request_id: str) -> None:
         """End a request with all its samples, in whatever state; an unknown id is no error.
@@ -191,40 +177,42 @@ class Engine:
             return  # Nothing runs any more, and what is known of the requests may be half of it.
         self._to_abort.append(request_id)
         if not self._is_busy:
-            with self._postponing_aborts():
+            with self._at_work():
                 self._carry_out_aborts()
 
     def _carry_out_aborts(self) -> None:
         while self._to_abort:
             self._now = perf_counter()
             for request in tuple(self._samples.get(self._to_abort.popleft(), ())):
-                stream = self._streams[request.request_id]
-                if not request.is_watched:
-                    stream.push(request.output_ids(), ended=False)
-                stream.abort()
+                self._streams[request.request_id].abort()
                 self._finish(request)
 
     @contextmanager
-    def _postponing_aborts(self) -> Iterator[None]:
-        self._is_busy = True
+    def _at_work(self) -> Iterator[None]:
+        """Aborts wait; any error ends the engine, except Ctrl-C while waiting for a result."""
+        self._is_busy, self._is_waiting = True, False
         try:
             yield
+        except BaseException as error:
+            if not (self._is_waiting and isinstance(error, KeyboardInterrupt)):
+                self._failure = error
+            raise
         finally:
             self._is_busy = False
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, so that a second run computes what the first did."""
-        with self._postponing_aborts():
+        with self._at_work():
             self._kv.pool.forget()
 
     def has_unfinished(self) -> bool:
         """True while `step()` has something to do or to return."""
-        return bool(self._requests or self._outputs or self._in_flight)
+        return bool(self._streams or self._outputs or self._in_flight)
 
     @property
     def stats(self) -> EngineStats:
         planner = self._planner
-        running = self._rows.num_rows - len(self._rows.free)
+        running = len(self._running)
         return EngineStats(
             steps=planner.step,
             preemptions=planner.num_preemptions,
@@ -232,7 +220,7 @@ class Engine:
             output_tokens=self._num_output_tokens,
             finished=self._num_finished,
             running=running,
-            waiting=len(self._requests) - running,
+            waiting=len(self._streams) - running,
             free_blocks=self._kv.pool.num_free,
             blocks=self._kv.pool.num_blocks,
             host_seconds=self._host_seconds,
@@ -242,7 +230,8 @@ class Engine:
 
     def assert_consistent(self) -> None:
         """Check every invariant; raises `InconsistentStateError`."""
-        assert_consistent(self._planner, self._requests.values(), self._steps_ahead + 1)
+        requests = [stream.request for stream in self._streams.values()]
+        assert_consistent(self._planner, requests, self._steps_ahead + 1)
 
     # -- the loop
 
@@ -253,42 +242,33 @@ class Engine:
         waiting for a result does not; the next call waits for the same one.
         """
         self._check_alive()
-        self._is_waiting = False
-        with self._postponing_aborts():
-            try:
-                return self._step()
-            except BaseException as error:
-                if not (self._is_waiting and isinstance(error, KeyboardInterrupt)):
-                    self._failure = error
-                raise
-
-    def _step(self) -> list[RequestOutput]:
-        began = started = perf_counter()
-        self._carry_out_aborts()
-        is_steady = self._submit_ahead()
-        if self._in_flight:
-            waiting = perf_counter()
-            self._is_waiting = True
-            result = self._executor.collect()
-            self._is_waiting = False
-            self._now = perf_counter()
-            started += self._now - waiting
-            taken = self._in_flight.popleft()
-            self._absorb(taken, result)
-            if self._planner.draining:
-                self._planner.requeue_drained()
-            if self._observation is not None:
-                self._observation.observe(self.stats, taken, len(self._in_flight), began)
-        self._carry_out_aborts()
-        if self._debug:
-            self.assert_consistent()
-        outputs, self._outputs = self._outputs, []
-        seconds = perf_counter() - started
-        self._host_seconds += seconds
-        if is_steady:
-            self._steady_steps += 1
-            self._steady_seconds += seconds
-        return outputs
+        with self._at_work():
+            began = started = perf_counter()
+            self._carry_out_aborts()
+            is_steady = self._submit_ahead()
+            if self._in_flight:
+                waiting = perf_counter()
+                self._is_waiting = True
+                result = self._executor.collect()
+                self._is_waiting = False
+                self._now = perf_counter()
+                started += self._now - waiting
+                taken = self._in_flight.popleft()
+                self._absorb(taken, result)
+                if self._planner.draining:
+                    self._planner.requeue_drained()
+                if self._observation is not None:
+                    self._observation.observe(self.stats, taken, len(self._in_flight), began)
+            self._carry_out_aborts()
+            if self._debug:
+                self.assert_consistent()
+            outputs, self._outputs = self._outputs, []
+            seconds = perf_counter() - started
+            self._host_seconds += seconds
+            if is_steady:
+                self._steady_steps += 1
+                self._steady_seconds += seconds
+            return outputs
 
     def _submit_ahead(self) -> bool:
         """Fill the depth; True if the last step submitted decodes the rows of the one before."""
@@ -299,20 +279,16 @@ class Engine:
                 try:
                     self._executor.submit(planned.plan)
                 except ModelOutputError as error:
-                    raise self._with_requests(error) from error
+                    ids = ", ".join(self._running[row].request_id for row in error.rows)
+                    raise ModelOutputError(f"request {ids}, {error}", error.rows) from error
                 self._in_flight.append(planned)
                 is_steady = planned.batch is self._newest_batch and not planned.chunks
                 self._newest_batch = planned.batch
-            elif self._in_flight or not self._requests:
+            elif self._in_flight or not self._streams:
                 break
             else:
                 self._planner.unblock()
         return is_steady
-
-    def _with_requests(self, error: ModelOutputError) -> ModelOutputError:
-        """The same, with the requests whose logits debug mode refused."""
-        ids = (str(self._rows.request_at(row).request_id) for row in error.rows)
-        return ModelOutputError(f"request {', '.join(ids)}, {error}", error.rows)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -336,29 +312,30 @@ class Engine:
         ended: set[int] = set()
         if np.count_nonzero(result.finished):
             ended.update(np.flatnonzero(result.finished).tolist())
-        self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch)])
-        news: list[tuple[int, Request]] = []
-        if ended or batch.watched:
-            news += self._decoded(batch, ended)
-        if planned.chunks:
-            news += self._absorb_chunks(planned, token_ids)
+        self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch.rows)])
+        news: Sequence[tuple[int, Request]] = ()
+        if ended or batch.watched or planned.chunks:
+            news = tuple(self._news(planned, token_ids, ended))
         for row in self._rows.rows_with_full_block(self._kv.block_size):
-            request = self._rows.request_at(row)
+            request = self._running[row]
             self._publish(request, (request.num_published + 1) * self._kv.block_size)
         for entry, request in news:
             self._deliver(request, entry, entry in ended, result)
 
-    def _decoded(self, batch: DecodeBatch, ended: set[int]) -> Iterator[tuple[int, Request]]:
-        """The decoding entries that are watched or ended, unless their row has changed hands."""
-        for entry in sorted(ended.union(batch.watched)):
-            if entry < len(batch) and self._rows.is_current(batch, entry):
-                yield entry, self._rows.request_at(batch.rows[entry])
-
-    def _absorb_chunks(
-        self, planned: PlannedStep, token_ids: NDArray[np.int32]
+    def _news(
+        self, planned: PlannedStep, token_ids: NDArray[np.int32], ended: set[int]
     ) -> Iterator[tuple[int, Request]]:
-        """Publish what prompts have computed, accept first tokens; yields the new entries."""
-        entry = len(planned.batch)
+        """The entries that are watched or ended, without those of rows that changed hands.
+
+        First tokens of prompts are accepted here, and what a prompt has computed is published.
+        """
+        batch = planned.batch
+        entry = len(batch.rows)
+        for decoded in sorted(ended.union(batch.watched)):
+            if decoded < entry:
+                row = batch.rows[decoded]
+                if self._rows.generation[row] == batch.generations[decoded]:
+                    yield decoded, self._running[row]
         for prompt in planned.chunks:
             request, chunk = prompt.request, prompt.chunk
             if self._rows.generation[chunk.row] == prompt.generation:
@@ -366,17 +343,21 @@ class Engine:
                     self._publish(request, chunk.start + chunk.length)
                 if chunk.samples:
                     self._accept_first(request, int(token_ids[entry]))
-                    yield entry, request
+                    if entry in ended or request.is_watched:
+                        yield entry, request
             entry += chunk.samples
 
     def _accept_first(self, request: Request, token_id: int) -> None:
         """The prompt is computed and gave a token; from now on decoding fills the blocks."""
-        num_computed = self._rows.accept_one(request.row, token_id)
+        rows, row, num_computed = self._rows, request.row, request.num_tokens
+        rows.token_ids[row, num_computed] = token_id
+        rows.known[row] += 1
         self._num_output_tokens += 1
         if request.first_token_time is None:
             request.first_token_time = self._now
         if request.block_ids and self._kv.prefix_caching:
-            self._rows.publish_at[request.row] = self._kv.next_boundary(num_computed) + 1
+            size = self._kv.block_size
+            rows.publish_at[row] = (num_computed // size + 1) * size + 1
 
     def _publish(self, request: Request, num_computed: int) -> None:
         """Share the full blocks below `num_computed`, and let samples in that waited for them."""
@@ -386,11 +367,14 @@ class Engine:
 
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
         """Hand a new token to the request's output, and the output to the caller."""
-        if not (ended or request.is_watched):
-            return
         stream = self._streams[request.request_id]
         if request.params.logprobs is not None:
-            stream.logprobs.append(_logprobs_of(result, entry))
+            if entry not in result.logprobs:
+                raise InconsistentStateError(
+                    f"{type(self._executor).__name__} returned no logprobs for entry {entry}, "
+                    "which asked for them"
+                )
+            stream.logprobs.append(result.logprobs[entry])
         new = (int(result.token_ids[entry]),) if request.is_watched else request.output_ids()
         stream.push(new, ended)
         if stream.finish_reason is not None:
@@ -404,20 +388,9 @@ class Engine:
         self._planner.retire(request)
         output = self._streams.pop(request.request_id).take()
         self._outputs.append(output)
-        del self._requests[request.request_id]
         samples = self._samples[request.group_id]
         samples.remove(request)
         if not samples:
             del self._samples[request.group_id]
         if self._observation is not None:
             self._observation.observe_request(request, output, self._now)
-
-
-def _logprobs_of(result: StepResult, entry: int) -> TokenLogprobs:
-    """The log-probabilities of one entry; they are keyed by the place in the result."""
-    logprobs = result.logprobs.get(entry)
-    if logprobs is None:
-        raise InconsistentStateError(
-            f"the executor returned no logprobs for entry {entry}, which asked for them"
-        )
-    return logprobs

@@ -32,20 +32,11 @@ class EngineLimits:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_blocks",
-            "block_size",
-            "vocab_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_model_len < 2:
-            raise ConfigError(
-                f"max_model_len is {self.max_model_len}; it must be at least 2, a prompt token and "
-                "an output token"
-            )
+        for name in self.__slots__:
+            # The length has to hold a prompt token and an output token.
+            value, least = getattr(self, name), 2 if name == "max_model_len" else 1
+            if value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs "
@@ -87,21 +78,15 @@ class EngineLimits:
 
     def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output tokens at most; raises `RequestTooLongError` where that cannot fit."""
-        if params.max_tokens is None:
-            max_length = self.max_model_len
-        else:
-            max_length = num_prompt_tokens + params.max_tokens
-        if max_length > self.max_model_len:
+        name = "min_tokens" if params.max_tokens is None else "max_tokens"
+        length = num_prompt_tokens + getattr(params, name)
+        if length > self.max_model_len:
             raise RequestTooLongError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} make "
-                f"{max_length}; max_model_len is {self.max_model_len}, so use max_tokens of at "
-                f"most {self.max_model_len - num_prompt_tokens}, or None for as many as fit"
+                f"{num_prompt_tokens} prompt tokens and {name}={getattr(params, name)} make "
+                f"{length}; max_model_len is {self.max_model_len}, so use {name} of at most "
+                f"{self.max_model_len - num_prompt_tokens}; max_tokens=None gives as many as fit"
             )
-        if num_prompt_tokens + params.min_tokens > max_length:
-            raise RequestTooLongError(
-                f"{num_prompt_tokens} prompt tokens and min_tokens={params.min_tokens} exceed the "
-                f"model's length of {max_length}; lower min_tokens"
-            )
+        max_length = self.max_model_len if params.max_tokens is None else length
         # The last token is never fed back, so it needs no place in the cache.
         needed = -(-(max_length - 1) // self.block_size)
         if needed > self.num_blocks:
@@ -112,20 +97,15 @@ class EngineLimits:
             )
         return max_length
 
-    def check_biased_ids(self, params: SamplingParams) -> None:
-        """Raises `InvalidSamplingError` for an id of `logit_bias` outside the vocabulary."""
-        largest = max(params.logit_bias or (0,))
-        if largest >= self.vocab_size:
-            raise InvalidSamplingError(
-                f"logit_bias has token id {largest}; the vocabulary has {self.vocab_size} ids (0 "
-                f"to {self.vocab_size - 1}), so leave it out"
-            )
-
-    def check_stop_ids(self, params: SamplingParams) -> None:
-        """Raises `InvalidSamplingError` for a stop token id outside the vocabulary."""
-        for token_id in params.stop_ids:
-            if token_id >= self.vocab_size:
+    def check_token_ids(self, params: SamplingParams) -> None:
+        """Raises `InvalidSamplingError` for an id to stop at or to bias that no token has."""
+        for name, ids in (
+            ("stop_token_ids", params.stop_ids),
+            ("logit_bias", params.logit_bias or ()),
+        ):
+            largest = max(ids, default=0)
+            if largest >= self.vocab_size:
                 raise InvalidSamplingError(
-                    f"stop_token_ids holds {token_id}; the vocabulary has {self.vocab_size} ids (0 "
+                    f"{name} has token id {largest}; the vocabulary has {self.vocab_size} ids (0 "
                     f"to {self.vocab_size - 1}), so leave it out"
                 )

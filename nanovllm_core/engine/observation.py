@@ -1,20 +1,44 @@
-"""Tells the observers what each step did, and how each request went."""
+"""The engine's counters, and what observers hear of each step and each request."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
 from nanovllm_core.engine.output_processor import RequestOutput
 from nanovllm_core.engine.planner import PlannedStep
 from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.stats import EngineStats
 from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine started, and how things stand.
+
+    `finished` requests ended, aborted ones among them; each sample counts.
+    `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
+    and taking results in. `steady_seconds` is its part in the `steady_steps` calls that submitted a
+    decode step of the very rows of the step before.
+    """
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    blocks: int = 0
+    host_seconds: float = 0.0
+    steady_steps: int = 0
+    steady_seconds: float = 0.0
 
 
 class Observation:
@@ -25,11 +49,13 @@ class Observation:
 
     def __init__(self, observers: Mapping[str, StepObserver]) -> None:
         self._observers = dict(observers)
-        self._of_requests = {
-            label: observer for label, observer in observers.items() if _wants_requests(observer)
-        }
+        self._wants_requests = any(
+            type(observer).on_request_finished is not StepObserver.on_request_finished
+            for observer in observers.values()
+        )
         self._step = 0
-        self._num_output_tokens = self._num_finished = self._num_preempted = 0
+        self._before = EngineStats()
+        """As things stood when the last step was collected."""
         self._collected: float | None = None
         """When the last step was collected; None where nothing was in flight behind it."""
 
@@ -38,32 +64,30 @@ class Observation:
     ) -> None:
         """A step was taken in, in a call of the engine that began at `began`."""
         now = perf_counter()
+        before, self._before = self._before, stats
         self._step += 1
         record = StepRecord(
             step=self._step,
             seconds=now - (began if self._collected is None else self._collected),
             num_decode_rows=len(taken.plan.decode_rows),
             num_prefill_tokens=sum(chunk.length for chunk in taken.plan.prefill),
-            num_output_tokens=stats.output_tokens - self._num_output_tokens,
-            num_finished=stats.finished - self._num_finished,
-            num_preempted=stats.preemptions - self._num_preempted,
+            num_output_tokens=stats.output_tokens - before.output_tokens,
+            num_finished=stats.finished - before.finished,
+            num_preempted=stats.preemptions - before.preemptions,
             num_running=stats.running,
             num_waiting=stats.waiting,
             num_in_flight=num_in_flight,
             num_free_blocks=stats.free_blocks,
             num_blocks=stats.blocks,
         )
-        self._num_output_tokens = stats.output_tokens
-        self._num_finished, self._num_preempted = stats.finished, stats.preemptions
         self._collected = now if num_in_flight else None
-        for label, observer in tuple(self._observers.items()):
-            self._tell(label, partial(observer.on_step, record))
+        self._tell("on_step", record)
 
     def observe_request(
         self, request: Request, output: RequestOutput, finished_time: float
     ) -> None:
         """A request is over; its record is made where an observer wants it."""
-        if not self._of_requests or output.finish_reason is None:
+        if not self._wants_requests or output.finish_reason is None:
             return
         record = RequestRecord(
             request_id=output.request_id,
@@ -79,22 +103,17 @@ class Observation:
             first_token_time=request.first_token_time,
             finished_time=finished_time,
         )
-        for label, observer in tuple(self._of_requests.items()):
-            self._tell(label, partial(observer.on_request_finished, record))
+        self._tell("on_request_finished", record)
 
-    def _tell(self, label: str, call: Callable[[], None]) -> None:
-        if not _survives(label, call):
-            self._of_requests.pop(label, None)
-            close_observers({label: self._observers.pop(label)})
+    def _tell(self, method: str, record: StepRecord | RequestRecord) -> None:
+        for label, observer in tuple(self._observers.items()):
+            if not _survives(label, partial(getattr(observer, method), record)):
+                close_observers({label: self._observers.pop(label)})
 
     def close(self) -> None:
         """The last call: every observer that is left is closed, whatever the others raise."""
-        observers, self._observers, self._of_requests = self._observers, {}, {}
+        observers, self._observers = self._observers, {}
         close_observers(observers)
-
-
-def _wants_requests(observer: StepObserver) -> bool:
-    return type(observer).on_request_finished is not StepObserver.on_request_finished
 
 
 def close_observers(observers: Mapping[str, StepObserver]) -> None:

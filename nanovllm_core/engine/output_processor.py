@@ -84,17 +84,20 @@ class OutputStream:
         device does not check all of many), or by a stop string.
         """
         self.token_ids += token_ids
-        ending_id = self._ending_id()
-        ended = ended or ending_id is not None
+        sampling, newest = self.request.sampling, self.token_ids[-1] if self.token_ids else None
+        is_stop = len(self.token_ids) >= sampling.min_tokens and newest in sampling.stop_token_ids
+        ended = ended or is_stop
         if self.detokenizer is not None:
             last = self.detokenizer.flush if ended else self.detokenizer.push
-            self._append_text(last(token_ids if ending_id is None else token_ids[:-1]))
+            self._append_text(last(token_ids[:-1] if is_stop else token_ids))
         if self.finish_reason is None and ended:
-            self.finish_reason = "length" if ending_id is None else "stop"
-            self.stop_reason = ending_id
+            self.finish_reason = "stop" if is_stop else "length"
+            self.stop_reason = newest if is_stop else None
 
     def abort(self) -> None:
-        """The caller wants no more."""
+        """The caller wants no more than the ids that are known now."""
+        if not self.request.is_watched:
+            self.push(self.request.output_ids(), ended=False)
         if self.detokenizer is not None:
             self.text += self.detokenizer.flush()
         self.finish_reason = "abort"
@@ -119,14 +122,6 @@ class OutputStream:
         self._num_sent_ids = len(self.token_ids)
         self._num_sent_chars = sendable
         return output
-
-    def _ending_id(self) -> int | None:
-        """The last id, if it is one that ends the request."""
-        sampling = self.request.sampling
-        if not self.token_ids or len(self.token_ids) < sampling.min_tokens:
-            return None
-        last = self.token_ids[-1]
-        return last if last in sampling.stop_token_ids else None
 
     def _append_text(self, text: str) -> None:
         """Append further text and cut it before the first stop string that it completes."""

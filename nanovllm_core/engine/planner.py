@@ -14,7 +14,6 @@ from time import perf_counter
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
-from nanovllm_core.engine.scheduler import check_shares
 from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.plan import Admission, BlockAppend, PrefillChunk, StepPlan
 from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
@@ -42,11 +41,7 @@ class Planner:
     """Owns the queue, the rows and the blocks; decides nothing that the scheduler may decide."""
 
     def __init__(
-        self,
-        rows: RowTable[Request],
-        kv: PagedKV,
-        scheduler: Scheduler,
-        max_num_batched_tokens: int,
+        self, rows: RowTable, kv: PagedKV, scheduler: Scheduler, max_num_batched_tokens: int
     ) -> None:
         self.rows = rows
         self.kv = kv
@@ -54,6 +49,8 @@ class Planner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
+        self.running: dict[int, Request] = {}
+        """The requests with a row, by row."""
         self.draining: list[Request] = []
         """Preempted requests with tokens in flight."""
         self.step = 0
@@ -80,7 +77,6 @@ class Planner:
         self.prefilling.pop(request.request_id, None)
         if request in self.draining:
             self.draining.remove(request)
-        request.token_ids = request.known_ids().copy()
         self.kv.release(request)
         self._leave_row(request)
         request.state = RequestState.FINISHED
@@ -99,8 +95,10 @@ class Planner:
     def plan(self) -> PlannedStep | None:
         """The next step, or None where nothing can be planned before more results are in."""
         appends = self._serve_due_rows()
-        steady = self._steady or self._make_steady()
-        planned = steady
+        if self._steady is None:
+            batch = self.rows.make_batch()
+            self._steady = PlannedStep(StepPlan(decode_rows=batch.rows), batch)
+        planned = steady = self._steady
         if self.prefilling or (self.waiting and self.rows.free):
             planned = self._with_prompts(steady, appends)
         elif appends:
@@ -110,10 +108,10 @@ class Planner:
         if not planned.batch.rows and not planned.chunks:
             return None
         self.step += 1
-        self.rows.advance()
+        self.rows.scheduled += self.rows.decoding
         for prompt in planned.chunks:
             if prompt.chunk.samples:
-                self._prompt_planned(prompt.request)
+                self._start_decoding(prompt.request)
         return planned
 
     def unblock(self) -> None:
@@ -122,19 +120,19 @@ class Planner:
         Raises `SchedulerError` where that cannot help, or does not.
         """
         if len(self.prefilling) < 2:
-            raise SchedulerError(
-                f"{type(self.scheduler).__name__} scheduled nothing while nothing runs: "
-                f"{len(self.waiting)} requests wait, {len(self.prefilling)} have unfinished "
-                f"prompts, {len(self.rows.free)} rows and {self.kv.pool.num_free} blocks are free; "
-                "schedule() must give the first request a share that fits"
+            raise self._error(
+                f"scheduled nothing while nothing runs: {len(self.waiting)} requests wait, "
+                f"{len(self.prefilling)} have unfinished prompts, {len(self.rows.free)} rows and "
+                f"{self.kv.pool.num_free} blocks are free; schedule() must give the first request "
+                "a share that fits"
             )
         self._num_unblocked += 1
         limit = self.rows.num_rows + self.kv.pool.num_blocks
         if self._num_unblocked > limit:
-            raise SchedulerError(
-                f"{type(self.scheduler).__name__} preempts in a circle: prompts were preempted "
-                f"{self._num_unblocked} times (the limit is {limit}) and none was completed; admit "
-                "a prompt only if the free blocks hold it and the rest of those admitted before"
+            raise self._error(
+                f"preempts in a circle: prompts were preempted {self._num_unblocked} times (the "
+                f"limit is {limit}) and none was completed; admit a prompt only if the free blocks "
+                "hold it and the rest of those admitted before"
             )
         self.preempt(next(reversed(self.prefilling.values())))
 
@@ -142,29 +140,24 @@ class Planner:
         """Preempted requests whose tokens are all on the host wait again."""
         for request in [r for r in self.draining if r.num_in_flight == 0]:
             self.draining.remove(request)
-            self._requeue(request)
+            self._leave_row(request)
+            self.enqueue(request)
 
     # -- decoding rows
 
     def _serve_due_rows(self) -> Sequence[BlockAppend]:
         """Stop rows whose outputs are all planned; give the others the block they have come to."""
-        due = self.rows.rows_due()
-        if not due:
-            return ()
-        growing: list[Request] = []
-        for row in due:
-            request = self.rows.request_at(row)
+        due = [self.running[row] for row in self.rows.rows_due()]
+        for request in due:
             if self._next_due(request) == request.max_length - 1:
-                self._stop_decoding(request, RequestState.DRAINING)
-            else:
-                growing.append(request)
-        if not growing:
-            return ()
+                self._stop_decoding(request)
         appends = [
             self._append_block(request)
-            for request in growing
+            for request in due
             if request.state is RequestState.DECODING and self._make_room(request)
         ]
+        if not appends:
+            return ()
         # A row may have got its block and then been preempted for a later one.
         appends = [append for append in appends if self.rows.decoding[append.row]]
         return appends + self._append_early()
@@ -184,7 +177,7 @@ class Planner:
         for row in self.rows.rows_due_within(self.kv.early_steps):
             if self.kv.pool.num_free <= self.rows.num_rows:
                 break
-            request = self.rows.request_at(row)
+            request = self.running[row]
             if self._next_due(request) < request.max_length - 1:
                 appends.append(self._append_block(request))
         return appends
@@ -194,45 +187,39 @@ class Planner:
         capacity = len(request.block_ids) * self.kv.block_size
         return min(capacity, request.max_length - 1)
 
-    def _prompt_planned(self, request: Request) -> None:
+    def _start_decoding(self, request: Request) -> None:
         """The last chunk of a prompt is planned; from the next step on its row decodes."""
         self._num_unblocked = 0
         del self.prefilling[request.request_id]
         request.state = RequestState.DECODING
-        self.rows.start_decoding(request.row, self._next_due(request))
+        self.rows.decoding[request.row] = 1
+        self.rows.due_at[request.row] = self._next_due(request)
         self._steady = None
 
-    def _stop_decoding(self, request: Request, state: RequestState) -> None:
-        self.rows.stop_decoding(request.row)
-        request.state = state
+    def _stop_decoding(self, request: Request) -> None:
+        self.rows.decoding[request.row] = 0
+        self.rows.due_at[request.row] = NEVER
+        request.state = RequestState.DRAINING
         self._steady = None
-
-    def _make_steady(self) -> PlannedStep:
-        batch = self.rows.make_batch()
-        self._steady = PlannedStep(batch.plan, batch)
-        return self._steady
 
     # -- preemption
 
     def _make_room(self, request: Request) -> bool:
         """Preempt until a block is free; False if the request itself was preempted."""
         while not self.kv.pool.num_free:
-            victim = self._choose_victim()
+            decoding = [self.running[row] for row in self.rows.decoding_rows()]
+            candidates = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
+            chosen = self.scheduler.choose_victim(tuple(candidates.values()))
+            victim = candidates.get(chosen)
+            if victim is None:
+                raise self._error(
+                    f"chose {chosen!r} as the victim, which is not among the {len(candidates)} "
+                    "running requests; return the request_id of one of them"
+                )
             self.preempt(victim)
             if victim is request:
                 return False
         return True
-
-    def _choose_victim(self) -> Request:
-        decoding = [self.rows.request_at(row) for row in self.rows.decoding_rows()]
-        running = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
-        victim = self.scheduler.choose_victim(tuple(running.values()))
-        if victim not in running:
-            raise SchedulerError(
-                f"{type(self.scheduler).__name__} chose {victim!r} as the victim, which is not "
-                f"among the {len(running)} running requests; return the request_id of one of them"
-            )
-        return running[victim]
 
     def preempt(self, request: Request) -> None:
         """Free a request's blocks now; it waits again once its tokens in flight are on the host."""
@@ -242,24 +229,19 @@ class Planner:
         self.rows.publish_at[request.row] = NEVER
         if request.state is RequestState.PREFILLING:
             del self.prefilling[request.request_id]
-            self._requeue(request)
-            return
-        self._stop_decoding(request, RequestState.DRAINING)
-        if request.num_in_flight:
-            self.draining.append(request)
         else:
-            self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        request.token_ids = request.known_ids().copy()
-        self._leave_row(request)
-        self.enqueue(request)
+            self._stop_decoding(request)
+        self.draining.append(request)
+        self.requeue_drained()
 
     def _leave_row(self, request: Request) -> None:
+        """The request, if it has a row, takes its known ids along and frees the row."""
         if request.row < 0:
             return
+        request.token_ids = request.known_ids().copy()
         if self.rows.decoding[request.row]:
             self._steady = None
+        del self.running[request.row]
         self.rows.release(request.row)
         request.row = NO_ROW
 
@@ -271,34 +253,32 @@ class Planner:
             step=self.step,
             waiting=self._waiting_view,
             prefilling=tuple(self.prefilling.values()),
-            token_budget=self.max_num_batched_tokens - len(steady.batch),
+            token_budget=self.max_num_batched_tokens - len(steady.batch.rows),
             free_rows=len(self.rows.free),
             free_blocks=self.kv.pool.num_free,
             num_cached_tokens=self._num_cached_tokens,
             num_new_blocks=self._num_new_blocks,
         )
         shares = self.scheduler.schedule(state)
-        if shares:
-            check_shares(self.scheduler, state, shares, self.waiting, self.prefilling)
-        elif not appends:
+        if not shares and not appends:
             return steady
+        requests = self._checked(shares, state)
         # Blocks to share are taken first, so that no new block of this step evicts them.
-        new = {
-            s.request_id: self._dequeue(self.waiting[s.request_id])
-            for s in shares
-            if s.request_id in self.waiting
-        }
-        cached = {request_id: self.kv.share(request) for request_id, request in new.items()}
+        for request in requests:
+            if request.state is RequestState.WAITING:
+                self._dequeue(request)
+                self.kv.share(request)
         admissions: list[Admission] = []
         chunks: list[PlannedChunk] = []
         all_appends = list(appends)
-        for share in shares:
-            request = new.get(share.request_id) or self.prefilling[share.request_id]
-            if share.request_id in new:
-                admissions.append(self._admit(request, cached[share.request_id], share))
+        for share, request in zip(shares, requests, strict=True):
+            if request.state is RequestState.WAITING:
+                admissions.append(self._admit(request, share.num_tokens))
             else:
-                all_appends += self._append_blocks(request, share)
-            chunks.append(self._plan_chunk(request, share))
+                first = len(request.block_ids)
+                new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
+                all_appends += [BlockAppend(request.row, *block) for block in enumerate(new, first)]
+            chunks.append(self._plan_chunk(request, share.num_tokens))
         plan = StepPlan(
             admissions=tuple(admissions),
             appends=tuple(all_appends),
@@ -307,30 +287,31 @@ class Planner:
         )
         return PlannedStep(plan, steady.batch, tuple(chunks))
 
-    def _num_cached_tokens(self, request: RequestView) -> int:
-        return len(self.kv.match(self._own(request))) * self.kv.block_size
+    def _num_cached_tokens(self, view: RequestView) -> int:
+        return len(self.kv.match(self._request(view))) * self.kv.block_size
 
-    def _num_new_blocks(self, request: RequestView, num_tokens: int) -> int:
-        return self.kv.num_new_blocks(self._own(request), num_tokens)
+    def _num_new_blocks(self, view: RequestView, num_tokens: int) -> int:
+        return self.kv.num_new_blocks(self._request(view), num_tokens)
 
-    def _own(self, view: RequestView) -> Request:
+    def _request(self, view: RequestView) -> Request:
         return self.waiting.get(view.request_id) or self.prefilling[view.request_id]
 
-    def _dequeue(self, request: Request) -> Request:
+    def _dequeue(self, request: Request) -> None:
         del self.waiting[request.request_id]
         self.scheduler.remove(request)
-        return request
 
-    def _admit(self, request: Request, num_cached: int, share: PrefillShare) -> Admission:
+    def _admit(self, request: Request, num_tokens: int) -> Admission:
+        num_cached = request.num_published * self.kv.block_size
         self.prefix_hit_tokens += num_cached
         if request.wait_steps is None:
             request.wait_steps = self.step - request.arrival_step
             request.num_cached_tokens = num_cached
             request.first_scheduled_time = perf_counter()
-        request.row = self.rows.acquire(request, num_cached)
+        request.row = self.rows.acquire(request.token_ids, num_cached, request.is_watched)
+        self.running[request.row] = request
         request.state = RequestState.PREFILLING
         self.prefilling[request.request_id] = request
-        self.kv.grow(request, num_cached + share.num_tokens)
+        self.kv.grow(request, num_cached + num_tokens)
         self.release_samples(request)
         return Admission(
             row=request.row,
@@ -342,17 +323,53 @@ class Planner:
             sampling=request.sampling,
         )
 
-    def _append_blocks(self, request: Request, share: PrefillShare) -> list[BlockAppend]:
-        first = len(request.block_ids)
-        new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
-        return [BlockAppend(request.row, first + i, block_id) for i, block_id in enumerate(new)]
-
-    def _plan_chunk(self, request: Request, share: PrefillShare) -> PlannedChunk:
+    def _plan_chunk(self, request: Request, num_tokens: int) -> PlannedChunk:
         start = request.num_scheduled
-        end = start + share.num_tokens
+        end = start + num_tokens
         self.rows.scheduled[request.row] = end
-        chunk = PrefillChunk(request.row, start, share.num_tokens, end == request.num_tokens)
+        chunk = PrefillChunk(request.row, start, num_tokens, end == request.num_tokens)
         return PlannedChunk(request, int(self.rows.generation[request.row]), chunk)
+
+    def _checked(self, shares: Sequence[PrefillShare], state: SchedulerState) -> list[Request]:
+        """The requests of the shares; raises `SchedulerError` for shares that cannot be."""
+        if not isinstance(shares, Sequence) or not all(isinstance(s, PrefillShare) for s in shares):
+            raise self._error(
+                f"scheduled {shares!r:.80}; schedule() must return a sequence of PrefillShare"
+            )
+        requests: dict[str, Request] = {}
+        num_blocks = 0
+        for share in shares:
+            name = share.request_id
+            request = self.waiting.get(name) or self.prefilling.get(name)
+            if request is None or name in requests:
+                raise self._error(
+                    f"scheduled {name!r}, which neither waits nor has an unfinished prompt, or has "
+                    "a share already; give each request of state.waiting and state.prefilling one "
+                    "share at most, and no others"
+                )
+            done = self._num_cached_tokens(request) if request.row < 0 else request.num_scheduled
+            missing = request.num_tokens - done
+            if not 1 <= share.num_tokens <= missing:
+                raise self._error(
+                    f"gave {name!r} {share.num_tokens} tokens; it has {missing} to compute, so a "
+                    f"share is from 1 to {missing}"
+                )
+            requests[name] = request
+            num_blocks += self.kv.num_new_blocks(request, share.num_tokens)
+        for what, taken, limit in (
+            ("tokens", sum(share.num_tokens for share in shares), state.token_budget),
+            ("rows", sum(request.row < 0 for request in requests.values()), state.free_rows),
+            ("blocks", num_blocks, state.free_blocks),
+        ):
+            if taken > limit:
+                raise self._error(
+                    f"gave out {taken} {what} in one step; {limit} were left, and SchedulerState "
+                    "says so"
+                )
+        return list(requests.values())
+
+    def _error(self, text: str) -> SchedulerError:
+        return SchedulerError(f"{type(self.scheduler).__name__} {text}")
 
 
 class _ValuesView(Sequence[RequestView]):
@@ -368,6 +385,4 @@ class _ValuesView(Sequence[RequestView]):
         return iter(self._requests.values())
 
     def __getitem__(self, index: int) -> RequestView:  # type: ignore[override]  # no slices
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return next(islice(self._requests.values(), index % len(self), None))
+        return next(islice(self._requests.values(), range(len(self))[index], None))

@@ -34,21 +34,15 @@ class PagedKV:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def next_boundary(self, num_tokens: int) -> int:
-        """The length at which the block after these tokens is full."""
-        return (num_tokens // self.block_size + 1) * self.block_size
-
     def num_sharable(self, num_tokens: int) -> int:
         """Full blocks that a request of so many known ids may take over: one id is computed."""
         return (num_tokens - 1) // self.block_size if self.prefix_caching else 0
 
     def match(self, request: Request) -> list[int]:
         """The blocks of the longest cached prefix of a request without a row; takes none."""
-        num_blocks = self.num_sharable(request.num_tokens)
         blocks: list[int] = []
-        for digest in self._digests(request, num_blocks):
-            block_id = self.pool.find(digest)
-            if block_id is None:
+        for digest in self._digests(request, self.num_sharable(request.num_tokens)):
+            if (block_id := self.pool.find(digest)) is None:
                 break
             blocks.append(block_id)
         return blocks
@@ -61,20 +55,17 @@ class PagedKV:
         total = self.num_blocks_for(len(hits) * self.block_size + num_tokens)
         return total - sum(not self.pool.is_free(block_id) for block_id in hits)
 
-    def share(self, request: Request) -> int:
-        """Give a request the blocks of its longest cached prefix; returns the tokens in them."""
+    def share(self, request: Request) -> None:
+        """Give a request without a row the blocks of its longest cached prefix."""
         request.block_ids = self.match(request)
         for block_id in request.block_ids:
             self.pool.retain(block_id)
         request.num_published = len(request.block_ids)
-        return request.num_published * self.block_size
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
         """Give a request the blocks it lacks for `num_tokens` positions; returns the new ones."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
-        new = [self.pool.allocate() for _ in range(missing)]
-        request.block_ids += new
-        return new
+        return [self.add_block(request) for _ in range(missing)]
 
     def add_block(self, request: Request) -> int:
         """Give a request one more block; the caller made room for it."""

@@ -59,12 +59,12 @@ class Request:
     arrival_index: int
     arrival_time: float
     """All times are in seconds of `time.perf_counter()`."""
-    table: RowTable[Request]
+    table: RowTable
     labels: Mapping[str, str]
     stream: bool = False
     cache_salt: bytes = b""
 
-    state: RequestState = RequestState.WAITING
+    state: RequestState = RequestState.HELD
     row: int = NO_ROW
     block_ids: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Request:
 
     def known_ids(self) -> NDArray[np.int32]:
         """All ids known on the host: prompt, then outputs. A view where the request has a row."""
-        return self.token_ids if self.row < 0 else self.table.ids_of(self.row)
+        return self.token_ids if self.row < 0 else self.table.token_ids[self.row, : self.num_tokens]
 
     def output_ids(self) -> list[int]:
         """The output ids known on the host."""

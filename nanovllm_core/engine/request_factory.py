@@ -2,29 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
+from nanovllm_core.config.errors import explain_options
 from nanovllm_core.engine.limits import EngineLimits
-from nanovllm_core.engine.processor_arguments import ProcessorArguments, check_processor_arguments
 from nanovllm_core.engine.request import Request
 from nanovllm_core.engine.rows import RowTable
-from nanovllm_core.engine.seeds import derive_seed, sample_seed
-from nanovllm_core.errors import RequestError, shown
+from nanovllm_core.errors import (
+    InvalidSamplingError,
+    PluginFailedError,
+    RequestError,
+    did_you_mean,
+    shown,
+)
 from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.request_labels import check_labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.registry.options import read_options
 
 
-def sample_ids_of(request_id: str, n: int) -> list[str]:
-    """One id per sample that schedulers can tell apart; a single sample keeps the request's."""
-    return [request_id] + [f"{request_id}#{index}" for index in range(1, n)]
+def derive_seed(seed: int, index: int) -> int:
+    """A seed from 0 to 2**63 - 1: the upper 63 bits of xxh3_64 over (seed, index), little-endian.
+
+    The engine uses it twice: (engine seed, arrival index) where a request names no seed, and
+    (request seed, sample index) for the second and later samples; sample 0 keeps its request's.
+    """
+    return xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, index)) >> 1
 
 
+def read_arguments(
+    name: str,
+    arguments: Mapping[str, Any],
+    specs: Mapping[str, LogitsProcessorSpec],
+    vocab_size: int,
+) -> Mapping[str, Any]:
+    """Valid arguments, as plain data from which the worker, maybe another process, makes the same.
+
+    `specs` are those of the engine, by name. Raises InvalidSamplingError for a processor that the
+    engine does not have, and for arguments that its plugin refuses; PluginFailedError where the
+    plugin's own check raises, or its validators refuse what they returned. Either way the engine
+    and the other requests go on.
+    """
+    spec, path = specs.get(name), f"logits_processors.{name}"
+    if spec is None:
+        raise InvalidSamplingError(
+            f"{path}: this engine has no logits processor {shown(name)}"
+            f"{did_you_mean(name, specs)}; it has {', '.join(specs) or 'none'}; list it under "
+            "logits_processors of the configuration"
+        )
+    try:
+        valid = read_options(spec.arguments, arguments)
+    except ValidationError as error:
+        raise InvalidSamplingError(
+            explain_options(error, spec.arguments, path, f"logits processor {name}")
+        ) from None
+    try:
+        reasons = [*spec.check(valid, vocab_size)]
+    except Exception as error:
+        raise PluginFailedError(
+            f"{path}: the check of {shown(name)} failed: {type(error).__name__}: {error}"
+        ) from error
+    if reasons:
+        raise InvalidSamplingError(f"{path}: {'; '.join(reasons)}")
+    plain = valid.model_dump(round_trip=True, by_alias=True)
+    try:
+        spec.arguments.model_validate(plain)
+    except ValidationError as error:
+        raise PluginFailedError(
+            f"{path}: {shown(name)} refuses its own arguments when they are read again from plain "
+            f"data ({shown(plain)}): {error.errors()[0]['msg']}; a validator must take what it "
+            "returned"
+        ) from error
+    return plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFactory:
     """Makes the requests of one engine, whose rows they will stand in.
 
@@ -33,25 +95,16 @@ class RequestFactory:
     for the fields of `sampling_params.NEUTRAL` that a request does not state.
     """
 
-    def __init__(
-        self,
-        limits: EngineLimits,
-        table: RowTable[Request],
-        eos_token_ids: Iterable[int],
-        processors: Mapping[str, LogitsProcessorSpec],
-        seed: int,
-        sampling_defaults: Mapping[str, float],
-    ) -> None:
-        self._limits = limits
-        self._table = table
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._processors = processors
-        self._seed = seed
-        self._sampling_defaults = sampling_defaults
+    limits: EngineLimits
+    table: RowTable
+    eos_token_ids: tuple[int, ...]
+    processors: Mapping[str, LogitsProcessorSpec]
+    sampling_defaults: Mapping[str, float]
+    seed: int
 
     def make_samples(
         self,
-        sample_ids: Sequence[str],
+        request_id: str,
         prompt_token_ids: Sequence[int] | NDArray[np.integer],
         params: SamplingParams,
         *,
@@ -61,7 +114,7 @@ class RequestFactory:
         cache_salt: bytes,
         labels: Mapping[str, str] | None,
     ) -> list[Request]:
-        """The samples of one request, the first of which lends the group its id.
+        """The samples of one request: the first goes by its id, each other by one of its own.
 
         Raises RequestError for a salt that is not bytes, InvalidLabelsError, InvalidPromptError,
         InvalidSamplingError and RequestTooLongError.
@@ -71,43 +124,41 @@ class RequestFactory:
                 f"cache_salt is {shown(cache_salt)}; it must be bytes, as in b'tenant'"
             )
         checked_labels = check_labels(labels)
-        prompt = self._limits.check_prompt(prompt_token_ids)
-        max_length = self._limits.check_length(len(prompt), params)
-        self._limits.check_stop_ids(params)
-        self._limits.check_biased_ids(params)
-        processors = check_processor_arguments(params, self._processors, self._limits.vocab_size)
-        seed = derive_seed(self._seed, arrival_index) if params.seed is None else params.seed
+        prompt = self.limits.check_prompt(prompt_token_ids)
         prompt_list: list[int] = prompt.tolist()
+        max_length = self.limits.check_length(len(prompt), params)
+        seed = derive_seed(self.seed, arrival_index) if params.seed is None else params.seed
+        sampling = self._row_sampling(params, seed)
         arrival_time = perf_counter()
         return [
             Request(
-                request_id=sample_id,
-                group_id=sample_ids[0],
+                request_id=f"{request_id}#{index}" if index else request_id,
+                group_id=request_id,
                 index=index,
                 params=params,
-                sampling=self._row_sampling(params, processors, sample_seed(seed, index)),
+                sampling=replace(sampling, seed=derive_seed(seed, index)) if index else sampling,
                 prompt_token_ids=prompt_list,
                 token_ids=prompt,
                 max_length=max_length,
                 arrival_step=arrival_step,
                 arrival_index=arrival_index + index,
                 arrival_time=arrival_time,
-                table=self._table,
+                table=self.table,
                 labels=checked_labels,
                 stream=stream,
                 cache_salt=cache_salt,
             )
-            for index, sample_id in enumerate(sample_ids)
+            for index in range(params.n)
         ]
 
-    def _row_sampling(
-        self, params: SamplingParams, processors: ProcessorArguments, seed: int
-    ) -> RowSampling:
+    def _row_sampling(self, params: SamplingParams, seed: int) -> RowSampling:
         """The sampling parameters that the device needs."""
-        eos = () if params.ignore_eos else self._eos_token_ids
-        choice = params.choice(self._sampling_defaults)
-        if not 0 < choice["top_k"] < self._limits.vocab_size:
+        vocab_size = self.limits.vocab_size
+        self.limits.check_token_ids(params)
+        choice = params.choice(self.sampling_defaults)
+        if not 0 < choice["top_k"] < vocab_size:
             choice["top_k"] = 0
+        eos = () if params.ignore_eos else self.eos_token_ids
         return RowSampling(
             **choice,
             seed=seed,
@@ -116,6 +167,9 @@ class RequestFactory:
             min_tokens=params.min_tokens,
             logprobs=params.logprobs,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
-            logits_processors=processors,
+            logits_processors=tuple(
+                (name, read_arguments(name, arguments, self.processors, vocab_size))
+                for name, arguments in (params.logits_processors or {}).items()
+            ),
             logit_bias=tuple(pair for pair in (params.logit_bias or {}).items() if pair[1]),
         )

@@ -9,27 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.interfaces.plan import StepPlan
 
 NEVER = -1
-
-
-class RowOwner(Protocol):
-    """The fields that the table reads of a request that gets a row."""
-
-    token_ids: NDArray[np.int32]
-
-    @property
-    def is_watched(self) -> bool: ...
-
-
-Owner = TypeVar("Owner", bound=RowOwner)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +31,9 @@ class DecodeBatch:
     generations: NDArray[np.int64]
     version: int
     watched: tuple[int, ...]
-    plan: StepPlan
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
-class RowTable(Generic[Owner]):
+class RowTable:
     """Rows 0 to R - 1 and what is known of their requests.
 
     `known` ids are on the host, `scheduled` positions are computed or planned. `generation` counts
@@ -59,10 +41,8 @@ class RowTable(Generic[Owner]):
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.num_rows = num_rows
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
-        self._flat_ids = self.token_ids.reshape(-1)
-        self._next_id_at = np.zeros(num_rows, dtype=np.intp)
-        self._row_start = np.arange(num_rows, dtype=np.intp) * max_model_len
         self.known = np.zeros(num_rows, dtype=np.int64)
         self.scheduled = np.zeros(num_rows, dtype=np.int64)
         self.generation = np.zeros(num_rows, dtype=np.int64)
@@ -71,44 +51,23 @@ class RowTable(Generic[Owner]):
         self.due_at = np.full(num_rows, NEVER, dtype=np.int64)
         self.publish_at = np.full(num_rows, NEVER, dtype=np.int64)
         self._due = np.zeros(num_rows, dtype=np.bool_)
-        self.requests: list[Owner | None] = [None] * num_rows
         self.free = list(range(num_rows))[::-1]
         self.version = 0
         """Grows whenever a row changes hands."""
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.requests)
-
-    def ids_of(self, row: int) -> NDArray[np.int32]:
-        """The known ids of a row, as a view of the table."""
-        ids: NDArray[np.int32] = self.token_ids[row, : self.known[row]]
-        return ids
-
-    def request_at(self, row: int) -> Owner:
-        """The request that has this row."""
-        request = self.requests[row]
-        if request is None:
-            raise LookupError(f"row {row} is free")
-        return request
-
     # -- a row changes hands
 
-    def acquire(self, request: Owner, num_computed: int) -> int:
-        """Give a free row to a request whose first `num_computed` positions have KV already."""
+    def acquire(self, token_ids: NDArray[np.int32], num_computed: int, watched: bool) -> int:
+        """Take a free row for known ids whose first `num_computed` positions have KV already."""
         row = self.free.pop()
-        length = len(request.token_ids)
-        self.requests[row] = request
-        self.watched[row] = request.is_watched
-        self.token_ids[row, :length] = request.token_ids
-        self.known[row] = length
-        self._next_id_at[row] = self._row_start[row] + length
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.known[row] = len(token_ids)
         self.scheduled[row] = num_computed
+        self.watched[row] = watched
         return row
 
     def release(self, row: int) -> None:
         """Take the row back; results in flight for it are stale from now on."""
-        self.requests[row] = None
         self.generation[row] += 1
         self.version += 1
         self.decoding[row] = 0
@@ -116,14 +75,6 @@ class RowTable(Generic[Owner]):
         self.free.append(row)
 
     # -- decoding
-
-    def start_decoding(self, row: int, due_at: int) -> None:
-        self.decoding[row] = 1
-        self.due_at[row] = due_at
-
-    def stop_decoding(self, row: int) -> None:
-        self.decoding[row] = 0
-        self.due_at[row] = NEVER
 
     def decoding_rows(self) -> list[int]:
         rows: list[int] = np.flatnonzero(self.decoding).tolist()
@@ -134,14 +85,7 @@ class RowTable(Generic[Owner]):
         rows = tuple(self.decoding_rows())
         row_array = np.array(rows, dtype=np.intp)
         watched = tuple(np.flatnonzero(self.watched[row_array]).tolist())
-        return DecodeBatch(
-            rows,
-            row_array,
-            self.generation[row_array],
-            self.version,
-            watched,
-            StepPlan(decode_rows=rows),
-        )
+        return DecodeBatch(rows, row_array, self.generation[row_array], self.version, watched)
 
     def rows_due(self) -> Sequence[int]:
         """Decoding rows that need a block, or whose every output is planned."""
@@ -160,14 +104,6 @@ class RowTable(Generic[Owner]):
             self.publish_at[due] += block_size
         return due
 
-    def advance(self) -> None:
-        """Every decoding row was planned one more position."""
-        np.add(self.scheduled, self.decoding, out=self.scheduled)
-
-    def is_current(self, batch: DecodeBatch, entry: int) -> bool:
-        """False where the entry's row has changed hands since the batch was made."""
-        return bool(self.generation[batch.rows[entry]] == batch.generations[entry])
-
     def accept_batch(self, batch: DecodeBatch, token_ids: NDArray[np.int32]) -> int:
         """One more id is known of every row of the batch; returns how many were not stale."""
         rows = batch.row_array
@@ -182,19 +118,10 @@ class RowTable(Generic[Owner]):
                 f"the executor returned padding for a running row: {token_ids.tolist()} for rows "
                 f"{rows.tolist()}"
             )
-        at = self._next_id_at[rows]
-        self._flat_ids[at] = token_ids
-        self._next_id_at[rows] = at + 1
-        self.known[rows] += 1
+        known = self.known[rows]
+        self.token_ids[rows, known] = token_ids
+        self.known[rows] = known + 1
         return len(rows)
-
-    def accept_one(self, row: int, token_id: int) -> int:
-        """One more id is known of a row; returns how many were known before."""
-        known = int(self.known[row])
-        self.token_ids[row, known] = token_id
-        self._next_id_at[row] += 1
-        self.known[row] = known + 1
-        return known
 
     def _rows_where_equal(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Sequence[int]:
         np.equal(a, b, out=self._due)

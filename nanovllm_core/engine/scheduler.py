@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from numbers import Real
 
 from nanovllm_core.errors import PluginFailedError, SchedulerError
@@ -16,8 +15,18 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulingPolicy,
 )
 
-_Entry = tuple[tuple[float, ...], int, int, RequestView]
-"""Key, arrival index, number of the entry (so that requests are never compared), request."""
+_Entry = tuple[tuple[float, ...], int, RequestView]
+"""Key, arrival index (no two are equal, so requests are never compared), request."""
+
+
+class FcfsPolicy(SchedulingPolicy):
+    """First come, first served; the latest arrival is preempted first."""
+
+    def __init__(self, options: object = None) -> None:
+        self.options = options
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.arrival_index,)
 
 
 class TokenBudgetScheduler(Scheduler):
@@ -34,18 +43,18 @@ class TokenBudgetScheduler(Scheduler):
         self.policy = policy
         self._name = name or type(policy).__name__
         self._queue: list[_Entry] = []
-        self._live: dict[str, _Entry] = {}
-        self._numbers = itertools.count()
+        """The waiting requests in the order in which they are admitted."""
+        self._entries: dict[str, _Entry] = {}
 
     def add(self, request: RequestView) -> None:
         key = self._key("service_key", request)
-        entry = (key, request.arrival_index, next(self._numbers), request)
-        self._live[request.request_id] = entry
-        heapq.heappush(self._queue, entry)
+        entry = (key, request.arrival_index, request)
+        self._entries[request.request_id] = entry
+        insort(self._queue, entry)
 
     def remove(self, request: RequestView) -> None:
-        # The heap entry stays and is skipped when it comes up.
-        self._live.pop(request.request_id, None)
+        entry = self._entries.pop(request.request_id)
+        del self._queue[bisect_left(self._queue, entry)]
 
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
         shares: list[PrefillShare] = []
@@ -59,10 +68,9 @@ class TokenBudgetScheduler(Scheduler):
             budget -= chunk
             if chunk:
                 shares.append(PrefillShare(request.request_id, chunk))
-        admitted: list[_Entry] = []
-        while budget > 0 and len(admitted) < state.free_rows and (entry := self._pop()):
-            admitted.append(entry)
-            request = entry[-1]
+        for *_, request in self._queue[: state.free_rows]:
+            if budget <= 0:
+                break
             missing = request.num_tokens - state.num_cached_tokens(request)
             blocks -= state.num_new_blocks(request, missing)
             if blocks < 0:
@@ -70,9 +78,6 @@ class TokenBudgetScheduler(Scheduler):
             chunk = min(missing, budget)
             budget -= chunk
             shares.append(PrefillShare(request.request_id, chunk))
-        # The core says what was admitted through `remove`; until then all of it is in the queue.
-        for entry in admitted:
-            heapq.heappush(self._queue, entry)
         return shares
 
     def choose_victim(self, running: Sequence[RequestView]) -> str:
@@ -87,74 +92,10 @@ class TokenBudgetScheduler(Scheduler):
             raise PluginFailedError(
                 f"{self._name}: {method} failed: {type(error).__name__}: {error}"
             ) from error
-        if not isinstance(key, Sequence) or not all(map(_is_number, key)):
+        # NaN is unequal to itself.
+        if not isinstance(key, Sequence) or not all(isinstance(x, Real) and x == x for x in key):
             raise SchedulerError(
                 f"{self._name}: {method} gave {key!r:.80}; it must give a tuple of numbers, as in "
                 "(3,), and none may be NaN"
             )
         return tuple(key)
-
-    def _pop(self) -> _Entry | None:
-        """The live entry that is next, taken off the heap."""
-        while self._queue:
-            entry = heapq.heappop(self._queue)
-            if self._live.get(entry[-1].request_id) is entry:
-                return entry
-        return None
-
-
-def _is_number(part: object) -> bool:
-    return isinstance(part, Real) and part == part  # which NaN is not
-
-
-def check_shares(
-    scheduler: Scheduler,
-    state: SchedulerState,
-    shares: Sequence[PrefillShare],
-    waiting: Mapping[str, RequestView],
-    prefilling: Mapping[str, RequestView],
-) -> None:
-    """Refuse what cannot be; raises `SchedulerError` with the scheduler's class and the numbers.
-
-    `waiting` and `prefilling` are those of `state`, by id.
-    """
-    name = type(scheduler).__name__
-    if not isinstance(shares, Sequence) or not all(isinstance(s, PrefillShare) for s in shares):
-        raise SchedulerError(
-            f"{name} scheduled {shares!r:.80}; schedule() must return a sequence of PrefillShare"
-        )
-    seen: set[str] = set()
-    tokens = rows = blocks = 0
-    for share in shares:
-        request = waiting.get(share.request_id) or prefilling.get(share.request_id)
-        if request is None:
-            raise SchedulerError(
-                f"{name} scheduled {share.request_id!r}, which neither waits nor has an unfinished "
-                "prompt; schedule only requests of state.waiting and state.prefilling"
-            )
-        if share.request_id in seen:
-            raise SchedulerError(
-                f"{name} scheduled {share.request_id!r} twice in one step; give it one share"
-            )
-        seen.add(share.request_id)
-        is_new = share.request_id in waiting
-        done = state.num_cached_tokens(request) if is_new else request.num_scheduled
-        missing = request.num_tokens - done
-        if not 1 <= share.num_tokens <= missing:
-            raise SchedulerError(
-                f"{name} gave {share.request_id!r} {share.num_tokens} tokens; it has {missing} to "
-                f"compute, so a share is from 1 to {missing}"
-            )
-        tokens += share.num_tokens
-        rows += is_new
-        blocks += state.num_new_blocks(request, share.num_tokens)
-    for what, taken, limit in (
-        ("tokens", tokens, state.token_budget),
-        ("rows", rows, state.free_rows),
-        ("blocks", blocks, state.free_blocks),
-    ):
-        if taken > limit:
-            raise SchedulerError(
-                f"{name} gave out {taken} {what} in one step; {limit} were left, and "
-                f"SchedulerState says so"
-            )

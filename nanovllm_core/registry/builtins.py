@@ -14,7 +14,7 @@ def nanovllm_schedulers() -> Sequence[specs.SchedulerSpec]:
     return [
         specs.SchedulerSpec(
             name="fcfs",
-            impl="nanovllm_core.engine.policies:FcfsPolicy",
+            impl="nanovllm_core.engine.scheduler:FcfsPolicy",
             contract=1,
             summary="First come, first served.",
             max_overtaking_steps=lambda _options, _request: 0,

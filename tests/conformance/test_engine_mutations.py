@@ -60,7 +60,7 @@ MUTATIONS = [
         "max_num_seqs bounds a step, not who is resident",
         "scheduler.py",
         "test_no_more_are_admitted_than_rows_are_free",
-        ("len(admitted) < state.free_rows", "len(admitted) < max(state.free_rows, 2)"),
+        ("self._queue[: state.free_rows]", "self._queue[: max(state.free_rows, 2)]"),
         peers=2,
     ),
     bug(
@@ -96,10 +96,9 @@ MUTATIONS = [
         "planner.py",
         GAVE_WAY,
         (
-            "request.token_ids = request.known_ids().copy()\n        self._leave_row(request)\n"
-            "        self.enqueue",
-            "request.token_ids = request.known_ids()[:-1].copy()\n"
-            "        self._leave_row(request)\n        self.enqueue",
+            "            self._leave_row(request)\n            self.enqueue",
+            "            self._leave_row(request)\n"
+            "            request.token_ids = request.token_ids[:-1]\n            self.enqueue",
         ),
         peers=11,
     ),
@@ -143,8 +142,8 @@ MUTATIONS = [
         "planner.py",
         ANY,
         (
-            "                self._stop_decoding(request, RequestState.DRAINING)",
-            "                self._stop_decoding(request, RequestState.DRAINING)\n"
+            "                self._stop_decoding(request)",
+            "                self._stop_decoding(request)\n"
             "                self.kv.release(request)",
         ),
     ),
@@ -180,7 +179,7 @@ MUTATIONS = [
         "a request that left the queue is scheduled",
         "scheduler.py",
         "test_an_aborted_request_that_waits_is_forgotten",
-        ("self._live.pop(request.request_id, None)", "pass"),
+        ("        del self._queue[", "        self._queue["),
     ),
     bug(
         "blocks are given out that are not free",
@@ -218,7 +217,7 @@ MUTATIONS = [
     ),
     bug(
         "last come, first served",
-        "policies.py",
+        "scheduler.py",
         "test_nobody_is_passed_over_for_longer_than_declared",
         ("return (request.arrival_index,)", "return (-request.arrival_index,)"),
     ),

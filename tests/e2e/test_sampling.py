@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.engine import RequestOutput
-from nanovllm_core.engine.seeds import sample_seed
+from nanovllm_core.engine.request_factory import derive_seed
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 
 from .tiny import VOCAB_SIZE, Reference, open_tiny, write_checkpoint
@@ -130,7 +130,7 @@ def test_a_logit_bias_is_added_to_every_step(
             assert logprobs.top[0][1] == pytest.approx(float(scores.log_softmax(0).max()), abs=1e-3)
             for token_id, value in bias.items():
                 scores[token_id] += value
-            seed = sample_seed(9, output.index)
+            seed = derive_seed(9, output.index) if output.index else 9
             ids.append(reference.choose(scores, temperature, seed, index))
         assert output.token_ids == ids[len(PROMPT) :]
     only = SamplingParams(temperature=temperature, seed=1, logit_bias={42: 100}, max_tokens=6)

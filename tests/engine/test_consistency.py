@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.engine import Engine, EngineLimits, FcfsPolicy, TokenBudgetScheduler
 from nanovllm_core.engine.request import Request, RequestState
-from nanovllm_core.engine.seeds import derive_seed
+from nanovllm_core.engine.request_factory import derive_seed
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Setting
@@ -38,14 +38,13 @@ def a_taken_row_is_free(harness: Harness, request: Request) -> None:
 
 
 def a_row_has_another_request(harness: Harness, request: Request) -> None:
-    rows = harness.engine._rows
-    rows.requests[request.row] = rows.requests[1 - request.row]
+    running = harness.engine._planner.running
+    running[request.row] = running[1 - request.row]
 
 
 def a_request_holds_a_row_that_is_free(harness: Harness, request: Request) -> None:
-    rows = harness.engine._rows
-    rows.requests[request.row] = None
-    rows.free.append(request.row)
+    del harness.engine._planner.running[request.row]
+    harness.engine._rows.free.append(request.row)
 
 
 def it_decodes_without_a_row(harness: Harness, request: Request) -> None:
@@ -132,7 +131,7 @@ def its_row_does_not_decode(harness: Harness, request: Request) -> None:
         (it_is_finished, "a is finished and still listed"),
         (it_waits_in_a_row, "a is waiting in row 0"),
         (it_waits_under_anothers_name, "a is decoding, the queue says otherwise"),
-        (its_prompt_is_unfinished, "a is decoding, the list of unfinished prompts"),
+        (its_prompt_is_unfinished, "a is decoding, the list of prompts says otherwise"),
         (its_row_does_not_decode, "a is decoding, its row says otherwise"),
     ],
 )

@@ -84,7 +84,7 @@ def test_outputs_may_fill_the_model_length_and_no_more() -> None:
 
 def test_min_tokens_may_be_all_that_there_is_room_for() -> None:
     assert LIMITS.check_length(4, SamplingParams(max_tokens=None, min_tokens=6)) == 10
-    with pytest.raises(RequestTooLongError, match="min_tokens=7 exceed the model's length of 10"):
+    with pytest.raises(RequestTooLongError, match=r"min_tokens=7 make 11; .* at most 6"):
         LIMITS.check_length(4, SamplingParams(max_tokens=None, min_tokens=7))
 
 
@@ -96,7 +96,9 @@ def test_a_request_may_fill_the_cache_whose_last_token_needs_no_place() -> None:
         two_pages.check_length(4, SamplingParams(max_tokens=6))
 
 
-def test_the_last_id_may_stop_a_request() -> None:
-    LIMITS.check_stop_ids(SamplingParams(stop_token_ids=[0, 49]))
-    with pytest.raises(InvalidSamplingError, match="stop_token_ids holds 50; the vocabulary has"):
-        LIMITS.check_stop_ids(SamplingParams(stop_token_ids=[49, 50]))
+def test_the_last_id_may_stop_a_request_or_be_biased() -> None:
+    LIMITS.check_token_ids(SamplingParams(stop_token_ids=[0, 49], logit_bias={49: 1.0}))
+    with pytest.raises(InvalidSamplingError, match="stop_token_ids has token id 50; the vocab"):
+        LIMITS.check_token_ids(SamplingParams(stop_token_ids=[50, 49]))
+    with pytest.raises(InvalidSamplingError, match="logit_bias has token id 50; the vocabulary"):
+        LIMITS.check_token_ids(SamplingParams(logit_bias={50: 1.0, 49: 1.0}))

@@ -160,7 +160,7 @@ def test_a_package_in_a_src_folder_is_found(package: Path) -> None:
 def test_an_installed_plugin_is_validated_by_name() -> None:
     result = validate("fcfs")
     assert result.exit_code == 0, result.output
-    assert "nanovllm_core.engine.policies:FcfsPolicy can be imported" in result.output
+    assert "nanovllm_core.engine.scheduler:FcfsPolicy can be imported" in result.output
     assert isinstance(validate("fcsf").exception, PluginNotFoundError)
 
 
