@@ -131,7 +131,7 @@ def test_every_flat_keyword_is_tested_above() -> None:
 
 
 def test_a_dotted_path_sets_a_nested_field() -> None:
-    assert load(**parse_settings(["cache.block_size=32"])).cache.block_size == 32
+    assert load(**dict(parse_settings(["cache.block_size=32"]))).cache.block_size == 32
 
 
 @pytest.mark.parametrize("text", ["cache.block_size", "=3", " =3"])
@@ -153,23 +153,27 @@ def test_a_short_form_and_a_dotted_option_are_both_heard(name_first: bool) -> No
 
 
 def test_the_same_field_given_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"limits\.max_num_seqs: given twice, as limits and as"):
+    with pytest.raises(ConfigError, match="given twice, 3 by limits and 4 by max_num_seqs; g"):
         load(limits={"max_num_seqs": 3}, max_num_seqs=4)
 
 
 def test_one_path_set_twice_is_refused() -> None:
     """As an option that is given twice is."""
-    with pytest.raises(ConfigError, match="--set seed is given twice, as 1 and as 'x'; give it"):
-        parse_settings(["seed=1", "debug=true", " seed =x"])
-    with pytest.raises(ConfigError, match="--set seed is given twice, as 1 and as 1"):
-        parse_settings(["seed=1", "seed=1"])
+    for again, said in ((" seed =x", "'x'"), ("seed=1", "1")):
+        settings = parse_settings(["seed=1", "debug=true", again])
+        with pytest.raises(ConfigError, match=f"seed: given twice, 1 by seed and {said} by seed"):
+            load_with_sources("demo", env={}, overrides=settings)
 
 
 def test_a_field_given_twice_in_the_environment_is_refused() -> None:
     names = {"NANOVLLM_LIMITS": "{max_num_seqs: 3}", "NANOVLLM_LIMITS__MAX_NUM_SEQS": "3"}
-    with pytest.raises(ConfigError, match="given twice, as NANOVLLM_LIMITS and as NANOVLLM_LIMITS"):
+    with pytest.raises(
+        ConfigError, match="twice, 3 by NANOVLLM_LIMITS and 3 by NANOVLLM_LIMITS__M"
+    ):
         load(env=names)
-    with pytest.raises(ConfigError, match="seed: given twice, as NANOVLLM_SEED and as NANOVLLM_S"):
+    with pytest.raises(
+        ConfigError, match="seed: given twice, 1 by NANOVLLM_SEED and 2 by NANOVLLM_S"
+    ):
         load(env={"NANOVLLM_SEED": "1", "NANOVLLM_Seed": "2"})
 
 
@@ -237,11 +241,11 @@ def test_keywords_without_a_field_say_what_to_do(keyword: str) -> None:
         ("attention: {backend: a, prefill: b}", "attention: give either backend and options"),
         ("cache: 3", "cache: 3 must be a section of `key: value` lines"),
         ("cache: {1: 2}", "cache: the key 1 must be text; put it in quotes"),
-        ("cache: {block_size: 24}", "cache.block_size: 24 must be one of 16, 32, 64, 128, 256"),
+        ("cache: {block_size: 24}", "cache.block_size: 24 must be 16, 32, 64, 128 or 256"),
         ("limits: {max_num_seqs: 9, max_num_batched_tokens: 8}",
          "limits: max_num_batched_tokens (8) must be at least max_num_seqs (9)"),
         ("cuda_graphs: {sizes: [1, x]}", "cuda_graphs.sizes[1]: 'x' must be a whole number"),
-        ("cuda_graphs: {sizes: [1]}", "cuda_graphs.sizes must end with limits.max_num_seqs (256)"),
+        ("cuda_graphs: {sizes: [1]}", "cuda_graphs.sizes [1] must end with limits.max_num_seqs ("),
     ],
 )  # fmt: skip
 def test_an_error_names_path_value_remedy_and_file(write: WriteYaml, text: str, said: str) -> None:
@@ -249,7 +253,7 @@ def test_an_error_names_path_value_remedy_and_file(write: WriteYaml, text: str, 
         load(write(text))
     message = str(caught.value)
     assert said in message
-    if "cuda_graphs.sizes must end" not in said:
+    if "must end" not in said:
         assert "engine.yaml" in message
     assert message.count("\n") == 0, "one mistake is told once"
 
@@ -365,7 +369,7 @@ def test_a_path_of_a_thousand_parts_is_refused_by_each_door() -> None:
     with pytest.raises(ConfigError, match=r"must hold .*depth exceeded.* \[NANOVLLM_A__A"):
         load(env={"NANOVLLM_" + "A__" * 1000: "1"})
     with pytest.raises(ConfigError, match=r"must hold .*depth exceeded"):
-        load(**parse_settings(["a." * 1000 + "=1"]))
+        load(**dict(parse_settings(["a." * 1000 + "=1"])))
 
 
 @pytest.mark.parametrize(

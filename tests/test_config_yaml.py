@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from typer.testing import CliRunner
 
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.config.sources import load_config, parse_settings
+from nanovllm_core.config.sources import load_config, load_with_sources, parse_settings
 from nanovllm_core.config.yaml_reader import MAX_SIZE, MAX_VALUES, flow_yaml, parse_yaml
 from nanovllm_core.errors import MAX_MESSAGE, ConfigError, NanoVLLMError
 
@@ -37,7 +37,7 @@ def doors(tmp_path: Path) -> dict[str, Door]:
     return {
         "engine.yaml": from_file,
         "NANOVLLM_SEED": lambda text: load_config("demo", env={"NANOVLLM_SEED": text}).seed,
-        "--set seed": lambda text: parse_settings([f"seed={text}"])["seed"],
+        "--set seed": lambda text: parse_settings([f"seed={text}"])[0][1],
         "--option seed": as_option,
     }
 
@@ -206,7 +206,7 @@ def hostile_doors(text: str, path: list[str], folder: Path) -> Iterator[Callable
     yield lambda: load_config(file=file, env={})
     yield lambda: load_config("demo", env={"NANOVLLM_CACHE": text})
     yield lambda: load_config("demo", env={name: text})
-    yield lambda: load_config(
+    yield lambda: load_with_sources(
         "demo", env={}, overrides=parse_settings([text, f"{'.'.join(path)}={text}"])
     )
     yield lambda: load_config("demo", env={}, overrides={".".join(path): text, "model": text})

@@ -52,12 +52,12 @@ def chat(
         max_tokens=max_tokens,
         seed=seed,
     )
-    engine_config = options.engine_config(
+    loaded = options.loaded_config(
         model, config, attention, scheduler, device, dtype, settings,
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
     )  # fmt: skip
     opening = [] if system is None else [{"role": "system", "content": system}]
-    with options.open_llm(engine_config) as llm:
+    with options.open_llm(loaded.config) as llm:
         Console(stderr=True).print(HELP, style="dim", highlight=False)
         converse(llm, greedy_unless_stated(llm, params), opening)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, one_file
+from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, Settings, one_file
 from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.errors import MAX_ERRORS
 from nanovllm_core.config.settings import EngineConfig
@@ -23,10 +23,6 @@ from nanovllm_core.selection.decisions import Decisions
 from nanovllm_core.selection.plugins import select_executor
 
 app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
-
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="A field, as path=value (repeatable).")
-]
 
 
 @app.command()
@@ -53,9 +49,7 @@ def show(
 def check(
     file: FileArgument = None,
     config: ConfigFile = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="For a file that names no model.")
-    ] = None,
+    model: Model = None,
 ) -> None:
     """Say OK, or what is wrong: keys, values, the model, plugins and their options.
 

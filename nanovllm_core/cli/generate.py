@@ -143,11 +143,11 @@ def generate(
     if chat_template_kwargs and not any(one.messages for one in inputs):
         raise typer.BadParameter("--chat-template-kwargs goes with --chat")
     show = _how_to_show(inputs, params, stream, as_json)
-    engine_config = options.engine_config(
+    loaded = options.loaded_config(
         model, config, attention, scheduler, device, dtype, settings,
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
     )  # fmt: skip
-    with options.open_llm(engine_config) as llm:
+    with options.open_llm(loaded.config) as llm:
         show(Work.prepare(llm, inputs, greedy_unless_stated(llm, params), echo))
 
 

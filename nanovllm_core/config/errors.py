@@ -97,21 +97,14 @@ def one_line_each(details: Sequence[ErrorDetails], line: Callable[[ErrorDetails]
     return "\n".join(lines)
 
 
-def explain_config(
-    error: ValidationError, sources: Mapping[str, str], file: str | None = None
-) -> str:
-    """One line for each thing wrong in an `EngineConfig`, with the source that said it.
-
-    `file` is the configuration file, if there is one: it is where something missing would stand.
-    """
+def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
+    """One line for each thing wrong in an `EngineConfig`, with the source that said it."""
 
     def line(detail: ErrorDetails) -> str:
         path = dotted(place(detail))
         parts = ".".join(str(part) for part in detail["loc"] if part != "[key]")
         in_a_phase = parts.replace("attention.", "attention.prefill.", 1)
         source = _source_of(parts, sources) or _source_of(in_a_phase, sources)
-        if detail["type"] == "missing":
-            source = source or file or ""
         text = explain(detail, path, _hint).removeprefix(": ")
         remedy = f"; {REMEDIES[path]}" if path in REMEDIES else ""
         return text + remedy + (f" [{clip(source)}]" if source else "")

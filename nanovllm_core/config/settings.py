@@ -6,8 +6,9 @@ The fields of `EngineConfig` are the keys of the YAML file. `load_config`, in
 
 from __future__ import annotations
 
+import itertools
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -32,9 +33,9 @@ from nanovllm_core.config.choices import (
 )
 from nanovllm_core.errors import clip, shown
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)
+BlockSize = Literal[16, 32, 64, 128, 256]
+BLOCK_SIZES: tuple[int, ...] = get_args(BlockSize)
 
-IntTuple = Annotated[tuple[int, ...], Field(strict=False, max_length=10_000)]
 StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)]
 
@@ -52,16 +53,21 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
 
 
-def _is_block_size(value: int) -> int:
-    if value not in BLOCK_SIZES:
-        raise ValueError(f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
-    return value
+def _increase(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if any(low >= high for low, high in itertools.pairwise((0, *sizes))):
+        raise ValueError("must be positive and increasing")
+    return sizes
+
+
+Sizes = Annotated[
+    tuple[int, ...], Field(strict=False, max_length=10_000), AfterValidator(_increase)
+]
 
 
 class CacheSettings(Section):
     """The KV cache: the keys and values of the tokens that the engine has already computed."""
 
-    block_size: Annotated[int, AfterValidator(_is_block_size)] | None = None
+    block_size: BlockSize | None = None
     """Tokens per block. A block, which others call a page, is the unit in which the cache is
     allocated: 16, 32, 64, 128 or 256 tokens. Small blocks waste less memory at the end of each
     sequence and share more of a common prefix; large ones suit some attention backends better. Left
@@ -125,24 +131,14 @@ class GraphSettings(Section):
     enforce_eager: bool = False
     """Run every step without CUDA graphs. Slower; starts sooner, uses less memory and is easier to
     debug."""
-    sizes: IntTuple | None = None
+    sizes: Sizes | None = None
     """The numbers of sequences to capture a graph for, increasing, the last one max_num_seqs; a
     step is padded to the next larger size. Left out: 1, 2, 4, 8, then every 8 up to
     max_num_seqs."""
-    prompt_sizes: IntTuple | None = None
+    prompt_sizes: Sizes | None = None
     """The numbers of prompt tokens to capture a graph for, increasing; a step that computes prompts
     is padded to the next larger size, and runs without a graph beyond the last. Empty: no such
     graphs. Left out: 128 to 4096, if the attention backend supports capture with prompts."""
-
-    @model_validator(mode="after")
-    def _sizes_increase(self) -> GraphSettings:
-        if self.sizes == ():
-            raise ValueError("sizes [] must be positive and increasing, and end with max_num_seqs")
-        for name, sizes in (("sizes", self.sizes), ("prompt_sizes", self.prompt_sizes)):
-            given = sizes or ()
-            if any(low >= high for low, high in zip((0, *given), given, strict=False)):
-                raise ValueError(f"{name} {shown([*given])} must be positive and increasing")
-        return self
 
 
 class PluginSettings(Section):
@@ -236,21 +232,16 @@ class EngineConfig(Section):
     """Plugins to leave out, extensions to load."""
 
     @model_validator(mode="after")
-    def _graph_sizes_end_at_the_maximum(self) -> EngineConfig:
+    def _graph_sizes_fit_the_limits(self) -> EngineConfig:
         sizes, maximum = self.cuda_graphs.sizes, self.limits.max_num_seqs
-        if sizes is not None and sizes[-1] != maximum:
+        if sizes is not None and sizes[-1:] != (maximum,):
             raise ValueError(
-                f"cuda_graphs.sizes must end with limits.max_num_seqs ({maximum}), "
-                f"not with {sizes[-1]}"
+                f"cuda_graphs.sizes {shown([*sizes])} must end with limits.max_num_seqs ({maximum})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_sizes_are_within_the_budget(self) -> EngineConfig:
-        sizes, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
-        if sizes and sizes[-1] > most:
+        prompts, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
+        if prompts and prompts[-1] > most:
             raise ValueError(
-                f"cuda_graphs.prompt_sizes {shown([*sizes])} must not go beyond "
+                f"cuda_graphs.prompt_sizes {shown([*prompts])} must not go beyond "
                 f"limits.max_num_batched_tokens ({most}): no step has more prompt tokens"
             )
         return self

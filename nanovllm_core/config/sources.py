@@ -79,11 +79,11 @@ def load_with_sources(
     model: str | None = None,
     *,
     file: str | os.PathLike[str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> LoadedConfig:
-    """As `load_config`, and tell where each value came from."""
-    arguments = [*(overrides or {}).items()]
+    """As `load_config`, and tell where each value came from. `overrides` may be pairs."""
+    arguments = [*(overrides.items() if isinstance(overrides, Mapping) else overrides or ())]
     if model is not None:
         arguments.append(("model", model))
     content = [] if file is None else [Given(str(file), (), read_yaml(file), str(file))]
@@ -94,30 +94,24 @@ def load_with_sources(
     try:
         config = EngineConfig.model_validate(values_of(tree))
     except ValidationError as error:
-        named = None if file is None else str(file)
-        raise ConfigError(explain_config(error, sources, named)) from None
+        where = sources if file is None else {"model": str(file)} | sources
+        raise ConfigError(explain_config(error, where)) from None
     return LoadedConfig(config, sources)
 
 
 # ------------------------------------------------------------------------------------ reading
 
 
-def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read flags `cache.block_size=32`, whose values are YAML; no path may be given twice."""
-    values: dict[str, Any] = {}
+def parse_settings(texts: Iterable[str]) -> list[tuple[str, Any]]:
+    """Read flags `cache.block_size=32` as (path, value); the values are YAML."""
+    settings = []
     for text in texts:
         path, equals, value = text.partition("=")
         path = path.strip()
         if not equals or not path:
             raise ConfigError(f"{shown(text)}: expected path=value, such as cache.block_size=32")
-        read = parse_yaml(value, f"--set {path}")
-        if path in values:
-            raise ConfigError(
-                f"--set {clip(path)} is given twice, as {shown(values[path])} and as "
-                f"{shown(read)}; give it once"
-            )
-        values[path] = read
-    return values
+        settings.append((path, parse_yaml(value, f"--set {path}")))
+    return settings
 
 
 def from_environment(env: Mapping[str, str]) -> Iterator[Given]:
@@ -146,16 +140,16 @@ def from_arguments(arguments: Iterable[tuple[str, Any]]) -> Iterator[Given]:
 def layer(entries: Iterable[Given]) -> dict[str, Any]:
     """The tree of one layer, whose leaves are `Given`; the same field twice is an error."""
     tree: dict[str, Any] = {}
-    names: dict[TreePath, str] = {}
+    seen: dict[TreePath, Given] = {}
     for given in entries:
         branch = _branch(given)
         for leaf in leaves(branch):
-            if leaf.path in names:
+            if first := seen.get(leaf.path):
                 raise ConfigError(
-                    f"{dotted(leaf.path)}: given twice, as {clip(names[leaf.path])} and as "
-                    f"{clip(given.name)}; give it once"
+                    f"{dotted(leaf.path)}: given twice, {shown(first.value)} by {clip(first.name)} "
+                    f"and {shown(leaf.value)} by {clip(leaf.name)}; give it once"
                 )
-            names[leaf.path] = given.name
+            seen[leaf.path] = leaf
         tree = merge(tree, branch)
     return tree
 
