@@ -40,30 +40,13 @@ MODEL_HINT = (
 )
 PLUGIN_HINT = "name the plugin; nanovllm plugins list shows those that are installed"
 
+SECTION = "a section of `key: value` lines"
 EXPECTED: Mapping[str, str] = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "invalid_key": "text",
-    "string_too_short": "text of {min_length} or more characters",
-    "list_type": "a list",
-    "string_unicode": "text without half of a surrogate pair",
-    "too_long": "a list of at most {max_length} items",
-    "tuple_type": "a list",
-    "dict_type": "a section of `key: value` lines",
-    "model_type": "a section of `key: value` lines",
-    "greater_than": "above {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "below {lt}",
-    "less_than_equal": "at most {le}",
+    "model_type": SECTION,
+    "dict_type": SECTION,
+    "invalid_key": "a valid string",
 }
-"""The requirement on a value, by the type of pydantic's error; its `ctx` holds the limits."""
+"""The requirement on a value, by the type of pydantic's error, where its own words are Python's."""
 
 LAX: Mapping[str, TypeAdapter[Any]] = {
     "int_type": TypeAdapter(int),
@@ -151,11 +134,10 @@ def explain(
             names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
             match = did_you_mean(value, names) if isinstance(value, str) else ""
             return f"{subject} must be {allowed}{match}"
-    if kind in EXPECTED:
-        expected = EXPECTED[kind].format(**detail.get("ctx", {}))
-        return f"{subject} must be {expected}{_as_meant(kind, value)}"
-    message = clip(detail["msg"].replace("Input should", "must"), 500)
-    return f"{subject} {message[0].lower()}{message[1:]}"
+    said = f"should be {EXPECTED[kind]}" if kind in EXPECTED else clip(detail["msg"], 500)
+    said = said.removeprefix("Input ").replace("should", "must")
+    said = f"{said[0].lower()}{said[1:]}".replace("tuple", "list")
+    return f"{subject} {said}{_as_meant(kind, value)}"
 
 
 def _as_meant(kind: str, value: object) -> str:

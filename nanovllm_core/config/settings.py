@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,8 +33,7 @@ from nanovllm_core.config.choices import (
 )
 from nanovllm_core.errors import clip, shown
 
-BlockSize = Literal[16, 32, 64, 128, 256]
-BLOCK_SIZES: tuple[int, ...] = get_args(BlockSize)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)]
@@ -53,6 +52,12 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
 
 
+def _is_block_size(value: int) -> int:
+    if value not in BLOCK_SIZES:
+        raise ValueError(f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
+    return value
+
+
 def _increase(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if any(low >= high for low, high in itertools.pairwise((0, *sizes))):
         raise ValueError("must be positive and increasing")
@@ -67,7 +72,7 @@ Sizes = Annotated[
 class CacheSettings(Section):
     """The KV cache: the keys and values of the tokens that the engine has already computed."""
 
-    block_size: BlockSize | None = None
+    block_size: Annotated[int, AfterValidator(_is_block_size)] | None = None
     """Tokens per block. A block, which others call a page, is the unit in which the cache is
     allocated: 16, 32, 64, 128 or 256 tokens. Small blocks waste less memory at the end of each
     sequence and share more of a common prefix; large ones suit some attention backends better. Left

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
 from nanovllm_core.config.choices import choice_models, expand_attention, expand_name
-from nanovllm_core.config.errors import EXPECTED, FLAT_KEYWORDS, dotted, explain_config
+from nanovllm_core.config.errors import FLAT_KEYWORDS, SECTION, dotted, explain_config
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.yaml_reader import parse_yaml, read_yaml
 from nanovllm_core.errors import ConfigError, clip, shown
@@ -92,7 +92,7 @@ def load_with_sources(
         tree = merge(tree, layer(entries))
     sources = {".".join(map(str, leaf.path)): leaf.source for leaf in leaves(tree)}
     try:
-        config = EngineConfig.model_validate(values_of(tree))
+        config = EngineConfig.model_validate(plain(tree))
     except ValidationError as error:
         where = sources if file is None else {"model": str(file)} | sources
         raise ConfigError(explain_config(error, where)) from None
@@ -183,11 +183,11 @@ def _leaf(value: Any, given: Given, path: TreePath) -> Any:
     return replace(given, path=path, value=value)
 
 
-def values_of(tree: Any) -> Any:
-    """The plain values of a tree, or of a leaf."""
+def plain(tree: Any) -> Any:
+    """The values of a tree or a leaf, without who gave them; None where there is neither."""
     if isinstance(tree, dict):
-        return {key: values_of(child) for key, child in tree.items()}
-    return tree.value
+        return {key: plain(child) for key, child in tree.items()}
+    return tree and tree.value
 
 
 def leaves(tree: Mapping[str, Any]) -> Iterator[Given]:
@@ -206,26 +206,16 @@ def merge(lower: dict[str, Any], upper: Mapping[str, Any], path: TreePath = ()) 
     that is a ConfigError. But an option may take any form.
     """
     name = CHOICES.get(path)
-    if (
-        name
-        and name in lower
-        and name in upper
-        and values_of(lower[name]) != values_of(upper[name])
-    ):
+    if name and name in lower and name in upper and plain(lower[name]) != plain(upper[name]):
         return dict(upper)
     for key, value in upper.items():
-        below = lower.get(key)
+        below: Any = lower.get(key)
         if isinstance(value, dict) and isinstance(below, dict):
             value = merge(below, value, (*path, key))
-        elif (
-            isinstance(value, dict)
-            and isinstance(below, Given)
-            and below.value is not None
-            and "options" not in path
-        ):
+        elif isinstance(value, dict) and "options" not in path and plain(below) is not None:
+            where = dotted((*path, key))
             raise ConfigError(
-                f"{dotted(below.path)}: {shown(below.value)} must be {EXPECTED['model_type']} "
-                f"[{clip(below.source)}]"
+                f"{where}: {shown(below.value)} must be {SECTION} [{clip(below.source)}]"
             )
         lower[key] = value
     return lower

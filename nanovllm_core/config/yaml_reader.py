@@ -33,26 +33,21 @@ MAX_DIGITS = 400
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
 
-
-def _int(text: str) -> int:
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-
-
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
 _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], object]]] = {
     f"{_TAG}{name}": (re.compile(rf"(?:{form})\Z", re.DOTALL), read)
     for name, form, read in (
         ("null", r"null|Null|NULL|~|", lambda text: None),
         ("bool", r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
-        ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", _int),
+        (
+            "int",
+            r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+            lambda text: int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)),
+        ),
         (
             "float",
             r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
             r"|\.(nan|NaN|NAN)",
-            _float,
+            lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
         ),
         ("merge", "<<", str),
         ("str", ".*", str),
