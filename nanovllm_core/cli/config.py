@@ -39,8 +39,8 @@ def show(
     settings: Settings = None,
 ) -> None:
     """Print the values in effect as YAML, and where each comes from."""
-    overrides = parse_settings(settings or ())
-    loaded = load_with_sources(model, file=one_file(file, config), overrides=overrides)
+    path = one_file(file, config)
+    loaded = load_with_sources(model, file=path, overrides=parse_settings(settings or ()))
     for line in render(loaded.config.model_dump(), loaded.sources):
         print(line)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -165,37 +164,32 @@ def _once_for_both_phases(details: Iterable[ErrorDetails]) -> list[ErrorDetails]
 
 
 def _sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Every section of the configuration with its keys; a list's items are `observers[]`."""
+    """Every section of the configuration with its keys."""
     keys = [*model.model_fields]
     yield path, [*keys, "backend", "options"] if path == "attention" else keys
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _sections(field.annotation, f"{path}.{name}".removeprefix("."))
-        elif field.annotation == tuple[NamedPlugin, ...]:
-            yield f"{name}[]", [*NamedPlugin.model_fields]
 
 
 SECTIONS = dict(_sections(EngineConfig))
 PATHS = {
-    key: f"{path}.{key}".removeprefix(".")
-    for path, keys in SECTIONS.items()
-    if not path.endswith("[]")
-    for key in keys
+    key: f"{path}.{key}".removeprefix(".") for path, keys in SECTIONS.items() for key in keys
 } | dict(FLAT_KEYWORDS)
 """Where each key belongs, by its last part or nano-vllm's name; of several places the last."""
 
 
 def _hint(detail: ErrorDetails) -> str:
     """What to write for a missing key; for an unknown one, where it belongs or one like it."""
-    location = detail["loc"]
-    key, parent = str(location[-1]), re.sub(r"\[\d+\]", "[]", dotted(location[:-1]))
+    key = str(detail["loc"][-1])
     if detail["type"] == "missing":
         return f"; {MODEL_HINT if key == 'model' else PLUGIN_HINT}"
     section, dot, rest = key.partition(".")
     if dot and section in SECTIONS:
         inside = rest.replace(".", ": {")
         return f"; in a file, write {section}: {{{inside}: ...{'}' * key.count('.')}"
-    known = SECTIONS.get(parent, [])
+    # What is no section is an item of a list of plugins.
+    known = SECTIONS.get(dotted(detail["loc"][:-1]), [*NamedPlugin.model_fields])
     match = PATHS.get(key) or nearest(key, known) or PATHS.get(nearest(key, PATHS) or "")
     return f"; did you mean {match}?" if match else f"; known here: {', '.join(known)}"
 

@@ -10,14 +10,7 @@ import itertools
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from nanovllm_core.config.chat_template import check_chat_template_kwargs
 from nanovllm_core.config.choices import (
@@ -25,7 +18,6 @@ from nanovllm_core.config.choices import (
     DistinctPlugins,
     ExecutorSettings,
     KernelSettings,
-    Name,
     PluginList,
     SamplerSettings,
     SchedulerSettings,
@@ -36,7 +28,6 @@ from nanovllm_core.errors import clip, shown
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
-TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)]
 
 PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Prompt tokens to capture steps for. In larger steps the GPU runs longer than the launches."""
@@ -90,17 +81,18 @@ class CacheSettings(Section):
     tokens. The results are the same; it saves time."""
 
 
-def _is_length(value: object, check: ValidatorFunctionWrapHandler) -> object:
-    """One message, where a union would have one for each of its types."""
-    try:
-        return check(value)
-    except ValidationError:
-        raise ValueError("must be a whole number of at least 2, or fit") from None
-
-
 FIT: Final = "fit"
 """As long as the model's own limit and the KV cache allow."""
-ModelLength = Annotated[Annotated[int, Field(ge=2)] | Literal["fit"], WrapValidator(_is_length)]
+
+
+def _is_length(value: object) -> object:
+    """One message, where a union would have one for each of its types."""
+    if value != FIT and (type(value) is not int or value < 2):
+        raise ValueError("must be a whole number of at least 2, or fit")
+    return value
+
+
+ModelLength = Annotated[Annotated[int, Field(ge=2)] | Literal["fit"], BeforeValidator(_is_length)]
 
 
 class LimitSettings(Section):
@@ -178,14 +170,16 @@ def check_device(value: str) -> str:
 class EngineConfig(Section):
     """The whole configuration of an engine. Frozen; unknown keys are errors."""
 
-    model: Name
+    model: str = Field(min_length=1)
     """The model: a folder with a checkpoint, the name of a checkpoint plugin (`demo`),
     `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`). A plugin's name wins
     over a folder of that name without a checkpoint. If the folder holds a checkpoint too, write
     `./demo` for the folder or `demo:` for the plugin."""
-    tokenizer: Name | None = None
+    tokenizer: str | None = Field(default=None, min_length=1)
     """The folder or hub name of the tokenizer, if not the model's own."""
-    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)] = (
+        Field(default_factory=dict)
+    )
     """Variables for the checkpoint's chat template, such as `{enable_thinking: false}` for Qwen3; a
     call may override them. A template ignores unknown variables."""
     generation_config: Literal["checkpoint", "none"] = "checkpoint"
