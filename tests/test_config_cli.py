@@ -184,7 +184,7 @@ def test_a_file_is_named_by_place_or_by_flag_and_not_by_both(
     file = tmp_path / "engine.yaml"
     file.write_text("seed: x")
     for named in ([str(file)], ["--config", str(file)]):
-        with pytest.raises(ConfigError, match="seed: 'x' must be a valid integer"):
+        with pytest.raises(ConfigError, match="seed: 'x' must be a whole number"):
             run(*command, *named)
     both = CliRunner().invoke(make_app(), [*command, str(file), "--config", str(file)])
     assert both.exit_code == 2

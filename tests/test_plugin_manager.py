@@ -118,7 +118,7 @@ def test_a_wrong_option_names_path_plugin_version_and_the_nearest(install: Insta
 def test_a_wrong_value_of_an_option_names_what_is_allowed(install: Install) -> None:
     install_fair(install)
     with pytest.raises(
-        ConfigError, match=r"scheduler\.options\.ageing: 'x' must be a valid integer"
+        ConfigError, match=r"scheduler\.options\.ageing: 'x' must be a whole number"
     ):
         get_plugin_manager().resolve("scheduler", "fair", {"ageing": "x"})
 

@@ -41,11 +41,26 @@ PLUGIN_HINT = "name the plugin; nanovllm plugins list shows those that are insta
 
 SECTION = "a section of `key: value` lines"
 EXPECTED: Mapping[str, str] = {
-    "model_type": SECTION,
+    "int": "a whole number",
+    "float": "a number",
+    "finite_number": "a finite number",
+    "bool": "true or false",
+    "string_type": "text",
+    "invalid_key": "text",
+    "string_too_short": "text of {min_length} or more characters",
+    "string_unicode": "text without half of a surrogate pair",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "too_long": "a list of at most {max_length} items",
     "dict_type": SECTION,
-    "invalid_key": "a valid string",
+    "model_type": SECTION,
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
 }
-"""The requirement on a value, by the type of pydantic's error, where its own words are Python's."""
+"""The requirement on a value, by the type of pydantic's error or the first word of that type; the
+error's `ctx` holds the limits."""
 
 LAX: Mapping[str, TypeAdapter[Any]] = {
     "int_type": TypeAdapter(int),
@@ -133,10 +148,11 @@ def explain(
             names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
             match = did_you_mean(value, names) if isinstance(value, str) else ""
             return f"{subject} must be {allowed}{match}"
-    said = f"should be {EXPECTED[kind]}" if kind in EXPECTED else clip(detail["msg"], 500)
-    said = said.removeprefix("Input ").replace("should", "must")
-    said = f"{said[0].lower()}{said[1:]}".replace("tuple", "list")
-    return f"{subject} {said}{_as_meant(kind, value)}"
+    if expected := EXPECTED.get(kind) or EXPECTED.get(kind.partition("_")[0]):
+        said = f"must be {expected.format(**detail.get('ctx', {}))}"
+    else:
+        said = clip(detail["msg"].replace("Input should", "must"), 500)
+    return f"{subject} {said[0].lower()}{said[1:]}{_as_meant(kind, value)}"
 
 
 def _as_meant(kind: str, value: object) -> str:

@@ -179,7 +179,7 @@ def test_the_table_refuses_what_would_measure_nothing(arguments: list[str], said
 def test_the_table_says_which_half_of_a_pair_is_missing() -> None:
     result = bench("table", *DEMO, "--attention", "sdpa+")
     assert isinstance(error := result.exception, ConfigError)
-    assert "attention.decode.backend: '' string must have at least 1" in str(error)
+    assert "attention.decode.backend: '' must be text of 1" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def test_a_missing_argument_is_named_with_how_to_state_it(install: Install) -> N
 def test_arguments_that_no_request_may_ask_are_refused(install: Install) -> None:
     install_wordy(install)
     assert "did you mean words?" in str(refused("wordy", "--argument", "wrods=[fox]"))
-    assert "--argument.words: 3 must be a valid" in str(refused("wordy", "--argument", "words=3"))
+    assert "--argument.words: 3 must be a list" in str(refused("wordy", "--argument", "words=3"))
     assert "--argument 'words' must be KEY=VALUE" in str(refused("wordy", "--argument", "words"))
     error = refused("sdpa", "--argument", "words=[fox]")
     assert "sdpa is of the kind attention" in str(error)
