@@ -90,7 +90,7 @@ def test_merge_keys_and_anchors_work_and_own_keys_win() -> None:
 
 
 WRONG: dict[str, str] = {
-    "!!bool maybe": "'maybe' is not of the type !!bool; leave the tag out",
+    "!!bool maybe": "'maybe' is not of the type !!bool; correct it, or leave the tag out",
     "!!int abc": "'abc' is not of the type !!int",
     "!!int ''": "'' is not of the type !!int",
     "!!float x": "'x' is not of the type !!float",
@@ -107,7 +107,7 @@ WRONG: dict[str, str] = {
     "0x" + "f" * 17: "does not fit in 64 bits",
     "18446744073709551616": "does not fit in 64 bits",
     "1e400": "1e400 does not fit in 64 bits",
-    '"\\ud800"': "surrogates not allowed",
+    '"\\ud800"': "is not of the type !!str; correct it",
     '"\\U00110000"': "not valid YAML",
     "{1: a, 0x1: b}": "the key 1 is there twice",
     "{a: 1, 'a': 2}": "the key 'a' is there twice",

@@ -43,12 +43,10 @@ SECTION = "a section of `key: value` lines"
 EXPECTED: Mapping[str, str] = {
     "int": "a whole number",
     "float": "a number",
-    "finite_number": "a finite number",
     "bool": "true or false",
     "string_type": "text",
     "invalid_key": "text",
     "string_too_short": "text of {min_length} or more characters",
-    "string_unicode": "text without half of a surrogate pair",
     "list_type": "a list",
     "tuple_type": "a list",
     "too_long": "a list of at most {max_length} items",

@@ -34,7 +34,7 @@ _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
 
 _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], object]]] = {
-    f"{_TAG}{name}": (re.compile(rf"(?:{form})\Z", re.DOTALL), read)
+    f"{_TAG}{name}": (re.compile(rf"(?:{form})\Z"), read)
     for name, form, read in (
         ("null", r"null|Null|NULL|~|", lambda text: None),
         ("bool", r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
@@ -50,7 +50,7 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], object]]] = {
             lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
         ),
         ("merge", "<<", str),
-        ("str", ".*", str),
+        ("str", r"[^\ud800-\udfff]*", str),  # no half of a surrogate pair
     )
 }
 """The form of each type's text, and the function that reads it; the first form that fits wins."""
@@ -102,9 +102,10 @@ def _scalar(node: yaml.ScalarNode) -> object:
     form, read = _SCALARS[node.tag]
     if not form.match(text):
         kind = node.tag.removeprefix(_TAG)
-        raise _problem(f"{shown(text)} is not of the type !!{kind}; leave the tag out", node)
+        raise _problem(
+            f"{shown(text)} is not of the type !!{kind}; correct it, or leave the tag out", node
+        )
     if read is str:
-        text.encode()  # ValueError for half of a surrogate pair
         return text
     value = read(text) if len(text) <= MAX_DIGITS else math.inf
     is_huge = value in (math.inf, -math.inf) and "inf" not in text.lower()
