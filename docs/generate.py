@@ -279,14 +279,13 @@ def limit_table() -> str:
         ("`top_p`", "above 0, at most 1", "refused"),
         ("`min_p`", "0 to 1", "refused"),
         ("seeds", f"0 to {largest}", "refused"),
-        ("a configuration file", f"{config_yaml.MAX_SIZE >> 20} MiB", "refused at start"),
-        ("keys and values of one file", f"{config_yaml.MAX_VALUES:,}", "refused at start"),
-        ("nested sections", str(config_yaml.MAX_DEPTH), "refused at start"),
+        ("a configuration file", f"{config_yaml.MAX_SIZE:,} characters", "refused at start"),
         (
-            "values repeated by aliases in one file",
-            f"{config_yaml.MAX_ALIASED:,}",
+            "keys and values of one file, and those that its aliases repeat",
+            f"{config_yaml.MAX_VALUES:,}",
             "refused at start",
         ),
+        ("nested sections", str(config_yaml.MAX_DEPTH), "refused at start"),
         ("plugins in one list", "100", "refused at start"),
         ("integers in one file", "64 bits", "refused at start"),
         (

@@ -76,7 +76,7 @@ def fields_of(model: type[BaseModel]) -> Iterator[str]:
         if not is_section(field.annotation):
             one = schema["properties"][name]
             cells = (f"`{name}`", allowed(one), default(one, field.is_required()))
-            yield f"| {' | '.join(cells)} | {field.description} |"
+            yield f"| {' | '.join(cells)} | {' '.join((field.description or '').split())} |"
 
 
 def field_tables() -> str:

@@ -194,9 +194,12 @@ def test_a_file_is_named_by_place_or_by_flag_and_not_by_both(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["config", "show", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
-        (["explain", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
-        (["explain", "--scheduler", "sjf", "--set", "scheduler=fcfs"], "scheduler is given twice"),
+        (["config", "show", "--set", "seed=1", "--set", "seed=2"], "seed: given twice, 1 by"),
+        (["explain", "--set", "seed=1", "--set", "seed=2"], "seed: given twice, 1 by"),
+        (
+            ["explain", "--scheduler", "sjf", "--set", "scheduler=fcfs"],
+            "scheduler.name: given twice",
+        ),
     ],
 )
 def test_a_field_given_twice_on_the_command_line_is_refused(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, one_file
+from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, Settings, one_file
 from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.errors import MAX_ERRORS
 from nanovllm_core.config.settings import EngineConfig
@@ -22,10 +22,6 @@ from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.selection.decisions import Decisions, select_executor
 
 app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
-
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="A field, as path=value (repeatable).")
-]
 
 
 @app.command()
@@ -42,8 +38,8 @@ def show(
     settings: Settings = None,
 ) -> None:
     """Print the values in effect as YAML, and where each comes from."""
-    overrides = parse_settings(settings or ())
-    loaded = load_with_sources(model, file=one_file(file, config), overrides=overrides)
+    path = one_file(file, config)
+    loaded = load_with_sources(model, file=path, overrides=parse_settings(settings or ()))
     for line in render(loaded.config.model_dump(), loaded.sources):
         print(line)
 
@@ -52,9 +48,7 @@ def show(
 def check(
     file: FileArgument = None,
     config: ConfigFile = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="For a file that names no model.")
-    ] = None,
+    model: Model = None,
 ) -> None:
     """Say OK, or what is wrong: keys, values, the model, plugins and their options.
 

@@ -13,7 +13,6 @@ import typer
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import LoadedConfig, load_with_sources, parse_settings
-from nanovllm_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm_core.frontend.llm import LLM
@@ -27,8 +26,7 @@ FileArgument = Annotated[
     typer.Argument(metavar="FILE", help="A YAML configuration file; also as --config."),
 ]
 Attention = Annotated[
-    str | None,
-    typer.Option(help="Attention backend, or PREFILL+DECODE (flash+triton)."),
+    str | None, typer.Option(help="Attention backend, or PREFILL+DECODE (flash+triton).")
 ]
 Scheduler = Annotated[
     str | None, typer.Option(help="Which request is served first: fcfs, sjf, ...")
@@ -82,8 +80,7 @@ ChatTemplateKwargs = Annotated[
     ),
 ]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any other field, as path=value (repeatable)."),
+    list[str] | None, typer.Option("--set", help="Any other field, as path=value (repeatable).")
 ]
 
 
@@ -92,26 +89,6 @@ def one_file(argument: Path | None, option: Path | None) -> Path | None:
     if argument is not None and option is not None:
         raise typer.BadParameter(f"two files are named, {argument} and {option}; leave one out")
     return argument or option
-
-
-def engine_config(
-    model: str | None,
-    config: Path | None,
-    attention: Any,
-    scheduler: str | None,
-    device: str | None,
-    dtype: str | None,
-    settings: list[str] | None,
-    **fields: Any,
-) -> EngineConfig:
-    """The configuration that these flags give on top of the file and the environment.
-
-    `attention` is the text of the flag, or what a file would say in its place. `fields` are further
-    fields of `EngineConfig`; None where the flag was left out.
-    """
-    return loaded_config(
-        model, config, attention, scheduler, device, dtype, settings, **fields
-    ).config
 
 
 def loaded_config(
@@ -124,27 +101,17 @@ def loaded_config(
     settings: list[str] | None,
     **fields: Any,
 ) -> LoadedConfig:
-    """The same, with who said each value."""
-    overrides = parse_settings(settings or ())
-    flags = {
-        "attention": attention_choice(attention) if isinstance(attention, str) else attention,
-        "scheduler": scheduler,
-        "device": device,
-        "dtype": dtype,
-        **fields,
-    }
-    for name, value in flags.items():
-        if value is not None and name in overrides:
-            raise ConfigError(f"{name} is given twice, by --{name} and by --set; give it once")
-        if value is not None:
-            overrides[name] = value
-    return load_with_sources(model, file=config, overrides=overrides)
+    """The configuration that these flags give on top of the file and the environment.
 
-
-def attention_choice(text: str) -> Any:
-    """`triton` -> itself; `flash+triton` -> the pair of prefill and decode backends."""
-    prefill, plus, decode = text.partition("+")
-    return {"prefill": prefill, "decode": decode} if plus else text
+    `attention` is the text of the flag, where `flash+triton` is a pair of prefill and decode, or
+    what a file would say in its place. `fields` are further fields of `EngineConfig`; None where
+    the flag was left out.
+    """
+    if isinstance(attention, str) and "+" in attention:
+        attention = dict(zip(("prefill", "decode"), attention.split("+", 1), strict=True))
+    fields |= {"attention": attention, "scheduler": scheduler, "device": device, "dtype": dtype}
+    flags = [(name, value) for name, value in fields.items() if value is not None]
+    return load_with_sources(model, file=config, overrides=parse_settings(settings or ()) + flags)
 
 
 def open_llm(config: EngineConfig) -> LLM:

@@ -11,6 +11,8 @@ from nanovllm_core.errors import shown
 
 AUTO = "auto"
 
+Name = Annotated[str, Field(min_length=1)]
+
 
 def expand_name(value: object, key: str) -> object:
     """`sjf` is short for `{name: sjf}`, and an empty section for the defaults."""
@@ -20,24 +22,22 @@ def expand_name(value: object, key: str) -> object:
 
 
 def expand_attention(value: object) -> object:
-    """Write any form of `attention` as `{prefill: {...}, decode: {...}}`; keep other keys."""
+    """Write one choice for both phases as `{prefill: {...}, decode: {...}}`; keep other keys."""
     value = expand_name(value, "backend")
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or value.keys() & {"prefill", "decode"}:
         return value
     both = {key: value[key] for key in ("backend", "options") if key in value}
-    phases = {key: value[key] for key in ("prefill", "decode") if key in value}
-    if both and phases:
-        raise ValueError("give either backend and options, or prefill and decode, not both")
-    if both:
-        phases = {"prefill": both, "decode": both}
-    rest = {key: value[key] for key in value if key not in both and key not in phases}
-    return {key: expand_name(phases[key], "backend") for key in phases} | rest
+    phases = {"prefill": both, "decode": both} if both else {}
+    return phases | {key: value[key] for key in value if key not in both}
 
 
 class Section(BaseModel):
     """A part of the configuration: frozen, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # The text below a field is its description.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -46,12 +46,17 @@ class Section(BaseModel):
 
 
 class PluginChoice(Section):
-    """A plugin and its options, or `auto` if that is the default."""
+    """A plugin and its options, or its name alone; `auto` where that is the default."""
 
     KEY: ClassVar[str] = "name"
     """The field that names the plugin."""
     if TYPE_CHECKING:  # each form declares it behind its own name of the plugin
         options: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: object) -> object:
+        return expand_name(value, cls.KEY)
 
     @property
     def plugin(self) -> str:
@@ -81,16 +86,11 @@ class AttentionChoice(PluginChoice):
     """One attention backend and its options."""
 
     KEY = "backend"
-    backend: str = Field(
-        default="auto",
-        min_length=1,
-        description="The attention plugin to use, by name (see `nanovllm plugins list`). `auto` "
-        "takes the fastest one that can serve this model on this machine and says why the others "
-        "were passed over.",
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="The settings of that plugin; each plugin has its own."
-    )
+    backend: Name = AUTO
+    """The attention plugin to use, by name (see `nanovllm plugins list`). `auto` takes the fastest
+    one that can serve this model on this machine and says why the others were passed over."""
+    options: dict[str, Any] = {}
+    """The settings of that plugin; each plugin has its own."""
 
 
 class AttentionSettings(Section):
@@ -99,77 +99,59 @@ class AttentionSettings(Section):
     `prefill` computes prompts, `decode` generates answers token by token.
     """
 
-    prefill: AttentionChoice = Field(
-        default_factory=AttentionChoice,
-        description="The backend for prompts: many tokens of one sequence at once.",
-    )
-    decode: AttentionChoice = Field(
-        default_factory=AttentionChoice,
-        description="The backend for answers: one token of many sequences at once.",
-    )
+    prefill: AttentionChoice = AttentionChoice()
+    """The backend for prompts: many tokens of one sequence at once."""
+    decode: AttentionChoice = AttentionChoice()
+    """The backend for answers: one token of many sequences at once."""
 
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: object) -> object:
-        return expand_attention(value)
+        value = expand_attention(value)
+        if isinstance(value, Mapping) and value.keys() & {"backend", "options"}:
+            raise ValueError("give either backend and options, or prefill and decode, not both")
+        return value
 
 
 class NamedPlugin(PluginChoice):
     """A plugin and its options, or its name alone."""
 
-    name: str = Field(min_length=1, description="The plugin, by name.")
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="The settings of that plugin; each plugin has its own."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, value: object) -> object:
-        return expand_name(value, "name")
+    name: Name
+    """The plugin, by name."""
+    options: dict[str, Any] = {}
+    """The settings of that plugin; each plugin has its own."""
 
 
 class SchedulerSettings(NamedPlugin):
     """The order in which waiting requests are admitted."""
 
-    name: str = Field(
-        default="fcfs",
-        min_length=1,
-        description="The scheduler plugin, by name. `fcfs` admits in order of arrival; `sjf` "
-        "admits short prompts first.",
-    )
+    name: Name = "fcfs"
+    """The scheduler plugin, by name. `fcfs` admits in order of arrival; `sjf` admits short prompts
+    first."""
 
 
 class ExecutorSettings(NamedPlugin):
     """How the model runs: in this process, or in several."""
 
-    name: str = Field(
-        default="single",
-        min_length=1,
-        description="The executor plugin, by name. `single` runs the model in this process.",
-    )
+    name: Name = "single"
+    """The executor plugin, by name. `single` runs the model in this process."""
 
 
 class SamplerSettings(NamedPlugin):
     """How the device samples a token, for requests without top-k, penalties or the like."""
 
-    name: str = Field(
-        default="gumbel",
-        min_length=1,
-        description="The sampler plugin, by name. `gumbel` takes the likeliest token, or samples "
-        "one with noise that depends on the request's seed alone.",
-    )
+    name: Name = "gumbel"
+    """The sampler plugin, by name. `gumbel` takes the likeliest token, or samples one with noise
+    that depends on the request's seed alone."""
 
 
 class KernelSettings(NamedPlugin):
     """The fused operations that a model's layers are built on."""
 
-    name: str = Field(
-        default="auto",
-        min_length=1,
-        description="The kernel set, by name. `auto` takes the installed set of the highest rank "
-        "that supports the device and the dtype, and says why not the others: `triton` on a GPU, "
-        "and `torch`, the plain reference, on a CPU.",
-    )
+    name: Name = AUTO
+    """The kernel set, by name. `auto` takes the installed set of the highest rank that supports the
+    device and the dtype, and says why not the others: `triton` on a GPU, and `torch`, the plain
+    reference, on a CPU."""
 
 
 def _named_once(value: tuple[NamedPlugin, ...]) -> tuple[NamedPlugin, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nanovllm_core.config.choices import NamedPlugin
 from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.config.yaml_reader import flow_yaml
 from nanovllm_core.errors import clip, did_you_mean, nearest, shown
 
 MAX_ERRORS = 20
@@ -39,45 +39,35 @@ MODEL_HINT = (
 )
 PLUGIN_HINT = "name the plugin; nanovllm plugins list shows those that are installed"
 
+SECTION = "a section of `key: value` lines"
 EXPECTED: Mapping[str, str] = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
     "string_type": "text",
     "invalid_key": "text",
     "string_too_short": "text of {min_length} or more characters",
     "list_type": "a list",
-    "string_unicode": "text without half of a surrogate pair",
-    "too_long": "a list of at most {max_length} items",
     "tuple_type": "a list",
-    "dict_type": "a section of `key: value` lines",
-    "model_type": "a section of `key: value` lines",
+    "too_long": "a list of at most {max_length} items",
+    "dict_type": SECTION,
+    "model_type": SECTION,
     "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
 }
-"""The requirement on a value, by the type of pydantic's error; its `ctx` holds the limits."""
+"""The requirement on a value, by the type of pydantic's error or the first word of that type; the
+error's `ctx` holds the limits."""
 
-BOOL_WORDS: Mapping[str, str] = dict.fromkeys(("true", "yes", "on", "y", "1"), "true") | (
-    dict.fromkeys(("false", "no", "off", "n", "0"), "false")
-)
-"""How YAML 1.1 and others write the two bools; here they are texts and numbers."""
-NUMBERS: Mapping[str, re.Pattern[str]] = {
-    "int_type": re.compile(r"[-+]?[0-9]{1,18}"),
-    "float_type": re.compile(r"[-+]?[0-9]{1,18}([.][0-9]{1,18})?(e[-+]?[0-9]{1,2})?"),
+LAX: Mapping[str, TypeAdapter[Any]] = {
+    "int_type": TypeAdapter(int),
+    "float_type": TypeAdapter(float),
+    "bool_type": TypeAdapter(bool),
 }
-"""Texts that are a number without their quotes, by the type of pydantic's error."""
+"""pydantic's readers that convert ("5" is 5, "yes" is true), by the type of the strict error."""
 
 Location = tuple[int | str, ...]
-
-PluginTuple = tuple[NamedPlugin, ...]
-PLUGIN_KEYS = tuple(NamedPlugin.model_fields)
 
 
 def dotted(location: Location) -> str:
@@ -102,27 +92,19 @@ def one_line_each(details: Sequence[ErrorDetails], line: Callable[[ErrorDetails]
     return "\n".join(lines)
 
 
-def explain_config(
-    error: ValidationError, sources: Mapping[str, str], file: str | None = None
-) -> str:
-    """One line for each thing wrong in an `EngineConfig`, with the source that said it.
-
-    `file` is the configuration file, if there is one: it is where something missing would stand.
-    """
+def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
+    """One line for each thing wrong in an `EngineConfig`, with the source that said it."""
 
     def line(detail: ErrorDetails) -> str:
         path = dotted(place(detail))
-        parts = [str(part) for part in detail["loc"] if part != "[key]"]
-        source = _source_of(".".join(parts), sources) or ""
-        if detail["type"] == "missing":
-            hint = MODEL_HINT if path == "model" else PLUGIN_HINT
-            text, source = f"{path}: missing; {hint}", source or file or ""
-        else:
-            text = explain(detail, path, _key_hint).removeprefix(": ")
+        parts = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+        in_a_phase = parts.replace("attention.", "attention.prefill.", 1)
+        source = _source_of(parts, sources) or _source_of(in_a_phase, sources)
+        text = explain(detail, path, _hint).removeprefix(": ")
         remedy = f"; {REMEDIES[path]}" if path in REMEDIES else ""
         return text + remedy + (f" [{clip(source)}]" if source else "")
 
-    return one_line_each([*_once_for_both_phases(error.errors(include_url=False))], line)
+    return one_line_each(_once_for_both_phases(error.errors(include_url=False)), line)
 
 
 def explain_options(
@@ -131,6 +113,8 @@ def explain_options(
     """One line for each wrong option; `plugin` is its name, version and distribution."""
 
     def hint(detail: ErrorDetails) -> str:
+        if detail["type"] == "missing":
+            return "; it has no default"
         return did_you_mean(str(detail["loc"][-1]), options.model_fields)
 
     def line(detail: ErrorDetails) -> str:
@@ -141,16 +125,19 @@ def explain_options(
 
 
 def explain(
-    detail: ErrorDetails, path: str, key_hint: Callable[[ErrorDetails], str], noun: str = "key"
+    detail: ErrorDetails, path: str, hint: Callable[[ErrorDetails], str], noun: str = "key"
 ) -> str:
-    """`path: value, and what is allowed` for one error of pydantic's."""
+    """`path: value, and what is allowed` for one error of pydantic's.
+
+    `hint` says what to write where a key is unknown or missing.
+    """
     value, kind = detail["input"], detail["type"]
     subject = f"{path}: {'the key ' if place(detail) != detail['loc'] else ''}{shown(value)}"
     match kind:
         case "extra_forbidden":
-            return f"{path}: unknown {noun} (value {shown(value)}){key_hint(detail)}"
+            return f"{path}: unknown {noun} (value {shown(value)}){hint(detail)}"
         case "missing":
-            return f"{path}: missing; it has no default"
+            return f"{path}: missing{hint(detail)}"
         case "value_error":
             about = f"{path}:" if isinstance(value, Mapping | BaseModel) else subject
             return f"{about} {clip(str(detail['ctx']['error']), 500)}"
@@ -159,89 +146,73 @@ def explain(
             names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
             match = did_you_mean(value, names) if isinstance(value, str) else ""
             return f"{subject} must be {allowed}{match}"
-    if kind in EXPECTED:
-        expected = EXPECTED[kind].format(**detail.get("ctx", {}))
-        return f"{subject} must be {expected}{_as_meant(kind, value)}"
-    message = clip(detail["msg"].replace("Input should", "must"), 500)
-    return f"{subject} {message[0].lower()}{message[1:]}"
+    if expected := EXPECTED.get(kind) or EXPECTED.get(kind.partition("_")[0]):
+        said = f"must be {expected.format(**detail.get('ctx', {}))}"
+    else:
+        said = clip(detail["msg"].replace("Input should", "must"), 500)
+    return f"{subject} {said[0].lower()}{said[1:]}{_as_meant(kind, value)}"
 
 
 def _as_meant(kind: str, value: object) -> str:
     """How to write what was probably meant, where a value has the wrong type."""
-    if kind.startswith("bool_") and isinstance(value, str | int):
-        word = BOOL_WORDS.get(shown(value).strip("'").lower())
-        return f"; write {word}" if word else ""
-    if kind in NUMBERS and isinstance(value, str) and NUMBERS[kind].fullmatch(value):
-        return f"; write {value} without quotes"
     if kind in ("string_type", "invalid_key") and isinstance(value, bool | int | float):
         return "; put it in quotes"
-    return ""
+    if kind not in LAX or isinstance(value, bool):
+        return ""
+    try:
+        return f"; write {flow_yaml(LAX[kind].validate_python(value))}"
+    except ValidationError:
+        return ""
 
 
-def _once_for_both_phases(details: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
+def _once_for_both_phases(details: Iterable[ErrorDetails]) -> list[ErrorDetails]:
     """One `attention.backend` error for what is wrong in prefill and decode alike."""
-    details = [*details]
-    seen = {(detail["loc"], detail["msg"]) for detail in details}
+    once: dict[tuple[Location, str], ErrorDetails] = {}
     for detail in details:
-        location = detail["loc"]
-        if location[0:1] == ("attention",) and location[1:2] in (("prefill",), ("decode",)):
-            rest = location[2:]
-            phases = [
-                (("attention", phase, *rest), detail["msg"]) for phase in ("prefill", "decode")
-            ]
-            if all(phase in seen for phase in phases):
-                if location[1] == "prefill":
-                    yield {**detail, "loc": ("attention", *rest)}
-                continue
-        yield detail
+        first, *rest = detail["loc"] or ("",)
+        in_a_phase = first == "attention" and rest and rest[0] in ("prefill", "decode")
+        location = (first, *rest[1:]) if in_a_phase else detail["loc"]
+        same = (location, detail["msg"])
+        once[same] = {**detail, "loc": location} if same in once else detail
+    return [*once.values()]
 
 
-def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
-    """Every (parent path, key) that the configuration has."""
+def _sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Every section of the configuration with its keys."""
+    keys = [*model.model_fields]
+    yield path, [*keys, "backend", "options"] if path == "attention" else keys
     for name, field in model.model_fields.items():
-        yield path, name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _fields(field.annotation, f"{path}.{name}".removeprefix("."))
-        elif field.annotation == PluginTuple:
-            yield from ((f"{path}.{name}".removeprefix(".") + "[]", key) for key in PLUGIN_KEYS)
-    if path == "attention":
-        yield from ((path, "backend"), (path, "options"))
+            yield from _sections(field.annotation, f"{path}.{name}".removeprefix("."))
 
 
-def _key_hint(detail: ErrorDetails) -> str:
-    """How to write a dotted key; else the same name elsewhere, or a like one here or elsewhere."""
-    location = detail["loc"]
-    key, parent = str(location[-1]), dotted(location[:-1])
-    parent = re.sub(r"\[\d+\]", "[]", parent)
-    siblings = [name for path, name in _fields(EngineConfig) if path == parent]
-    elsewhere = {
-        name: f"{path}.{name}".removeprefix(".")
-        for path, name in _fields(EngineConfig)
-        if not path.endswith("[]")
-    }
-    known = [f"{path}.{name}." for path, name in _fields(EngineConfig) if path]
-    if f"{key}.".startswith((*known,)):
-        return f"; in a file, write {_as_section(key, detail['input'])}"
-    elsewhere |= FLAT_KEYWORDS
-    if key in elsewhere:
-        return f"; did you mean {elsewhere[key]}?"
-    match = nearest(key, siblings) or elsewhere.get(nearest(key, elsewhere) or "")
-    return f"; did you mean {match}?" if match else f"; known here: {', '.join(siblings)}"
+SECTIONS = dict(_sections(EngineConfig))
+PATHS = {
+    key: f"{path}.{key}".removeprefix(".") for path, keys in SECTIONS.items() for key in keys
+} | dict(FLAT_KEYWORDS)
+"""Where each key belongs, by its last part or nano-vllm's name; of several places the last."""
 
 
-def _as_section(path: str, value: object) -> str:
-    """`("cache.block_size", 32)` -> `cache: {block_size: 32}`."""
-    first, *rest = path.split(".")
-    inside = "".join(f"{{{name}: " for name in rest)
-    return f"{first}: {inside}{clip(json.dumps(value, default=shown))}{'}' * len(rest)}"
+def _hint(detail: ErrorDetails) -> str:
+    """What to write for a missing key; for an unknown one, where it belongs or one like it."""
+    key = str(detail["loc"][-1])
+    if detail["type"] == "missing":
+        return f"; {MODEL_HINT if key == 'model' else PLUGIN_HINT}"
+    section, dot, rest = key.partition(".")
+    if dot and section in SECTIONS:
+        inside = rest.replace(".", ": {")
+        return f"; in a file, write {section}: {{{inside}: ...{'}' * key.count('.')}"
+    # What is no section is an item of a list of plugins.
+    known = SECTIONS.get(dotted(detail["loc"][:-1]), [*NamedPlugin.model_fields])
+    match = PATHS.get(key) or nearest(key, known) or PATHS.get(nearest(key, PATHS) or "")
+    return f"; did you mean {match}?" if match else f"; known here: {', '.join(known)}"
 
 
-def _source_of(path: str, sources: Mapping[str, str]) -> str | None:
-    """The source of the value at `path`, of a part of it, or of the section around it."""
-    if path in sources:
-        return sources[path]
-    for known, source in sources.items():
-        phases = {known, known.replace(".prefill.", ".", 1), known.replace(".decode.", ".", 1)}
-        if any(f"{path}.".startswith(f"{name}.") or name.startswith(f"{path}.") for name in phases):
-            return source
-    return None
+def _source_of(path: str, sources: Mapping[str, str]) -> str:
+    """The source of the value at `path`, of a part of it, or of the section around it; or ''."""
+    related = (
+        known
+        for known in sources
+        if f"{path}.".startswith(f"{known}.") or known.startswith(f"{path}.")
+    )
+    return sources.get(path) or sources.get(next(related, ""), "")

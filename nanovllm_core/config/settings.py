@@ -6,17 +6,11 @@ The fields of `EngineConfig` are the keys of the YAML file. `load_config`, in
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from nanovllm_core.config.chat_template import check_chat_template_kwargs
 from nanovllm_core.config.choices import (
@@ -33,9 +27,7 @@ from nanovllm_core.errors import clip, shown
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
-IntTuple = Annotated[tuple[int, ...], Field(strict=False, max_length=10_000)]
 StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
-
 
 PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Prompt tokens to capture steps for. In larger steps the GPU runs longer than the launches."""
@@ -57,78 +49,67 @@ def _is_block_size(value: int) -> int:
     return value
 
 
+def _increase(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if any(low >= high for low, high in itertools.pairwise((0, *sizes))):
+        raise ValueError("must be positive and increasing")
+    return sizes
+
+
+Sizes = Annotated[
+    tuple[int, ...], Field(strict=False, max_length=10_000), AfterValidator(_increase)
+]
+
+
 class CacheSettings(Section):
     """The KV cache: the keys and values of the tokens that the engine has already computed."""
 
-    block_size: Annotated[int, AfterValidator(_is_block_size)] | None = Field(
-        default=None,
-        description="Tokens per block. A block, which others call a page, is the unit in which the "
-        "cache is allocated: 16, 32, 64, 128 or 256 tokens. Small blocks waste less memory at the "
-        "end of each sequence and share more of a common prefix; large ones suit some attention "
-        "backends better. Left out, the size that the attention backend prefers, at least 16.",
-    )
-    gpu_memory_utilization: float = Field(
-        default=0.9,
-        gt=0,
-        le=1,
-        description="The fraction of the GPU's memory that this engine may fill: 0.9 is 90 "
-        "percent. Weights and workspaces take their part first, and the rest becomes cache; more "
-        "cache means more sequences at once. Lower it when other programs use the same GPU, or "
-        "another engine in this process: two of 0.4 fit together. It does not apply on a CPU.",
-    )
-    num_blocks: int | None = Field(
-        default=None,
-        ge=1,
-        description="The exact number of blocks. Left out, as many as "
-        "`gpu_memory_utilization` allows. block_size times num_blocks is the number of "
-        "tokens that all running sequences can hold together.",
-    )
-    prefix_caching: bool = Field(
-        default=True,
-        description="Keep the blocks of a prompt, and use them again when another prompt begins "
-        "with the same tokens. The results are the same; it saves time.",
-    )
-
-
-def _is_length(value: object, check: ValidatorFunctionWrapHandler) -> object:
-    """One message, where a union would have one for each of its types."""
-    try:
-        return check(value)
-    except ValidationError:
-        raise ValueError("must be a whole number of at least 2, or fit") from None
+    block_size: Annotated[int, AfterValidator(_is_block_size)] | None = None
+    """Tokens per block. A block, which others call a page, is the unit in which the cache is
+    allocated: 16, 32, 64, 128 or 256 tokens. Small blocks waste less memory at the end of each
+    sequence and share more of a common prefix; large ones suit some attention backends better. Left
+    out, the size that the attention backend prefers, at least 16."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """The fraction of the GPU's memory that this engine may fill: 0.9 is 90 percent. Weights and
+    workspaces take their part first, and the rest becomes cache; more cache means more sequences at
+    once. Lower it when other programs use the same GPU, or another engine in this process: two of
+    0.4 fit together. It does not apply on a CPU."""
+    num_blocks: int | None = Field(default=None, ge=1)
+    """The exact number of blocks. Left out, as many as `gpu_memory_utilization` allows. block_size
+    times num_blocks is the number of tokens that all running sequences can hold together."""
+    prefix_caching: bool = True
+    """Keep the blocks of a prompt, and use them again when another prompt begins with the same
+    tokens. The results are the same; it saves time."""
 
 
 FIT: Final = "fit"
 """As long as the model's own limit and the KV cache allow."""
-ModelLength = Annotated[Annotated[int, Field(ge=2)] | Literal["fit"], WrapValidator(_is_length)]
+
+
+def _is_length(value: object) -> object:
+    """One message, where a union would have one for each of its types."""
+    if value != FIT and (type(value) is not int or value < 2):
+        raise ValueError("must be a whole number of at least 2, or fit")
+    return value
+
+
+ModelLength = Annotated[Annotated[int, Field(ge=2)] | Literal["fit"], BeforeValidator(_is_length)]
 
 
 class LimitSettings(Section):
     """How much the engine computes at once."""
 
-    max_model_len: ModelLength | None = Field(
-        default=None,
-        description="The most tokens of a sequence, prompt and answer together (a token is about "
-        "three quarters of an English word). Left out, the model's own limit. `fit` is the model's "
-        "limit too, or as many tokens as the cache holds if memory is too small for that.",
-    )
-    max_num_seqs: int = Field(
-        default=256,
-        ge=1,
-        le=2**16,
-        description="The most sequences (in prefill or decode) that may run at the same time; "
-        "further ones wait. More give a higher throughput; fewer give each sequence a lower "
-        "latency and need less memory.",
-    )
-    max_num_batched_tokens: int = Field(
-        default=16384,
-        ge=1,
-        le=2**24,
-        description="The most tokens that the engine computes in one step, over all sequences: "
-        "each decoding sequence takes one, and prompts share the rest. A longer prompt is computed "
-        "in several steps. More compute prompts faster; fewer delay decoding sequences less and "
-        "need less memory. At least max_num_seqs.",
-    )
+    max_model_len: ModelLength | None = None
+    """The most tokens of a sequence, prompt and answer together (a token is about three quarters of
+    an English word). Left out, the model's own limit. `fit` is the model's limit too, or as many
+    tokens as the cache holds if memory is too small for that."""
+    max_num_seqs: int = Field(default=256, ge=1, le=2**16)
+    """The most sequences (in prefill or decode) that may run at the same time; further ones wait.
+    More give a higher throughput; fewer give each sequence a lower latency and need less memory."""
+    max_num_batched_tokens: int = Field(default=16384, ge=1, le=2**24)
+    """The most tokens that the engine computes in one step, over all sequences: each decoding
+    sequence takes one, and prompts share the rest. A longer prompt is computed in several steps.
+    More compute prompts faster; fewer delay decoding sequences less and need less memory. At least
+    max_num_seqs."""
 
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> LimitSettings:
@@ -144,52 +125,29 @@ class LimitSettings(Section):
 class GraphSettings(Section):
     """CUDA graphs: a step is captured once and replayed, which saves CPU time."""
 
-    enforce_eager: bool = Field(
-        default=False,
-        description="Run every step without CUDA graphs. Slower; starts sooner, uses less memory "
-        "and is easier to debug.",
-    )
-    sizes: IntTuple | None = Field(
-        default=None,
-        description="The numbers of sequences to capture a graph for, increasing, the last one "
-        "max_num_seqs; a step is padded to the next larger size. Left out: 1, 2, 4, 8, then every "
-        "8 up to max_num_seqs.",
-    )
-
-    prompt_sizes: IntTuple | None = Field(
-        default=None,
-        description="The numbers of prompt tokens to capture a graph for, increasing; a step that "
-        "computes prompts is padded to the next larger size, and runs without a graph beyond the "
-        "last. Empty: no such graphs. Left out: 128 to 4096, if the attention backend supports "
-        "capture with prompts.",
-    )
-
-    @model_validator(mode="after")
-    def _sizes_increase(self) -> GraphSettings:
-        if self.sizes == ():
-            raise ValueError("sizes [] must be positive and increasing, and end with max_num_seqs")
-        for name, sizes in (("sizes", self.sizes), ("prompt_sizes", self.prompt_sizes)):
-            given = sizes or ()
-            if any(low >= high for low, high in zip((0, *given), given, strict=False)):
-                raise ValueError(f"{name} {shown([*given])} must be positive and increasing")
-        return self
+    enforce_eager: bool = False
+    """Run every step without CUDA graphs. Slower; starts sooner, uses less memory and is easier to
+    debug."""
+    sizes: Sizes | None = None
+    """The numbers of sequences to capture a graph for, increasing, the last one max_num_seqs; a
+    step is padded to the next larger size. Left out: 1, 2, 4, 8, then every 8 up to
+    max_num_seqs."""
+    prompt_sizes: Sizes | None = None
+    """The numbers of prompt tokens to capture a graph for, increasing; a step that computes prompts
+    is padded to the next larger size, and runs without a graph beyond the last. Empty: no such
+    graphs. Left out: 128 to 4096, if the attention backend supports capture with prompts."""
 
 
 class PluginSettings(Section):
     """Plugins to leave out, and extensions to load."""
 
-    disable: StrTuple = Field(
-        default=(),
-        description="Plugins to treat as not installed: a name (`flash`), a kind and a "
-        "name (`attention:flash`), or a distribution (`nanovllm-attention-flash`).",
-    )
-    enable: StrTuple = Field(
-        default=(),
-        description="Extensions to load, by name; other extensions are not loaded.",
-    )
-    options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="The settings of extensions, by the extension's name."
-    )
+    disable: StrTuple = ()
+    """Plugins to treat as not installed: a name (`flash`), a kind and a name (`attention:flash`),
+    or a distribution (`nanovllm-attention-flash`)."""
+    enable: StrTuple = ()
+    """Extensions to load, by name; other extensions are not loaded."""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """The settings of extensions, by the extension's name."""
 
     @model_validator(mode="after")
     def _options_of_enabled_extensions(self) -> PluginSettings:
@@ -212,131 +170,77 @@ def check_device(value: str) -> str:
 class EngineConfig(Section):
     """The whole configuration of an engine. Frozen; unknown keys are errors."""
 
-    model: str = Field(
-        min_length=1,
-        description="The model: a folder with a checkpoint, the name of a checkpoint plugin "
-        "(`demo`), `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`). "
-        "A plugin's name wins over a folder of that name without a checkpoint. If the folder "
-        "holds a checkpoint too, write `./demo` for the folder or `demo:` for the plugin.",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="The folder or hub name of the tokenizer, if not the model's own.",
-    )
+    model: str = Field(min_length=1)
+    """The model: a folder with a checkpoint, the name of a checkpoint plugin (`demo`),
+    `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`). A plugin's name wins
+    over a folder of that name without a checkpoint. If the folder holds a checkpoint too, write
+    `./demo` for the folder or `demo:` for the plugin."""
+    tokenizer: str | None = Field(default=None, min_length=1)
+    """The folder or hub name of the tokenizer, if not the model's own."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)] = (
-        Field(
-            default_factory=dict,
-            description="Variables for the checkpoint's chat template, such as `{enable_thinking: "
-            "false}` for Qwen3; a call may override them. A template ignores unknown variables.",
-        )
+        Field(default_factory=dict)
     )
-    generation_config: Literal["checkpoint", "none"] = Field(
-        default="checkpoint",
-        description="The source of temperature, top_k, top_p, min_p and repetition_penalty for a "
-        "request that does not set them: `checkpoint` is its generation_config.json, `none` "
-        "leaves them neutral.",
-    )
-    load_format: Literal["auto", "dummy"] = Field(
-        default="auto",
-        description="`auto` reads the checkpoint's weights; `dummy` makes random weights of the "
-        "right shapes, to measure speed with a config.json alone.",
-    )
-    device: Annotated[str, AfterValidator(check_device)] = Field(
-        default="auto",
-        description="The device: `cpu`, `cuda` (the first GPU), `cuda:1` (the second), or `auto`: "
-        "a GPU if there is one.",
-    )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        default="auto",
-        description="The number format of weights and computation. `auto` is the checkpoint's on "
-        "a GPU, and float32 on a CPU.",
-    )
-    attention: AttentionSettings = Field(
-        default_factory=AttentionSettings,
-        description="The attention backend: a name, {backend, options}, or a {prefill, decode} "
-        "pair of these.",
-    )
-    scheduler: SchedulerSettings = Field(
-        default_factory=SchedulerSettings,
-        description="The order of admission: a name or {name, options}.",
-    )
-    executor: ExecutorSettings = Field(
-        default_factory=ExecutorSettings,
-        description="How the model runs: a name or {name, options}.",
-    )
-    sampler: SamplerSettings = Field(
-        default_factory=SamplerSettings,
-        description="How a token is chosen: a name or {name, options}.",
-    )
-    kernels: KernelSettings = Field(
-        default_factory=KernelSettings,
-        description="The operations that layers are built on: a name or {name, options}.",
-    )
-    logits_processors: DistinctPlugins = Field(
-        default=(),
-        description="Plugins that change logits, each a name or {name, options}, in the order in "
-        "which they run. They change only requests that use them by name.",
-    )
-    observers: PluginList = Field(
-        default=(),
-        description="Plugins that receive a record of every step, such as metrics; each a name or "
-        "{name, options}.",
-    )
-    cache: CacheSettings = Field(
-        default_factory=CacheSettings,
-        description="The KV cache: keys and values of tokens already computed.",
-    )
-    limits: LimitSettings = Field(
-        default_factory=LimitSettings, description="How much the engine computes at once."
-    )
-    cuda_graphs: GraphSettings = Field(
-        default_factory=GraphSettings, description="Captured steps on a GPU."
-    )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**63,
-        description="The engine's random seed: the same seed and requests give the same noise.",
-    )
-    tensor_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="The number of GPUs over which each layer is split. More than 1 needs an "
-        "executor that supports it.",
-    )
-    steps_ahead: int = Field(
-        default=1,
-        ge=0,
-        le=8,
-        description="The number of steps launched before the results of the first one are read. 1 "
-        "overlaps the CPU's work with the GPU's; 0 waits for each step.",
-    )
-    debug: bool = Field(
-        default=False,
-        description="Check the engine's own bookkeeping, and that logits are finite, at every "
-        "step. Slow; for developers.",
-    )
-    plugins: PluginSettings = Field(
-        default_factory=PluginSettings, description="Plugins to leave out, extensions to load."
-    )
+    """Variables for the checkpoint's chat template, such as `{enable_thinking: false}` for Qwen3; a
+    call may override them. A template ignores unknown variables."""
+    generation_config: Literal["checkpoint", "none"] = "checkpoint"
+    """The source of temperature, top_k, top_p, min_p and repetition_penalty for a request that does
+    not set them: `checkpoint` is its generation_config.json, `none` leaves them neutral."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`auto` reads the checkpoint's weights; `dummy` makes random weights of the right shapes, to
+    measure speed with a config.json alone."""
+    device: Annotated[str, AfterValidator(check_device)] = "auto"
+    """The device: `cpu`, `cuda` (the first GPU), `cuda:1` (the second), or `auto`: a GPU if there
+    is one."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """The number format of weights and computation. `auto` is the checkpoint's on a GPU, and
+    float32 on a CPU."""
+    attention: AttentionSettings = AttentionSettings()
+    """The attention backend: a name, {backend, options}, or a {prefill, decode} pair of these."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """The order of admission: a name or {name, options}."""
+    executor: ExecutorSettings = ExecutorSettings()
+    """How the model runs: a name or {name, options}."""
+    sampler: SamplerSettings = SamplerSettings()
+    """How a token is chosen: a name or {name, options}."""
+    kernels: KernelSettings = KernelSettings()
+    """The operations that layers are built on: a name or {name, options}."""
+    logits_processors: DistinctPlugins = ()
+    """Plugins that change logits, each a name or {name, options}, in the order in which they run.
+    They change only requests that use them by name."""
+    observers: PluginList = ()
+    """Plugins that receive a record of every step, such as metrics; each a name or
+    {name, options}."""
+    cache: CacheSettings = CacheSettings()
+    """The KV cache: keys and values of tokens already computed."""
+    limits: LimitSettings = LimitSettings()
+    """How much the engine computes at once."""
+    cuda_graphs: GraphSettings = GraphSettings()
+    """Captured steps on a GPU."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """The engine's random seed: the same seed and requests give the same noise."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """The number of GPUs over which each layer is split. More than 1 needs an executor that
+    supports it."""
+    steps_ahead: int = Field(default=1, ge=0, le=8)
+    """The number of steps launched before the results of the first one are read. 1 overlaps the
+    CPU's work with the GPU's; 0 waits for each step."""
+    debug: bool = False
+    """Check the engine's own bookkeeping, and that logits are finite, at every step. Slow; for
+    developers."""
+    plugins: PluginSettings = PluginSettings()
+    """Plugins to leave out, extensions to load."""
 
     @model_validator(mode="after")
-    def _graph_sizes_end_at_the_maximum(self) -> EngineConfig:
+    def _graph_sizes_fit_the_limits(self) -> EngineConfig:
         sizes, maximum = self.cuda_graphs.sizes, self.limits.max_num_seqs
-        if sizes is not None and sizes[-1] != maximum:
+        if sizes is not None and sizes[-1:] != (maximum,):
             raise ValueError(
-                f"cuda_graphs.sizes must end with limits.max_num_seqs ({maximum}), "
-                f"not with {sizes[-1]}"
+                f"cuda_graphs.sizes {shown([*sizes])} must end with limits.max_num_seqs ({maximum})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_sizes_are_within_the_budget(self) -> EngineConfig:
-        sizes, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
-        if sizes and sizes[-1] > most:
+        prompts, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
+        if prompts and prompts[-1] > most:
             raise ValueError(
-                f"cuda_graphs.prompt_sizes {shown([*sizes])} must not go beyond "
+                f"cuda_graphs.prompt_sizes {shown([*prompts])} must not go beyond "
                 f"limits.max_num_batched_tokens ({most}): no step has more prompt tokens"
             )
         return self

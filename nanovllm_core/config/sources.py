@@ -16,21 +16,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json, to_json
 
 from nanovllm_core.config.choices import choice_models, expand_attention, expand_name
-from nanovllm_core.config.errors import EXPECTED, FLAT_KEYWORDS, dotted, explain_config
+from nanovllm_core.config.errors import FLAT_KEYWORDS, SECTION, dotted, explain_config
 from nanovllm_core.config.settings import EngineConfig
-from nanovllm_core.config.yaml_reader import (
-    MAX_DEPTH,
-    has_64_bits,
-    is_unicode,
-    parse_yaml,
-    read_yaml,
-)
+from nanovllm_core.config.yaml_reader import parse_yaml, read_yaml
 from nanovllm_core.errors import ConfigError, clip, shown
 
 TreePath = tuple[int | str, ...]
@@ -45,14 +40,13 @@ REFUSED_KEYWORDS: Mapping[str, str] = {
 CHOICES: Mapping[TreePath, str] = {path: model.KEY for path, model in choice_models(EngineConfig)}
 """The paths at which a plugin is chosen, and the key that names it."""
 
-NAMED = tuple(path[0] for path, model in choice_models(EngineConfig) if model.KEY == "name")
-"""Sections for which the name alone will do."""
-
 
 @dataclass(frozen=True, slots=True)
-class Sourced:
-    """A value of the configuration and who gave it."""
+class Given:
+    """A value and its place in the configuration; the name it was given under, and its source."""
 
+    name: str
+    path: TreePath
     value: Any
     source: str
 
@@ -85,60 +79,39 @@ def load_with_sources(
     model: str | None = None,
     *,
     file: str | os.PathLike[str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> LoadedConfig:
-    """As `load_config`, and tell where each value came from."""
-    arguments = [*(overrides or {}).items()]
+    """As `load_config`, and tell where each value came from. `overrides` may be pairs."""
+    arguments = [*(overrides.items() if isinstance(overrides, Mapping) else overrides or ())]
     if model is not None:
         arguments.append(("model", model))
+    content = [] if file is None else [Given(str(file), (), read_yaml(file), str(file))]
     tree: dict[str, Any] = {}
-    if file is not None:
-        tree = merge(tree, tag(read_yaml(file), str(file)))
-    tree = merge(tree, layer(from_environment(env)))
-    tree = merge(tree, layer(from_arguments(arguments)))
-    sources = {".".join(map(str, path)): leaf.source for path, leaf in leaves(tree)}
+    for entries in (content, from_environment(env), from_arguments(arguments)):
+        tree = merge(tree, layer(entries))
+    sources = {".".join(map(str, leaf.path)): leaf.source for leaf in leaves(tree)}
     try:
-        config = EngineConfig.model_validate(untag(tree))
+        config = EngineConfig.model_validate(plain(tree))
     except ValidationError as error:
-        named = None if file is None else str(file)
-        raise ConfigError(explain_config(error, sources, named)) from None
+        where = sources if file is None else {"model": str(file)} | sources
+        raise ConfigError(explain_config(error, where)) from None
     return LoadedConfig(config, sources)
 
 
 # ------------------------------------------------------------------------------------ reading
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """One value of a layer: the name that it was given under, and where it belongs."""
-
-    name: str
-    path: TreePath
-    value: Any
-    source: str
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Read a flag `cache.block_size=32` as (path, value); the value is YAML."""
-    path, equals, value = text.partition("=")
-    path = path.strip()
-    if not equals or not path:
-        raise ConfigError(f"{shown(text)}: expected path=value, such as cache.block_size=32")
-    return path, parse_yaml(value, f"--set {path}")
-
-
-def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read several; ConfigError for a path that is given twice."""
-    values: dict[str, Any] = {}
-    for path, value in map(parse_setting, texts):
-        if path in values:
-            raise ConfigError(
-                f"--set {clip(path)} is given twice, as {shown(values[path])} and as "
-                f"{shown(value)}; give it once"
-            )
-        values[path] = value
-    return values
+def parse_settings(texts: Iterable[str]) -> list[tuple[str, Any]]:
+    """Read flags `cache.block_size=32` as (path, value); the values are YAML."""
+    settings = []
+    for text in texts:
+        path, equals, value = text.partition("=")
+        path = path.strip()
+        if not equals or not path:
+            raise ConfigError(f"{shown(text)}: expected path=value, such as cache.block_size=32")
+        settings.append((path, parse_yaml(value, f"--set {path}")))
+    return settings
 
 
 def from_environment(env: Mapping[str, str]) -> Iterator[Given]:
@@ -161,147 +134,88 @@ def from_arguments(arguments: Iterable[tuple[str, Any]]) -> Iterator[Given]:
         yield Given(name, tuple(FLAT_KEYWORDS.get(name, name).split(".")), value, "argument")
 
 
+# ------------------------------------------------------------------------------------ merging
+
+
 def layer(entries: Iterable[Given]) -> dict[str, Any]:
-    """Put the values of one layer in their sections; the same field twice is an error."""
+    """The tree of one layer, whose leaves are `Given`; the same field twice is an error."""
     tree: dict[str, Any] = {}
-    names: dict[TreePath, str] = {}
+    seen: dict[TreePath, Given] = {}
     for given in entries:
-        if len(given.path) > MAX_DEPTH:
-            raise _too_deep(given.path, given.source)
-        # Written out before they are merged: a short form would replace its section's options.
-        branch = tag(_nest(given.path, given.value), given.source)
-        for path, _ in leaves(branch):
-            if path in names:
+        branch = _branch(given)
+        for leaf in leaves(branch):
+            if first := seen.get(leaf.path):
                 raise ConfigError(
-                    f"{dotted(path)}: given twice, as {clip(names[path])} and as "
-                    f"{clip(given.name)}; give it once"
+                    f"{dotted(leaf.path)}: given twice, {shown(first.value)} by {clip(first.name)} "
+                    f"and {shown(leaf.value)} by {clip(leaf.name)}; give it once"
                 )
-            names[path] = given.name
+            seen[leaf.path] = leaf
         tree = merge(tree, branch)
     return tree
 
 
-def _nest(path: Iterable[int | str], value: Any) -> dict[str, Any]:
-    """`(a, b), 1` -> `{a: {b: 1}}`."""
-    for key in reversed([*path]):
-        value = {key: value}
-    return dict(value)
+def _branch(given: Given) -> dict[str, Any]:
+    """A value in its sections, with short forms written out: else one would replace its options.
 
-
-# ------------------------------------------------------------------------------------ merging
-
-
-def expand(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Write short forms out: `sjf` is `{name: sjf}`, and a backend one for both phases."""
-    full = dict(values)
-    if "attention" in full:
-        try:
-            full["attention"] = expand_attention(full["attention"])
-        except ValueError as error:
-            raise ConfigError(f"attention: {error} ({source})") from None
-    for name in NAMED:
-        if name in full:
-            full[name] = expand_name(full[name], "name")
-    return full
-
-
-def tag(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Write short forms out, and note the source of every leaf.
-
-    Raises ConfigError for what no text could say: values that hold themselves, huge numbers.
+    Raises ConfigError for what no text could say, such as values that hold themselves.
     """
-    _check_keys(values, source, ())
-    return {key: _tag(value, source, (key,)) for key, value in expand(values, source).items()}
-
-
-def _tag(value: Any, source: str, path: TreePath) -> Any:
-    if isinstance(value, Mapping):
-        _check_keys(value, source, path)
-        return {key: _tag(child, source, (*path, key)) for key, child in value.items()}
-    _check_value(value, source, path)
-    return Sourced(value, source)
-
-
-def _check_value(value: object, source: str, path: TreePath) -> None:
-    """Whether text could say it: what stands in a list has no source of its own."""
-    if isinstance(value, Mapping):
-        _check_keys(value, source, path)
-        for key, child in value.items():
-            _check_value(child, source, (*path, key))
-    elif isinstance(value, list | tuple):
-        if len(path) >= MAX_DEPTH:
-            raise _too_deep(path, source)
-        for index, child in enumerate(value):
-            _check_value(child, source, (*path, index))
-    elif isinstance(value, int) and not has_64_bits(value):
+    values = given.value
+    for key in reversed(given.path):
+        values = {key: values}
+    try:
+        from_json(to_json(values, inf_nan_mode="constants", fallback=lambda other: None))
+    except ValueError as error:
         raise ConfigError(
-            f"{dotted(path)}: {shown(value)} is beyond 64 bits; write a smaller whole number "
-            f"[{clip(source)}]"
-        )
-    elif isinstance(value, str) and not is_unicode(value):
-        raise ConfigError(
-            f"{dotted(path)}: {shown(value)} has half of a surrogate pair, which is no Unicode "
-            f"text; write the whole character [{clip(source)}]"
-        )
+            f"{dotted(given.path)}: {shown(given.value)} must hold texts, numbers, true, false, "
+            f"null, lists and mappings alone ({clip(str(error))}) [{clip(given.source)}]"
+        ) from None
+    return {key: _leaf(value, given, (key,)) for key, value in values.items()}
 
 
-def _check_keys(value: Mapping[Any, Any], source: str, path: TreePath) -> None:
-    if len(path) >= MAX_DEPTH:
-        raise _too_deep(path, source)
-    for key in value:
-        is_text = isinstance(key, str) and is_unicode(key)
-        is_number = isinstance(key, int) and not isinstance(key, bool) and has_64_bits(key)
-        if not is_text and not is_number:
-            raise ConfigError(
-                f"{dotted(path)}: the key {shown(key)} must be text; put it in quotes "
-                f"[{clip(source)}]".removeprefix(": ")
-            )
+def _leaf(value: Any, given: Given, path: TreePath) -> Any:
+    """The value as a leaf, or a mapping of leaves."""
+    if path == ("attention",):
+        value = expand_attention(value)
+    elif path in CHOICES:
+        value = expand_name(value, CHOICES[path])
+    if isinstance(value, Mapping):
+        return {key: _leaf(child, given, (*path, key)) for key, child in value.items()}
+    return replace(given, path=path, value=value)
 
 
-def _too_deep(path: TreePath, source: str) -> ConfigError:
-    return ConfigError(
-        f"{dotted(path)}: nested too deeply; at most {MAX_DEPTH} levels are read [{clip(source)}]"
-    )
+def plain(tree: Any) -> Any:
+    """The values of a tree or a leaf, without who gave them; None where there is neither."""
+    if isinstance(tree, dict):
+        return {key: plain(child) for key, child in tree.items()}
+    return tree and tree.value
 
 
-def untag(tree: Any) -> Any:
-    """The plain values of a tree of `Sourced` leaves."""
-    if isinstance(tree, Mapping):
-        return {key: untag(child) for key, child in tree.items()}
-    return tree.value if isinstance(tree, Sourced) else tree
-
-
-def leaves(tree: Mapping[str, Any], path: TreePath = ()) -> Iterator[tuple[TreePath, Sourced]]:
-    """Every leaf with its path."""
-    for key, child in tree.items():
-        here = (*path, str(key))
-        if isinstance(child, Mapping):
-            yield from leaves(child, here)
+def leaves(tree: Mapping[str, Any]) -> Iterator[Given]:
+    """Every leaf of a tree."""
+    for child in tree.values():
+        if isinstance(child, dict):
+            yield from leaves(child)
         else:
-            yield here, child
+            yield child
 
 
 def merge(lower: dict[str, Any], upper: Mapping[str, Any], path: TreePath = ()) -> dict[str, Any]:
-    """Lay `upper` over `lower`, section by section, and return it; `lower` is changed."""
+    """Lay `upper` over `lower`, section by section, and return it; `lower` is changed.
+
+    A key of a section does not hide that the layer below has another value in the section's place;
+    that is a ConfigError. But an option may take any form.
+    """
     name = CHOICES.get(path)
-    if name and name in lower and name in upper and untag(lower[name]) != untag(upper[name]):
+    if name and name in lower and name in upper and plain(lower[name]) != plain(upper[name]):
         return dict(upper)
     for key, value in upper.items():
-        below = lower.get(key)
-        if isinstance(value, Mapping):
-            if isinstance(below, dict):
-                value = merge(below, value, (*path, key))
-            elif "options" not in path:  # whose form is the plugin's affair
-                _refuse_scalar(below, (*path, key))
+        below: Any = lower.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            value = merge(below, value, (*path, key))
+        elif isinstance(value, dict) and "options" not in path and plain(below) is not None:
+            where = dotted((*path, key))
+            raise ConfigError(
+                f"{where}: {shown(below.value)} must be {SECTION} [{clip(below.source)}]"
+            )
         lower[key] = value
     return lower
-
-
-def _refuse_scalar(below: Any, path: TreePath) -> None:
-    """ConfigError where a key of a section would hide that the layer below has no section there."""
-    value = untag(below)
-    if value is not None:
-        source = f" [{clip(below.source)}]" if isinstance(below, Sourced) else ""
-        raise ConfigError(
-            f"{dotted(path)}: {shown(value)} must be {EXPECTED['model_type']}{source}"
-        )

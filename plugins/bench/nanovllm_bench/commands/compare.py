@@ -45,7 +45,7 @@ def compare(
     from nanovllm_bench.record import write_record
     from nanovllm_bench.workloads import ragged_workload
 
-    engine_config = options.engine_config(
+    engine_config = options.loaded_config(
         model,
         config,
         attention,
@@ -53,7 +53,7 @@ def compare(
         device,
         dtype,
         [*(settings or []), *given(load_format=load_format, max_model_len=max_model_len)],
-    )
+    ).config
     workload = ragged_workload(num_seqs, shortest, longest)
     result = compare_with_transformers(
         engine_config, workload, runs=runs, modes=modes.split(","), threads=threads

@@ -80,9 +80,9 @@ def evaluate(
     settings: options.Settings = None,
 ) -> None:
     """Exact-match accuracy per task, decoded greedily; exit status 1 below a threshold."""
-    engine_config = options.engine_config(
+    engine_config = options.loaded_config(
         model, config, attention, scheduler, device, dtype, settings
-    )
+    ).config
     items = read_items(data or _own_data(engine_config), limit)
     result, answered = _run(engine_config, items)
     scores = score(answered)

@@ -48,7 +48,7 @@ def latency(
     from nanovllm_bench.record import write_record
     from nanovllm_bench.workloads import fixed_workload
 
-    engine_config = options.engine_config(
+    engine_config = options.loaded_config(
         model,
         config,
         attention,
@@ -56,7 +56,7 @@ def latency(
         device,
         dtype,
         [*(settings or []), *given(load_format=load_format, max_model_len=max_model_len)],
-    )
+    ).config
     with options.open_llm(engine_config) as llm:
         result = measure_latency(
             llm,

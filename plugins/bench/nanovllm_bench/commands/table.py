@@ -60,7 +60,7 @@ def table(
 
     def make_config(choice: Any) -> Any:
         changed = [rows, *(settings or []), *given]
-        return options.engine_config(model, config, choice, None, device, dtype, changed)
+        return options.loaded_config(model, config, choice, None, device, dtype, changed).config
 
     def on_cell(text: str, record: dict[str, Any]) -> None:
         typer.echo(text, err=True)

@@ -49,7 +49,7 @@ def throughput(
     from nanovllm_bench.record import write_record
     from nanovllm_bench.throughput import measure_throughput
 
-    engine_config = options.engine_config(
+    engine_config = options.loaded_config(
         model,
         config,
         attention,
@@ -57,7 +57,7 @@ def throughput(
         device,
         dtype,
         [*(settings or []), *given(load_format=load_format, max_model_len=max_model_len)],
-    )
+    ).config
     workload = _workload(num_seqs, input_len, output_len)
     with options.open_llm(engine_config) as llm:
         result = measure_throughput(llm, workload, temperature=temperature, runs=runs)
