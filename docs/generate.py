@@ -122,8 +122,8 @@ def capability_table() -> str:
             compute_capability=(9, 0),
             cuda_graphs=True,
         )
-        pages = [spec.kv_layouts(asked, spec.options())[0].block_multiple for spec in specs]
-        rows.append([f"Preferred block multiple, {phase}", *(f"{size} tokens" for size in pages)])
+        blocks = [spec.kv_layouts(asked, spec.options())[0].block_multiple for spec in specs]
+        rows.append([f"Preferred block multiple, {phase}", *(f"{size} tokens" for size in blocks)])
         rows.append([f"Rank, {phase}", *(str(spec.rank(asked)) for spec in specs)])
     return table(["", *(f"`{spec.name}`" for spec in specs)], rows)
 
@@ -204,7 +204,7 @@ def option_table() -> str:
 
 
 def gathering_table() -> str:
-    """What a dense copy of the pages takes in one layer, by the shapes of a config.json."""
+    """What a dense copy of the blocks takes in one layer, by the shapes of a config.json."""
     file = BENCHMARKS / "configs" / "qwen3-0.6b" / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

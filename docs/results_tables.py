@@ -210,7 +210,7 @@ def start_table(results: Results) -> str:
                 )
             )
     head = ("engine", "compile caches", "start to ready", "imports and choices")
-    return table((*head, "weights, trial step, pages", "warm-up and capture"), [*ours, *peers])
+    return table((*head, "weights, trial step, blocks", "warm-up and capture"), [*ours, *peers])
 
 
 _CAPTURE = ("warm_up", "capture")

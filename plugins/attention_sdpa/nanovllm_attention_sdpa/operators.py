@@ -4,11 +4,11 @@
 
 nanovllm-attention-triton has the same two, with the same signatures but for `alibi_slopes`. Both
 are custom operators, so that code that calls them compiles whole: `torch.compile(...,
-fullgraph=True)`. `packed_attention` without pages has gradients of q, k and v.
+fullgraph=True)`. `packed_attention` without blocks has gradients of q, k and v.
 
 Tensors are of one floating dtype on one device; heads have any size; each KV head serves a whole
-number of query heads; pages hold any number of tokens. A length beyond what its block table or its
-tensor holds is cut to that, so nothing is read outside; block ids in use must name pages that
+number of query heads; blocks hold any number of tokens. A length beyond what its block table or its
+tensor holds is cut to that, so nothing is read outside; block ids in use must name blocks that
 exist. Lengths are read on the host, and a call whose lengths lie on a GPU waits for it. The
 exception is `paged_attention` of single queries on a GPU, which reads nothing on the host and can
 be captured.
@@ -61,16 +61,16 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences of different lengths.
 
-    `k`, `v` [L, K, D], or pages [N, P, K, D] with `block_table` [S, M] int32. `query_starts`,
+    `k`, `v` [L, K, D], or blocks [N, P, K, D] with `block_table` [S, M] int32. `query_starts`,
     `key_starts` [S + 1] int32: running sums of lengths, of which none is above `max_query_len` and
     `max_key_len`. Returns out [T, H, D] and lse [H, T] in float32 at least, or [0] unless
-    `with_lse`. Raises UnsupportedError where pages would need gradients.
+    `with_lse`. Raises UnsupportedError where blocks would need gradients.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k, v))
     if needs_grad and block_table is not None:
         raise UnsupportedError(
             "packed_attention: block_table with q, k or v that requires grad is not supported: "
-            "pages get no gradient; pass packed k and v, or call it under torch.no_grad()"
+            "blocks get no gradient; pass packed k and v, or call it under torch.no_grad()"
         )
     left, right = window
     out, lse = _packed(
@@ -94,7 +94,7 @@ def paged_attention(
     may_split: bool = True,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last Q tokens of each row to the pages that its block table names.
+    """Attention of the last Q tokens of each row to the blocks that its block table names.
 
     `block_table` [B, M] and `seq_lens` [B] int32; a row's length counts its queries. `may_split`
     False: no row's keys are divided among programs, which torch decides by itself here. Returns
@@ -133,7 +133,7 @@ def _packed(
         if block_table is None:
             k_LKD, v_LKD = k[keys], v[keys]
         else:
-            k_LKD, v_LKD = (_pages(x, block_table[row], keys.stop - keys.start) for x in (k, v))
+            k_LKD, v_LKD = (_blocks(x, block_table[row], keys.stop - keys.start) for x in (k, v))
         row_lse = _attend_row(
             out[queries], q[queries], k_LKD, v_LKD, rules, _slopes_of(slopes, row), with_lse
         )
@@ -162,7 +162,7 @@ def _packed_backward(
     right: int,
     soft_cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `_packed` without pages, in their shapes."""
+    """Gradients of q, k and v of `_packed` without blocks, in their shapes."""
     rules = Rules(scale, (left, right), soft_cap)
     # A key of no sequence has no gradient.
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -206,8 +206,8 @@ _packed.register_autograd(_backward, setup_context=_remember)
 @torch.library.custom_op(f"{NAMESPACE}::paged_attention", mutates_args=())
 def _paged(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     slopes: Tensor | None,
@@ -219,12 +219,12 @@ def _paged(
 ) -> tuple[Tensor, Tensor]:
     rules = Rules(scale, (left, right), soft_cap)
     if q.shape[1] == 1 and q.is_cuda:
-        out, lse = attend_single(q[:, 0], k_pages, v_pages, block_table, seq_lens, rules, slopes)
+        out, lse = attend_single(q[:, 0], k_blocks, v_blocks, block_table, seq_lens, rules, slopes)
         return out[:, None], lse if with_lse else lse.new_empty(0)
     out, lse = _outputs(q, with_lse)
     lse_HBQ = lse.view(-1, *q.shape[:2]) if with_lse else lse
     for row, length in enumerate(seq_lens.tolist()):
-        k_LKD, v_LKD = (_pages(x, block_table[row], length) for x in (k_pages, v_pages))
+        k_LKD, v_LKD = (_blocks(x, block_table[row], length) for x in (k_blocks, v_blocks))
         row_lse = _attend_row(
             out[row], q[row], k_LKD, v_LKD, rules, _slopes_of(slopes, row), with_lse
         )
@@ -280,8 +280,8 @@ def _slopes_of(alibi_slopes: Tensor | None, row: int) -> Tensor | None:
     return alibi_slopes[row]
 
 
-def _pages(cache: Tensor, table_M: Tensor, num_keys: int) -> Tensor:
-    """The first `num_keys` keys [L, K, D] of the pages that one row of a block table names."""
-    num_pages = -(-num_keys // cache.shape[1])
-    pages = cache[:, :num_keys].index_select(0, table_M[:num_pages])
-    return pages.flatten(0, 1)[:num_keys]
+def _blocks(cache: Tensor, table_M: Tensor, num_keys: int) -> Tensor:
+    """The first `num_keys` keys [L, K, D] of the blocks that one row of a block table names."""
+    num_blocks = -(-num_keys // cache.shape[1])
+    blocks = cache[:, :num_keys].index_select(0, table_M[:num_blocks])
+    return blocks.flatten(0, 1)[:num_keys]

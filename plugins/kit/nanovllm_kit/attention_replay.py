@@ -69,7 +69,7 @@ class AttentionReplay(AttentionSubject):
     def test_recorded_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
         """On a CPU a recording stands for the graph: host numbers frozen, memory by address.
 
-        Rows, lengths, pages and queries change between replays, at every bucket of an engine of
+        Rows, lengths, blocks and queries change between replays, at every bucket of an engine of
         four rows (1, 2 and 4); steps of other sizes run in between. Each replay gives bitwise what
         the same step gives when it is planned. A backend that reads lengths on the host where
         nothing is captured is checked on a GPU only.
@@ -84,7 +84,7 @@ class AttentionReplay(AttentionSubject):
     def test_captured_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
         """CUDA graphs at every bucket of an engine of 32 rows: 1, 2, 4, 8, 16, 24 and 32.
 
-        Rows, lengths, pages and queries change between replays, and so does what the allocator
+        Rows, lengths, blocks and queries change between replays, and so does what the allocator
         gives; steps of other sizes run in between. Each replay gives bitwise what the same step
         gives when it is planned.
         """
@@ -160,10 +160,10 @@ def _check_replays(
         for bucket in buckets
         for number, lengths in enumerate(rounds)
     }
-    pages = max(case.k_cache.shape[0] for case in cases.values())
-    backend = subject.backend(_static(subject, max(buckets), pages).config())
+    num_blocks = max(case.k_cache.shape[0] for case in cases.values())
+    backend = subject.backend(_static(subject, max(buckets), num_blocks).config())
     steps = {
-        bucket: _capture_step(subject, backend, bucket, pages, capture, plan_is_captured)
+        bucket: _capture_step(subject, backend, bucket, num_blocks, capture, plan_is_captured)
         for bucket in buckets
     }
     gc.collect()  # What a dropped plan held in cycles is freed, as it would be sooner or later.
@@ -194,12 +194,12 @@ def _capture_step(
     subject: BackendUnderTest,
     backend: AttentionBackend,
     bucket: int,
-    pages: int,
+    num_blocks: int,
     capture: Capture,
     plan_is_captured: bool,
 ) -> _Step:
     """As the engine captures: rows of padding, once to warm up and once for the graph."""
-    static = _static(subject, bucket, pages)
+    static = _static(subject, bucket, num_blocks)
     metadata = static.decode_metadata(static.config().max_model_len)
     out = torch.zeros_like(static.q_THD)
 
@@ -218,11 +218,11 @@ def _capture_step(
     return _Step(static, metadata, out, run, capture(step))
 
 
-def _static(subject: BackendUnderTest, bucket: int, pages: int) -> PagedCase:
+def _static(subject: BackendUnderTest, bucket: int, num_blocks: int) -> PagedCase:
     """Zeroed tensors at a fixed place, wide enough for every case of a bucket."""
     case = _case(subject, [0] * bucket)
     width = -(-_longest(subject) // subject.block_size)
-    shape = (pages, *case.k_cache.shape[1:])
+    shape = (num_blocks, *case.k_cache.shape[1:])
     return replace(
         case,
         q_THD=torch.zeros_like(case.q_THD),
@@ -250,10 +250,10 @@ def _replayed_case(subject: BackendUnderTest, seq_lens: Sequence[int], seed: int
 
 def _load(step: _Step, case: PagedCase) -> None:
     """Put a case's contents where the captured step reads them."""
-    static, (pages, *_), width = step.static, case.k_cache.shape, case.block_table.shape[1]
+    static, (num_blocks, *_), width = step.static, case.k_cache.shape, case.block_table.shape[1]
     static.q_THD.copy_(case.q_THD)
     for target, source in ((static.k_cache, case.k_cache), (static.v_cache, case.v_cache)):
-        target.fill_(float("nan"))[:pages].copy_(source)
+        target.fill_(float("nan"))[:num_blocks].copy_(source)
     static.block_table.zero_()[:, :width].copy_(case.block_table)
     step.metadata.seq_lens.copy_(case.decode_metadata().seq_lens)
 

@@ -9,7 +9,7 @@ from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, 
 
 
 class FlashAttention3:
-    """Calls of `flash_attn_with_kvcache`: FA3's varlen function takes no page table."""
+    """Calls of `flash_attn_with_kvcache`: FA3's varlen function takes no block table."""
 
     def __init__(self, rules: AttentionRules) -> None:
         self.scale, self.options = rules.scale, rules.options()
@@ -17,7 +17,7 @@ class FlashAttention3:
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
     ) -> Tensor:
-        """Varlen prefill over pages."""
+        """Varlen prefill over blocks."""
         out: Tensor = flash_attn_with_kvcache(
             q_THD,
             k_cache,
@@ -33,7 +33,7 @@ class FlashAttention3:
         return out
 
     def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
-        """Decode over pages as a batch of one query each."""
+        """Decode over blocks as a batch of one query each."""
         out: Tensor = flash_attn_with_kvcache(
             q_BHD.unsqueeze(1),
             k_cache,

@@ -11,9 +11,9 @@ from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, 
 
 
 class TorchVarlen:
-    """Calls of `varlen_attn`, which runs flash-attn 2's kernels inside torch, pages of 256 tokens.
+    """Calls of `varlen_attn`, which runs flash-attn 2's kernels inside torch, blocks of 256 tokens.
 
-    `num_splits=1`: its split results over pages have been reported wrong.
+    `num_splits=1`: its split results over blocks have been reported wrong.
     """
 
     def __init__(self, rules: AttentionRules) -> None:
@@ -22,7 +22,7 @@ class TorchVarlen:
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
     ) -> Tensor:
-        """Varlen prefill over pages."""
+        """Varlen prefill over blocks."""
         out = varlen_attn(
             q_THD,
             k_cache,
@@ -41,7 +41,7 @@ class TorchVarlen:
         return cast(Tensor, out)  # a pair only where return_aux asks for it
 
     def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
-        """Decode over pages as chunks of one query."""
+        """Decode over blocks as chunks of one query."""
         out = varlen_attn(
             q_BHD,
             k_cache,

@@ -72,7 +72,7 @@ def engine_rows(result: Mapping[str, Any]) -> dict[str, str]:
         "device": f"{result['device']}, {result['dtype']}",
         "versions": ", ".join([f"Python {environment['python']}", *versions]),
         "commit": f"{commit[:12]}, tree {state}",
-        "KV cache": f"{result['num_blocks']:,} pages of {result['block_size']} tokens",
+        "KV cache": f"{result['num_blocks']:,} blocks of {result['block_size']} tokens",
         "start": f"load {result['load_seconds']:.1f} s, capture {result['capture_seconds']:.1f} s",
     }
 
