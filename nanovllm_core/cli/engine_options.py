@@ -135,7 +135,8 @@ def loaded_config(
     }
     for name, value in flags.items():
         if value is not None and name in overrides:
-            raise ConfigError(f"{name} is given twice, by --{name} and by --set; give it once")
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{name} is given twice, by {flag} and by --set; give it once")
         if value is not None:
             overrides[name] = value
     return load_with_sources(model, file=config, overrides=overrides)

@@ -169,7 +169,7 @@ def check_replay(
     graph = _capture(backend, metadata, run, plan_is_captured)
     held = {name: tensor.data_ptr() for name, tensor in backend.captured_tensors().items()}
     for case in cases:
-        _load(static, metadata, case)
+        load_decode(static, metadata, case)
         junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(8)]
         del junk
         out.fill_(float("nan"))
@@ -207,7 +207,7 @@ def _capture(
     return graph
 
 
-def _load(static: PagedCase, metadata: DecodeMetadata, case: PagedCase) -> None:
+def load_decode(static: PagedCase, metadata: DecodeMetadata, case: PagedCase) -> None:
     """Put a case's contents where the captured graph reads them."""
     num_blocks, width = case.k_cache.shape[0], case.block_table.shape[1]
     static.q_THD.copy_(case.q_THD)
@@ -255,11 +255,17 @@ def check_decode_never_synchronises(make_backend: MakeBackend, *, block_size: in
     backend = make_backend(case.config())
     backend.allocate()
     metadata = case.decode_metadata()
-    run_decode(backend, case, metadata)  # compiles and picks kernels
+    case.assert_close(run_decode_without_waiting(backend, case, metadata))
+
+
+def run_decode_without_waiting(
+    backend: AttentionBackend, case: PagedCase, metadata: DecodeMetadata
+) -> Tensor:
+    """`run_decode`, once to compile and once where a call that waits for the GPU raises."""
+    run_decode(backend, case, metadata)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = run_decode(backend, case, metadata)
+        return run_decode(backend, case, metadata)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    case.assert_close(out)

@@ -19,7 +19,7 @@ from nanovllm_kit.attention_backend import (
     BackendUnderTest,
     assert_near,
 )
-from nanovllm_kit.attention_checks import run_decode
+from nanovllm_kit.attention_checks import load_decode, run_decode_without_waiting
 from nanovllm_kit.paged_attention import PagedCase
 from nanovllm_kit.recording import HostReadError, record
 
@@ -98,13 +98,7 @@ class AttentionReplay(AttentionSubject):
         case = decoder.case([300, 0, 5, 128])
         backend = decoder.backend(case.config())
         metadata = case.decode_metadata(case.config().max_model_len)
-        run_decode(backend, case, metadata)  # compiles and picks kernels
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            out = run_decode(backend, case, metadata)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        out = run_decode_without_waiting(backend, case, metadata)
         assert_near(case, out, "decode without synchronising")
 
     def test_captured_tensors_stay_where_they_are(self, decoder: BackendUnderTest) -> None:
@@ -171,7 +165,7 @@ def _check_replays(
     kind = "plan and runs" if plan_is_captured else "runs after a plan of their own,"
     for (bucket, number), case in sorted(cases.items(), key=lambda item: item[0][1]):
         step = steps[bucket]
-        _load(step, case)
+        load_decode(step.static, step.metadata, case)
         perturb(case.q_THD.device)
         if not plan_is_captured:
             backend.plan_decode(step.metadata)
@@ -246,16 +240,6 @@ def _case(subject: BackendUnderTest, seq_lens: Sequence[int], **changes: Any) ->
 def _replayed_case(subject: BackendUnderTest, seq_lens: Sequence[int], seed: int) -> PagedCase:
     """With one key that outweighs the others, next to a row's last."""
     return _case(subject, seq_lens, seed=seed, needle=[max(0, n - 2) for n in seq_lens])
-
-
-def _load(step: _Step, case: PagedCase) -> None:
-    """Put a case's contents where the captured step reads them."""
-    static, (num_blocks, *_), width = step.static, case.k_cache.shape, case.block_table.shape[1]
-    static.q_THD.copy_(case.q_THD)
-    for target, source in ((static.k_cache, case.k_cache), (static.v_cache, case.v_cache)):
-        target.fill_(float("nan"))[:num_blocks].copy_(source)
-    static.block_table.zero_()[:, :width].copy_(case.block_table)
-    step.metadata.seq_lens.copy_(case.decode_metadata().seq_lens)
 
 
 def perturb(device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flash_attn_interface import flash_attn_with_kvcache
 from torch import Tensor
 
@@ -18,24 +20,23 @@ class FlashAttention3:
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
     ) -> Tensor:
         """Varlen prefill over blocks."""
-        out: Tensor = flash_attn_with_kvcache(
-            q_THD,
-            k_cache,
-            v_cache,
-            cache_seqlens=batch.key_lens,
-            page_table=batch.block_table,
-            cu_seqlens_q=batch.query_starts,
-            max_seqlen_q=batch.max_query_len,
-            softmax_scale=self.scale,
-            causal=True,
-            **self.options,
-        )
-        return out
+        chunks = {"cu_seqlens_q": batch.query_starts, "max_seqlen_q": batch.max_query_len}
+        return self._attend(q_THD, k_cache, v_cache, batch, **chunks)
 
     def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
         """Decode over blocks as a batch of one query each."""
+        return self._attend(q_BHD.unsqueeze(1), k_cache, v_cache, batch).squeeze(1)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PrefillBatch | DecodeBatch,
+        **chunks: Any,
+    ) -> Tensor:
         out: Tensor = flash_attn_with_kvcache(
-            q_BHD.unsqueeze(1),
+            q,
             k_cache,
             v_cache,
             cache_seqlens=batch.key_lens,
@@ -43,5 +44,6 @@ class FlashAttention3:
             softmax_scale=self.scale,
             causal=True,
             **self.options,
+            **chunks,
         )
-        return out.squeeze(1)
+        return out

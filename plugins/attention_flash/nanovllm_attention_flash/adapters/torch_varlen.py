@@ -23,32 +23,27 @@ class TorchVarlen:
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
     ) -> Tensor:
         """Varlen prefill over blocks."""
+        return self._attend(q_THD, k_cache, v_cache, batch, batch.max_query_len)
+
+    def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
+        """Decode over blocks as chunks of one query."""
+        return self._attend(q_BHD, k_cache, v_cache, batch, 1)
+
+    def _attend(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PrefillBatch | DecodeBatch,
+        max_query_len: int,
+    ) -> Tensor:
         out = varlen_attn(
             q_THD,
             k_cache,
             v_cache,
             batch.query_starts,
             None,
-            batch.max_query_len,
-            batch.max_key_len,
-            scale=self.scale,
-            window_size=self.window_size,
-            enable_gqa=True,
-            seqused_k=batch.key_lens,
-            block_table=batch.block_table,
-            num_splits=1,
-        )
-        return cast(Tensor, out)  # a pair only where return_aux asks for it
-
-    def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
-        """Decode over blocks as chunks of one query."""
-        out = varlen_attn(
-            q_BHD,
-            k_cache,
-            v_cache,
-            batch.query_starts,
-            None,
-            1,
+            max_query_len,
             batch.max_key_len,
             scale=self.scale,
             window_size=self.window_size,
