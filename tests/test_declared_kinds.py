@@ -215,14 +215,14 @@ def test_contracts_from_the_oldest_that_is_stated_to_the_current_are_taken(
         (("contract=2, cur", "contract=1, cur"), "contract 1 of kind.* interface= in its KindSpec"),
         (
             ("oldest_contract=2", "oldest_contract=4"),
-            "oldest_contract 4 must be an integer of 1 to",
+            "oldest_contract 4 and current_contract 3 must be integers with 1 <= oldest",
         ),
         (("spec=SinkSpec", "interface='x', spec=SinkSpec"), "interface 'x' is not of the form"),
         (('name="sink"', 'name="sinks"'), "must return one spec named 'sink'"),
         (("spec=SinkSpec", "spec=dict"), "must be a class derived from PluginSpec"),
-        (("current_contract=3", "current_contract=0"), "current_contract 0 must be an integer of"),
-        (("current_contract=3", "current_contract='3'"), "current_contract '3' must be an integer"),
-        (("sink_tests:Sink", "sink_tests.Sink"), "not of the form 'package.module:Class'"),
+        (("current_contract=3", "current_contract=0"), "and current_contract 0 must be integers"),
+        (("current_contract=3", "current_contract='3'"), "and current_contract '3' must be in"),
+        (("sink_tests:Sink", "sink_tests.Sink"), "not of the form 'package.module:Object'"),
         (('"sink_hookspecs"', '"no_hookspecs"'), "hookspecs 'no_hookspecs' fail: ModuleNotFound"),
     ],
 )
@@ -260,10 +260,11 @@ def test_hookspecs_that_cannot_be_used_are_refused(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("executor", "'executor' is a kind of nanovllm-core; declare another name"),
-        ("kind", "'kind' is a kind of nanovllm-core"),
-        ("command", "'command' would take over nanovllm.commands; declare another name"),
-        ("suite", "'suite' would take over nanovllm.suites"),
+        ("executor", "'executor' is a kind or a group of nanovllm-core; declare another name"),
+        ("kind", "'kind' is a kind or a group of nanovllm-core"),
+        ("command", "'command' is a kind or a group"),
+        ("suite", "'suite' is a kind or a group"),
+        ("kernel", "'kernel' is a kind or a group"),
         ("Sink", "must be of lower-case letters"),
     ],
 )
@@ -364,7 +365,7 @@ def test_hookspecs_that_do_not_fit_a_plugin_loaded_before_are_refused(install: I
     """The observer is asked for first; its module answers the kind's hooks too."""
     declare(install, hookspecs=HOOKSPECS.replace("flushed(count)", "flushed()"))
     add_feeder(install)
-    with pytest.raises(PluginLoadError, match="sink_hookspecs does not fit: PluginValidation"):
+    with pytest.raises(PluginLoadError, match="hookspecs 'sink_hookspecs' fail: PluginValidation"):
         get_plugin_manager().spec("observer", "feeder")
 
 

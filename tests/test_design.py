@@ -16,7 +16,7 @@ import nanovllm_core
 from nanovllm_core import errors
 from nanovllm_core.interfaces.attention import GraphSupport, Phase
 from nanovllm_core.registry import hookspecs
-from nanovllm_core.registry.kinds import KIND_HOOK, KINDS
+from nanovllm_core.registry.kinds import DECLARATION, KINDS
 from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
@@ -139,7 +139,7 @@ def test_every_hook_is_used_by_the_core_and_named_in_a_test() -> None:
     core = "\n".join(path.read_text() for path in (ROOT / "nanovllm_core").rglob("*.py"))
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     # Each kind's hook is implemented by the parametrised test below.
-    kinds = {KIND_HOOK, *(kind.hook for kind in KINDS.values())}
+    kinds = {DECLARATION.hook, *(kind.hook for kind in KINDS.values())}
     for name in HOOKS:
         assert name in kinds or f".hook.{name}" in core, f"nothing calls {name}"
         assert name in kinds or f"def {name}(" in tests, f"no test implements {name}"
@@ -147,7 +147,7 @@ def test_every_hook_is_used_by_the_core_and_named_in_a_test() -> None:
 
 def test_every_kind_has_its_hook() -> None:
     assert {kind.hook for kind in KINDS.values()} <= set(HOOKS)
-    lifecycle = set(HOOKS) - {KIND_HOOK, *(kind.hook for kind in KINDS.values())}
+    lifecycle = set(HOOKS) - {DECLARATION.hook, *(kind.hook for kind in KINDS.values())}
     assert lifecycle == {
         "nanovllm_configure",
         "nanovllm_engine_started",

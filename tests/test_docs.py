@@ -30,7 +30,7 @@ from nanovllm_core.errors import ConfigError, InvalidSamplingError, NanoVLLMErro
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import SchedulerState
 from nanovllm_core.registry import hookspecs
-from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KIND_HOOK, KINDS
+from nanovllm_core.registry.kinds import DECLARATION, EXTENSION_GROUP, KIND_GROUP, KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.selection.decisions import Decisions
 from nanovllm_core.selection.startup import make_scheduler
@@ -374,7 +374,7 @@ def test_the_kinds_of_plugins_are_told_with_group_hook_and_spec() -> None:
         for name, kind in KINDS.items()
     }
     assert told.pop("`extension`")[0] == f"`{EXTENSION_GROUP}`"
-    assert told.pop("`kind`") == [f"`{KIND_GROUP}`", f"`{KIND_HOOK}`", "`KindSpec`"]
+    assert told.pop("`kind`") == [f"`{KIND_GROUP}`", f"`{DECLARATION.hook}`", "`KindSpec`"]
     assert told == actual
 
 
@@ -396,7 +396,7 @@ def test_the_lifecycle_hooks_are_told_with_their_arguments() -> None:
         f"`{name}({', '.join(key for key in hook.__annotations__ if key != 'return')})`"
         for name, hook in vars(hookspecs).items()
         if name.startswith("nanovllm_")
-        and name not in {KIND_HOOK, *(kind.hook for kind in KINDS.values())}
+        and name not in {DECLARATION.hook, *(kind.hook for kind in KINDS.values())}
     }
     assert {row[0] for row in table_rows(PLUGINS, "hook")} == lifecycle
 

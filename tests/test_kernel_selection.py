@@ -222,7 +222,7 @@ def test_a_start_on_a_gpu_without_a_set_for_it_warns_once_and_goes_on(
         pytest.importorskip(f"nanovllm_{name}", reason=f"needs the plugin {name}")
     without = [e for e in installed() if (e.group, e.name) != (GROUP, "triton")]
     monkeypatch.setattr(
-        decisions, "get_plugin_manager", lambda disable: PluginManager(without, disable)
+        decisions, "get_plugin_manager", lambda disable: PluginManager(disable, without)
     )
     overrides = {"device": "cuda", "attention": "sdpa"}
     started = startup.start(load_config("demo", overrides=overrides))

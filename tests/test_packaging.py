@@ -18,7 +18,6 @@ import nanovllm_core
 from nanovllm_core.cli.installed import KNOWN_COMMANDS
 from nanovllm_core.registry.discovery import (
     COMMAND_GROUP,
-    KNOWN_EXTRAS,
     SUITE_GROUP,
     extra_command,
     install_command,
@@ -103,7 +102,11 @@ def test_the_hints_name_extras_that_install_that_plugin() -> None:
         for group in groups.keys() & project.get("entry-points", {}).keys():
             for name in project["entry-points"][group]:
                 offered[groups[group], name] = f"{project['name']}=={project['version']}"
-    hints = {plugin: (extra, install_command(*plugin)) for plugin, extra in KNOWN_EXTRAS.items()}
+    hints = {
+        (kind.name, name): (extra, install_command(kind.name, name))
+        for kind in KINDS.values()
+        for name, extra in kind.extras.items()
+    }
     hints |= {
         ("command", name): (extra, extra_command(extra)) for name, extra in KNOWN_COMMANDS.items()
     }

@@ -77,7 +77,7 @@ def test_what_is_installed_is_read_once_for_all_kinds(monkeypatch: pytest.Monkey
         asked += 1
         return entry_points(*arguments, **wanted)
 
-    monkeypatch.setattr("nanovllm_core.registry.discovery.entry_points", counted)
+    monkeypatch.setattr("nanovllm_core.registry.manager.metadata.entry_points", counted)
     assert {plugin.kind for plugin in get_plugin_manager().installed()} >= {"scheduler", "executor"}
     assert asked == 1
 

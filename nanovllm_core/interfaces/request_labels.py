@@ -54,7 +54,11 @@ def check_labels(labels: object) -> Labels:
             f"labels has {len(labels)} entries; a request carries at most {MAX_LABELS}, so leave "
             "some out"
         )
-    return ReadOnlyDict({_name(name): _text(name, text) for name, text in labels.items()})
+    checked: dict[str, str] = {}
+    for key, text in labels.items():
+        name = _text("a name in labels", key, 1, MAX_NAME_LENGTH)
+        checked[name] = _text(f"labels[{name!r}]", text, 0, MAX_TEXT_LENGTH)
+    return ReadOnlyDict(checked)
 
 
 def labels_of_each(
@@ -74,30 +78,15 @@ def labels_of_each(
     return labels
 
 
-def _name(name: object) -> str:
-    checked = _utf8("a name in labels", name, MAX_NAME_LENGTH)
-    if not checked:
-        raise InvalidLabelsError(
-            f"labels holds the empty name ''; a name has 1 to {MAX_NAME_LENGTH} characters, "
-            f"{EXAMPLE}"
-        )
-    return checked
-
-
-def _text(name: object, text: object) -> str:
-    return _utf8(f"labels[{name!r}]", text, MAX_TEXT_LENGTH)
-
-
-def _utf8(what: str, value: object, most: int) -> str:
-    """The value as a plain `str` that every observer can write."""
+def _text(what: str, value: object, least: int, most: int) -> str:
+    """The value as a plain `str` of `least` to `most` characters that every observer can write."""
     if not isinstance(value, str):
         raise InvalidLabelsError(
             f"{what} is {type(value).__name__} {shown(value)}; it must be text, {EXAMPLE}"
         )
-    if len(value) > most:
+    if not least <= len(value) <= most:
         raise InvalidLabelsError(
-            f"{what} has {len(value)} characters ({value[:40]!r}...); at most {most} are carried, "
-            "so shorten it"
+            f"{what} has {len(value)} characters ({shown(value)}); give it {least} to {most}"
         )
     try:
         value.encode()

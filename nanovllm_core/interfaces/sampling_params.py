@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -119,66 +119,28 @@ class SamplingParams:
     """Added to the logits of these token ids (at most 1024) first; -100 to 100."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) is None and field.name != "max_tokens":
-                object.__setattr__(self, field.name, field.default)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        checked = {
-            "stop": _strings("stop", stop),
-            "stop_token_ids": _token_ids(self.stop_token_ids),
-            **self._checked_reals(),
-            **self._checked_integers(),
-            "logit_bias": _logit_bias(self.logit_bias),
-        }
-        # Numbers of other types are Python's from here on: numpy's wrap around.
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        # Numbers of other types become Python's: numpy's wrap around.
+        put = partial(object.__setattr__, self)
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                put(name, default)
+        put("stop", _strings((self.stop,) if isinstance(self.stop, str) else self.stop))
+        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        for name, (check, *limits) in _NUMBERS.items():
+            if (value := getattr(self, name)) is not None:
+                put(name, check(name, value, *limits))
+        if self.temperature:
+            _real("temperature", self.temperature, MIN_SCALE, *_NUMBERS["temperature"][2:])
+        most = MAX_INTEGER if self.max_tokens is None else self.max_tokens
+        put("min_tokens", _integer("min_tokens", self.min_tokens, 0, most, "max_tokens bounds it"))
+        if self.logit_bias is not None:
+            put("logit_bias", _logit_bias(self.logit_bias))
         if not isinstance(self.ignore_eos, bool):
             raise InvalidSamplingError(
                 f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False"
             )
-        _check_logits_processors(self.logits_processors)
-
-    def _checked_reals(self) -> dict[str, float | None]:
-        off = "switches it off"
-        return {
-            "temperature": _temperature(self.temperature),
-            "top_p": _optional_real("top_p", self.top_p, 0.0, 1.0, f"1 {off}", above=True),
-            "min_p": _optional_real("min_p", self.min_p, 0.0, 1.0, f"0 {off}"),
-            "repetition_penalty": _optional_real(
-                "repetition_penalty", self.repetition_penalty, MIN_SCALE, MAX_SCALE, f"1 {off}"
-            ),
-            "presence_penalty": _real(
-                "presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY, f"0 {off}"
-            ),
-            "frequency_penalty": _real(
-                "frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY, f"0 {off}"
-            ),
-        }
-
-    def _checked_integers(self) -> dict[str, int | None]:
-        max_tokens = _optional_integer(
-            "max_tokens", self.max_tokens, 1, None, "None means no limit of its own"
-        )
-        return {
-            "top_k": _optional_integer("top_k", self.top_k, -1, None, "0 or -1 switches it off"),
-            "max_tokens": max_tokens,
-            "min_tokens": _integer(
-                "min_tokens", self.min_tokens, 0, max_tokens, "max_tokens bounds it"
-            ),
-            "seed": _optional_integer(
-                "seed", self.seed, 0, MAX_SEED, "None lets the engine choose"
-            ),
-            "logprobs": _optional_integer(
-                "logprobs", self.logprobs, 0, MAX_LOGPROBS, "None switches it off"
-            ),
-            "n": _integer(
-                "n", self.n, 1, MAX_SAMPLES, "1 makes a single output; for more, ask again"
-            ),
-            "priority": _integer(
-                "priority", self.priority, None, None, "0 is that of every other request"
-            ),
-        }
+        if self.logits_processors is not None:
+            _check_logits_processors(self.logits_processors)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -197,12 +159,12 @@ class SamplingParams:
         return {**NEUTRAL, **defaults, **known}
 
 
-def _temperature(value: float | None) -> float | None:
-    remedy = "0 takes the likeliest token"
-    number = _optional_real("temperature", value, 0.0, MAX_SCALE, remedy)
-    if number:
-        _real("temperature", value, MIN_SCALE, MAX_SCALE, remedy)
-    return number
+_DEFAULTS = {
+    field.name: field.default
+    for field in fields(SamplingParams)
+    if field.default is not None and field.name != "max_tokens"
+}
+"""Of the fields that are never None, whatever the caller passes."""
 
 
 def _real(
@@ -220,38 +182,36 @@ def _real(
     raise InvalidSamplingError(f"{name} is {shown(value)}; it must be {limit} ({remedy})")
 
 
-def _optional_real(
-    name: str, value: object, low: float, high: float, remedy: str, *, above: bool = False
-) -> float | None:
-    return None if value is None else _real(name, value, low, high, remedy, above=above)
-
-
-def _integer(name: str, value: object, low: int | None, high: int | None, remedy: str) -> int:
+def _integer(name: str, value: object, low: int, high: int, remedy: str) -> int:
     """The value, if it is a whole number from `low` to `high`; bools and 3.0 are none here."""
-    lowest = -MAX_INTEGER if low is None else low
-    highest = MAX_INTEGER if high is None else high
-    limit = "" if low is None else f" at least {low}" if high is None else f" from {low} to {high}"
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
-        if lowest <= number <= highest:
+        if low <= number <= high:
             return number
-        if high is None and abs(number) > MAX_INTEGER:
-            limit += " of at most 64 bits"
     raise InvalidSamplingError(
-        f"{name} is {shown(value)}; it must be a whole number{limit} ({remedy})"
+        f"{name} is {shown(value)}; it must be a whole number from {low} to {high} ({remedy})"
     )
 
 
-def _optional_integer(
-    name: str, value: object, low: int, high: int | None, remedy: str
-) -> int | None:
-    return None if value is None else _integer(name, value, low, high, remedy)
+_NUMBERS: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (_real, 0.0, MAX_SCALE, "0 takes the likeliest token"),
+    "top_k": (_integer, -1, MAX_INTEGER, "0 or -1 switches it off"),
+    "top_p": (partial(_real, above=True), 0.0, 1.0, "1 switches it off"),
+    "min_p": (_real, 0.0, 1.0, "0 switches it off"),
+    "repetition_penalty": (_real, MIN_SCALE, MAX_SCALE, "1 switches it off"),
+    "presence_penalty": (_real, -MAX_PENALTY, MAX_PENALTY, "0 switches it off"),
+    "frequency_penalty": (_real, -MAX_PENALTY, MAX_PENALTY, "0 switches it off"),
+    "max_tokens": (_integer, 1, MAX_INTEGER, "None means no limit of its own"),
+    "seed": (_integer, 0, MAX_SEED, "None lets the engine choose"),
+    "logprobs": (_integer, 0, MAX_LOGPROBS, "None switches it off"),
+    "n": (_integer, 1, MAX_SAMPLES, "1 makes a single output; for more, ask again"),
+    "priority": (_integer, -MAX_INTEGER, MAX_INTEGER, "0 is that of every other request"),
+}
+"""The check of each numeric field, its lowest and highest value, and the remedy."""
 
 
-def _logit_bias(value: object) -> dict[int, float] | None:
+def _logit_bias(value: object) -> dict[int, float]:
     """A copy with whole ids and floats; JSON writes the ids as texts, and so may the caller."""
-    if value is None:
-        return None
     if not isinstance(value, Mapping):
         raise InvalidSamplingError(
             f"logit_bias is {shown(value)}; it must map token ids to numbers, as in {{17: -100}}"
@@ -264,9 +224,7 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     checked: dict[int, float] = {}
     for key, bias in value.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
-        token_id = _integer(
-            "an id in logit_bias", int(key) if is_text else key, 0, None, "leave it out"
-        )
+        token_id = _token_id("logit_bias", int(key) if is_text else key)
         if token_id in checked:
             raise InvalidSamplingError(
                 f"logit_bias has token id {token_id} twice, as a number and as a text; leave one "
@@ -280,43 +238,41 @@ def _logit_bias(value: object) -> dict[int, float] | None:
 
 def _check_logits_processors(value: object) -> None:
     """A mapping of names to mappings; what the arguments must be, the plugin says."""
-    if value is None:
-        return
-    good = isinstance(value, Mapping) and all(
+    if not isinstance(value, Mapping) or not all(
         isinstance(name, str) and isinstance(arguments, Mapping)
         for name, arguments in value.items()
-    )
-    if not good:
+    ):
         raise InvalidSamplingError(
             f"logits_processors is {shown(value)}; it must map names of processors to their "
             'arguments, as in {"name": {"key": "value"}} ({} for none)'
         )
 
 
-def _strings(name: str, values: Iterable[str] | None) -> tuple[str, ...]:
-    strings = _as_tuple(name, values, "a string or a list of strings")
+def _token_id(field: str, value: object) -> int:
+    return _integer(f"an id in {field}", value, 0, MAX_INTEGER, "leave it out")
+
+
+def _token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
+    found = _as_tuple("stop_token_ids", values, "a list of token ids")
+    return tuple(_token_id("stop_token_ids", token_id) for token_id in found)
+
+
+def _strings(values: Iterable[str] | None) -> tuple[str, ...]:
+    strings = _as_tuple("stop", values, "a string or a list of strings")
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidSamplingError(
-                f"{name} holds {shown(string)}; it must hold strings of at least one character "
+                f"stop holds {shown(string)}; it must hold strings of at least one character "
                 "(leave it out to stop at no string)"
             )
     return strings
 
 
-def _token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
-    token_ids = _as_tuple("stop_token_ids", values, "a list of token ids")
-    return tuple(
-        _integer("an id in stop_token_ids", token_id, 0, None, "leave it out")
-        for token_id in token_ids
-    )
-
-
 def _as_tuple(name: str, values: Iterable[T] | None, wanted: str) -> tuple[T, ...]:
     try:
-        if isinstance(values, bytes | bytearray):
-            raise TypeError("its items are numbers, which nobody means")
-        found = tuple(islice(() if values is None else values, MAX_STOPS + 1))
+        # The items of bytes are numbers, which nobody means.
+        given = None if isinstance(values, bytes | bytearray) else values
+        found = tuple(islice(given, MAX_STOPS + 1))  # type: ignore[arg-type]  # None is no list
     except TypeError:
         raise InvalidSamplingError(f"{name} is {shown(values)}; it must be {wanted}") from None
     if len(found) > MAX_STOPS:

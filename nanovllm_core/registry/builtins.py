@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm_core.interfaces.specs import (
-    CheckpointSpec,
-    ExecutorSpec,
-    KernelSetSpec,
-    SamplerSpec,
-    SchedulerSpec,
-)
+from nanovllm_core.interfaces import specs
 from nanovllm_core.registry.hookspecs import hookimpl
 
 
 @hookimpl
-def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+def nanovllm_schedulers() -> Sequence[specs.SchedulerSpec]:
     """First come, first served."""
     return [
-        SchedulerSpec(
+        specs.SchedulerSpec(
             name="fcfs",
             impl="nanovllm_core.engine.policies:FcfsPolicy",
             contract=1,
@@ -29,10 +23,10 @@ def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
 
 
 @hookimpl
-def nanovllm_executors() -> Sequence[ExecutorSpec]:
+def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
     """One worker in this process."""
     return [
-        ExecutorSpec(
+        specs.ExecutorSpec(
             name="single",
             impl="nanovllm_core.worker.executor:SingleProcessExecutor",
             contract=2,
@@ -42,16 +36,16 @@ def nanovllm_executors() -> Sequence[ExecutorSpec]:
 
 
 @hookimpl
-def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
+def nanovllm_checkpoints() -> Sequence[specs.CheckpointSpec]:
     """Folders of this machine, and models of the Hugging Face hub."""
     return [
-        CheckpointSpec(
+        specs.CheckpointSpec(
             name="local",
             impl="nanovllm_core.selection.checkpoint_sources:from_folder",
             contract=2,
             summary="A folder of this machine.",
         ),
-        CheckpointSpec(
+        specs.CheckpointSpec(
             name="hub",
             impl="nanovllm_core.selection.checkpoint_sources:from_hub",
             contract=2,
@@ -61,10 +55,10 @@ def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
 
 
 @hookimpl
-def nanovllm_samplers() -> Sequence[SamplerSpec]:
+def nanovllm_samplers() -> Sequence[specs.SamplerSpec]:
     """The Gumbel-max trick over a counter-based generator."""
     return [
-        SamplerSpec(
+        specs.SamplerSpec(
             name="gumbel",
             impl="nanovllm_core.worker.sampler:GumbelSampler",
             contract=1,
@@ -76,10 +70,10 @@ def nanovllm_samplers() -> Sequence[SamplerSpec]:
 
 
 @hookimpl
-def nanovllm_kernels() -> Sequence[KernelSetSpec]:
+def nanovllm_kernels() -> Sequence[specs.KernelSetSpec]:
     """The torch reference; sets for GPUs are plugins."""
     return [
-        KernelSetSpec(
+        specs.KernelSetSpec(
             name="torch",
             impl="nanovllm_core.kernels.reference:TorchKernels",
             contract=1,

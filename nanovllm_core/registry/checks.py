@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
@@ -25,24 +26,21 @@ from nanovllm_core.interfaces.specs import (
 )
 from nanovllm_core.registry.discovery import (
     COMMAND_GROUP,
-    GROUP_PREFIX,
     SUITE_GROUP,
     UNKNOWN,
     InstalledPlugin,
+    known_groups,
 )
 from nanovllm_core.registry.hookspecs import PROJECT
 from nanovllm_core.registry.kinds import (
-    KIND,
-    KIND_CHANGED,
-    KIND_CONTRACT,
+    DECLARATION,
     KINDS,
-    NO_SPEC,
     Kind,
     contract_problem,
+    declared_group,
 )
 
 CORE = "nanovllm-core"
-_OBJECT = re.compile(r"[\w.]+:[\w.]+")
 
 
 def load_error(
@@ -60,15 +58,12 @@ def load_error(
 def core_requirement(lines: Iterable[str]) -> Requirement | None:
     """The requirement of a distribution on the core, if it has one outside its extras."""
     for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        marker = requirement.marker
-        if canonicalize_name(requirement.name) == CORE and (
-            marker is None or marker.evaluate({"extra": ""})
-        ):
-            return requirement
+        with suppress(InvalidRequirement):
+            found = Requirement(line)
+            if canonicalize_name(found.name) == CORE and (
+                found.marker is None or found.marker.evaluate({"extra": ""})
+            ):
+                return found
     return None
 
 
@@ -77,15 +72,17 @@ def describe(plugin: ResolvedPlugin) -> str:
     return f"{plugin.kind} {plugin.name!r} ({plugin.distribution} {plugin.version})"
 
 
-def only_spec(plugin: InstalledPlugin, hook: str, wanted: type, specs: Sequence[Any]) -> Any:
-    """The spec of this plugin's name among what its hook returned."""
-    for strange in (spec for spec in specs if not isinstance(spec, wanted)):
-        raise load_error(plugin, f"{hook} returned {strange!r}, not {wanted.__name__} objects")
+def only_spec(plugin: InstalledPlugin, kind: Kind, specs: Sequence[Any]) -> Any:
+    """The spec of this plugin's name among what the hook of its kind returned."""
+    for strange in (spec for spec in specs if not isinstance(spec, kind.spec)):
+        raise load_error(
+            plugin, f"{kind.hook} returned {strange!r}, not {kind.spec.__name__} objects"
+        )
     matching = [spec for spec in specs if spec.name == plugin.name]
     if len(matching) != 1:
         raise load_error(
             plugin,
-            f"{hook} must return one spec named {plugin.name!r}, as the entry point is; "
+            f"{kind.hook} must return one spec named {plugin.name!r}, as the entry point is; "
             f"it returned {[spec.name for spec in specs]} (is the function marked @hookimpl?)",
         )
     return matching[0]
@@ -93,48 +90,80 @@ def only_spec(plugin: InstalledPlugin, hook: str, wanted: type, specs: Sequence[
 
 def check_spec(plugin: InstalledPlugin, spec: PluginSpec, kind: Kind, owner: str) -> None:
     """Refuse a spec of another contract, or one that cannot be acted upon."""
-    problem = contract_problem(
-        kind.name, kind.oldest_contract, kind.contract, kind.changed, spec.contract, owner
-    )
-    if problem:
+    problem = contract_problem(kind, spec.contract, owner)
+    if problem := problem or next(_problems(spec, kind), None):
         raise load_error(plugin, problem)
-    if not _names_object(spec.impl):
-        raise load_error(plugin, f"impl {spec.impl!r} is not of the form 'package.module:Object'")
-    _check_model(plugin, "options", spec.options)
+
+
+def check_declaration(plugin: InstalledPlugin, spec: KindSpec) -> None:
+    """Refuse a declaration that no plugin could be found or checked by."""
+    problem = contract_problem(DECLARATION, spec.contract, CORE)
+    if problem := problem or next(_declaration_problems(spec), None):
+        raise load_error(plugin, problem)
+
+
+_FIELDS: tuple[tuple[type[PluginSpec], str, Any, str], ...] = (
+    (AttentionSpec, "capabilities", AttentionCapabilities, "AttentionCapabilities"),
+    (DeviceSpec, "devices", Set, "a set of torch's device types, such as {'cuda'}"),
+    (KernelSetSpec, "dtypes", Set, "a set of names, such as {'bfloat16'}"),
+    (KernelSetSpec, "rank", int, "an integer"),
+)
+"""Fields that a listing or a selection reads of a spec, with the type that each must have."""
+
+
+def _problems(spec: PluginSpec, kind: Kind) -> Iterator[str]:
+    """The reasons why a listing, a selection or a worker could not act upon the spec."""
+    yield from _form_problems("impl", spec.impl)
+    yield from _model_problems("options", spec.options)
     if isinstance(spec, LogitsProcessorSpec):
-        _check_model(plugin, "arguments", spec.arguments)
-    problem = _unusable_field(spec, kind)
-    if problem:
-        raise load_error(plugin, problem)
-
-
-def _unusable_field(spec: PluginSpec, kind: Kind) -> str | None:
-    """A problem that would stop a listing or a selection; None if there is none."""
-    if isinstance(spec, AttentionSpec) and not isinstance(spec.capabilities, AttentionCapabilities):
-        return f"capabilities {spec.capabilities!r:.80} are not AttentionCapabilities"
-    if isinstance(spec, DeviceSpec) and not isinstance(spec.devices, Set):
-        return f"devices {spec.devices!r} is not a set of torch's device types, such as {{'cuda'}}"
+        yield from _model_problems("arguments", spec.arguments)
+    for owner, field, wanted, described in _FIELDS:
+        if isinstance(spec, owner) and not isinstance(found := getattr(spec, field), wanted):
+            yield f"{field} {found!r:.80} is not {described}"
     if isinstance(spec, KernelSetSpec):
-        return _unusable_kernels(spec)
+        low = spec.min_compute_capability
+        if low is not None and not (isinstance(low, tuple) and [*map(type, low)] == [int, int]):
+            yield f"min_compute_capability {low!r} is neither None nor a pair such as (9, 0)"
     if isinstance(spec, SchedulerSpec):
         levels = get_args(get_type_hints(SchedulerSpec)["level"])
         if spec.level not in levels:
-            return f"level {spec.level!r} is none of {', '.join(levels)}"
+            yield f"level {spec.level!r} is none of {', '.join(levels)}"
     if kind.name in KINDS and not kind.choice and spec.options.model_fields:
-        return f"options {spec.options.__name__} are given by no configuration to a {kind.name}"
-    return None
+        yield f"options {spec.options.__name__} are given by no configuration to a {kind.name}"
 
 
-def _unusable_kernels(spec: KernelSetSpec) -> str | None:
-    """A field by which `kernels: auto` could not compare this set with others."""
-    low = spec.min_compute_capability
-    if not isinstance(spec.dtypes, Set):
-        return f"dtypes {spec.dtypes!r} is not a set of names, such as {{'bfloat16'}}"
-    if low is not None and not (isinstance(low, tuple) and [*map(type, low)] == [int, int]):
-        return f"min_compute_capability {low!r} is neither None nor a pair such as (9, 0)"
-    if type(spec.rank) is not int:
-        return f"rank {spec.rank!r} is not an integer"
-    return None
+def _model_problems(field: str, model: object) -> Iterator[str]:
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        yield f"{field} {model!r} is not a pydantic model class"
+    elif model.model_config.get("extra") != "forbid":
+        yield f'{model.__name__} must set extra="forbid", or typos would go unnoticed'
+    elif "<locals>" in model.__qualname__:
+        yield f"{model.__qualname__} must be a class of a module, or no other process could read it"
+
+
+def _declaration_problems(spec: KindSpec) -> Iterator[str]:
+    """The reasons why no plugin of the declared kind could be found or checked."""
+    taken = {*known_groups(), COMMAND_GROUP, SUITE_GROUP}
+    if spec.name in KINDS or declared_group(spec.name) in taken:
+        yield f"{spec.name!r} is a kind or a group of {CORE}; declare another name"
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
+        yield f"{spec.name!r} must be of lower-case letters, digits and underscores"
+    if not (isinstance(spec.spec, type) and issubclass(spec.spec, PluginSpec)):
+        yield f"spec {spec.spec!r} must be a class derived from PluginSpec"
+    oldest, current = spec.oldest_contract, spec.current_contract
+    if not (type(oldest) is type(current) is int and 1 <= oldest <= current):
+        yield (
+            f"oldest_contract {oldest!r} and current_contract {current!r} must be integers with "
+            "1 <= oldest_contract <= current_contract"
+        )
+    if spec.interface:
+        yield from _form_problems("interface", spec.interface)
+    yield from _form_problems("conformance", spec.conformance)
+
+
+def _form_problems(field: str, target: object) -> Iterator[str]:
+    if not (isinstance(target, str) and re.fullmatch(r"[\w.]+:[\w.]+", target)):
+        yield f"{field} {target!r} is not of the form 'package.module:Object'"
 
 
 def missing_hook(module: ModuleType, hook: str) -> str | None:
@@ -143,48 +172,3 @@ def missing_hook(module: ModuleType, hook: str) -> str | None:
     if hasattr(getattr(module, hook, None), f"{PROJECT}_spec"):
         return None
     return f"{module.__name__} must declare the hook {hook}, marked @hookspec"
-
-
-def _names_object(text: object) -> bool:
-    return isinstance(text, str) and _OBJECT.fullmatch(text) is not None
-
-
-def _check_model(plugin: InstalledPlugin, field: str, model: object) -> None:
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        raise load_error(plugin, f"{field} {model!r} is not a pydantic model class")
-    if model.model_config.get("extra") != "forbid":
-        raise load_error(
-            plugin, f'{model.__name__} must set extra="forbid", or typos would go unnoticed'
-        )
-    if "<locals>" in model.__qualname__:
-        raise load_error(
-            plugin,
-            f"{model.__qualname__} must be a class of a module, or no other process could read it",
-        )
-
-
-def check_kind_spec(plugin: InstalledPlugin, spec: KindSpec) -> None:
-    """Refuse a declaration that no plugin could be found or checked by."""
-    problem = contract_problem(
-        KIND, KIND_CONTRACT, KIND_CONTRACT, KIND_CHANGED, spec.contract, CORE
-    )
-    if problem is None and (spec.name in KINDS or spec.name in NO_SPEC):
-        problem = f"{spec.name!r} is a kind of {CORE}; declare another name"
-    if problem is None and f"{GROUP_PREFIX}{spec.name}s" in (COMMAND_GROUP, SUITE_GROUP):
-        problem = f"{spec.name!r} would take over {GROUP_PREFIX}{spec.name}s; declare another name"
-    if problem is None and not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
-        problem = f"{spec.name!r} must be of lower-case letters, digits and underscores"
-    if problem is None and not (isinstance(spec.spec, type) and issubclass(spec.spec, PluginSpec)):
-        problem = f"spec {spec.spec!r} must be a class derived from PluginSpec"
-    current = spec.current_contract
-    if problem is None and (type(current) is not int or current < 1):
-        problem = f"current_contract {current!r} must be an integer of at least 1"
-    oldest = spec.oldest_contract
-    if problem is None and (type(oldest) is not int or not 1 <= oldest <= current):
-        problem = f"oldest_contract {oldest!r} must be an integer of 1 to current_contract"
-    if problem is None and spec.interface and not _names_object(spec.interface):
-        problem = f"interface {spec.interface!r} is not of the form 'package.module:Type'"
-    if problem is None and not _names_object(spec.conformance):
-        problem = f"conformance {spec.conformance!r} is not of the form 'package.module:Class'"
-    if problem:
-        raise load_error(plugin, problem)

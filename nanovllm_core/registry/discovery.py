@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 from nanovllm_core.errors import PluginNotFoundError, did_you_mean, shown
@@ -17,11 +17,6 @@ from nanovllm_core.registry.kinds import (
     KINDS,
     declared_group,
 )
-
-KNOWN_EXTRAS: Mapping[tuple[str, str], str] = {
-    (kind.name, plugin): extra for kind in KINDS.values() for plugin, extra in kind.extras.items()
-}
-"""The extra of nanovllm-core that installs a plugin of this project."""
 
 KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "sdpa": ("attention_sdpa",),
@@ -69,19 +64,13 @@ class InstalledPlugin:
         return f"{self.name} {self.version}, {self.distribution}"
 
 
-def find_plugins(given: Iterable[EntryPoint] | None = None) -> dict[InstalledPlugin, EntryPoint]:
-    """Every plugin of every kind, declared ones too. `given` stands in for what is installed."""
-    # Asked once: every time reads the metadata of all that is installed.
-    found = entry_points() if given is None else EntryPoints(given)
-
-    def in_group(group: str) -> Iterable[EntryPoint]:
-        return found.select(group=group)
-
-    groups = known_groups(entry.name for entry in in_group(KIND_GROUP))
+def find_plugins(found: EntryPoints) -> dict[InstalledPlugin, EntryPoint]:
+    """The plugins among entry points, of every kind, declared ones too."""
+    groups = known_groups(found.select(group=KIND_GROUP).names)
     return {
         _installed(kind, entry): entry
         for group, kind in groups.items()
-        for entry in in_group(group)
+        for entry in found.select(group=group)
     }
 
 
@@ -101,10 +90,9 @@ def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
     return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
 
 
-def misplaced(name: str, given: Iterable[EntryPoint] | None = None) -> str:
+def misplaced(name: str, found: EntryPoints) -> str:
     """A note on a plugin of that name in a group of no kind, where it is not looked for."""
-    found = entry_points() if given is None else EntryPoints(given)
-    groups = known_groups(entry.name for entry in found.select(group=KIND_GROUP))
+    groups = known_groups(found.select(group=KIND_GROUP).names)
     read = {*groups, COMMAND_GROUP, SUITE_GROUP}
     for entry in found.select(name=name):
         if entry.group.startswith(GROUP_PREFIX) and entry.group not in read:
@@ -125,8 +113,8 @@ def install_one(kind: str) -> str:
 
 
 def install_command(kind: str, name: str) -> str:
-    """The command that installs a plugin of this project, one of `KNOWN_EXTRAS`."""
-    return extra_command(KNOWN_EXTRAS[kind, name])
+    """The command that installs a plugin of this project, one of its kind's `extras`."""
+    return extra_command(KINDS[kind].extras[name])
 
 
 def extra_command(extra: str) -> str:
@@ -154,14 +142,11 @@ def select_disabled(
     plugins: Iterable[InstalledPlugin], disable: Iterable[str]
 ) -> set[InstalledPlugin]:
     """The plugins that `plugins.disable` names; PluginNotFoundError for a name that fits none."""
-    labels = [(p, (p.name, f"{p.kind}:{p.name}", p.distribution)) for p in plugins]
-    selected: set[InstalledPlugin] = set()
-    for name in disable:
-        matching = {plugin for plugin, known in labels if name in known}
-        if not matching:
-            hint = did_you_mean(name, {label for _, known in labels for label in known})
+    labels = {p: {p.name, f"{p.kind}:{p.name}", p.distribution} for p in plugins}
+    wanted, known = [*disable], set().union(*labels.values())
+    for name in wanted:
+        if name not in known:
             raise PluginNotFoundError(
-                f"plugins.disable: no installed plugin is {shown(name)}{hint}"
+                f"plugins.disable: no installed plugin is {shown(name)}{did_you_mean(name, known)}"
             )
-        selected |= matching
-    return selected
+    return {plugin for plugin, names in labels.items() if not names.isdisjoint(wanted)}

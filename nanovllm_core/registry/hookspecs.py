@@ -19,21 +19,10 @@ if TYPE_CHECKING:
     import typer
 
     from nanovllm_core.config.settings import EngineConfig
+    from nanovllm_core.interfaces import specs
     from nanovllm_core.interfaces.doctor import DoctorCheck
     from nanovllm_core.interfaces.plan import WorkerInfo
     from nanovllm_core.interfaces.plugins import Plugins
-    from nanovllm_core.interfaces.specs import (
-        AttentionSpec,
-        CheckpointSpec,
-        ExecutorSpec,
-        KernelSetSpec,
-        KindSpec,
-        LogitsProcessorSpec,
-        ModelSpec,
-        ObserverSpec,
-        SamplerSpec,
-        SchedulerSpec,
-    )
 
 PROJECT = "nanovllm"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -41,52 +30,52 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def nanovllm_attention() -> Sequence[AttentionSpec]:
+def nanovllm_attention() -> Sequence[specs.AttentionSpec]:
     """Attention backends (entry-point group `nanovllm.attention`)."""
 
 
 @hookspec
-def nanovllm_schedulers() -> Sequence[SchedulerSpec]:
+def nanovllm_schedulers() -> Sequence[specs.SchedulerSpec]:
     """Scheduling policies and whole schedulers (group `nanovllm.schedulers`)."""
 
 
 @hookspec
-def nanovllm_models() -> Sequence[ModelSpec]:
+def nanovllm_models() -> Sequence[specs.ModelSpec]:
     """Model architectures (group `nanovllm.models`; the entry point is the architecture's name)."""
 
 
 @hookspec
-def nanovllm_checkpoints() -> Sequence[CheckpointSpec]:
+def nanovllm_checkpoints() -> Sequence[specs.CheckpointSpec]:
     """Sources of checkpoints (group `nanovllm.checkpoints`)."""
 
 
 @hookspec
-def nanovllm_executors() -> Sequence[ExecutorSpec]:
+def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
     """Ways to run workers (group `nanovllm.executors`)."""
 
 
 @hookspec
-def nanovllm_samplers() -> Sequence[SamplerSpec]:
+def nanovllm_samplers() -> Sequence[specs.SamplerSpec]:
     """Samplers: greedy and temperature choice on the device (group `nanovllm.samplers`)."""
 
 
 @hookspec
-def nanovllm_logits_processors() -> Sequence[LogitsProcessorSpec]:
+def nanovllm_logits_processors() -> Sequence[specs.LogitsProcessorSpec]:
     """Changes of logits, for requests that use them (group `nanovllm.logits_processors`)."""
 
 
 @hookspec
-def nanovllm_observers() -> Sequence[ObserverSpec]:
+def nanovllm_observers() -> Sequence[specs.ObserverSpec]:
     """Observers of steps, such as metrics (group `nanovllm.observers`)."""
 
 
 @hookspec
-def nanovllm_kernels() -> Sequence[KernelSetSpec]:
+def nanovllm_kernels() -> Sequence[specs.KernelSetSpec]:
     """Sets of the fused operations that layers are built on (group `nanovllm.kernels`)."""
 
 
 @hookspec
-def nanovllm_kinds() -> Sequence[KindSpec]:
+def nanovllm_kinds() -> Sequence[specs.KindSpec]:
     """New kinds of plugins (group `nanovllm.kinds`)."""
 
 

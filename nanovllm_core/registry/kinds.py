@@ -1,8 +1,9 @@
 """The kinds of plugins, as data that commands, schema, doctor and `explain` read.
 
-A built-in kind is added in five files of the core: its interface, its spec (`interfaces/specs.py`),
-its hook (`hookspecs.py`), its `Kind` here, and the field of the configuration that names its
-plugins (`config/settings.py`). Other files name it only to use it.
+A built-in kind is added in five files of the core: a module of `interfaces/` with its interface and
+its spec (those of the kinds so far are in `specs.py`), its hook (`hookspecs.py`), its `Kind` here,
+the field of the configuration that names its plugins (`config/settings.py`), and its public names
+(`api.py`). Other files name it only to use it.
 
 Each kind has its own contract version. A change in the meaning of a contract raises the version. If
 older plugins no longer work, `oldest_contract` rises too, and they are refused by name.
@@ -14,19 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from nanovllm_core.interfaces.specs import (
-    AttentionSpec,
-    CheckpointSpec,
-    ExecutorSpec,
-    KernelSetSpec,
-    KindSpec,
-    LogitsProcessorSpec,
-    ModelSpec,
-    ObserverSpec,
-    PluginSpec,
-    SamplerSpec,
-    SchedulerSpec,
-)
+from nanovllm_core.interfaces import specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +39,7 @@ class Kind:
     """
 
     name: str
-    spec: type[PluginSpec]
+    spec: type[specs.PluginSpec | specs.KindSpec]
     interface: str
     plural: str = ""
     contract: int = 1
@@ -78,7 +67,7 @@ INTERFACES = "nanovllm_core.interfaces"
 _OURS = (
     Kind(
         "checkpoint",
-        CheckpointSpec,
+        specs.CheckpointSpec,
         "pathlib:Path",
         contract=2,
         oldest_contract=2,
@@ -87,7 +76,7 @@ _OURS = (
     ),
     Kind(
         "model",
-        ModelSpec,
+        specs.ModelSpec,
         f"{INTERFACES}.model:CausalLM",
         contract=2,
         oldest_contract=2,
@@ -97,7 +86,7 @@ _OURS = (
     ),
     Kind(
         "attention",
-        AttentionSpec,
+        specs.AttentionSpec,
         f"{INTERFACES}.attention:AttentionBackend",
         plural="attention",
         contract=2,
@@ -109,29 +98,29 @@ _OURS = (
     ),
     Kind(
         "kernels",
-        KernelSetSpec,
+        specs.KernelSetSpec,
         f"{INTERFACES}.kernels:KernelSet",
         plural="kernels",
         choice="kernels",
         extras={"triton": "triton"},
     ),
-    Kind("sampler", SamplerSpec, f"{INTERFACES}.sampler:Sampler", choice="sampler"),
+    Kind("sampler", specs.SamplerSpec, f"{INTERFACES}.sampler:Sampler", choice="sampler"),
     Kind(
         "logits_processor",
-        LogitsProcessorSpec,
+        specs.LogitsProcessorSpec,
         f"{INTERFACES}.logits_processor:LogitsProcessor",
         choice="logits_processors",
     ),
     Kind(
         "scheduler",
-        SchedulerSpec,
+        specs.SchedulerSpec,
         f"{INTERFACES}.scheduler:PolicyOrScheduler",
         choice="scheduler",
         extras={"sjf": "sjf"},
     ),
     Kind(
         "executor",
-        ExecutorSpec,
+        specs.ExecutorSpec,
         f"{INTERFACES}.executor:Executor",
         contract=2,
         oldest_contract=2,
@@ -139,7 +128,7 @@ _OURS = (
         "options: make them with nanovllm_core.worker.make_plugin(resolved, *arguments)",
         choice="executor",
     ),
-    Kind("observer", ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
+    Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
 )
 
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _OURS})
@@ -151,13 +140,16 @@ EXTENSION_GROUP = "nanovllm.extensions"
 
 KIND = "kind"
 KIND_GROUP = "nanovllm.kinds"
-KIND_HOOK = "nanovllm_kinds"
-KIND_CONTRACT = 2
-"""Plugins that declare a kind; loaded when a plugin of that kind is."""
-KIND_CHANGED = (
-    "state contract=2, the type of its plugins' objects as interface= in its KindSpec, and call "
-    "plugins.make(resolved, *arguments) without a type"
+DECLARATION = Kind(
+    KIND,
+    specs.KindSpec,
+    "",
+    contract=2,
+    oldest_contract=2,
+    changed="state contract=2, the type of its plugins' objects as interface= in its KindSpec, and "
+    "call plugins.make(resolved, *arguments) without a type",
 )
+"""Plugins that declare a kind; loaded when a plugin of that kind is."""
 
 NO_SPEC = (EXTENSION, KIND)
 """Kinds whose plugins are not selected by a name and options, and so have no `PluginSpec`."""
@@ -173,42 +165,25 @@ def declared_hook(name: str) -> str:
     return f"nanovllm_{name}s"
 
 
-def declared_kind(spec: KindSpec) -> Kind:
-    """The kind that a valid declaration describes."""
-    return Kind(
-        spec.name,
-        spec.spec,
-        spec.interface,
-        contract=spec.current_contract,
-        oldest_contract=spec.oldest_contract,
-        changed=spec.changed,
-        conformance=spec.conformance,
-    )
+def contract_problem(kind: Kind, stated: object, owner: str) -> str | None:
+    """The reason to refuse the contract version that a plugin states; None for those taken.
 
-
-def contract_problem(
-    kind: str, oldest: int, current: int, changed: str, stated: object, owner: str
-) -> str | None:
-    """The reason to refuse a plugin's contract version; None for `oldest` to `current`.
-
-    `owner` is the distribution that defines the kind, which is to be upgraded for a newer plugin;
-    `changed` tells the author of an older one what to do.
+    `owner` is the distribution that defines the kind, which is to be upgraded for a newer plugin.
     """
+    oldest, current = kind.oldest_contract, kind.contract
     if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
         return (
             f"contract {stated!r} is not a version; state the number that it was written for, "
             f"contract={current} today"
         )
-    taken = f"{oldest} to {current}" if oldest < current else f"{current}"
-    if stated < oldest:
-        return (
-            f"it is too old: it was written for contract {stated} of {kind}, and {owner} takes "
-            f"{taken}; upgrade the plugin, or install an older {owner}"
-            + (f"; if it is yours: {changed}" if changed else "")
-        )
-    if stated > current:
-        return (
-            f"it is too new: it was written for contract {stated} of {kind}, and {owner} takes "
-            f"{taken}; upgrade {owner}, or install an older version of the plugin"
-        )
-    return None
+    if oldest <= stated <= current:
+        return None
+    age, late, early = (
+        ("old", "the plugin", owner) if stated < oldest else ("new", owner, "the plugin")
+    )
+    return (
+        f"it is too {age}: it was written for contract {stated} of {kind.name}, and {owner} takes "
+        + (f"{oldest} to {current}" if oldest < current else f"{current}")
+        + f"; upgrade {late}, or install an older version of {early}"
+        + (f"; if it is yours: {kind.changed}" if stated < oldest and kind.changed else "")
+    )

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from importlib.metadata import EntryPoint
-from typing import Any
+from importlib import metadata
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any, cast
 
 import pluggy
 from pydantic import ValidationError
@@ -33,14 +34,13 @@ from nanovllm_core.interfaces.specs import KindSpec, PluginSpec, ResolvedPlugin
 from nanovllm_core.registry import hookspecs
 from nanovllm_core.registry.checks import (
     CORE,
-    check_kind_spec,
+    check_declaration,
     check_spec,
     load_error,
     missing_hook,
     only_spec,
 )
 from nanovllm_core.registry.discovery import (
-    KNOWN_EXTRAS,
     InstalledPlugin,
     find_plugins,
     install_command,
@@ -48,14 +48,13 @@ from nanovllm_core.registry.discovery import (
     select_disabled,
 )
 from nanovllm_core.registry.kinds import (
+    DECLARATION,
     EXTENSION,
     KIND,
-    KIND_HOOK,
     KINDS,
     NO_SPEC,
     Kind,
     declared_hook,
-    declared_kind,
 )
 from nanovllm_core.registry.objects import load_object, make_plugin
 from nanovllm_core.registry.options import read_options
@@ -64,23 +63,21 @@ HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("nanovllm_"))
 """The hooks of the core."""
 
 
-def get_plugin_manager(
-    disable: Iterable[str] = (), entry_points: Iterable[EntryPoint] | None = None
-) -> PluginManager:
-    """A manager of what is installed now, less what `disable` names.
+class PluginManager:
+    """The plugins of this environment that are installed now, less those that `disable` names.
 
     `disable` holds names (`flash`), kinds and names (`attention:flash`) or distributions; one that
     fits nothing raises PluginNotFoundError. `entry_points` stands in for the installed ones.
     """
-    return PluginManager(entry_points, disable)
 
-
-class PluginManager:
-    """The plugins of this environment. Make one with `get_plugin_manager`."""
-
-    def __init__(self, given: Iterable[EntryPoint] | None, disable: Iterable[str] = ()) -> None:
-        self._given = None if given is None else tuple(given)
-        installed = find_plugins(self._given)
+    def __init__(
+        self, disable: Iterable[str] = (), entry_points: Iterable[EntryPoint] | None = None
+    ) -> None:
+        # Asked once: every time reads the metadata of all that is installed. Python 3.11 answers
+        # with a dict, which has `select` too.
+        given = metadata.entry_points() if entry_points is None else EntryPoints(entry_points)
+        self._found = cast(EntryPoints, given)
+        installed = find_plugins(self._found)
         self._disabled = select_disabled(installed, disable)
         self._entries = {
             plugin: entry for plugin, entry in installed.items() if plugin not in self._disabled
@@ -120,9 +117,8 @@ class PluginManager:
         if len(found) > 1:
             owners = " and ".join(f"{p.distribution} {p.version}" for p in found)
             raise PluginConflictError(
-                f"{kind} {shown(name)} is registered by {owners}; uninstall one of them, or "
-                "leave one "
-                f"out with plugins: {{disable: [{found[-1].distribution}]}}"
+                f"{kind} {shown(name)} is registered by {owners}; uninstall one of them, or leave "
+                f"one out with plugins: {{disable: [{found[-1].distribution}]}}"
             )
         return found[0]
 
@@ -136,7 +132,7 @@ class PluginManager:
         if elsewhere := self.misplaced(name):
             return f"no {kind} {shown(name)} is installed{elsewhere}"
         names = self.names(kind)
-        known = [name_ for kind_, name_ in KNOWN_EXTRAS if kind_ == kind]
+        known = KINDS[kind].extras if kind in KINDS else {}
         # An architecture is read from a checkpoint, not typed: another one is no help.
         like = None if kind == "model" else nearest(name, [*names, *known])
         match = name if name in known else like
@@ -149,7 +145,7 @@ class PluginManager:
 
     def misplaced(self, name: str) -> str:
         """The group of no kind that holds an entry point of that name; empty if none does."""
-        return misplaced(name, self._given)
+        return misplaced(name, self._found)
 
     # ---------------------------------------------------------------------------------- kinds
 
@@ -172,30 +168,36 @@ class PluginManager:
             # Its own plugins may stand in the same module, so that loading it came by here.
             if name not in self._declared_kinds:
                 self._add_hookspecs(self.find(KIND, name), spec)
-                self._declared_kinds[name] = declared_kind(spec)
+                self._declared_kinds[name] = Kind(
+                    spec.name,
+                    spec.spec,
+                    spec.interface,
+                    contract=spec.current_contract,
+                    oldest_contract=spec.oldest_contract,
+                    changed=spec.changed,
+                    conformance=spec.conformance,
+                )
         return self._declared_kinds[name]
 
     def declaration(self, name: str) -> KindSpec:
         """The declaration of a kind by its plugin. Raises PluginLoadError if it is not valid."""
         plugin = self.find(KIND, name)
-        spec: KindSpec = only_spec(plugin, KIND_HOOK, KindSpec, self._answers(plugin, KIND_HOOK))
-        check_kind_spec(plugin, spec)
+        spec: KindSpec = self._only_spec(plugin, DECLARATION)
+        check_declaration(plugin, spec)
         return spec
 
     def _add_hookspecs(self, plugin: InstalledPlugin, spec: KindSpec) -> None:
         try:
             module = importlib.import_module(spec.hookspecs)
+            problem = missing_hook(module, declared_hook(spec.name))
+            for ours in (name for name in HOOKS if hasattr(module, name)):
+                problem = f"{spec.hookspecs} declares {ours}, a hook of {CORE}"
+            if not problem:
+                self._pluggy.add_hookspecs(module)
         except Exception as error:
             raise load_error(plugin, f"hookspecs {spec.hookspecs!r} fail", error) from error
-        ours = [name for name in HOOKS if hasattr(module, name)]
-        if ours:
-            raise load_error(plugin, f"{spec.hookspecs} declares {ours[0]}, a hook of {CORE}")
-        if problem := missing_hook(module, declared_hook(spec.name)):
+        if problem:
             raise load_error(plugin, problem)
-        try:
-            self._pluggy.add_hookspecs(module)
-        except (ValueError, pluggy.PluginValidationError) as error:
-            raise load_error(plugin, f"{spec.hookspecs} does not fit", error) from error
 
     # -------------------------------------------------------------------------------- loading
 
@@ -205,24 +207,22 @@ class PluginManager:
         Raises PluginLoadError, with distribution, entry point and the original error, where the
         module does not import or does not keep the contract.
         """
-        return self._spec(self.kind(kind), self.find(kind, name))
-
-    def _spec(self, kind: Kind, plugin: InstalledPlugin) -> PluginSpec:
-        answers = self._answers(plugin, kind.hook)
-        spec: PluginSpec = only_spec(plugin, kind.hook, kind.spec, answers)
-        owner = CORE if kind.name in KINDS else self.find(KIND, kind.name).distribution
-        check_spec(plugin, spec, kind, owner)
+        its_kind, plugin = self.kind(kind), self.find(kind, name)
+        spec: PluginSpec = self._only_spec(plugin, its_kind)
+        owner = CORE if kind in KINDS else self.find(KIND, kind).distribution
+        check_spec(plugin, spec, its_kind, owner)
         return spec
 
-    def _answers(self, plugin: InstalledPlugin, hook: str) -> list[Any]:
-        """The specs that this plugin alone returns from the hook of its kind."""
+    def _only_spec(self, plugin: InstalledPlugin, kind: Kind) -> Any:
+        """The spec of this plugin's name, among those that its module alone returns."""
         module = self._load(plugin)
         others = [other for other in self._pluggy.get_plugins() if other is not module]
         try:
-            answers = self._pluggy.subset_hook_caller(hook, others)()
-            return [spec for answer in answers for spec in answer]
+            answers = self._pluggy.subset_hook_caller(kind.hook, others)()
+            specs = [spec for answer in answers for spec in answer]
         except Exception as error:
-            raise load_error(plugin, f"its hook {hook} failed", error) from error
+            raise load_error(plugin, f"its hook {kind.hook} failed", error) from error
+        return only_spec(plugin, kind, specs)
 
     def enable(self, names: Iterable[str]) -> None:
         """Load extensions, so that their hooks are called from now on."""
@@ -241,12 +241,12 @@ class PluginManager:
             self._pluggy.register(module)
             self._load_kinds_of(module)
             self._check_hooks(module)
-        except pluggy.PluginValidationError as error:
-            self._forget(module)
+        except (PluginLoadError, pluggy.PluginValidationError) as error:
+            if self._pluggy.is_registered(module):
+                self._pluggy.unregister(module)
+            if isinstance(error, PluginLoadError):
+                raise
             raise load_error(plugin, "it does not fit the hooks", error) from error
-        except PluginLoadError:
-            self._forget(module)
-            raise
         return module
 
     def _load_kinds_of(self, module: Any) -> None:
@@ -261,17 +261,11 @@ class PluginManager:
         for caller in self._pluggy.get_hookcallers(module) or ():
             mine = [one for one in caller.get_hookimpls() if one.plugin is module]
             if not caller.has_spec() and not all(one.optionalhook for one in mine):
-                hint = did_you_mean(caller.name, self._known_hooks(), "nanovllm_")
+                # Those of the core, of the kinds loaded so far, and of each other kind.
+                known = {name for name, one in vars(self.hook).items() if one.has_spec()}
+                known |= {declared_hook(name) for name in self.names(KIND)}
+                hint = did_you_mean(caller.name, known, "nanovllm_")
                 raise pluggy.PluginValidationError(module, f"unknown hook {caller.name!r}{hint}")
-
-    def _known_hooks(self) -> set[str]:
-        """Those of the core and of the kinds loaded so far, and the hook of each other kind."""
-        specified = {name for name, caller in vars(self.hook).items() if caller.has_spec()}
-        return specified | {declared_hook(name) for name in self.names(KIND)}
-
-    def _forget(self, module: Any) -> None:
-        if self._pluggy.is_registered(module):
-            self._pluggy.unregister(module)
 
     load = staticmethod(load_object)
     make = staticmethod(make_plugin)
@@ -299,3 +293,7 @@ class PluginManager:
             interface=self.kind(kind).interface,
             options=parsed,
         )
+
+
+get_plugin_manager = PluginManager
+"""The manager of what is installed now."""

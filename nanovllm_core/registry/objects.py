@@ -41,11 +41,6 @@ def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
     name, distribution and version, where the code cannot be imported, the call fails, or what it
     returns is of another type. The plugin's own NanoVLLMErrors pass.
     """
-    if arguments and (isinstance(arguments[0], type) or get_args(arguments[0])):
-        raise PluginLoadError(
-            f"{describe(resolved)}: make takes no type any more: leave {shown(arguments[0])} out, "
-            "and state `interface` in the kind's declaration"
-        )
     implementation = load_object(resolved)
     try:
         made = implementation(resolved.options, *arguments)
@@ -55,27 +50,22 @@ def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
         raise PluginLoadError(
             f"{describe(resolved)}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
         ) from error
-    if resolved.interface:
-        interface = _load_interface(resolved)
-        if not isinstance(made, interface):
-            names = " or ".join(one.__name__ for one in get_args(interface) or (interface,))
-            raise PluginLoadError(
-                f"{describe(resolved)}: {resolved.impl} made {shown(made)}, which is no {names}"
-            )
-    return made
-
-
-def _load_interface(resolved: ResolvedPlugin) -> Any:
-    """The type, or union of types, of the kind's objects."""
+    if not resolved.interface:
+        return made
     try:
         interface = load_object(resolved.interface)
-        isinstance(None, interface)
+        is_one = isinstance(made, interface)
     except (PluginLoadError, TypeError) as error:
         raise PluginLoadError(
             f"{describe(resolved)}: the interface {resolved.interface!r} of its kind is no type: "
             f"{error}"
         ) from error
-    return interface
+    if not is_one:
+        names = " or ".join(one.__name__ for one in get_args(interface) or (interface,))
+        raise PluginLoadError(
+            f"{describe(resolved)}: {resolved.impl} made {shown(made)}, which is no {names}"
+        )
+    return made
 
 
 def _check_version(resolved: ResolvedPlugin) -> None:

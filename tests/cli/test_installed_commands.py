@@ -15,7 +15,7 @@ from nanovllm_core.cli import installed
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.diagnostics.doctor import check_commands
 from nanovllm_core.errors import PluginConflictError, PluginLoadError, PluginNotFoundError
-from nanovllm_core.registry.discovery import misplaced
+from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
 
@@ -111,7 +111,8 @@ def test_the_doctor_names_commands_and_suites_that_cannot_be_found(install: Inst
 
 
 def test_no_command_or_suite_is_taken_for_a_misplaced_plugin() -> None:
-    assert misplaced("bench") == misplaced("scheduler.policy") == ""
+    manager = get_plugin_manager()
+    assert manager.misplaced("bench") == manager.misplaced("scheduler.policy") == ""
 
 
 def test_a_command_of_ours_that_is_not_installed_names_its_pip_line(
