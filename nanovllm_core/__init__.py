@@ -8,50 +8,37 @@ with LLM("demo") as llm:
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanovllm_core.config.settings import EngineConfig
-    from nanovllm_core.config.sources import load_config
-    from nanovllm_core.engine import RequestOutput
-    from nanovllm_core.errors import NanoVLLMError
-    from nanovllm_core.frontend.llm import LLM
-    from nanovllm_core.interfaces.sampling_params import SamplingParams
-    from nanovllm_core.registry.hookspecs import hookimpl
+    from nanovllm_core.config.settings import EngineConfig as EngineConfig
+    from nanovllm_core.config.sources import load_config as load_config
+    from nanovllm_core.engine import RequestOutput as RequestOutput
+    from nanovllm_core.errors import NanoVLLMError as NanoVLLMError
+    from nanovllm_core.frontend.llm import LLM as LLM
+    from nanovllm_core.interfaces.sampling_params import SamplingParams as SamplingParams
+    from nanovllm_core.registry.hookspecs import hookimpl as hookimpl
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LLM",
-    "EngineConfig",
-    "NanoVLLMError",
-    "RequestOutput",
-    "SamplingParams",
-    "__version__",
-    "hookimpl",
-    "load_config",
-]
-
-_HOMES = {
-    "EngineConfig": "config.settings",
-    "LLM": "frontend.llm",
-    "NanoVLLMError": "errors",
-    "RequestOutput": "engine",
-    "SamplingParams": "interfaces.sampling_params",
-    "hookimpl": "registry.hookspecs",
-    "load_config": "config.sources",
-}
-
-
 if not TYPE_CHECKING:  # A type checker would take any name to be there.
+    # The public names and their modules, as the imports above state them.
+    _HOMES = {
+        name.name: statement.module
+        for statement in ast.walk(ast.parse(__loader__.get_data(__file__)))
+        if isinstance(statement, ast.ImportFrom)
+        for name in statement.names
+        if name.name == name.asname
+    }
+    __all__ = ["__version__", *_HOMES]
 
     def __getattr__(name: str) -> Any:
-        """Import a public name on first use: a plugin's light module must not load torch."""
+        """Import a public name on first use: the command must watch for Ctrl-C before that."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(_HOMES[name]), name)
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -25,7 +25,7 @@ def main() -> None:
 
             run()
         finally:
-            ctrl_c.leave_at_once()  # all is closed, and what Python does at its end is no concern
+            ctrl_c.is_over = True  # all is closed, and what Python does at its end is no concern
     except BaseException:
         if ctrl_c.came:  # whatever became of the KeyboardInterrupt on its way here
             sys.exit(INTERRUPTED)
@@ -41,41 +41,29 @@ class CtrlC:
 
     def __init__(self) -> None:
         self.came = False
+        self.is_over = False
+        """From now on Ctrl-C ends the process, wherever it is."""
 
     def watch(self) -> None:
         """Begin, unless this process was started to ignore Ctrl-C (`nohup`, `&` in a script)."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._interrupt)
-            sys.unraisablehook = self._on_unraisable
+            sys.unraisablehook = _on_unraisable
 
-    def leave_at_once(self) -> None:
-        """From now on Ctrl-C ends the process, wherever it is."""
-        if signal.getsignal(signal.SIGINT) == self._interrupt:
-            signal.signal(signal.SIGINT, _leave)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
         self.came = True
-        if _is_import(frame):
-            _leave()
-        signal.default_int_handler(number, frame)
-
-    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """A KeyboardInterrupt in a finaliser, which Python would report and forget."""
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            _leave()
-        sys.__unraisablehook__(unraisable)
+        while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+            frame = frame.f_back
+        if frame is not None or self.is_over:
+            os._exit(INTERRUPTED)
+        raise KeyboardInterrupt
 
 
-def _is_import(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _leave(*_: object) -> None:
-    os._exit(INTERRUPTED)
+def _on_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """A KeyboardInterrupt in a finaliser, which Python would report and forget."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        os._exit(INTERRUPTED)
+    sys.__unraisablehook__(unraisable)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def test_what_is_not_declared_is_refused_however_willing_the_plugin_is(
 ) -> None:
     """Its `check` is not asked: it may rely on what its capabilities promise."""
     backend("willing", check="lambda requirements, options: 1 / 0", more=more)
-    with pytest.raises(UnsupportedError, match=f"'willing'.* cannot serve prefill here: {said}"):
+    with pytest.raises(UnsupportedError, match=f"'willing'.* cannot serve prefill on .*: {said}"):
         select("willing", **asked)
 
 
@@ -238,8 +238,9 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_the_alternatives(
     backend("steady")
     with pytest.raises(UnsupportedError) as caught:
         select("moody")
-    assert "cannot serve prefill here: it is Friday; it rains. These can: steady." in str(
-        caught.value
+    assert (
+        "cannot serve prefill on cpu in float32: it is Friday; it rains. These can: steady"
+        in str(caught.value)
     )
     assert caught.value.reasons == ("it is Friday", "it rains")
 

@@ -33,7 +33,9 @@ def test_a_folder_that_is_not_there_is_named(reference: str) -> None:
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(CheckpointNotFoundError, match="is a file; give the folder that holds it"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="is a file, not a folder; give the folder that"
+    ):
         from_folder(NoOptions(), str(file))
 
 

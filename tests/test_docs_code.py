@@ -127,7 +127,7 @@ def test_an_installed_processor_is_tested_by_the_command_of_its_page(installed: 
     """With the arguments that it requires, only what two requests ask is skipped."""
     text = (FOLDER / "logits_processor.md").read_text(encoding="utf-8")
     [command] = re.findall(r"^\$ nanovllm (.*)$", text, re.MULTILINE)
-    printed = run(installed, "-m", "nanovllm_core.cli.main", *shlex.split(command))
+    printed = run(installed, "-m", "nanovllm_core", *shlex.split(command))
     assert "skipped  each row gets what it asked for: all rows ask for the same" in printed
     assert re.search("favour keeps the contract .* 0 failed, 1 skipped", printed), printed
 

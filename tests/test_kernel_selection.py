@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm_core.api import KernelSetSpec, hookimpl
 from nanovllm_core.config.choices import KernelSettings
 from nanovllm_core.config.sources import load_config, load_with_sources
-from nanovllm_core.diagnostics.doctor import check_kernels
+from nanovllm_core.diagnostics.doctor import check_defaults
 from nanovllm_core.diagnostics.explain import explain
 from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import UnsupportedError
@@ -131,9 +131,10 @@ def test_a_set_that_does_not_fit_is_refused_by_its_name_and_passed_over_by_auto(
     with pytest.raises(UnsupportedError) as caught:
         select_kernels(plugins, KernelSettings(name="strange"), target)
     assert caught.value.reasons == (reason,)
-    assert str(caught.value).endswith(f"cannot serve: {reason}. These can: torch")
+    assert f"cannot serve {target.device} in {target.dtype}: {reason}" in str(caught.value)
+    assert str(caught.value).endswith(". These can: torch")
     only = manager(kernel_set("strange", **fields), disable=["kernels:torch"])
-    with pytest.raises(UnsupportedError, match="No other installed set can"):
+    with pytest.raises(UnsupportedError, match=r"No other installed one can; .*'torch'"):
         select_kernels(only, KernelSettings(name="strange"), target)
 
 
@@ -155,13 +156,16 @@ def test_a_set_that_cannot_be_loaded_is_passed_over_with_its_error(manager: Mana
 def test_without_any_set_the_remedy_is_the_reference(manager: Manager) -> None:
     unranked = kernel_set("strange", devices=frozenset({"cpu"}))
     plugins = manager(unranked, disable=["kernels:torch"])
-    with pytest.raises(UnsupportedError, match=r"no set can serve cpu in float32.*'torch'"):
+    with pytest.raises(
+        UnsupportedError, match=r"no kernels plugin can serve cpu in float32.*'torch'"
+    ):
         select_kernels(plugins, AUTO, CPU)
 
 
 # -- a GPU on which only the reference fits -------------------------------------------------------
 
 
+@pytest.mark.usefixtures("a_gpu")
 def test_a_gpu_without_a_set_built_for_it_is_told_what_to_install(manager: Manager) -> None:
     """By the selection, in `explain`'s words and the doctor's."""
     selection = select_kernels(manager(), AUTO, GPU)
@@ -169,10 +173,11 @@ def test_a_gpu_without_a_set_built_for_it_is_told_what_to_install(manager: Manag
     assert selection.others["triton"] == "not installed"
     assert "cuda:0 runs on the kernel set 'torch'" in selection.warning
     assert selection.remedy == install_command("kernels", "triton")
-    [check] = check_kernels(manager(), typical_requirements("cuda", (9, 0)))
-    assert (check.ok, check.fatal) == (False, False)
-    assert check.remedy == install_command("kernels", "triton")
-    assert check_kernels(manager(), typical_requirements("cpu", None)) == []
+    gpu, cpu = typical_requirements("cuda:0", (9, 0)), typical_requirements("cpu", None)
+    checks = {check.name: check for check in check_defaults(manager(), [], gpu)}
+    assert (checks["kernels"].ok, checks["kernels"].fatal) == (False, False)
+    assert checks["kernels"].remedy == install_command("kernels", "triton")
+    assert "kernels" not in {check.name for check in check_defaults(manager(), [], cpu)}
 
 
 def test_a_set_that_is_disabled_or_unfit_needs_no_install(manager: Manager) -> None:

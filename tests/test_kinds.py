@@ -220,9 +220,9 @@ assert (wall.state, wall.note) == ("ready", "Hands.")
 assert details.plugin_details(manager, wall)["devices"] == ["cpu", "cuda"]
 elsewhere = status.plugin_statuses(manager, status.typical_requirements("mps", None), "clock")
 assert {one.state for one in elsewhere} == {"unsupported"}
-assert "clock" not in {one.name for one in doctor.check_defaults(statuses)}
-without = [one for one in statuses if one is not wall]
-assert "clock" in {one.name for one in doctor.check_defaults(without)}
+assert "clock" not in {one.name for one in doctor.check_defaults(manager, statuses, asked)}
+without = get_plugin_manager(disable=["clock:wall"])
+assert "clock" in {one.name for one in doctor.check_defaults(without, [], asked)}
 
 loaded = load_with_sources("x", overrides={"clock": "sun"})
 seams = {one.name: one for one in explain.explain(loaded)}

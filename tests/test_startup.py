@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +21,11 @@ from nanovllm_core.errors import (
     PluginLoadError,
     SchedulerError,
 )
-from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.selection import startup
-from nanovllm_core.selection.attention import select_attention
 from nanovllm_core.selection.checkpoint import find_checkpoint, find_source
-from nanovllm_core.selection.decisions import prompt_graph_sizes, resolve_device, resolve_dtype
-from nanovllm_core.selection.model import find_model, read_model_config, read_shape
+from nanovllm_core.selection.checkpoint_files import read_model_config
+from nanovllm_core.selection.decisions import Decisions, resolve_device
 from nanovllm_core.selection.startup import start
 
 from .e2e.tiny import write_config
@@ -47,27 +45,31 @@ def started(folder: Path, **changes: Any) -> startup.Startup:
     return start(load_config(str(folder), overrides={"device": "cpu", **changes}))
 
 
+def decided(folder: Path, **changes: Any) -> Decisions:
+    return Decisions(load_config(str(folder), overrides=changes))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
 # -- what is captured ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_steps_with_prompts_are_captured_where_the_backend_says_so(folder: Path) -> None:
     """None on a CPU; sizes that the configuration names for another backend are refused."""
     pytest.importorskip("nanovllm_attention_triton", reason="needs a backend that can")
+
+    def sizes(backend: str, **changes: Any) -> tuple[int, ...]:
+        return decided(folder, attention=backend, **changes).prompt_graph_sizes
+
     named = {"cuda_graphs.prompt_sizes": [64]}
-    plugins = get_plugin_manager()
-
-    def sizes(backend: str, device: str = "cuda:0", **changes: Any) -> tuple[int, ...]:
-        config = load_config(str(folder), overrides={"attention": backend, **changes})
-        prefill = AttentionRequirements(
-            phase="prefill", device=device.split(":")[0], dtype="float32", num_heads=2,
-            num_kv_heads=1, head_size=64, compute_capability=(9, 0),
-        )  # fmt: skip
-        decode = replace(prefill, phase="decode")
-        selection = select_attention(plugins, config.attention, prefill, decode)
-        return prompt_graph_sizes(config, selection, device)
-
     assert sizes("triton", **named) == (64,)
-    assert sizes("triton", device="cpu", **named) == ()
+    assert sizes("sdpa", device="cpu", **named) == ()
     assert sizes("sdpa") == ()
     with pytest.raises(ConfigError, match=r"prompt_sizes: \[64\].*'sdpa': its prefill cannot"):
         sizes("sdpa", **named)
@@ -184,12 +186,13 @@ def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no config.json, so it is no checkpoint"),
-        ("{", "cannot be read"),
-        ("[]", "holds list, not an object"),
-        ("[" * 100_000, "cannot be read"),
+        (None, "holds no config.json, or an empty one, so it is no checkpoint"),
+        ("{}", "holds no config.json, or an empty one"),
+        ("{", "is not readable JSON"),
+        ("[]", "holds a list; it must hold a JSON object"),
+        ("[" * 100_000, "is not readable JSON"),
     ],
-    ids=["no file", "no JSON", "a list", "too deep"],
+    ids=["no file", "empty", "no JSON", "a list", "too deep"],
 )
 def test_a_config_that_is_none_is_named(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
@@ -242,11 +245,14 @@ def test_a_setting_that_a_model_misses_or_cannot_compute_with_is_named(
     install: Install, tmp_path: Path
 ) -> None:
     install("mine", {"nanovllm.models": {"Mine": "mine_model"}}, {"mine_model": MODEL})
-    model = find_model(get_plugin_manager(), "Mine", tmp_path)
-    with pytest.raises(ArchitectureError, match=r"Mine \(mine 1\.2\.3\): KeyError: 'hidden_sise'"):
-        read_shape(model, {}, tmp_path)
-    with pytest.raises(ArchitectureError, match=r"ZeroDivisionError: .*correct that setting"):
-        read_shape(model, {"hidden_sise": 64, "num_heads": 0}, tmp_path)
+    for settings, error in (
+        ({}, r"'Mine' \(mine 1\.2\.3\): KeyError: 'hidden_sise'"),
+        ({"hidden_sise": 64, "num_heads": 0}, "ZeroDivisionError: .*correct that setting"),
+    ):
+        config = {"architectures": ["Mine"], **settings}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ArchitectureError, match=error):
+            _ = decided(tmp_path).shape
 
 
 SCHEDULERS = """
@@ -261,8 +267,8 @@ def nanovllm_schedulers():
 @pytest.mark.parametrize(
     ("impl", "level", "said"),
     [
-        ("nanovllm_core.engine.policies:FcfsPolicy", "scheduler", "makes a SchedulingPolicy"),
-        ("mine_scheduler:make", "policy", "makes a Scheduler"),
+        ("nanovllm_core.engine.policies:FcfsPolicy", "scheduler", "makes a policy"),
+        ("mine_scheduler:make", "policy", "makes a scheduler"),
     ],
 )
 def test_a_scheduler_is_of_the_level_that_it_states(
@@ -330,23 +336,20 @@ def test_a_device_is_resolved_by_what_is_there(
     assert resolve_device(device) == resolved
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("device", ["mars", "cpu:0", "mps", "xpu:1", "cuda:-1", "cuda:", ""])
-def test_what_names_no_device_is_not_taken_for_a_gpu(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_what_names_no_device_is_not_taken_for_a_gpu(device: str) -> None:
     with pytest.raises(DeviceError, match=f"device: '{device}' must be auto, cpu, cuda or cuda:N"):
         resolve_device(device)
 
 
-def test_a_gpu_beyond_the_last_is_named_with_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(DeviceError, match="'cuda:2', but there are 2 GPUs: cuda:0 to cuda:1"):
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_beyond_the_last_is_named_with_their_number() -> None:
+    with pytest.raises(DeviceError, match=r"'cuda:2', but torch .* sees 2 CUDA devices"):
         resolve_device("cuda:2")
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("asked", "device", "stored", "expected"),
     [
@@ -358,15 +361,18 @@ def test_a_gpu_beyond_the_last_is_named_with_the_range(monkeypatch: pytest.Monke
     ],
 )
 def test_auto_follows_the_checkpoint_on_a_gpu_and_is_float32_on_a_cpu(
-    asked: str, device: str, stored: dict[str, str], expected: str
+    asked: str, device: str, stored: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     """Bug 15 of peers: KV kept in fp16 for a bf16 model. One dtype serves weights and cache."""
-    assert resolve_dtype(asked, device, stored) == expected
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Any"], **stored}))
+    assert decided(tmp_path, dtype=asked, device=device).dtype == expected
 
 
-def test_a_stored_dtype_that_is_not_computed_in_is_told() -> None:
+@pytest.mark.usefixtures("two_gpus")
+def test_a_stored_dtype_that_is_not_computed_in_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "float8_e4m3fn"}')
     with pytest.raises(ConfigError, match="which says 'float8_e4m3fn'; choose float32, float16"):
-        resolve_dtype("auto", "cuda:0", {"dtype": "float8_e4m3fn"})
+        _ = decided(tmp_path).dtype
 
 
 # -- what the workers are told --------------------------------------------------------------------

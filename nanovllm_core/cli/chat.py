@@ -5,36 +5,35 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from contextlib import closing, contextmanager
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from nanovllm_core.cli import engine_options as options
-from nanovllm_core.cli.generate import MinP, Seed, Temperature, TopK, TopP, greedy_unless_stated
+import nanovllm_core
+from nanovllm_core.cli import engine_options as options, generate as sampling
 from nanovllm_core.cli.output import Speed, write_text
+from nanovllm_core.cli.prompts import greedy_unless_stated
 from nanovllm_core.errors import RequestError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_core.frontend.llm import LLM
 
 HELP = "/clear starts over, /exit quits; Ctrl-C stops an answer."
 
 
 def chat(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum output tokens of an answer; default: all that fit.")
     ] = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
+    temperature: sampling.Temperature = None,
+    top_k: sampling.TopK = None,
+    top_p: sampling.TopP = None,
+    min_p: sampling.MinP = None,
+    seed: sampling.Seed = None,
     chat_template_kwargs: options.ChatTemplateKwargs = None,
     generation_config: options.GenerationConfig = None,
     attention: options.Attention = None,
@@ -44,25 +43,18 @@ def chat(
     settings: options.Settings = None,
 ) -> None:
     """Chat with the model; each prompt holds the conversation so far."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    engine_config = options.engine_config(
+    params = sampling.sampling_params(ctx)
+    loaded = options.loaded_config(
         model, config, attention, scheduler, device, dtype, settings,
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
     )  # fmt: skip
     opening = [] if system is None else [{"role": "system", "content": system}]
-    with options.open_llm(engine_config) as llm:
+    with options.open_llm(loaded.config) as llm:
         Console(stderr=True).print(HELP, style="dim", highlight=False)
         converse(llm, greedy_unless_stated(llm, params), opening)
 
 
-def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:
+def converse(llm: nanovllm_core.LLM, params: SamplingParams, opening: list[dict[str, str]]) -> None:
     """Read lines and answer them until /exit or the end of the input."""
     history = list(opening)
     while (line := read_line()) is not None and line != "/exit":
@@ -90,19 +82,17 @@ def read_line() -> str | None:
         return None
 
 
-def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> str:
+def answer(llm: nanovllm_core.LLM, history: list[dict[str, str]], params: SamplingParams) -> str:
     """Print the model's answer as it comes, and return it; Ctrl-C ends it early."""
-    speed, text, reason = Speed.start(), "", None
-    with interruptions() as interrupted:
-        outputs = llm.stream(history, params)
+    speed, text, reason = Speed(), "", None
+    # Leaving early aborts the request; closing makes that happen now.
+    with interruptions() as interrupted, closing(llm.stream(history, params)) as outputs:
         for output in outputs:
             speed.add(len(output.new_token_ids))
-            text += output.new_text
             write_text(output.new_text)
-            reason = output.finish_reason
+            text, reason = output.text, output.finish_reason
             if interrupted.is_set():
                 break
-        outputs.close()  # Leaving early aborts the request; closing makes that happen now.
     write_text("\n")
     limit = "limits.max_model_len" if params.max_tokens is None else "--max-tokens"
     speed.report(f" (cut off by {limit})" if reason == "length" else "")

@@ -19,8 +19,7 @@ from nanovllm_core.diagnostics.schema import config_schema
 from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
-from nanovllm_core.selection.decisions import Decisions
-from nanovllm_core.selection.plugins import select_executor
+from nanovllm_core.selection.decisions import Decisions, select_executor
 
 app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
 

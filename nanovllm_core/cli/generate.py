@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,8 +15,23 @@ from nanovllm_core.cli.output import Work, print_json, show_all, stream_each
 from nanovllm_core.cli.prompts import PromptInput, read_prompts
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from nanovllm_core.frontend.llm import LLM
+
+def parse_biases(flags: Sequence[str] | None) -> dict[int, float] | None:
+    """`["17=-100"]` -> `{17: -100.0}`, or a usage error."""
+    biases: dict[int, float] = {}
+    for flag in flags or ():
+        token_id, _, bias = flag.partition("=")
+        try:
+            key, value = int(token_id), float(bias)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{flag!r:.80} must be a token id and a number, as in 17=-100"
+            ) from None
+        if key in biases:
+            raise typer.BadParameter(f"token id {key} is given twice; leave one out")
+        biases[key] = value
+    return biases or None
+
 
 Prompts = Annotated[
     list[str] | None,
@@ -36,12 +51,10 @@ Chat = Annotated[bool, typer.Option("--chat", help="Apply the chat template to t
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object per output, each on a line.")
 ]
-Echo = Annotated[bool, typer.Option(help="Print each prompt before its completion.")]
 Stream = Annotated[
     bool | None,
     typer.Option(help="Print text as it is generated; default for one prompt on a terminal."),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Maximum number of output tokens.")]
 Temperature = Annotated[
     float | None,
     typer.Option(
@@ -70,12 +83,11 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1, tokens repeat less; default: the checkpoint's.")
 ]
-PresencePenalty = Annotated[float, typer.Option(help="Above 0, tokens repeat less.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Above 0, tokens repeat less.")]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ID=BIAS",
+        callback=parse_biases,
         help="Add -100 to 100 to the logit of a token id (repeatable).",
     ),
 ]
@@ -83,7 +95,6 @@ Logprobs = Annotated[
     int | None,
     typer.Option(help="Report log-probabilities, and of so many likeliest tokens; with --json."),
 ]
-Samples = Annotated[int, typer.Option("--n", help="Outputs for each prompt.")]
 Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the output at this text (repeatable).")]
 IgnoreEos = Annotated[
@@ -91,7 +102,14 @@ IgnoreEos = Annotated[
 ]
 
 
+def sampling_params(ctx: typer.Context) -> SamplingParams:
+    """The parameters that the flags of a command give, which are named as the fields are."""
+    names = {one.name for one in fields(SamplingParams)}
+    return SamplingParams(**{name: ctx.params[name] for name in names & ctx.params.keys()})
+
+
 def generate(
+    ctx: typer.Context,
     prompts: Prompts = None,
     model: options.Model = None,
     config: options.ConfigFile = None,
@@ -99,19 +117,19 @@ def generate(
     chat: Chat = False,
     chat_template_kwargs: options.ChatTemplateKwargs = None,
     as_json: AsJson = False,
-    echo: Echo = True,
+    echo: Annotated[bool, typer.Option(help="Print each prompt before its completion.")] = True,
     stream: Stream = None,
-    max_tokens: MaxTokens = 256,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Above 0, tokens repeat less.")] = 0.0,
     logit_bias: LogitBias = None,
     logprobs: Logprobs = None,
-    n: Samples = 1,
+    n: Annotated[int, typer.Option("--n", help="Outputs for each prompt.")] = 1,
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
@@ -123,39 +141,17 @@ def generate(
     settings: options.Settings = None,
 ) -> None:
     """Complete prompts: print each with its completion; the speed goes to stderr."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        n=n,
-        logit_bias=_biases(logit_bias),
-    )
+    params = sampling_params(ctx)
     inputs = read_prompts(prompts, prompt_file, chat, params)
     if chat_template_kwargs and not any(one.messages for one in inputs):
         raise typer.BadParameter("--chat-template-kwargs goes with --chat")
     show = _how_to_show(inputs, params, stream, as_json)
-    engine_config = options.engine_config(
+    loaded = options.loaded_config(
         model, config, attention, scheduler, device, dtype, settings,
         generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
     )  # fmt: skip
-    with options.open_llm(engine_config) as llm:
-        show(Work.prepare(llm, inputs, greedy_unless_stated(llm, params), echo))
-
-
-def greedy_unless_stated(llm: LLM, params: SamplingParams) -> SamplingParams:
-    """Temperature 0 where neither a flag nor the checkpoint states one."""
-    if params.temperature is None and "temperature" not in llm.sampling_defaults:
-        return replace(params, temperature=0.0)
-    return params
+    with options.open_llm(loaded.config) as llm:
+        show(Work(llm, [one.prepare(llm) for one in inputs], echo))
 
 
 def _how_to_show(
@@ -168,26 +164,9 @@ def _how_to_show(
         return print_json
     if params.logprobs is not None:
         raise typer.BadParameter("--logprobs are printed with --json only; add it")
-    several = any(one.params(params).n > 1 for one in inputs)
+    several = any(one.params.n > 1 for one in inputs)
     if stream and several:
         raise typer.BadParameter("--stream prints one output for each prompt; leave it or n out")
     if stream is None:
         stream = len(inputs) == 1 and not several and sys.stdout.isatty()
     return stream_each if stream else show_all
-
-
-def _biases(flags: Sequence[str] | None) -> dict[int, float] | None:
-    """`["17=-100"]` -> `{17: -100.0}`, or a usage error."""
-    biases: dict[int, float] = {}
-    for flag in flags or ():
-        token_id, _, bias = flag.partition("=")
-        try:
-            key, value = int(token_id), float(bias)
-        except ValueError:
-            raise typer.BadParameter(
-                f"--logit-bias: {flag!r:.80} must be a token id and a number, as in 17=-100"
-            ) from None
-        if key in biases:
-            raise typer.BadParameter(f"--logit-bias: token id {key} is given twice; leave one out")
-        biases[key] = value
-    return biases or None

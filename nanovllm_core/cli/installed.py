@@ -7,7 +7,6 @@ command of. No setting enables it, and a broken one stops only itself.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -40,24 +39,19 @@ class ForwardingCommand(TyperCommand):
 def add_installed_commands(groups: Mapping[str, typer.Typer]) -> None:
     """Add each installed command to its group; `groups` are by path, "" is the command itself.
 
-    A command of ours that is not installed is there too, hidden, and names its pip line.
+    A command of ours that is not installed is there too, hidden, and names its pip line. No
+    distribution may replace a command of the core.
     """
-    installed: dict[str, list[EntryPoint]] = defaultdict(list)
-    for entry in entry_points(group=COMMAND_GROUP):
-        installed[entry.name].append(entry)
-    for path in sorted({*installed, *KNOWN_COMMANDS}):
-        parent, _, name = path.rpartition(".")
-        if parent in groups and name not in _own_names(groups[parent]):
-            _add(groups[parent], path, name, installed[path])
-
-
-def _own_names(app: typer.Typer) -> set[str]:
-    """The names of the core's commands, which no distribution may replace."""
-    commands = {
-        command.name or getattr(command.callback, "__name__", "")
-        for command in app.registered_commands
+    own = {
+        parent: {command.name for command in app.registered_commands}
+        | {group.name for group in app.registered_groups}
+        for parent, app in groups.items()
     }
-    return commands | {str(group.name) for group in app.registered_groups}
+    entries = entry_points(group=COMMAND_GROUP)
+    for path in sorted({*entries.names, *KNOWN_COMMANDS}):
+        parent, _, name = path.rpartition(".")
+        if parent in groups and name not in own[parent]:
+            _add(groups[parent], path, name, [*entries.select(name=path)])
 
 
 def _add(app: typer.Typer, path: str, name: str, entries: Sequence[EntryPoint]) -> None:

@@ -5,19 +5,21 @@ Each command lives in its own file and imports what is heavy when it runs, so `-
 
 from __future__ import annotations
 
+import io
+import os
 import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, TextIO, cast
 
 import typer
 
 from nanovllm_core import __version__
-from nanovllm_core.cli import chat, config, explain, generate, plugins
+from nanovllm_core.cli import chat, config, explain, generate
 from nanovllm_core.cli.extensions import add_extensions
 from nanovllm_core.cli.installed import add_installed_commands
-from nanovllm_core.cli.streams import give_up_stdout, prepare_streams
+from nanovllm_core.cli.plugins import details, doctor, listing
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.registry.discovery import COMMAND_PARENTS
 
@@ -38,13 +40,19 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_common)
-    app.command()(generate.generate)
-    app.command()(chat.chat)
-    app.command()(explain.explain)
-    plugins_app = plugins.make_app()
-    app.add_typer(plugins_app, name="plugins")
+    app.command("generate")(generate.generate)
+    app.command("chat")(chat.chat)
+    app.command("explain")(explain.explain)
+    plugins = typer.Typer(
+        no_args_is_help=True, help="List and check plugins; the kit tests and creates them."
+    )
+    plugins.command("list")(listing.list_plugins)
+    plugins.command("show")(details.show)
+    plugins.command("schema")(details.schema)
+    plugins.command("doctor")(doctor.doctor)
+    app.add_typer(plugins, name="plugins")
     app.add_typer(config.app, name="config")
-    add_installed_commands(dict(zip(COMMAND_PARENTS, (app, plugins_app), strict=True)))
+    add_installed_commands(dict(zip(COMMAND_PARENTS, (app, plugins), strict=True)))
     if list(arguments[:2]) != DOCTOR:
         add_extensions(app)
     return app
@@ -80,13 +88,22 @@ def main() -> None:
             sys.stdout.flush()  # so that a full disk is told here, not as Python ends
     except NanoVLLMError as error:
         sys.exit(f"error: {error}")
-    except BrokenPipeError:  # as of `| head`, which has read enough
-        give_up_stdout()
-        sys.exit(1)
     except (OSError, UnicodeError) as error:
-        give_up_stdout()
-        sys.exit(f"error: {error}")
+        # What could not be written is dropped: Python would try again at exit, and complain.
+        sys.stdout = _nothing("w")
+        # A pipe is broken as of `| head`, which has read enough.
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: {error}")
 
 
-if __name__ == "__main__":
-    main()
+def prepare_streams() -> None:
+    """Replace what cannot be read or written as text by a mark; a closed stream is an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, _nothing(mode))
+        elif isinstance(stream, io.TextIOWrapper) and name != "stderr":  # which escapes already
+            stream.reconfigure(errors="replace")
+
+
+def _nothing(mode: str) -> TextIO:
+    return cast(TextIO, open(os.devnull, mode, encoding="utf-8"))

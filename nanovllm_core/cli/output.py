@@ -6,33 +6,25 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import typer
 from rich.console import Console
 
+import nanovllm_core
 from nanovllm_core.cli.prompts import PromptInput, naming
 from nanovllm_core.errors import RequestError
-from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_core.engine import RequestOutput
-    from nanovllm_core.frontend.llm import LLM
-    from nanovllm_core.interfaces.plan import TokenLogprobs
 
 
 @dataclass(slots=True)
 class Speed:
     """Counts output tokens from now on."""
 
-    started: float
+    started: float = field(default_factory=perf_counter)
     num_tokens: int = 0
     first: float | None = None
-
-    @classmethod
-    def start(cls) -> Speed:
-        return cls(perf_counter())
 
     def add(self, num_tokens: int) -> None:
         """Some more tokens came."""
@@ -57,60 +49,51 @@ def write_text(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts on an engine. `shared` are the parameters where a prompt's line states no others."""
+    """Prompts that are prepared for an engine."""
 
-    llm: LLM
+    llm: nanovllm_core.LLM
     inputs: Sequence[PromptInput]
-    encoded: Sequence[str | list[int]]
-    shared: SamplingParams
     echo: bool
 
-    @classmethod
-    def prepare(
-        cls, llm: LLM, inputs: Sequence[PromptInput], shared: SamplingParams, echo: bool
-    ) -> Work:
-        return cls(llm, inputs, [one.encode(llm) for one in inputs], shared, echo)
-
-    def run(self) -> Iterator[tuple[int, RequestOutput]]:
+    def run(self) -> Iterator[tuple[int, nanovllm_core.RequestOutput]]:
         """Every finished output with the index of its prompt, in the order of the prompts.
 
         All prompts are checked before any is run; an error names the line that it comes from.
+        The speed is reported at the end.
         """
-        params = [one.params(self.shared) for one in self.inputs]
-        own = any(one.sampling for one in self.inputs)
+        speed = Speed()
+        params = [one.params for one in self.inputs]
+        same = all(one == params[0] for one in params)
         try:
-            outputs = self.llm.generate(self.encoded, params if own else self.shared)
+            outputs = self.llm.generate(
+                [one.prompt for one in self.inputs], params[0] if same else params
+            )
         except RequestError as error:
-            self._name_line(error)
+            alone = len(self.inputs) == 1
+            index = 0 if alone else error.prompt_index
+            if index is not None and (place := self.inputs[index].place):
+                raise type(error)(f"{place}: {error if alone else error.__cause__}") from error
             raise
+        speed.num_tokens = sum(len(output.token_ids) for output in outputs)
         indices = (index for index, one in enumerate(params) for _ in range(one.n))
-        return zip(indices, outputs, strict=True)
-
-    def _name_line(self, error: RequestError) -> None:
-        alone = len(self.inputs) == 1
-        index = 0 if alone else error.prompt_index
-        if index is not None and (place := self.inputs[index].place):
-            raise type(error)(f"{place}: {error if alone else error.__cause__}") from error
+        yield from zip(indices, outputs, strict=True)
+        speed.report()
 
     def show_prompt(self, index: int) -> None:
         """Echo a prompt: on a terminal set off from the answer, elsewhere as it is."""
-        if not self.echo:
-            return
-        one = self.inputs[index]
-        text, end = one.shown(self.llm), "" if one.messages is None else "\n"
-        if not sys.stdout.isatty():  # rich would expand tabs and drop control characters
-            write_text(text + end)
-            return
-        Console().print(text, style="bold", markup=False, highlight=False, soft_wrap=True, end=end)
+        if self.echo:
+            one = self.inputs[index]
+            text = one.shown(self.llm) + ("" if one.messages is None else "\n")
+            write_text(typer.style(text, bold=True) if sys.stdout.isatty() else text)
 
 
 def stream_each(work: Work) -> None:
     """One prompt after the other, the text as it comes."""
-    for index, (one, prompt) in enumerate(zip(work.inputs, work.encoded, strict=True)):
+    for index, one in enumerate(work.inputs):
         work.show_prompt(index)
-        speed, reason = Speed.start(), None
+        speed, reason = Speed(), None
         with naming(one.place):
-            for output in work.llm.stream(prompt, one.params(work.shared)):
+            for output in work.llm.stream(one.prompt, one.params):
                 speed.add(len(output.new_token_ids))
                 write_text(output.new_text)
                 reason = output.finish_reason
@@ -120,27 +103,21 @@ def stream_each(work: Work) -> None:
 
 def show_all(work: Work) -> None:
     """All prompts at once, the text of each when all are finished."""
-    speed = Speed.start()
     for index, output in work.run():
-        speed.num_tokens += len(output.token_ids)
         work.show_prompt(index)
         write_text(output.text + "\n")
-    speed.report()
 
 
 def print_json(work: Work) -> None:
     """All prompts at once, one JSON object on a line for each output."""
-    speed = Speed.start()
     for index, output in work.run():
-        speed.num_tokens += len(output.token_ids)
         prompt = work.inputs[index].to_json() if work.echo else {}
         record = {"index": index, "sample": output.index, **prompt, **_as_json(output)}
         # ASCII alone, so that no reader ends a line at another separator of Unicode's.
         write_text(json.dumps(record, allow_nan=False) + "\n")
-    speed.report()
 
 
-def _as_json(output: RequestOutput) -> dict[str, Any]:
+def _as_json(output: nanovllm_core.RequestOutput) -> dict[str, Any]:
     """The fields of a finished output; see "Outputs as JSON" in docs/configuration.md."""
     record: dict[str, Any] = {
         "text": output.text,
@@ -152,16 +129,13 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         "num_cached_tokens": output.num_cached_tokens,
     }
     if output.logprobs is not None:
-        pairs = zip(output.token_ids, output.logprobs, strict=True)
-        record["logprobs"] = [_logprobs_as_json(*pair) for pair in pairs]
+        record["logprobs"] = [
+            {**_logprob(token_id, one.token_logprob), "top": [_logprob(*pair) for pair in one.top]}
+            for token_id, one in zip(output.token_ids, output.logprobs, strict=True)
+        ]
     return record
 
 
-def _logprobs_as_json(token_id: int, one: TokenLogprobs) -> dict[str, Any]:
-    top = [{"token_id": other, "logprob": _number(value)} for other, value in one.top]
-    return {"token_id": token_id, "logprob": _number(one.token_logprob), "top": top}
-
-
-def _number(value: float) -> float | None:
+def _logprob(token_id: int, value: float) -> dict[str, Any]:
     """JSON has no infinity: null stands for the log-probability of what cannot come."""
-    return value if math.isfinite(value) else None
+    return {"token_id": token_id, "logprob": value if math.isfinite(value) else None}

@@ -8,15 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+import nanovllm_core
 from nanovllm_core.errors import InvalidPromptError, RequestError, did_you_mean, shown
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_core.frontend.llm import LLM
 
 STDIN = "-"
 MAX_SIZE = 64 << 20
@@ -28,34 +26,31 @@ LINE_KEYS = ("prompt", "messages", TEMPLATE_KEY, *(each.name for each in fields(
 LINE_HINT = 'a line is a JSON string, {"prompt": ...} or {"messages": [...]}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PromptInput:
-    """One prompt as it was given: text, token ids, or the messages of a conversation.
+    """One prompt: text, token ids, or the messages of a conversation.
 
-    `sampling` are the fields of `SamplingParams` that its own line states. `place` names the file
-    and the line; "" where there is none.
+    `params` are those of all prompts, with what its own line states. `place` names the file and the
+    line; "" where there is none.
     """
 
+    params: SamplingParams
     prompt: str | list[int] = ""
     messages: list[dict[str, str]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
 
-    def encode(self, llm: LLM) -> str | list[int]:
-        """The prompt for the engine; the chat template is applied to a conversation."""
-        if self.messages is None:
-            return self.prompt
-        with naming(self.place):
-            return llm.tokenizer.apply_chat_template(
-                self.messages, chat_template_kwargs=self.template_kwargs
-            )
+    def prepare(self, llm: nanovllm_core.LLM) -> PromptInput:
+        """The same for this engine; a conversation's template is applied, which gives `prompt`."""
+        prompt = self.prompt
+        if self.messages is not None:
+            with naming(self.place):
+                prompt = llm.tokenizer.apply_chat_template(
+                    self.messages, chat_template_kwargs=self.template_kwargs
+                )
+        return replace(self, prompt=prompt, params=greedy_unless_stated(llm, self.params))
 
-    def params(self, shared: SamplingParams) -> SamplingParams:
-        """The parameters that all prompts share, with what this one's line states."""
-        return replace(shared, **self.sampling) if self.sampling else shared
-
-    def shown(self, llm: LLM) -> str:
+    def shown(self, llm: nanovllm_core.LLM) -> str:
         """The text to echo: the last message of a conversation, the text of token ids."""
         if self.messages is not None:
             return self.messages[-1]["content"]
@@ -67,6 +62,13 @@ class PromptInput:
             return {"messages": self.messages}
         key = "prompt" if isinstance(self.prompt, str) else "prompt_token_ids"
         return {key: self.prompt}
+
+
+def greedy_unless_stated(llm: nanovllm_core.LLM, params: SamplingParams) -> SamplingParams:
+    """Temperature 0 where neither a flag nor the checkpoint states one."""
+    if params.temperature is None and "temperature" not in llm.sampling_defaults:
+        return replace(params, temperature=0.0)
+    return params
 
 
 @contextmanager
@@ -89,38 +91,31 @@ def read_prompts(
     is in a file InvalidPromptError and InvalidSamplingError, which name the line.
     """
     if file is None:
-        return [_make(text, chat) for text in _texts(arguments)]
+        return [_make(text, chat, shared) for text in _texts(arguments)]
     if arguments:
         raise typer.BadParameter("give prompts as arguments or with --prompts, not both")
-    inputs = [
-        _parse(line, place, chat) if file.suffix == ".jsonl" else _make(line, chat, place)
-        for place, line in _lines(file)
-    ]
+    inputs = []
+    for place, line in _lines(file):
+        with naming(place):
+            read = _parse if file.suffix == ".jsonl" else _make
+            inputs.append(replace(read(line, chat, shared), place=place))
     if not inputs:
         raise typer.BadParameter(f"{file} holds no prompts; write one on each line")
-    for one in inputs:
-        with naming(one.place):
-            one.params(shared)
     return inputs
 
 
 def _texts(arguments: Sequence[str] | None) -> list[str]:
-    if not arguments:
-        if sys.stdin.isatty():
-            raise typer.BadParameter('give a prompt, as in: nanovllm generate "Once upon a time"')
-        arguments = [STDIN]
-    if list(arguments).count(STDIN) > 1:
+    if not arguments and sys.stdin.isatty():
+        raise typer.BadParameter('give a prompt, as in: nanovllm generate "Once upon a time"')
+    arguments = arguments or [STDIN]
+    if arguments.count(STDIN) > 1:
         raise typer.BadParameter(f"{STDIN} reads all of stdin, so it can be given only once")
-    return [_read_stdin() if text == STDIN else text for text in arguments]
-
-
-def _read_stdin() -> str:
-    text = sys.stdin.read(MAX_SIZE + 1)
-    if len(text) > MAX_SIZE:
+    read = sys.stdin.read(MAX_SIZE + 1) if STDIN in arguments else ""
+    if len(read) > MAX_SIZE:
         raise typer.BadParameter(
             f"stdin holds more than {MAX_SIZE:,} characters, the limit of a prompt; give less"
         )
-    return text
+    return [read if text == STDIN else text for text in arguments]
 
 
 def _lines(file: Path) -> list[tuple[str, str]]:
@@ -145,48 +140,43 @@ def _lines(file: Path) -> list[tuple[str, str]]:
     return numbered
 
 
-def _make(text: str, chat: bool, place: str = "") -> PromptInput:
+def _make(text: str, chat: bool, params: SamplingParams) -> PromptInput:
     if chat:
-        return PromptInput(messages=[{"role": "user", "content": text}], place=place)
-    return PromptInput(prompt=text, place=place)
+        return PromptInput(params, messages=[{"role": "user", "content": text}])
+    return PromptInput(params, text)
 
 
-def _parse(line: str, place: str, chat: bool) -> PromptInput:
+def _parse(line: str, chat: bool, shared: SamplingParams) -> PromptInput:
     """A line of a .jsonl file."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidPromptError(f"{place}: not JSON: {error!s:.200}; {LINE_HINT}") from None
+        raise InvalidPromptError(f"not JSON: {error!s:.200}; {LINE_HINT}") from None
     if isinstance(value, str):
-        return _make(value, chat, place)
+        return _make(value, chat, shared)
     if not isinstance(value, dict):
-        raise InvalidPromptError(f"{place}: {type(value).__name__} {shown(value)}; {LINE_HINT}")
+        raise InvalidPromptError(f"{type(value).__name__} {shown(value)}; {LINE_HINT}")
     for key in value:
         if key not in LINE_KEYS:
             raise InvalidPromptError(
-                f"{place}: unknown key {shown(key)}{did_you_mean(key, LINE_KEYS)}; it takes "
+                f"unknown key {shown(key)}{did_you_mean(key, LINE_KEYS)}; it takes "
                 f"{', '.join(LINE_KEYS)}"
             )
-    return _from_object(value, place, chat)
-
-
-def _from_object(value: dict[str, Any], place: str, chat: bool) -> PromptInput:
     if ("prompt" in value) == ("messages" in value):
         both = "both" if "prompt" in value else "neither of"
-        raise InvalidPromptError(f"{place}: {both} prompt and messages; give one of them")
+        raise InvalidPromptError(f"{both} prompt and messages; give one of them")
     prompt, messages = value.pop("prompt", None), value.pop("messages", None)
     kwargs = value.pop(TEMPLATE_KEY, None) or {}
+    params = replace(shared, **value)
     if isinstance(prompt, str):
-        made = _make(prompt, chat, place)
+        made = _make(prompt, chat, params)
     elif messages is not None:
-        made = PromptInput(messages=messages, place=place)
+        made = PromptInput(params, messages=messages)
     elif isinstance(prompt, list) and not chat:
-        made = PromptInput(prompt=prompt, place=place)
+        made = PromptInput(params, prompt)
     else:
         wanted = "text" if chat else "text or a list of token ids"
-        raise InvalidPromptError(f"{place}: prompt is {shown(prompt)}; it must be {wanted}")
+        raise InvalidPromptError(f"prompt is {shown(prompt)}; it must be {wanted}")
     if kwargs and made.messages is None:
-        raise InvalidPromptError(
-            f"{place}: {TEMPLATE_KEY} without a conversation; give messages, or --chat"
-        )
-    return replace(made, sampling=value, template_kwargs=kwargs)
+        raise InvalidPromptError(f"{TEMPLATE_KEY} without a conversation; give messages, or --chat")
+    return replace(made, template_kwargs=kwargs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,16 +17,6 @@ from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.hookspecs import PROJECT
 from nanovllm_core.registry.kinds import EXTENSION, KIND
 from nanovllm_core.registry.manager import PluginManager
-
-
-@dataclass(frozen=True, slots=True)
-class OptionDetails:
-    """One option of a plugin; `default` is "required" where there is none."""
-
-    name: str
-    type: str
-    default: object
-    description: str
 
 
 def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, object]:
@@ -53,12 +43,12 @@ def plugin_details(manager: PluginManager, status: PluginStatus) -> dict[str, ob
         "contract": spec.contract,
         "current contract": manager.kind(plugin.kind).contract,
     }
-    for name, value in _own_fields(spec):
-        details[name.replace("_", " ")] = value
-    details["options"] = [
-        {"name": o.name, "type": o.type, "default": o.default, "description": o.description}
-        for o in options_of(spec.options)
-    ]
+    common = {field.name for field in fields(PluginSpec)}
+    own = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in common}
+    for name, value in own.items():
+        if value is not None and (_is_model(value) or not callable(value)):
+            details[name.replace("_", " ")] = _plain(value)
+    details["options"] = options_of(spec.options)
     return details
 
 
@@ -83,35 +73,31 @@ def _hooks(manager: PluginManager, plugin: InstalledPlugin) -> list[str]:
     return [name for name, value in vars(module).items() if hasattr(value, f"{PROJECT}_impl")]
 
 
-def options_of(model: type[BaseModel]) -> Sequence[OptionDetails]:
-    """The options of a plugin in the order in which they are declared."""
+def options_of(model: type[BaseModel]) -> list[dict[str, object]]:
+    """The options of a plugin in the order in which they are declared.
+
+    `default` is "required" where there is none.
+    """
     schema = model.model_json_schema()
     required = schema.get("required", ())
     return [
-        OptionDetails(
-            name,
-            _type_name(one, schema.get("$defs", {})),
-            "required" if name in required else one.get("default"),
-            one.get("description", ""),
-        )
+        {
+            "name": name,
+            "type": _type_name(one, schema.get("$defs", {})),
+            "default": "required" if name in required else one.get("default"),
+            "description": one.get("description", ""),
+        }
         for name, one in schema.get("properties", {}).items()
     ]
 
 
-def _own_fields(spec: PluginSpec) -> Iterable[tuple[str, object]]:
-    """The fields of the kind's own spec, beyond those of every spec, if they are data."""
-    common = {field.name for field in fields(PluginSpec)}
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        if field.name in common or value is None:
-            continue
-        if isinstance(value, type) and issubclass(value, BaseModel):
-            yield field.name, {one.name: one.type for one in options_of(value)}
-        elif not callable(value):
-            yield field.name, _plain(value)
+def _is_model(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseModel)
 
 
 def _plain(value: Any) -> object:
+    if _is_model(value):
+        return {str(one["name"]): one["type"] for one in options_of(value)}
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name.replace("_", " "): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Set):

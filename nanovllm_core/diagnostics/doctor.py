@@ -7,20 +7,17 @@ nothing. The plugins' own checks come through the hook `nanovllm_doctor`.
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from nanovllm_core import __version__
-from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.sources import load_config
 from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.diagnostics.status import (
     PluginStatus,
-    kernel_target,
     plugin_statuses,
     typical_requirements,
 )
@@ -40,7 +37,12 @@ from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP, KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
-from nanovllm_core.selection.kernels import REFERENCE, select_kernels
+from nanovllm_core.selection.decisions import (
+    NAMED_KINDS,
+    Decisions,
+    compute_capability,
+    resolve_device,
+)
 
 
 def examine() -> list[DoctorCheck]:
@@ -51,20 +53,23 @@ def examine() -> list[DoctorCheck]:
     entries, unreadable = read_entry_points(installed)
     checks += check_installs(installed) + unreadable + check_groups(entries)
     checks += check_commands(entries)
-    manager = get_plugin_manager(entry_points=entries)
-    disable = load_config("none").plugins.disable
     try:
-        manager = get_plugin_manager(disable=disable, entry_points=entries)
+        manager = get_plugin_manager(load_config("none").plugins.disable, entries)
     except PluginError as error:
         remedy = "correct NANOVLLM_PLUGINS__DISABLE: nanovllm plugins list has the names"
         checks.append(DoctorCheck("plugins.disable", False, str(error), remedy))
-    requirements = typical_requirements(*_device())
-    statuses = plugin_statuses(manager, requirements)
+        manager = get_plugin_manager(entry_points=entries)
+    try:
+        device = resolve_device("auto")
+        typical = typical_requirements(device, compute_capability(device))
+    except Exception:  # check_torch has said so
+        typical = typical_requirements("cpu", None)
+    statuses = plugin_statuses(manager, typical)
     conflicts = check_conflicts(manager)
     told = {check.name for check in conflicts}
-    checks += conflicts
-    checks += [check_plugin(manager, one) for one in statuses if _label(one) not in told]
-    checks += check_defaults(statuses) + check_kernels(manager, requirements)
+    found = [check_plugin(manager, status) for status in statuses]
+    checks += conflicts + [check for check in found if check.name not in told]
+    checks += check_defaults(manager, statuses, typical)
     return checks + ask_plugins(manager)
 
 
@@ -95,12 +100,9 @@ def check_torch() -> list[DoctorCheck]:
     has_gpu = torch.cuda.is_available()
     checks.append(_check_triton(has_gpu))
     for index in range(torch.cuda.device_count() if has_gpu else 0):
-        major, minor = torch.cuda.get_device_capability(index)
-        memory = torch.cuda.get_device_properties(index).total_memory / 2**30
-        detail = (
-            f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}, "
-            f"{memory:.0f} GiB"
-        )
+        gpu = torch.cuda.get_device_properties(index)
+        detail = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
+        detail += f"{gpu.total_memory / 2**30:.0f} GiB"
         checks.append(DoctorCheck(f"cuda:{index}", True, detail))
     return [*checks, _check_driver(has_gpu, torch.version.cuda)]
 
@@ -122,40 +124,19 @@ def _check_driver(has_gpu: bool, torch_cuda: str | None) -> DoctorCheck:
         return DoctorCheck("driver", True, "no NVIDIA driver: computes on the CPU")
     if has_gpu:
         return DoctorCheck("driver", True, f"NVIDIA {driver}")
-    why = f"torch is built for CUDA {torch_cuda}" if torch_cuda else "torch is built for CPUs"
-    remedy = (
-        "update the NVIDIA driver, or install a torch built for an older CUDA (pytorch.org)"
-        if torch_cuda
-        else "install a torch built for CUDA (pytorch.org)"
-    )
-    return DoctorCheck(
-        "driver", False, f"NVIDIA {driver} is there, but torch sees no GPU; {why}", remedy
-    )
+    built_for = f"CUDA {torch_cuda}" if torch_cuda else "CPUs"
+    detail = f"NVIDIA {driver} is there, but torch sees no GPU; torch is built for {built_for}"
+    remedy = "install a torch for a CUDA that the driver knows (pytorch.org), or update the driver"
+    return DoctorCheck("driver", False, detail, remedy)
 
 
 def _driver_version() -> str | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    lines = result.stdout.split()
-    return lines[0] if result.returncode == 0 and lines else None
-
-
-def _device() -> tuple[str, tuple[int, int] | None]:
-    """The device that `auto` takes; the CPU where torch itself is broken."""
-    try:
-        import torch
-
-        if torch.cuda.is_available():
-            return "cuda", torch.cuda.get_device_capability()
-    except Exception:
-        return "cpu", None  # check_torch has said so
-    return "cpu", None
+    return next(iter(result.stdout.split()), None)
 
 
 # ------------------------------------------------------------------------- what is installed
@@ -176,37 +157,33 @@ def read_entry_points(
         except Exception as error:
             name = distribution.metadata["Name"] or "a distribution"
             detail = f"entry_points.txt cannot be read: {type(error).__name__}: {error}"
-            remedy = f"pip install --force-reinstall {name} (or uninstall it): as it is, it stops "
-            remedy += "every program that looks for plugins"
-            checks.append(DoctorCheck(f"{name}", False, detail, remedy, fatal=True))
+            remedy = (
+                f"pip install --force-reinstall {name} (or uninstall it): as it is, it stops every "
+                "program that looks for plugins"
+            )
+            checks.append(DoctorCheck(name, False, detail, remedy, fatal=True))
     return [*entries.values()], checks
 
 
 def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
     """The core and all that needs it: installed once, each with a core that it accepts."""
     versions: dict[str, list[str]] = defaultdict(list)
-    checks = []
+    checks = [DoctorCheck(CORE, True, __version__)]
     for distribution in installed:
-        name = distribution.metadata["Name"] or ""
+        name, version = distribution.metadata["Name"] or "", distribution.version
         needs = core_requirement(distribution.requires or ())
-        if name != CORE and needs is None:
-            continue
-        versions[name].append(distribution.version)
-        if needs is not None and not needs.specifier.contains(__version__, prereleases=True):
-            checks.append(
-                DoctorCheck(
-                    f"{name} {distribution.version}",
-                    False,
-                    f"needs {needs}, and {CORE} is {__version__}",
-                    f"pip install --upgrade {CORE} {name}",
-                )
-            )
+        if name == CORE or needs:
+            versions[name].append(version)
+        if needs and not needs.specifier.contains(__version__, prereleases=True):
+            detail = f"needs {needs}, and {CORE} is {__version__}"
+            remedy = f"pip install --upgrade {CORE} {name}"
+            checks.append(DoctorCheck(f"{name} {version}", False, detail, remedy))
     for name, found in versions.items():
         if len(set(found)) > 1:
             detail = f"installed more than once: {', '.join(found)}; the first is imported"
             remedy = f"pip uninstall {name}, until nothing is left, then install it once"
             checks.append(DoctorCheck(name, False, detail, remedy))
-    return [DoctorCheck(CORE, True, __version__), *checks]
+    return checks
 
 
 def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
@@ -258,29 +235,18 @@ def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
     for plugin in manager.installed():
         owners[plugin.kind, plugin.name].append(plugin.distribution)
-    double = [
-        DoctorCheck(
-            f"{kind} {name}",
-            False,
-            f"registered by {' and '.join(found)}",
-            f"uninstall one of {', '.join(found)}, or leave one out with plugins: "
-            f"{{disable: [{found[-1]}]}}",
-        )
-        for (kind, name), found in owners.items()
-        if len(found) > 1
-    ]
-    beside = [
-        _beside_a_folder(manager, name)
-        for (kind, name), found in owners.items()
-        if kind == "checkpoint" and len(found) == 1 and holds_checkpoint(name)
-    ]
-    return double + beside
-
-
-def _beside_a_folder(manager: PluginManager, source: str) -> DoctorCheck:
-    meanings, remedy = conflict(manager, source)
-    detail = f"in this folder, model: {source} is {meanings}"
-    return DoctorCheck(f"checkpoint {source}", False, detail, f"as the model, {remedy}")
+    checks = []
+    for (kind, name), found in owners.items():
+        if len(found) > 1:
+            detail = f"registered by {' and '.join(found)}"
+            remedy = f"uninstall one of {', '.join(found)}, or leave one out with plugins: "
+            remedy += f"{{disable: [{found[-1]}]}}"
+            checks.append(DoctorCheck(f"{kind} {name}", False, detail, remedy))
+        elif kind == "checkpoint" and holds_checkpoint(name):
+            meanings, remedy = conflict(manager, name)
+            detail = f"in this folder, model: {name} is {meanings}"
+            checks.append(DoctorCheck(f"{kind} {name}", False, detail, f"as the model, {remedy}"))
+    return checks
 
 
 # ------------------------------------------------------------------------------------ the plugins
@@ -289,66 +255,57 @@ def _beside_a_folder(manager: PluginManager, source: str) -> DoctorCheck:
 def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
     """One plugin: does its light module load, can it run here, is its code importable."""
     plugin = status.plugin
-    label = _label(status)
+    label = f"{plugin.kind} {plugin.name}"
     remedy = (
         f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or uninstall "
         f"it; if it is yours: nanovllm plugins validate {plugin.name}"
     )
-    who = f"{plugin.distribution} {plugin.version}"
+    if status.state != "ready":
+        detail = f"{status.state}: {'; '.join(status.reasons)}"
+        return DoctorCheck(label, False, detail, remedy if status.state == "broken" else "")
+    contract = ""
     try:
         if plugin.kind == EXTENSION:
             manager.enable([plugin.name])
-            return DoctorCheck(label, True, f"{who}; {status.note}")
-        if plugin.kind == KIND:
-            contract = manager.kind(plugin.name).contract
-            return DoctorCheck(label, True, f"{who}; current contract {contract}; {status.note}")
-        if status.state == "ready":
+        elif plugin.kind == KIND:
+            contract = f"current contract {manager.kind(plugin.name).contract}; "
+        else:
             spec = manager.spec(plugin.kind, plugin.name)
             load_object(spec.impl)
-            return DoctorCheck(label, True, f"{who}; contract {spec.contract}; {status.note}")
+            contract = f"contract {spec.contract}; "
     except PluginError as error:
         return DoctorCheck(label, False, str(error), remedy)
-    detail = f"{status.state}: {'; '.join(status.reasons)}"
-    return DoctorCheck(label, False, detail, remedy if status.state == "broken" else "")
+    who = f"{plugin.distribution} {plugin.version}"
+    return DoctorCheck(label, True, f"{who}; {contract}{status.note}")
 
 
-def _label(status: PluginStatus) -> str:
-    return f"{status.plugin.kind} {status.plugin.name}"
+def check_defaults(
+    manager: PluginManager, statuses: Iterable[PluginStatus], typical: AttentionRequirements
+) -> list[DoctorCheck]:
+    """Whether something can be generated: a model, attention, and what no configuration names.
 
-
-def check_defaults(statuses: Sequence[PluginStatus]) -> list[DoctorCheck]:
-    """Whether something can be generated: a model, attention, and what no configuration names."""
-    ready = {(s.plugin.kind, s.plugin.name) for s in statuses if s.state == "ready"}
-    kinds = {kind for kind, _ in ready}
+    The latter is chosen as a start does; a GPU without a kernel set built for it is told too.
+    """
+    ready = {status.plugin.kind for status in statuses if status.state == "ready"}
     checks = [
         DoctorCheck(name, False, f"no {name} plugin can run here", install_one(name), fatal=True)
         for name, kind in KINDS.items()
-        if kind.is_needed and name not in kinds
+        if kind.is_needed and name not in ready
     ]
-    config = load_config("none")
-    for kind in KINDS.values():
-        if not kind.choice:
-            continue
-        for _, choice in plugins_named(getattr(config, kind.choice), kind.choice):
-            name = choice.plugin
-            if not choice.is_auto and (kind.name, name) not in ready:
-                detail = f"{kind.name} {name!r} is chosen where no file chooses, and cannot be used"
-                remedy = f"reinstall {CORE}, or take {name} out of plugins.disable"
-                checks.append(DoctorCheck(kind.name, False, detail, remedy, fatal=True))
+    overrides = {"device": typical.device, "dtype": typical.dtype}
+    decisions = Decisions(load_config("none", overrides=overrides), manager)
+    for kind in NAMED_KINDS.values():
+        try:
+            decisions.named(kind)
+        except NanoVLLMError as error:
+            detail = f"the default where no file chooses cannot be used: {error}"
+            remedy = f"take the {kind} of the core out of plugins.disable, or reinstall {CORE}"
+            checks.append(DoctorCheck(kind, False, detail, remedy, fatal=True))
+        else:
+            if kind == "kernels" and decisions.kernels.warning:
+                detail, remedy = decisions.kernels.warning, decisions.kernels.remedy
+                checks.append(DoctorCheck(kind, False, detail, remedy))
     return checks
-
-
-def check_kernels(manager: PluginManager, requirements: AttentionRequirements) -> list[DoctorCheck]:
-    """Whether layers can run where no file chooses, and whether a GPU has a set built for it."""
-    choice = load_config("none").kernels
-    try:
-        selection = select_kernels(manager, choice, kernel_target(requirements))
-    except NanoVLLMError as error:
-        remedy = f"choose kernels: auto, and take {REFERENCE} out of plugins.disable"
-        return [DoctorCheck("kernels", False, str(error), remedy, fatal=True)]
-    if selection.warning:
-        return [DoctorCheck("kernels", False, selection.warning, selection.remedy)]
-    return []
 
 
 def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:

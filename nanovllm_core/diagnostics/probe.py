@@ -18,19 +18,21 @@ def missing_code(impl: str) -> str | None:
     None where nothing is wrong, or where only an import would tell.
     """
     module, _, name = impl.partition(":")
+    cannot = f"its code {impl!r} cannot be loaded: "
+    lacks = f"{cannot}{module} has no {name!r}"
     try:
         if module in sys.modules:
-            return None if _has(sys.modules[module], name) else _lacks(impl, module, name)
+            return None if _has(sys.modules[module], name) else lacks
         spec = _find(module)
         if spec is None:
-            return f"its code {impl!r} cannot be loaded: there is no module {module!r}"
+            return f"{cannot}there is no module {module!r}"
         source = getattr(spec.loader, "get_source", lambda _: None)(module)
     except Exception:  # finders, loaders and modules are anybody's code; an import will tell
         return None
     first = name.partition(".")[0]
     if source is None or _DYNAMIC.search(source) or re.search(rf"\b{re.escape(first)}\b", source):
         return None
-    return _lacks(impl, module, first)
+    return lacks
 
 
 def _find(module: str) -> ModuleSpec | None:
@@ -52,7 +54,3 @@ def _has(found: object, name: str) -> bool:
             return False
         found = getattr(found, part)
     return True
-
-
-def _lacks(impl: str, module: str, name: str) -> str:
-    return f"its code {impl!r} cannot be loaded: {module} has no {name!r}"

@@ -5,13 +5,12 @@ Editors complete and check the file from it: `nanovllm config schema > nanovllm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_core.config.choices import AUTO, NamedPlugin, PluginChoice, choice_models
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import PluginError
-from nanovllm_core.registry.kinds import KINDS, Kind
+from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager
 
 Schema = dict[str, Any]
@@ -23,31 +22,19 @@ def config_schema(manager: PluginManager) -> Schema:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     # The file may leave it to the command line.
     schema["required"] = []
-    models = dict(choice_models(EngineConfig))
-    for kind in KINDS.values():
-        if kind.choice:
-            forms = {path: model for path, model in models.items() if path[0] == kind.choice}
-            _place(manager, kind, forms, schema)
-    del schema["$defs"]["NamedPlugin"]  # the lists referred to it
+    definitions, fields = schema["$defs"], schema["properties"]
+    kinds = {kind.choice: kind.name for kind in KINDS.values() if kind.choice}
+    for (name, *part), model in choice_models(EngineConfig):
+        definitions[model.__name__] = _choice(manager, kinds[name], model, definitions)
+        if part and "anyOf" not in fields[name]:  # one for all, or one for each part
+            one = {"$ref": f"#/$defs/{model.__name__}"}
+            fields[name]["anyOf"] = [one, {"$ref": fields[name].pop("$ref")}]
+    for name, kind in kinds.items():
+        if "items" in fields[name]:
+            definitions[kind] = _choice(manager, kind, NamedPlugin, definitions)
+            fields[name]["items"] = {"$ref": f"#/$defs/{kind}"}
+    del definitions["NamedPlugin"]  # the lists referred to it
     return schema
-
-
-def _place(
-    manager: PluginManager,
-    kind: Kind,
-    forms: Mapping[tuple[str, ...], type[PluginChoice]],
-    schema: Schema,
-) -> None:
-    """Put what names plugins of a kind in its place: a choice, one in a section, or a list."""
-    definitions, there = schema["$defs"], schema["properties"][kind.choice]
-    if not forms:
-        definitions[kind.name] = _choice(manager, kind.name, NamedPlugin, definitions)
-        there["items"] = {"$ref": f"#/$defs/{kind.name}"}
-    for path, model in forms.items():
-        choice = {"$ref": f"#/$defs/{model.__name__}"}
-        definitions[model.__name__] = _choice(manager, kind.name, model, definitions)
-        if path[1:] and "anyOf" not in there:  # one for all, or one for each part
-            there["anyOf"] = [choice, {"$ref": there.pop("$ref")}]
 
 
 def _choice(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -16,7 +16,7 @@ from nanovllm_core.registry.kinds import EXTENSION, KIND
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection.attention import evaluate
 from nanovllm_core.selection.fit import unmet_device
-from nanovllm_core.selection.kernels import KernelTarget, unmet
+from nanovllm_core.selection.kernels import unmet
 
 State = Literal["ready", "unsupported", "broken", "disabled"]
 
@@ -32,18 +32,15 @@ class PluginStatus:
 
     def to_json(self) -> Mapping[str, object]:
         """The same as plain data."""
-        return {
-            **asdict(self.plugin),
-            "state": self.state,
-            "reasons": list(self.reasons),
-            "note": self.note,
-        }
+        values = asdict(self)
+        return {**values.pop("plugin"), **values}
 
 
 def typical_requirements(
     device: str, compute_capability: tuple[int, int] | None
 ) -> AttentionRequirements:
     """The requirements of a usual model: grouped heads of size 128, in the device's dtype."""
+    device = device.split(":")[0]
     return AttentionRequirements(
         phase="decode",
         device=device,
@@ -88,46 +85,29 @@ def plugin_status(
         spec = manager.spec(plugin.kind, plugin.name)
         if missing := missing_code(spec.impl):
             return PluginStatus(plugin, "broken", (missing,))
-        if isinstance(spec, AttentionSpec):
-            return _attention_status(manager, plugin, spec, requirements)
+        reasons, note = _ask(manager, spec, requirements)
     except NanoVLLMError as error:
         return PluginStatus(plugin, "broken", (str(error),))
-    reasons = _reasons(spec, requirements)
-    return PluginStatus(plugin, "unsupported" if reasons else "ready", reasons, spec.summary)
+    return PluginStatus(plugin, "unsupported" if reasons else "ready", tuple(reasons), note)
 
 
-def _reasons(spec: PluginSpec, requirements: AttentionRequirements) -> tuple[str, ...]:
-    """The reasons why a plugin that states its devices cannot run here."""
+def _ask(
+    manager: PluginManager, spec: PluginSpec, requirements: AttentionRequirements
+) -> tuple[Iterable[str], str]:
+    """Why the plugin cannot run here, if it states that, and what it is or what it runs on.
+
+    An attention backend is asked about each phase that it claims, with its default options.
+    """
+    if isinstance(spec, AttentionSpec):
+        choice, note = AttentionChoice(backend=spec.name), spec.summary
+        reasons: dict[str, None] = {}
+        for phase in sorted(spec.capabilities.phases):
+            candidate = evaluate(manager, choice, replace(requirements, phase=phase))
+            reasons |= dict.fromkeys(candidate.reasons)
+            note = note if candidate.reasons else candidate.label
+        return reasons, note
     if isinstance(spec, KernelSetSpec):
-        return tuple(unmet(spec, kernel_target(requirements)))
+        return unmet(spec, requirements), spec.summary
     if isinstance(spec, DeviceSpec):
-        return tuple(unmet_device(spec.devices, requirements.device))
-    return ()
-
-
-def kernel_target(requirements: AttentionRequirements) -> KernelTarget:
-    """The requirements on attention, as requirements on a kernel set."""
-    return KernelTarget(
-        device=requirements.device,
-        dtype=requirements.dtype,
-        compute_capability=requirements.compute_capability,
-    )
-
-
-def _attention_status(
-    manager: PluginManager,
-    plugin: InstalledPlugin,
-    spec: AttentionSpec,
-    requirements: AttentionRequirements,
-) -> PluginStatus:
-    """Ask about each phase that the backend claims, with its default options."""
-    reasons: list[str] = []
-    note = spec.summary
-    for phase in sorted(spec.capabilities.phases):
-        candidate = evaluate(
-            manager, AttentionChoice(backend=plugin.name), replace(requirements, phase=phase)
-        )
-        reasons += candidate.reasons
-        note = note if candidate.reasons else candidate.label
-    state: State = "unsupported" if reasons else "ready"
-    return PluginStatus(plugin, state, tuple(dict.fromkeys(reasons)), note)
+        return unmet_device(spec.devices, requirements.device), spec.summary
+    return (), spec.summary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import weakref
@@ -12,11 +11,10 @@ from functools import partial
 from numbers import Integral
 from threading import RLock
 from time import perf_counter
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import load_config
@@ -38,7 +36,6 @@ from nanovllm_core.interfaces.request_labels import Labels, labels_of_each
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.selection.startup import Startup, start
 
-T = TypeVar("T")
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
 
@@ -85,9 +82,8 @@ class LLM:
         try:
             self._tokenizer = Tokenizer.find(startup.setup.tokenizer, config.chat_template_kwargs)
             # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
-            eos = dict.fromkeys(checkpoint_eos_token_ids(startup.setup.checkpoint))
-            if self._tokenizer is not None:
-                eos |= dict.fromkeys(self._tokenizer.eos_token_ids)
+            own_ids = () if self._tokenizer is None else self._tokenizer.eos_token_ids
+            eos = checkpoint_eos_token_ids(startup.setup.checkpoint, own_ids)
             planned = perf_counter() - began
             info = self._executor.start(startup.setup)
             self.info: WorkerInfo = replace(
@@ -105,18 +101,17 @@ class LLM:
 
     def _make_engine(self, startup: Startup, eos_token_ids: Iterable[int]) -> Engine:
         config, info = self.config, self.info
-        limits = EngineLimits(
-            max_num_seqs=config.limits.max_num_seqs,
-            max_num_batched_tokens=config.limits.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            vocab_size=info.vocab_size,
-        )
         return Engine(
             self._executor,
             startup.scheduler,
-            limits,
+            EngineLimits(
+                max_num_seqs=config.limits.max_num_seqs,
+                max_num_batched_tokens=config.limits.max_num_batched_tokens,
+                max_model_len=info.max_model_len,
+                num_blocks=info.num_blocks,
+                block_size=info.block_size,
+                vocab_size=info.vocab_size,
+            ),
             eos_token_ids=eos_token_ids,
             sampling_defaults=self.sampling_defaults,
             logits_processors=startup.logits_processors,
@@ -147,9 +142,9 @@ class LLM:
         before any is run. `use_tqdm` shows a progress bar where stderr is a terminal. `labels` are
         texts by name for schedulers and observers, the same for all prompts or one mapping each.
         """
-        return self._run(
-            "prompts", _as_list(prompts), self._encode, sampling_params, labels, use_tqdm
-        )
+        many = [prompts] if isinstance(prompts, str) else prompts
+        many = _as_list("prompts", "text, a list of token ids", many, Integral)
+        return self._run("prompts", many, self._encode, sampling_params, labels, use_tqdm)
 
     def chat(
         self,
@@ -164,20 +159,10 @@ class LLM:
 
         `chat_template_kwargs` are variables for the template, on top of the configuration's.
         """
-        if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
-            raise InvalidPromptError(
-                "conversations: expected a list of messages {'role', 'content'} or a list of "
-                f"these, got {type(conversations).__name__} {shown(conversations)}"
-            )
-        many = (
-            [conversations]
-            if conversations and isinstance(conversations[0], Mapping)
-            else conversations
-        )
-        template = partial(
-            self.tokenizer.apply_chat_template, chat_template_kwargs=chat_template_kwargs
-        )
-        return self._run("conversations", many, template, sampling_params, labels, use_tqdm)
+        expected = "a list of messages {'role', 'content'}"
+        many = _as_list("conversations", expected, conversations, Mapping)
+        encode = self._template(chat_template_kwargs)
+        return self._run("conversations", many, encode, sampling_params, labels, use_tqdm)
 
     def stream(
         self,
@@ -193,19 +178,15 @@ class LLM:
         Leaving the loop early, or `close()`, aborts the request.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
+        encode: Callable[[Any], list[int]] = self._encode
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            ids = self.tokenizer.apply_chat_template(
-                prompt,  # type: ignore[arg-type]
-                chat_template_kwargs=chat_template_kwargs,
+            encode = self._template(chat_template_kwargs)
+        elif chat_template_kwargs:
+            raise InvalidPromptError(
+                f"chat_template_kwargs is {shown(chat_template_kwargs)}, but the prompt is no "
+                "conversation, so no template is applied; leave it out, or pass messages"
             )
-        else:
-            if chat_template_kwargs:
-                raise InvalidPromptError(
-                    f"chat_template_kwargs is {shown(chat_template_kwargs)}, but the prompt is no "
-                    "conversation, so no template is applied; leave it out, or pass messages"
-                )
-            ids = self._encode(prompt)  # type: ignore[arg-type]
-        request_id = self._add(ids, params, labels, stream=True)
+        request_id = self._add(encode(prompt), params, labels, stream=True)
         left = params.n
         try:
             while left:
@@ -218,8 +199,8 @@ class LLM:
     def _run(
         self,
         name: str,
-        prompts: Sequence[T],
-        encode: Callable[[T], list[int]],
+        prompts: Sequence[Any],
+        encode: Callable[[Any], list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         labels: Labels | Sequence[Labels | None] | None,
         use_tqdm: bool,
@@ -250,11 +231,9 @@ class LLM:
 
     def _drain(self, order: Mapping[str, int], total: int, show: bool) -> list[RequestOutput]:
         finished: list[RequestOutput] = []
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(
-            *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not show
-        ) as progress:
-            task = progress.add_task("Generating", total=total)
+        columns = ("Generating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
+            task = progress.add_task("", total=total)
             while len(finished) < total:
                 for output in self._step(order):
                     if output.finish_reason is not None:
@@ -319,6 +298,9 @@ class LLM:
             self._awaited.add(request_id)
         return request_id
 
+    def _template(self, variables: Mapping[str, Any] | None) -> Callable[[Any], list[int]]:
+        return partial(self.tokenizer.apply_chat_template, chat_template_kwargs=variables)
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -332,7 +314,14 @@ class LLM:
                 f"a prompt is text or a list of token ids; got {type(prompt).__name__} "
                 f"{shown(prompt)}"
             ) from None
-        _check_whole(ids)
+        types = set(map(type, ids))  # two or three, so that no Python loop runs over the ids
+        wrong = {each for each in types if each is bool or not hasattr(each, "__index__")}
+        if wrong:
+            index = next(index for index, each in enumerate(ids) if type(each) in wrong)
+            raise InvalidPromptError(
+                f"a prompt is a flat list of whole token ids; got {type(ids[index]).__name__} "
+                f"{shown(ids[index])} at index {index}"
+            )
         return ids
 
     # -- what it is made of -----------------------------------------------------------------------
@@ -343,8 +332,7 @@ class LLM:
         if self._tokenizer is None:
             raise CheckpointError(
                 f"the checkpoint of {shown(self.config.model)} has no tokenizer.json, so text "
-                "cannot be "
-                "encoded; pass token ids, or set `tokenizer` to a folder that has one"
+                "cannot be encoded; pass token ids, or set `tokenizer` to a folder that has one"
             )
         return self._tokenizer
 
@@ -382,42 +370,18 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+def _as_list(name: str, expected: str, given: Any, item: type) -> Sequence[Any]:
+    """`given` in a list where it is a single one, which its first `item` shows."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
         raise InvalidPromptError(
-            "prompts: expected text, a list of token ids or a list of these, got "
-            f"{type(prompts).__name__} {shown(prompts)}"
+            f"{name}: expected {expected} or a list of these, got {type(given).__name__} "
+            f"{shown(given)}"
         )
-    if prompts and isinstance(prompts[0], Integral):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def _check_whole(ids: Sequence[object]) -> None:
-    """InvalidPromptError with place and type of the first that is no whole number."""
-    if set(map(type, ids)) <= {int}:  # nearly always, and in no Python loop
-        return
-    for index, token_id in enumerate(ids):
-        try:
-            if isinstance(token_id, bool):
-                raise TypeError
-            operator.index(token_id)  # type: ignore[arg-type]  # numpy's integers too
-        except TypeError:
-            raise InvalidPromptError(
-                f"a prompt is a flat list of whole token ids; got {type(token_id).__name__} "
-                f"{shown(token_id)} at index {index}"
-            ) from None
+    return [given] if given and isinstance(given[0], item) else given
 
 
 def _spread(

@@ -6,7 +6,7 @@ second; transformers comes in for chat templates, and for folders of other forma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,9 @@ _LONGEST_VOCABULARY = 2**31  # the engine keeps ids as int32
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. Use `load` or `find` rather than the constructor.
+    """The tokenizer of one checkpoint. Use `find` rather than the constructor.
 
-    `config` is tokenizer_config.json as a dict, `template` the chat template, if there is one,
-    `eos_token_ids` every id that ends a sequence. `chat_template_kwargs` are variables for every
+    `eos_token_ids` is every id that ends a sequence. `chat_template_kwargs` are variables for every
     use of the chat template, which a call may override.
     """
 
@@ -39,8 +38,6 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         folder: Path,
-        config: Mapping[str, Any],
-        template: str | None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         # What a file may have switched on for training would cut prompts short here.
@@ -48,21 +45,11 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.folder = folder
-        self.eos_token_ids = _merge_eos(folder, backend, config)
-        self._config = config
-        self._template = template
+        self._config = read_json(folder / "tokenizer_config.json")
+        self._template = _find_template(folder, self._config)
         self._template_kwargs = dict(chat_template_kwargs or {})
-
-    @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Read the tokenizer of a folder; CheckpointError where there is none or it is broken."""
-        tokenizer = cls.find(folder)
-        if tokenizer is None:
-            raise CheckpointError(
-                f"{folder} has no tokenizer.json nor any of {', '.join(OTHER_FORMATS)}; add the "
-                "model's tokenizer, or set `tokenizer` to a folder that has one"
-            )
-        return tokenizer
+        own = backend.token_to_id(_content(self._config.get("eos_token")) or "")
+        self.eos_token_ids = checkpoint_eos_token_ids(folder, () if own is None else (own,))
 
     @classmethod
     def find(
@@ -73,8 +60,7 @@ class Tokenizer:
         if not folder.is_dir():
             raise CheckpointError(
                 f"tokenizer {shown(str(folder))} is not a folder; set `tokenizer` to a folder "
-                "with a "
-                "tokenizer.json, or leave it out to use the model's own"
+                "with a tokenizer.json, or leave it out to use the model's own"
             )
         if (folder / "tokenizer.json").is_file():
             backend = _read_backend(folder / "tokenizer.json")
@@ -82,18 +68,19 @@ class Tokenizer:
             backend = _convert_with_transformers(folder)
         else:
             return None
-        config = read_json(folder / "tokenizer_config.json")
-        template = _find_template(folder, config)
-        return cls(backend, folder, config, template, chat_template_kwargs)
+        return cls(backend, folder, chat_template_kwargs)
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
-
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the checkpoint puts around one."""
-        return self._encode(text, add_special_tokens=True)
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {shown(text)}")
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidPromptError(
+                f"the text {shown(text)} has half of a surrogate pair, which is no Unicode text; "
+                "decode its bytes with errors='replace'"
+            ) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
@@ -140,26 +127,15 @@ class Tokenizer:
                 f"the checkpoint's chat template refuses messages of the roles {roles}: {error}"
             ) from error
         # The template writes the special tokens itself.
-        return self._encode(str(text), add_special_tokens=False)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise InvalidPromptError(f"expected text, got {type(text).__name__}: {shown(text)}")
-        try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidPromptError(
-                f"the text {shown(text)} has half of a surrogate pair, which is no Unicode text; "
-                "decode its bytes with errors='replace'"
-            ) from error
+        return self.encode(str(text), add_special_tokens=False)
 
     @cached_property
     def _renderer(self) -> PreTrainedTokenizerFast:
         """Renders templates as transformers does, with the special tokens they may name."""
         from transformers import PreTrainedTokenizerFast
 
-        named = {key: _content(value) for key, value in self._config.items() if _is_token(key)}
-        special = {key: value for key, value in named.items() if value is not None}
+        texts = {key: _content(value) for key, value in self._config.items()}
+        special = {key: text for key, text in texts.items() if text and key.endswith("_token")}
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # transformers has no types
             tokenizer_object=self.backend, **special
         )
@@ -223,43 +199,26 @@ class Detokenizer:
         self._text.append(text)
 
 
-def checkpoint_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+def checkpoint_eos_token_ids(folder: str | Path, more: Iterable[int] = ()) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json, then those that only config.json has.
 
-    Without those beyond config.json's `vocab_size`: of a vocabulary that was cut, some checkpoints
-    name tokens that can no longer be sampled.
+    `more` are those of a tokenizer. Without those beyond config.json's `vocab_size`: of a
+    vocabulary that was cut, some checkpoints name tokens that can no longer be sampled.
     """
-    end = _vocabulary_end(Path(folder))
-    ids: dict[int, None] = {}
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
         value = read_json(path).get("eos_token_id")
-        found = value if isinstance(value, list) else [] if value is None else [value]
-        for token_id in found:
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise CheckpointError(
                     f"{path}: eos_token_id is {shown(value)}; it must be a token id or a list "
                     "of them"
                 )
-            if token_id < end:
-                ids[token_id] = None
-    return tuple(ids)
-
-
-def _vocabulary_end(folder: Path) -> int:
-    size = read_json(folder / "config.json").get("vocab_size")
-    return size if isinstance(size, int) else _LONGEST_VOCABULARY
-
-
-def _merge_eos(
-    folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]
-) -> tuple[int, ...]:
-    ids = dict.fromkeys(checkpoint_eos_token_ids(folder))
-    token = _content(config.get("eos_token"))
-    token_id = None if token is None else backend.token_to_id(token)
-    if token_id is not None and token_id < _vocabulary_end(folder):
-        ids[token_id] = None
-    return tuple(ids)
+            ids.append(token_id)
+    size = read_json(Path(folder) / "config.json").get("vocab_size")
+    end = size if isinstance(size, int) else _LONGEST_VOCABULARY
+    return tuple(dict.fromkeys(token_id for token_id in (*ids, *more) if token_id < end))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -276,20 +235,13 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     """The named route for folders without tokenizer.json: transformers converts what it knows."""
     from transformers import AutoTokenizer
 
-    remedy = "save the tokenizer with `save_pretrained`, which writes tokenizer.json"
     try:
-        loaded = AutoTokenizer.from_pretrained(folder)
+        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     except Exception as error:  # whatever transformers and the libraries beneath it may raise
         raise CheckpointError(
             f"{folder} has no tokenizer.json, and transformers cannot convert what is there: "
-            f"{error}; {remedy}"
+            f"{error}; save the tokenizer with `save_pretrained`, which writes tokenizer.json"
         ) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json, and {type(loaded).__name__} has no fast form; "
-            f"{remedy}"
-        )
     return backend
 
 
@@ -306,26 +258,21 @@ def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    good = (
+    if not (
         isinstance(messages, Sequence)
-        and bool(messages)
+        and messages
         and all(
             isinstance(message, Mapping)
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
             for message in messages
         )
-    )
-    if not good:
+    ):
         raise InvalidPromptError(
             f"messages are {shown(messages)}; they must be one or more "
             '{"role": "user", "content": "..."}'
         )
     return [dict(message) for message in messages]
-
-
-def _is_token(key: str) -> bool:
-    return key.endswith("_token") and not key.startswith("add_")
 
 
 def _content(token: Any) -> str | None:

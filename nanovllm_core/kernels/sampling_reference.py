@@ -67,7 +67,8 @@ def gumbel_noise(seed_B: Tensor, output_index_B: Tensor, vocab_size: int) -> Ten
 
 def random_bits(seed_B: Tensor, output_index_B: Tensor, vocab_size: int) -> Tensor:
     """32 random bits per vocabulary id as int32 [B, vocab_size]."""
-    low, high = _wrap(seed_B), _wrap(seed_B >> 32)
+    halves = seed_B.view(torch.int32)
+    low, high = halves[0::2], halves[1::2]
     index = output_index_B.to(torch.int32)
     key_1 = _mix(_mix(_mix(low ^ _signed(KEY_1)) ^ high) ^ index).unsqueeze(1)
     key_2 = _mix(_mix(_mix(low ^ _signed(KEY_2)) ^ high) ^ index).unsqueeze(1)
@@ -90,9 +91,3 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 def _signed(constant: int) -> int:
     """The int32 with the same bits as a uint32 constant."""
     return constant - 2**32 if constant >= 2**31 else constant
-
-
-def _wrap(x: Tensor) -> Tensor:
-    """The low 32 bits of an int64 tensor as int32."""
-    low = x & 0xFFFFFFFF
-    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)

@@ -62,23 +62,9 @@ def sample_tokens(
 
     All tensors are contiguous. Allocates nothing and never waits for the device.
     """
-    sample_partial(logits_BV, rows_B, temperature_R, seed_R, output_index_B, workspace, skip_flag)
-    sample_reduce(logits_BV.shape[1], rows_B, out_B, workspace, skip_flag)
-
-
-def sample_partial(
-    logits_BV: Tensor,
-    rows_B: Tensor,
-    temperature_R: Tensor,
-    seed_R: Tensor,
-    output_index_B: Tensor,
-    workspace: SamplingWorkspace,
-    skip_flag: Tensor,
-) -> None:
-    """Leave the best (score, id) of each split in `workspace[:B, :num_splits(B, V)]`."""
     batch, vocab_size = logits_BV.shape
-    tiles = tiles_per_split(batch, vocab_size)
-    sample_partial_kernel[(batch, num_splits(batch, vocab_size))](
+    splits = num_splits(batch, vocab_size)
+    sample_partial_kernel[(batch, splits)](
         logits_BV,
         rows_B,
         temperature_R,
@@ -88,27 +74,20 @@ def sample_partial(
         workspace.scores,
         workspace.ids,
         vocab_size,
-        tiles,
+        tiles_per_split(batch, vocab_size),
         MAX_SPLITS=MAX_SPLITS,
         TILE=TILE,
         # The interpreter runs no assembly.
         APPROXIMATE=not triton.knobs.runtime.interpret,
         num_warps=NUM_WARPS,
     )
-
-
-def sample_reduce(
-    vocab_size: int, rows_B: Tensor, out_B: Tensor, workspace: SamplingWorkspace, skip_flag: Tensor
-) -> None:
-    """Reduce the splits that `sample_partial` left for this batch into `out_B`; -1 for padding."""
-    batch = rows_B.shape[0]
     sample_reduce_kernel[(batch,)](
         rows_B,
         skip_flag,
         workspace.scores,
         workspace.ids,
         out_B,
-        num_splits(batch, vocab_size),
+        splits,
         MAX_SPLITS=MAX_SPLITS,
         num_warps=1,
     )

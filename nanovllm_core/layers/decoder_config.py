@@ -13,10 +13,9 @@ from typing import Any
 
 from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.layers.linear import heads_per_rank
 from nanovllm_core.layers.rotary import RopeConfig
 from nanovllm_core.layers.settings import positive_float, positive_int
-
-_DEFAULT_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +68,7 @@ class DecoderConfig:
         hidden_size = positive_int(config, "hidden_size")
         num_heads = positive_int(config, "num_attention_heads")
         num_kv_heads = positive_int(config, "num_key_value_heads", default=num_heads)
-        if num_heads % num_kv_heads != 0:
-            raise ArchitectureError(
-                f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
-                f"({num_kv_heads}); check the checkpoint's config.json"
-            )
+        heads_per_rank(num_heads, num_kv_heads, tp_size=1)  # refuses what no rank could share out
         head_dim = positive_int(config, "head_dim", default=hidden_size // num_heads)
         rope = RopeConfig.from_config(config, head_dim)
         if rope.rotary_size != head_dim and not partial_rotary:
@@ -93,7 +88,7 @@ class DecoderConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=positive_float(config, "rms_norm_eps", default=_DEFAULT_EPS),
+            rms_norm_eps=positive_float(config, "rms_norm_eps", default=1e-6),
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             rope=rope,
             qkv_bias=qkv_bias,

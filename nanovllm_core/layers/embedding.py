@@ -21,19 +21,16 @@ class _VocabParallel(Layer):
         self.vocab_size = vocab_size
         self.rows = -(-vocab_size // context.tp.size)
         self.first = context.tp.rank * self.rows
+        self.real_rows = min(max(vocab_size - self.first, 0), self.rows)
 
     def _make_weight(self, size: int) -> ModelParameter:
         shape, full_shape = (self.rows, size), (self.vocab_size, size)
         weight = make_parameter(self.context, shape, self._load, {None: full_shape})
-        weight[self._num_real_rows() :].zero_()
+        weight[self.real_rows :].zero_()
         return weight
 
-    def _num_real_rows(self) -> int:
-        return min(max(self.vocab_size - self.first, 0), self.rows)
-
     def _load(self, param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-        real = self._num_real_rows()
-        param[:real].copy_(tensor[self.first : self.first + real])
+        param[: self.real_rows].copy_(tensor[self.first : self.first + self.real_rows])
 
 
 class VocabParallelEmbedding(_VocabParallel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -19,12 +20,16 @@ from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, make_par
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One shard of a packed layer: rows [start, start + size) here are rows [source, …) there."""
+    """One shard of a packed layer: `size` rows here are rows [source, …) of `full_size` there."""
 
-    start: int
     size: int
     source: int
     full_size: int
+
+
+def _even_piece(context: LayerContext, full_size: int, what: str) -> _Piece:
+    size = context.share(full_size, what)
+    return _Piece(size, context.tp.rank * size, full_size)
 
 
 class ColumnParallelLinear(Layer):
@@ -33,8 +38,7 @@ class ColumnParallelLinear(Layer):
     def __init__(
         self, context: LayerContext, input_size: int, output_size: int, *, bias: bool = False
     ) -> None:
-        size = context.share(output_size, "output size")
-        piece = _Piece(0, size, context.tp.rank * size, output_size)
+        piece = _even_piece(context, output_size, "output size")
         self._build(context, input_size, {None: piece}, bias)
 
     def _build(
@@ -43,20 +47,18 @@ class ColumnParallelLinear(Layer):
         super().__init__(context)
         self.pieces = pieces
         rows = sum(piece.size for piece in pieces.values())
-        self.weight = make_parameter(
-            context,
-            (rows, input_size),
-            self._load,
-            {shard: (piece.full_size, input_size) for shard, piece in pieces.items()},
-        )
-        self.bias: ModelParameter | None = None
-        if bias:
-            shapes = {shard: (piece.full_size,) for shard, piece in pieces.items()}
-            self.bias = make_parameter(context, (rows,), self._load, shapes)
+
+        def make(*columns: int) -> ModelParameter:
+            shapes = {shard: (piece.full_size, *columns) for shard, piece in pieces.items()}
+            return make_parameter(context, (rows, *columns), self._load, shapes)
+
+        self.weight = make(input_size)
+        self.bias = make() if bias else None
 
     def _load(self, param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-        piece = self.pieces[shard_id]
-        param.narrow(0, piece.start, piece.size).copy_(tensor.narrow(0, piece.source, piece.size))
+        parts = torch.split(param, [piece.size for piece in self.pieces.values()])
+        piece, part = self.pieces[shard_id], dict(zip(self.pieces, parts, strict=True))[shard_id]
+        part.copy_(tensor.narrow(0, piece.source, piece.size))
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> this rank's outputs [T, out / ranks], in the dtype of the weight."""
@@ -77,12 +79,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         *,
         bias: bool = False,
     ) -> None:
-        pieces: dict[ShardId, _Piece] = {}
-        start = 0
-        for shard, output_size in enumerate(output_sizes):
-            size = context.share(output_size, f"output size {shard}")
-            pieces[shard] = _Piece(start, size, context.tp.rank * size, output_size)
-            start += size
+        pieces: dict[ShardId, _Piece] = {
+            shard: _even_piece(context, output_size, f"output size {shard}")
+            for shard, output_size in enumerate(output_sizes)
+        }
         self._build(context, input_size, pieces, bias)
 
 
@@ -91,20 +91,12 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int
 
     Raises ArchitectureError for head counts that cannot be shared out evenly.
     """
-    if num_heads % num_kv_heads != 0:
+    small, large = sorted((num_kv_heads, tp_size))
+    if num_heads % num_kv_heads != 0 or num_heads % tp_size != 0 or large % small != 0:
         raise ArchitectureError(
             f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
-            f"({num_kv_heads}); check the checkpoint's config.json"
-        )
-    if num_heads % tp_size != 0:
-        raise ArchitectureError(
-            f"num_attention_heads ({num_heads}) must be divisible by tensor_parallel_size "
-            f"({tp_size}); choose a size that divides it"
-        )
-    if num_kv_heads % tp_size != 0 and tp_size % num_kv_heads != 0:
-        raise ArchitectureError(
-            f"num_key_value_heads ({num_kv_heads}) must divide tensor_parallel_size ({tp_size}) "
-            "or be divisible by it; choose another size"
+            f"({num_kv_heads}) and by tensor_parallel_size ({tp_size}), and the larger of these "
+            "two by the smaller; check config.json, or choose another tensor_parallel_size"
         )
     return num_heads // tp_size, max(num_kv_heads // tp_size, 1)
 
@@ -130,13 +122,9 @@ class QKVParallelLinear(ColumnParallelLinear):
         q_heads, kv_heads = heads_per_rank(num_heads, num_kv_heads, tp.size)
         first_kv_head = tp.rank * num_kv_heads // tp.size
         q_size, kv_size = q_heads * head_size, kv_heads * head_size
-        kv = (kv_size, first_kv_head * head_size, num_kv_heads * head_size)
-        pieces: dict[ShardId, _Piece] = {
-            "q": _Piece(0, q_size, tp.rank * q_size, num_heads * head_size),
-            "k": _Piece(q_size, *kv),
-            "v": _Piece(q_size + kv_size, *kv),
-        }
-        self._build(context, input_size, pieces, bias)
+        q = _Piece(q_size, tp.rank * q_size, num_heads * head_size)
+        kv = _Piece(kv_size, first_kv_head * head_size, num_kv_heads * head_size)
+        self._build(context, input_size, {"q": q, "k": kv, "v": kv}, bias)
         self.num_heads, self.num_kv_heads, self.head_size = q_heads, kv_heads, head_size
 
 
@@ -154,9 +142,7 @@ class RowParallelLinear(Layer):
         self.weight = make_parameter(
             context, (output_size, size), self._load, {None: (output_size, input_size)}
         )
-        self.bias: ModelParameter | None = None
-        if bias:
-            self.bias = make_parameter(context, (output_size,))
+        self.bias = make_parameter(context, (output_size,)) if bias else None
 
     def _load(self, param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
         size = param.shape[1]

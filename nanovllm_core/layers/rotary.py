@@ -8,8 +8,9 @@ frequencies with the sequence's length, under keys already cached, and are refus
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,6 @@ from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.layers.settings import positive_float, positive_int
 
 _DEFAULT_THETA = 10_000.0
-_REFUSED = {
-    "dynamic": "its base grows with the sequence, under keys that are already cached",
-    "longrope": "its factors change with the sequence's length, under keys already cached",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +61,9 @@ class RopeConfig:
             )
         kind = rope.get("rope_type", rope.get("type")) or "default"
         if kind not in _FREQUENCIES:
-            reason = _REFUSED.get(kind, "it is unknown here")
             raise ArchitectureError(
-                f"rope type {shown(kind)} is not supported: {reason}; "
-                f"supported are {', '.join(_FREQUENCIES)}"
+                f"rope type {shown(kind)} is not supported; supported are "
+                f"{', '.join(_FREQUENCIES)}, which do not change under keys already cached"
             )
         if "mrope_section" in rope:
             raise ArchitectureError("mrope_section (multimodal rope) is not supported")
@@ -111,66 +107,55 @@ def _stretched(
 ) -> RopeConfig:
     """The settings that linear, yarn and llama3 add to a plain rope."""
     where = f"config.json, {kind} rope"
+    number = partial(positive_float, rope, where=where)
     key = "original_max_position_embeddings"
     lengths = {key: config.get(key) or rope.get(key)}
     original = positive_int(lengths, key, plain.max_position, where=where)
     # A yarn config without a factor means the ratio of the two lengths.
-    ratio = plain.max_position / original if kind == "yarn" else None
-    factor = positive_float(rope, "factor", ratio, where=where)
+    factor = number("factor", plain.max_position / original if kind == "yarn" else None)
     scaled = replace(plain, kind=kind, factor=factor, original_max_position=original)
+    if kind == "linear":
+        return scaled
     if kind == "yarn":
-        return _with_yarn(scaled, rope, where)
-    if kind == "llama3":
-        low, high = (
-            positive_float(rope, name, where=where)
-            for name in ("low_freq_factor", "high_freq_factor")
-        )
-        if low > high:
-            raise ArchitectureError(
-                f"{where}: low_freq_factor ({low}) must not be above high_freq_factor ({high}); "
-                "check the checkpoint's config.json"
-            )
-        return replace(scaled, low_freq_factor=low, high_freq_factor=high)
-    return scaled
-
-
-def _with_yarn(scaled: RopeConfig, rope: Mapping[str, Any], where: str) -> RopeConfig:
-    if scaled.theta <= 1:
+        return _with_yarn(scaled, rope, number)
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    if low > high:
         raise ArchitectureError(
-            f"{where}: rope_theta must be above 1, not {scaled.theta}; "
+            f"{where}: low_freq_factor ({low}) must not be above high_freq_factor ({high}); "
             "check the checkpoint's config.json"
         )
-    stretched = int(scaled.original_max_position * scaled.factor)
-    # For a bound of the ramp 0 means the usual value, as in transformers.
-    bounds = {key: rope.get(key) or None for key in ("beta_fast", "beta_slow")}
-    return replace(
-        scaled,
-        attention_factor=_yarn_attention_factor(rope, scaled.factor, where),
-        beta_fast=positive_float(bounds, "beta_fast", 32.0, where=where),
-        beta_slow=positive_float(bounds, "beta_slow", 1.0, where=where),
-        truncate=bool(rope.get("truncate", True)),
-        max_position=max(scaled.max_position, stretched),
-    )
+    return replace(scaled, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> float:
+def _with_yarn(
+    scaled: RopeConfig, rope: Mapping[str, Any], number: Callable[..., float]
+) -> RopeConfig:
+    if scaled.theta <= 1:
+        raise ArchitectureError(
+            f"config.json, yarn rope: rope_theta must be above 1, not {scaled.theta}; "
+            "check the checkpoint's config.json"
+        )
+
     def mscale(weight: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+        return 1.0 if scaled.factor <= 1 else 0.1 * weight * math.log(scaled.factor) + 1.0
 
     usual = mscale()
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        of, over = (positive_float(rope, key, where=where) for key in ("mscale", "mscale_all_dim"))
-        usual = mscale(of) / mscale(over)
-    return positive_float(rope, "attention_factor", usual, where=where)
+        usual = mscale(number("mscale")) / mscale(number("mscale_all_dim"))
+    return replace(
+        scaled,
+        attention_factor=number("attention_factor", usual),
+        # For a bound of the ramp 0 means the usual value, as in transformers.
+        beta_fast=number("beta_fast") if rope.get("beta_fast") else scaled.beta_fast,
+        beta_slow=number("beta_slow") if rope.get("beta_slow") else scaled.beta_slow,
+        truncate=bool(rope.get("truncate", True)),
+        max_position=max(scaled.max_position, int(scaled.original_max_position * scaled.factor)),
+    )
 
 
 def _default_frequencies(rope: RopeConfig) -> Tensor:
     exponents = torch.arange(0, rope.rotary_size, 2, dtype=torch.float32) / rope.rotary_size
     return 1.0 / rope.theta**exponents
-
-
-def _linear_frequencies(rope: RopeConfig) -> Tensor:
-    return _default_frequencies(rope) / rope.factor
 
 
 def _yarn_frequencies(rope: RopeConfig) -> Tensor:
@@ -204,9 +189,9 @@ def _llama3_frequencies(rope: RopeConfig) -> Tensor:
     return (1 - blend) * fast / rope.factor + blend * fast
 
 
-_FREQUENCIES = {
+_FREQUENCIES: dict[str, Callable[[RopeConfig], Tensor]] = {
     "default": _default_frequencies,
-    "linear": _linear_frequencies,
+    "linear": lambda rope: _default_frequencies(rope) / rope.factor,
     "yarn": _yarn_frequencies,
     "llama3": _llama3_frequencies,
 }

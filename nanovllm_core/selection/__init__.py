@@ -8,6 +8,9 @@ from nanovllm_core.selection.attention import (
 from nanovllm_core.selection.checkpoint import (
     find_checkpoint as find_checkpoint,
 )
+from nanovllm_core.selection.checkpoint_files import (
+    read_model_config as read_model_config,
+)
 from nanovllm_core.selection.decisions import (
     Decisions as Decisions,
     compute_capability as compute_capability,
@@ -16,9 +19,6 @@ from nanovllm_core.selection.decisions import (
 from nanovllm_core.selection.kernels import (
     KernelTarget as KernelTarget,
     select_kernels as select_kernels,
-)
-from nanovllm_core.selection.model import (
-    read_model_config as read_model_config,
 )
 from nanovllm_core.selection.startup import (
     start as start,

@@ -6,18 +6,12 @@ Nothing here imports torch: backends state what they can do as data.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
-from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
-from nanovllm_core.errors import (
-    ConfigError,
-    PluginError,
-    PluginLoadError,
-    UnsupportedError,
-    shown,
-)
+from nanovllm_core.config.choices import AttentionSettings, PluginChoice
+from nanovllm_core.errors import ConfigError, PluginLoadError, UnsupportedError
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,
     AttentionRequirements,
@@ -27,11 +21,9 @@ from nanovllm_core.interfaces.specs import AttentionSpec, ResolvedPlugin
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.manager import PluginManager
-from nanovllm_core.selection.fit import in_order, unmet_capability, unmet_device, unmet_dtype
+from nanovllm_core.selection import fit
 
 SMALLEST_BLOCK = 16
-
-INSTALL_ONE = install_one("attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +40,11 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A backend that was loaded and asked; `reasons` is why it cannot serve, empty if it can."""
+class Candidate(fit.Candidate):
+    """A backend that was loaded and asked, and the KV layouts that it can read."""
 
-    resolved: ResolvedPlugin
     spec: AttentionSpec
     layouts: tuple[KVLayout, ...]
-    rank: int
-    reasons: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.resolved.name
 
     @property
     def label(self) -> str:
@@ -83,15 +68,18 @@ def select_attention(
     """
     report: list[str] = []
     same = settings.prefill == settings.decode
-    chosen = []
+    chosen: list[Candidate] = []
     for requirements in (prefill, decode):
-        choice: AttentionChoice = getattr(settings, requirements.phase)
-        if choice.backend == "auto":
-            chosen.append(_best(manager, requirements, report))
-        else:
-            path = "attention.options" if same else f"attention.{requirements.phase}.options"
-            chosen.append(_named(manager, choice, requirements, path))
-        report.append(f"attention {requirements.phase}: {chosen[-1].label}")
+        phase = requirements.phase
+        path = "attention.options" if same else f"attention.{phase}.options"
+        ask = partial(evaluate, manager, requirements=requirements, path=path)
+        target = f"{phase} on {requirements.device} in {requirements.dtype}"
+        taken, others = fit.select(
+            manager, "attention", getattr(settings, phase), ask, target, install_one("attention")
+        )
+        report += [f"attention auto, {phase}: not {name}: {why}" for name, why in others.items()]
+        report.append(f"attention {phase}: {taken.label}")
+        chosen.append(taken)
     layout, block_size = _common_blocks(chosen[0], chosen[1], decode.block_size)
     captured = replace(prefill, cuda_graphs=True)
     eager_prefill_reasons = _ask(chosen[0].spec, chosen[0].resolved, captured).reasons
@@ -109,30 +97,26 @@ def select_attention(
 
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
     """Requirements that the backend does not declare, in plain words with value and limit."""
-    reasons = []
-    device = requirements.device.split(":")[0]
-    if requirements.phase not in capabilities.phases:
-        reasons.append(f"does not do {requirements.phase}, only {in_order(capabilities.phases)}")
-    reasons += unmet_device(capabilities.devices, device)
-    reasons += unmet_dtype(capabilities.dtypes, requirements.dtype)
-    sizes = capabilities.head_sizes
-    if sizes is not None and requirements.head_size not in sizes:
-        reasons.append(f"has no head size {requirements.head_size}, only {in_order(sizes)}")
+    device, size = requirements.device.split(":")[0], requirements.head_size
+    sizes = {size} if capabilities.head_sizes is None else capabilities.head_sizes
+    reasons = [
+        *fit.outside(capabilities.phases, requirements.phase, "does not do {}, only {}"),
+        *fit.unmet_device(capabilities.devices, device),
+        *fit.unmet_dtype(capabilities.dtypes, requirements.dtype),
+        *fit.outside(sizes, size, "has no head size {}, only {}"),
+    ]
     if device == "cuda":
-        reasons += unmet_capability(
+        reasons += fit.unmet_capability(
             capabilities.min_compute_capability,
             capabilities.max_compute_capability,
             requirements.compute_capability,
         )
-        if requirements.cuda_graphs and capabilities.cuda_graphs == "none":
+        captured = requirements.cuda_graphs and capabilities.cuda_graphs
+        if captured == "none":
             reasons.append(
                 "cannot be captured in CUDA graphs; set cuda_graphs.enforce_eager to run without"
             )
-        elif (
-            requirements.cuda_graphs
-            and requirements.phase == "prefill"
-            and capabilities.cuda_graphs != "full"
-        ):
+        elif captured == "decode" and requirements.phase == "prefill":
             reasons.append("its prefill cannot be captured in CUDA graphs")
     if requirements.num_heads != requirements.num_kv_heads and not capabilities.gqa:
         reasons.append(
@@ -148,13 +132,13 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
 
 def evaluate(
     manager: PluginManager,
-    choice: AttentionChoice,
+    choice: PluginChoice,
     requirements: AttentionRequirements,
     path: str = "attention.options",
 ) -> Candidate:
     """Load a backend's spec and ask whether it can serve; PluginError if it cannot be loaded."""
-    resolved = manager.resolve("attention", choice.backend, choice.options, path)
-    spec = cast(AttentionSpec, manager.spec("attention", choice.backend))
+    resolved = manager.resolve("attention", choice.plugin, choice.options, path)
+    spec = cast(AttentionSpec, manager.spec("attention", choice.plugin))
     return _ask(spec, resolved, requirements)
 
 
@@ -177,69 +161,9 @@ def _ask(
             ) from error
         size = requirements.block_size
         if not reasons and size and all(size % layout.block_multiple for layout in layouts):
-            multiples = in_order(layout.block_multiple for layout in layouts)
+            multiples = fit.in_order(layout.block_multiple for layout in layouts)
             reasons.append(f"cannot use cache.block_size {size}, only multiples of {multiples}")
-    return Candidate(resolved, spec, layouts, rank, tuple(reasons))
-
-
-def _named(
-    manager: PluginManager, choice: AttentionChoice, requirements: AttentionRequirements, path: str
-) -> Candidate:
-    """The backend that the configuration names, or an error that names the alternatives."""
-    candidate = evaluate(manager, choice, requirements, path)
-    if not candidate.reasons:
-        return candidate
-    able, _ = able_backends(manager, requirements)
-    raise UnsupportedError(
-        f"attention backend {shown(choice.backend)} ({candidate.resolved.distribution} "
-        f"{candidate.resolved.version}) cannot serve {requirements.phase} here: "
-        f"{'; '.join(candidate.reasons)}. "
-        + (f"These can: {_names(able)}." if able else f"No other installed one can; {INSTALL_ONE}"),
-        candidate.reasons,
-    )
-
-
-def _best(
-    manager: PluginManager, requirements: AttentionRequirements, report: list[str]
-) -> Candidate:
-    """The able backend of the highest rank; `report` gets why each other one lost."""
-    able, unable = able_backends(manager, requirements)
-    losers = [f"{name}: {reason}" for name, reason in unable.items()]
-    for loser in losers:
-        report.append(f"attention auto, {requirements.phase}: not {loser}")
-    if not able:
-        installed = "None is installed" if not losers else "; ".join(losers)
-        raise UnsupportedError(
-            f"no attention backend can serve {requirements.phase} on {requirements.device} in "
-            f"{requirements.dtype}. {installed}. {INSTALL_ONE}",
-            losers,
-        )
-    best, *others = able
-    for other in others:
-        report.append(
-            f"attention auto, {requirements.phase}: not {other.resolved.name}: it can serve, but "
-            f"its rank {other.rank} is not above {best.resolved.name}'s {best.rank}"
-        )
-    return best
-
-
-def able_backends(
-    manager: PluginManager, requirements: AttentionRequirements
-) -> tuple[list[Candidate], dict[str, str]]:
-    """The installed backends that can serve, best first, and why each other one cannot."""
-    able: list[Candidate] = []
-    unable: dict[str, str] = {}
-    for name in manager.names("attention"):
-        try:
-            candidate = evaluate(manager, AttentionChoice(backend=name), requirements)
-        except (PluginError, ConfigError) as error:
-            unable[name] = str(error)
-            continue
-        if candidate.reasons:
-            unable[name] = "; ".join(candidate.reasons)
-        else:
-            able.append(candidate)
-    return sorted(able, key=lambda c: (-c.rank, c.resolved.name)), unable
+    return Candidate(resolved, rank, tuple(reasons), spec, layouts)
 
 
 def _common_blocks(
@@ -258,29 +182,22 @@ def _common_blocks(
     ]
     listed = [layout for layout in decode.layouts if layout in prefill.layouts]
     common = list(dict.fromkeys((*listed, *suitable)))
+    for layout in common:
+        multiple = layout.block_multiple
+        size = block_size or -(-SMALLEST_BLOCK // multiple) * multiple
+        if size % multiple == 0:
+            return layout, size
+    reads = ", ".join(
+        f"{phase} {one.name} reads "
+        + (", ".join(f"{each.name} by {each.block_multiple}" for each in one.layouts) or "none")
+        for phase, one in (("decode", decode), ("prefill", prefill))
+    )
     if not common:
         raise UnsupportedError(
-            "the attention pair has no KV layout in common: decode "
-            f"{decode.resolved.name} reads {_layouts(decode)}, prefill {prefill.resolved.name} "
-            f"reads {_layouts(prefill)}; choose another pair"
+            f"the attention pair has no KV layout in common: {reads}; choose another pair"
         )
-    if block_size is None:
-        multiple = common[0].block_multiple
-        return common[0], -(-SMALLEST_BLOCK // multiple) * multiple
-    for layout in common:
-        if block_size % layout.block_multiple == 0:
-            return layout, block_size
     raise ConfigError(
         f"cache.block_size: {block_size} does not suit both backends, which need a multiple of "
-        f"{in_order(layout.block_multiple for layout in common)} (decode {decode.resolved.name}: "
-        f"{_layouts(decode)}; prefill {prefill.resolved.name}: {_layouts(prefill)}); change it or "
-        "leave it out"
+        f"{fit.in_order(layout.block_multiple for layout in common)} ({reads}); change it "
+        "or leave it out"
     )
-
-
-def _layouts(candidate: Candidate) -> str:
-    return ", ".join(f"{x.name} by {x.block_multiple}" for x in candidate.layouts) or "none"
-
-
-def _names(candidates: Sequence[Candidate]) -> str:
-    return ", ".join(candidate.resolved.name for candidate in candidates)

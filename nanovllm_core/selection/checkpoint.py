@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,9 +18,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.registry.objects import make_plugin
-
-CONFIG_NAME = "config.json"
-"""A folder that holds this file holds a checkpoint."""
+from nanovllm_core.selection.checkpoint_files import CONFIG_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,24 @@ def find_source(plugins: PluginManager, model: str) -> CheckpointSource:
     Raises CheckpointConflictError where the folder holds one, and CheckpointNotFoundError where
     `model` is none of these.
     """
-    name, reference, why = _choose(plugins, model)
+    name, colon, reference = model.partition(":")
+    is_hub_id, why = "/" in model and not colon, "a checkpoint source of that name is installed"
+    if name in plugins.names("checkpoint"):
+        if not colon and holds_checkpoint(model):
+            meanings, remedy = conflict(plugins, model)
+            raise CheckpointConflictError(f"model: {shown(model)} is {meanings}; {remedy}")
+    elif model.startswith((".", "/", "~")):
+        name, reference, why = "local", model, "it is a path"
+    elif is_hub_id and os.path.isdir(model) and not holds_checkpoint(model):
+        # An incomplete copy must not become a download in silence.
+        raise CheckpointNotFoundError(
+            f"model: the folder {shown(model)} holds no {CONFIG_NAME}, so it is no checkpoint; "
+            f"complete it, or write 'hub:{model}' for the Hugging Face hub's model of that name"
+        )
+    elif os.path.exists(model):
+        name, reference, why = "local", model, "a folder of that path is there"
+    elif is_hub_id:
+        name, reference, why = "hub", model, "organisation/name is a model of the hub"
     try:
         plugin = plugins.resolve("checkpoint", name, {}, path="model")
     except PluginNotFoundError as error:
@@ -66,33 +81,9 @@ def find_source(plugins: PluginManager, model: str) -> CheckpointSource:
     return CheckpointSource(plugin, reference, why)
 
 
-def _choose(plugins: PluginManager, model: str) -> tuple[str, str, str]:
-    """The source's name, what it is asked for, and why that source."""
-    name, colon, reference = model.partition(":")
-    if name in plugins.names("checkpoint"):
-        if not colon and holds_checkpoint(model):
-            meanings, remedy = conflict(plugins, model)
-            raise CheckpointConflictError(f"model: {shown(model)} is {meanings}; {remedy}")
-        return name, reference, "a checkpoint source of that name is installed"
-    if model.startswith((".", "/", "~")):
-        return "local", model, "it is a path"
-    is_hub_id = "/" in model and not colon
-    if is_hub_id and _is(Path.is_dir, model) and not holds_checkpoint(model):
-        # An incomplete copy must not become a download in silence.
-        raise CheckpointNotFoundError(
-            f"model: the folder {shown(model)} holds no {CONFIG_NAME}, so it is no checkpoint; "
-            f"complete it, or write 'hub:{model}' for the Hugging Face hub's model of that name"
-        )
-    if _is(Path.exists, model):
-        return "local", model, "a folder of that path is there"
-    if is_hub_id:
-        return "hub", model, "organisation/name is a model of the hub"
-    return name, reference, ""
-
-
 def holds_checkpoint(folder: str) -> bool:
     """Whether a folder with a config.json is there."""
-    return _is(Path.is_file, Path(folder) / CONFIG_NAME)
+    return os.path.isfile(os.path.join(folder, CONFIG_NAME))
 
 
 def conflict(plugins: PluginManager, name: str) -> tuple[str, str]:
@@ -103,10 +94,3 @@ def conflict(plugins: PluginManager, name: str) -> tuple[str, str]:
         f"{source.distribution} {source.version}"
     )
     return meanings, f"write './{name}' for the folder or '{name}:' for the source"
-
-
-def _is(predicate: Callable[[Path], bool], path: str | Path) -> bool:
-    try:
-        return predicate(Path(path))
-    except OSError:  # a name longer than the file system takes is no path
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -16,21 +17,14 @@ HUB_STRAYS = ("consolidated*.safetensors",)
 
 def from_folder(options: BaseModel, reference: str) -> Path:
     """The folder itself; CheckpointNotFoundError if there is none, or it is a file."""
-    try:
-        folder = Path(reference).expanduser()
-        is_there = bool(reference) and folder.exists()
-    except (OSError, RuntimeError):  # a name that is too long, or the home of an unknown user
-        is_there = False
-    if not is_there:
+    folder = os.path.expanduser(reference)
+    if not os.path.isdir(folder):
+        what = "is a file, not a folder" if os.path.isfile(folder) else "does not exist"
         raise CheckpointNotFoundError(
-            f"model: the folder {shown(reference)} does not exist; give the folder that holds "
-            "config.json and the safetensors files"
+            f"model: the folder {shown(reference)} {what}; give the folder that holds config.json "
+            "and the safetensors files"
         )
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(
-            f"model: {shown(reference)} is a file; give the folder that holds it"
-        )
-    return folder.resolve()
+    return Path(folder).resolve()
 
 
 def from_hub(options: BaseModel, reference: str) -> Path:

@@ -10,29 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from nanovllm_core.config.choices import AUTO, plugins_named
+from nanovllm_core.config.choices import AUTO, PluginChoice, SamplerSettings, plugins_named
 from nanovllm_core.config.settings import FIT, EngineConfig, check_device
-from nanovllm_core.errors import ConfigError, DeviceError, NanoVLLMError, shown
+from nanovllm_core.errors import (
+    ArchitectureError,
+    ConfigError,
+    DeviceError,
+    ExecutorError,
+    NanoVLLMError,
+    PluginNotFoundError,
+    clip,
+    shown,
+)
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
-from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
+from nanovllm_core.interfaces.specs import ExecutorSpec, ResolvedPlugin, SamplerSpec
+from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.attention import Selection, select_attention
 from nanovllm_core.selection.checkpoint import CheckpointSource, fetch_checkpoint, find_source
+from nanovllm_core.selection.checkpoint_files import CONFIG_NAME, read_model_config
+from nanovllm_core.selection.fit import Candidate, select, unmet_device
 from nanovllm_core.selection.generation_config import read_sampling_defaults
 from nanovllm_core.selection.kernels import KernelSelection, KernelTarget, select_kernels
-from nanovllm_core.selection.model import (
-    find_model,
-    read_architecture,
-    read_model_config,
-    read_shape,
-    resolve_max_model_len,
-)
-from nanovllm_core.selection.plugins import select_executor, select_sampler
 
 T = TypeVar("T")
 
@@ -87,13 +91,32 @@ class Decisions:
     @decision
     def model(self) -> ResolvedPlugin:
         """The plugin for the checkpoint's architecture; its code is not imported yet."""
-        architecture = read_architecture(self.model_config, self.checkpoint)
-        return find_model(self.plugins, architecture, self.checkpoint)
+        file, architectures = self.checkpoint / CONFIG_NAME, self.model_config.get("architectures")
+        if not isinstance(architectures, list) or not architectures:
+            raise ArchitectureError(
+                f"{file}: architectures={shown(architectures)} names no architecture; expected a "
+                'list such as ["Qwen3ForCausalLM"]'
+            )
+        try:
+            return self.plugins.resolve("model", str(architectures[0]), {}, path="model")
+        except PluginNotFoundError as error:
+            raise ArchitectureError(
+                f"{file}: no installed plugin runs the architecture {shown(architectures[0])}; "
+                f"install one that does, or use another checkpoint. {error}"
+            ) from error
 
     @decision
     def shape(self) -> ModelShape:
         """The facts that the model plugin reads in config.json."""
-        return read_shape(self.model, self.model_config, self.checkpoint)
+        implementation, config = load_object(self.model), self.model_config
+        try:
+            return cast(ModelShape, implementation.shape(config))
+        except UNREADABLE_ERRORS as error:
+            raise ArchitectureError(
+                f"{self.checkpoint / CONFIG_NAME} cannot be read by {describe(self.model)}: "
+                f"{type(error).__name__}: {clip(str(error), 1000)}; correct that setting, or fetch "
+                "the file again"
+            ) from error
 
     @decision
     def device(self) -> str:
@@ -102,9 +125,19 @@ class Decisions:
 
     @decision
     def dtype(self) -> str:
-        """The number format of weights and computation."""
-        follows = self.config.dtype == AUTO and self.device != "cpu"
-        return resolve_dtype(self.config.dtype, self.device, self.model_config if follows else {})
+        """The number format of weights and computation; `auto` is float32 on a CPU."""
+        if self.config.dtype != AUTO:
+            return self.config.dtype
+        if self.device == "cpu":
+            return "float32"
+        config = self.model_config
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        if stored not in ("float32", "float16", "bfloat16"):
+            raise ConfigError(
+                f"dtype: auto follows the checkpoint, which says {shown(stored)}; choose float32, "
+                "float16 or bfloat16"
+            )
+        return stored
 
     @property
     def cuda_graphs(self) -> bool:
@@ -175,56 +208,58 @@ class Decisions:
 
     @decision
     def prompt_graph_sizes(self) -> tuple[int, ...]:
-        """The prompt tokens that steps are padded to; see `prompt_graph_sizes`."""
-        return prompt_graph_sizes(self.config, self.attention, self.device)
+        """The prompt tokens that steps are padded to, so that they can be captured.
+
+        None on a CPU, and none where the prefill backend cannot be captured; ConfigError where the
+        configuration names sizes for such a backend. Eager steps are padded alike.
+        """
+        if not self.device.startswith("cuda"):
+            return ()
+        if not self.attention.eager_prefill_reasons:
+            return self.config.prompt_graph_sizes
+        if self.config.cuda_graphs.prompt_sizes:
+            raise ConfigError(
+                f"cuda_graphs.prompt_sizes: {list(self.config.cuda_graphs.prompt_sizes)}, but of "
+                f"attention {self.attention.prefill.name!r}: "
+                f"{'; '.join(self.attention.eager_prefill_reasons)}; leave prompt_sizes out, or "
+                "choose another prefill backend"
+            )
+        return ()
 
     @decision
     def max_model_len(self) -> int:
         """The longest sequence; where the configuration says `fit`, a bound."""
-        return resolve_max_model_len(self.config, self.shape)
+        asked, trained = self.config.limits.max_model_len, self.shape.max_position
+        if not isinstance(asked, int):
+            return trained
+        if asked > trained:
+            raise ConfigError(
+                f"limits.max_model_len: {asked} is beyond the {trained} positions that the model "
+                f"was trained for (max_position_embeddings); use at most {trained}"
+            )
+        return asked
 
 
 def resolve_device(device: str) -> str:
     """`auto` -> the first GPU, or the CPU; DeviceError for a GPU that is not there."""
-    import torch
-
     try:
-        check_device(device)
+        if check_device(device) == "cpu":
+            return device
     except ValueError as error:
         raise DeviceError(f"device: {shown(device)} {error}") from None
-    if device == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return device
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            f"device: {shown(device)}, but torch {torch.__version__} sees no CUDA device; use "
-            "device: "
-            "cpu (or auto), or install a CUDA build of torch and the driver"
-        )
-    index = int(device.split(":")[1]) if ":" in device else 0
-    count = torch.cuda.device_count()
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == AUTO:
+        return "cuda:0" if count else "cpu"
+    index = int(device.partition(":")[2] or 0)
     if index >= count:
         raise DeviceError(
-            f"device: {shown(device)}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}"
+            f"device: {shown(device)}, but torch {torch.__version__} sees {count or 'no'} CUDA "
+            "devices, counted from cuda:0; use device: cpu (or auto), or install a CUDA build of "
+            "torch and the driver"
         )
     return f"cuda:{index}"
-
-
-def resolve_dtype(dtype: str, device: str, model_config: Mapping[str, Any]) -> str:
-    """`auto` -> float32 on a CPU, else as the checkpoint; ConfigError where that cannot be."""
-    if dtype != "auto":
-        return dtype
-    if device == "cpu":
-        return "float32"
-    stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
-    if stored not in ("float32", "float16", "bfloat16"):
-        raise ConfigError(
-            f"dtype: auto follows the checkpoint, which says {shown(stored)}; choose float32, "
-            "float16 "
-            "or bfloat16"
-        )
-    return stored
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:
@@ -236,35 +271,46 @@ def compute_capability(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def prompt_graph_sizes(config: EngineConfig, attention: Selection, device: str) -> tuple[int, ...]:
-    """The prompt tokens that steps are padded to, so that they can be captured.
+def select_sampler(
+    plugins: PluginManager, choice: SamplerSettings, device: str, cuda_graphs: bool
+) -> ResolvedPlugin:
+    """The sampler; UnsupportedError where it does not run on `device`, or not in a graph."""
 
-    None on a CPU, and none where the prefill backend cannot be captured; ConfigError where the
-    configuration names sizes for such a backend. Eager steps are padded alike.
-    """
-    if not device.startswith("cuda"):
-        return ()
-    if not attention.eager_prefill_reasons:
-        return config.prompt_graph_sizes
-    if config.cuda_graphs.prompt_sizes:
-        raise ConfigError(
-            f"cuda_graphs.prompt_sizes: {list(config.cuda_graphs.prompt_sizes)}, but of attention "
-            f"{attention.prefill.name!r}: {'; '.join(attention.eager_prefill_reasons)}; leave "
-            "prompt_sizes out, or choose another prefill backend"
+    def ask(one: PluginChoice) -> Candidate:
+        resolved = plugins.resolve("sampler", one.plugin, one.options, path="sampler.options")
+        spec = cast(SamplerSpec, plugins.spec("sampler", one.plugin))
+        reasons = unmet_device(spec.devices, device)
+        if cuda_graphs and not spec.cuda_graphs:
+            reasons.append("it cannot be captured; set cuda_graphs: {enforce_eager: true}")
+        return Candidate(resolved, 0, tuple(reasons))
+
+    remedy = "take sampler:gumbel out of plugins.disable"
+    return select(plugins, "sampler", choice, ask, device, remedy)[0].resolved
+
+
+def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
+    """The executor; ExecutorError where it does not span that many devices."""
+    choice, size = config.executor, config.tensor_parallel_size
+    resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
+    spec = cast(ExecutorSpec, plugins.spec("executor", choice.name))
+    if size > spec.max_tensor_parallel_size:
+        raise ExecutorError(
+            f"tensor_parallel_size: {size}, but the executor {shown(choice.name)} runs at most "
+            f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
+            "executor that spans several devices"
         )
-    return ()
+    return resolved
 
 
 def _choose(decisions: Decisions, kind: str) -> tuple[ResolvedPlugin, ...]:
     field = KINDS[kind].choice
-    chosen = (
-        [CHOOSERS[kind](decisions)]
-        if kind in CHOOSERS
-        else [
+    if kind in CHOOSERS:
+        chosen = [CHOOSERS[kind](decisions)]
+    else:
+        chosen = [
             decisions.plugins.resolve(kind, choice.plugin, choice.options, f"{path}.options")
             for path, choice in plugins_named(getattr(decisions.config, field), field)
         ]
-    )
     for one in chosen:
         load_object(one)
     return tuple(chosen)

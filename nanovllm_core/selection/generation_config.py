@@ -56,15 +56,13 @@ def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
     path = folder / FILE_NAME
     content = read_json(path)
     stated = {name: content[name] for name in NEUTRAL if content.get(name) is not None}
-    match content.get("do_sample"):
-        case None:
-            pass
-        case True:
-            stated.setdefault("temperature", NEUTRAL["temperature"])
-        case False:
-            stated["temperature"] = 0.0
-        case other:
-            raise CheckpointError(f"{path}: do_sample is {shown(other)}; must be a bool; {REMEDY}")
+    sampled = content.get("do_sample")
+    if not isinstance(sampled, bool | None):
+        raise CheckpointError(f"{path}: do_sample is {shown(sampled)}; must be a bool; {REMEDY}")
+    if sampled:
+        stated.setdefault("temperature", NEUTRAL["temperature"])
+    elif sampled is not None:
+        stated["temperature"] = 0.0
     try:
         params = SamplingParams(**stated)
     except InvalidSamplingError as error:

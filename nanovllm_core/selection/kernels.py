@@ -9,16 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from nanovllm_core.config.choices import KernelSettings
-from nanovllm_core.errors import ConfigError, PluginError, UnsupportedError
+from nanovllm_core.config.choices import KernelSettings, PluginChoice
+from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.specs import KernelSetSpec, ResolvedPlugin
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.discovery import install_command
 from nanovllm_core.registry.manager import PluginManager
-from nanovllm_core.selection.fit import Capability, unmet_capability, unmet_device, unmet_dtype
+from nanovllm_core.selection import fit
 
 REFERENCE = "torch"
 """The core's own set, which runs on every device and is built for none."""
+ENABLE_REFERENCE = (
+    f"the core's own, {REFERENCE!r}, can: take the entry that disables it out of plugins.disable"
+)
 FUSED = "triton"
 """This project's set for GPUs."""
 
@@ -29,7 +31,7 @@ class KernelTarget:
 
     device: str
     dtype: str
-    compute_capability: Capability | None = None
+    compute_capability: fit.Capability | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,76 +60,36 @@ def select_kernels(
     Raises UnsupportedError where the named set, or none, can serve; ConfigError for a wrong option;
     PluginError where the named set cannot be loaded.
     """
-    if choice.name == "auto":
-        return _best(plugins, target)
-    resolved = plugins.resolve("kernels", choice.name, choice.options, path="kernels.options")
-    spec = cast(KernelSetSpec, plugins.spec("kernels", choice.name))
-    if reasons := unmet(spec, target):
-        able, _ = able_sets(plugins, target)
-        names = ", ".join(selection.chosen.name for selection in able)
-        raise UnsupportedError(
-            f"{describe(resolved)} cannot serve: {'; '.join(reasons)}. "
-            + (f"These can: {names}" if able else "No other installed set can"),
-            reasons,
-        )
-    return KernelSelection(resolved, spec.rank)
 
+    def ask(one: PluginChoice) -> fit.Candidate:
+        resolved = plugins.resolve("kernels", one.plugin, one.options, path="kernels.options")
+        spec = cast(KernelSetSpec, plugins.spec("kernels", one.plugin))
+        reasons = unmet(spec, target)
+        if choice.is_auto and not reasons and spec.rank < 1:
+            reasons.append("it can serve where it is named: it states no rank above 0")
+        return fit.Candidate(resolved, spec.rank, tuple(reasons))
 
-def unmet(spec: KernelSetSpec, target: KernelTarget) -> list[str]:
-    """Why a set cannot serve, with value and limit; empty where it can."""
-    reasons = unmet_device(spec.devices, target.device) + unmet_dtype(spec.dtypes, target.dtype)
-    if target.device.startswith("cuda"):
-        reasons += unmet_capability(spec.min_compute_capability, None, target.compute_capability)
-    return reasons
-
-
-def able_sets(
-    plugins: PluginManager, target: KernelTarget
-) -> tuple[list[KernelSelection], dict[str, str]]:
-    """The installed sets that can serve, best first, and why each other one cannot."""
-    able: list[KernelSelection] = []
-    unable: dict[str, str] = {}
-    for name in plugins.names("kernels"):
-        try:
-            resolved = plugins.resolve("kernels", name, {}, path="kernels.options")
-        except (PluginError, ConfigError) as error:
-            unable[name] = str(error)
-            continue
-        spec = cast(KernelSetSpec, plugins.spec("kernels", name))
-        if reasons := unmet(spec, target):
-            unable[name] = "; ".join(reasons)
-        else:
-            able.append(KernelSelection(resolved, spec.rank))
-    return sorted(able, key=lambda one: (-one.rank, one.chosen.name)), unable
-
-
-def _best(plugins: PluginManager, target: KernelTarget) -> KernelSelection:
-    """The able set of the highest rank, and what speaks against each other one."""
-    able, others = able_sets(plugins, target)
-    unranked = [one.chosen.name for one in able if one.rank < 1]
-    others |= dict.fromkeys(unranked, "it can serve where it is named: it states no rank above 0")
-    ranked = [one for one in able if one.rank > 0]
-    if not ranked:
-        reasons = [f"{name}: {why}" for name, why in others.items()]
-        raise UnsupportedError(
-            f"kernels auto: no set can serve {target.device} in {target.dtype}. "
-            f"{'; '.join(reasons) or 'None is installed'}. The core's own, {REFERENCE!r}, can: "
-            "take the entry that disables it out of plugins.disable",
-            reasons,
-        )
-    best, *rest = ranked
-    name = best.chosen.name
-    for one in rest:
-        beaten = f"it can serve, but its rank {one.rank} is not above {name}'s {best.rank}"
-        others[one.chosen.name] = beaten
-    if name != REFERENCE or not target.device.startswith("cuda"):
-        return KernelSelection(best.chosen, best.rank, others)
+    where = f"{target.device} in {target.dtype}"
+    taken, others = fit.select(plugins, "kernels", choice, ask, where, ENABLE_REFERENCE)
+    on_reference = choice.is_auto and taken.name == REFERENCE
+    if not on_reference or not target.device.startswith("cuda"):
+        return KernelSelection(taken.resolved, taken.rank, others)
     why, remedy = _missing(plugins, others)
     warning = (
         f"{target.device} runs on the kernel set {REFERENCE!r}, one torch operation after another, "
         f"for no set of a higher rank fits; {FUSED}: {why}"
     )
-    return KernelSelection(best.chosen, best.rank, {FUSED: why} | others, warning, remedy)
+    return KernelSelection(taken.resolved, taken.rank, {FUSED: why} | others, warning, remedy)
+
+
+def unmet(spec: KernelSetSpec, target: KernelTarget | AttentionRequirements) -> list[str]:
+    """Why a set cannot serve, with value and limit; empty where it can."""
+    reasons = fit.unmet_device(spec.devices, target.device)
+    reasons += fit.unmet_dtype(spec.dtypes, target.dtype)
+    if target.device.startswith("cuda"):
+        low, here = spec.min_compute_capability, target.compute_capability
+        reasons += fit.unmet_capability(low, None, here)
+    return reasons
 
 
 def _missing(plugins: PluginManager, unable: Mapping[str, str]) -> tuple[str, str]:

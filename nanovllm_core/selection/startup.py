@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.engine.observation import close_observers
 from nanovllm_core.errors import PluginLoadError
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
-from nanovllm_core.interfaces.observer import StepObserver
+from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, ResolvedPlugin, SchedulerSpec
 from nanovllm_core.registry.checks import describe
@@ -18,7 +19,6 @@ from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.selection.decisions import SEQUENCE, Decisions
 from nanovllm_core.selection.generation_config import describe_defaults
-from nanovllm_core.selection.plugins import make_observers
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def start(config: EngineConfig) -> Startup:
             one.name: cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
             for one in setup.logits_processors
         },
-        observers=make_observers(plugins, decisions.named("observer"), config),
+        observers=make_observers(decisions),
         sampling_defaults=decisions.sampling_defaults,
         choices=choices,
     )
@@ -108,14 +108,28 @@ def make_scheduler(plugins: PluginManager, resolved: ResolvedPlugin) -> Schedule
 
     made = make_plugin(resolved)
     spec = cast(SchedulerSpec, plugins.spec(resolved.kind, resolved.name))
-    found, level = ("SchedulingPolicy", "policy")
-    if not isinstance(made, SchedulingPolicy):
-        found, level = ("Scheduler", "scheduler")
+    level = "policy" if isinstance(made, SchedulingPolicy) else "scheduler"
     if spec.level != level:
         raise PluginLoadError(
             f"{describe(resolved)}: its level is {spec.level!r}, and {resolved.impl} makes a "
-            f"{found}; state level={level!r} in its spec"
+            f"{level}; state level={level!r} in its spec"
         )
     if level == "policy":
         return TokenBudgetScheduler(made, describe(resolved))
     return cast(Scheduler, made)
+
+
+def make_observers(decisions: Decisions) -> dict[str, StepObserver]:
+    """Make all, by a label that says where each is named and which distribution it is of.
+
+    Where one cannot be made, those before it are closed.
+    """
+    context = ObserverContext(config=decisions.config, plugins=decisions.plugins)
+    made: dict[str, StepObserver] = {}
+    try:
+        for index, one in enumerate(decisions.named("observer")):
+            made[f"observers[{index}]: {describe(one)}"] = make_plugin(one, context)
+    except BaseException:
+        close_observers(made)
+        raise
+    return made

@@ -1,13 +1,16 @@
 """Sampling parameters applied to logits: pure functions over some rows of a float32 batch.
 
-S rows of a batch, N of them that need the operation (`which_N`, int64 positions among the S), V
-vocabulary, L ids at most. Each function changes `logits_SV` in place, touches only the rows it is
-given, and never waits for the device. Forbidden ids get -inf.
+S rows of a batch, N of them that need the operation (`which_N`, int64 positions among the S), K
+pairs of a row and an id, V vocabulary, L ids at most. An operation takes the logits, the rows'
+facts, the positions of the rows that it changes, and a value or more for each of them. It changes
+`logits_SV` in place, touches only these rows, and never waits for the device. Forbidden ids get
+-inf.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +31,25 @@ BYTES_PER_KNOWN_ID = 32
 """The same per row and entry of the token table."""
 
 
-def add_bias(logits_SV: Tensor, which_K: Tensor, token_ids_K: Tensor, bias_K: Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The facts of the S rows of a step whose logits change.
+
+    `token_ids` are those of every row of the tables: `num_known` of them are known, the first
+    `num_prompt` from the prompt. `output_index` is the number of tokens already given.
+    """
+
+    rows: Tensor  # [S] int64, in the tables
+    temperature: Tensor  # [S] float32
+    output_index: Tensor  # [S]
+    num_prompt: Tensor  # [S]
+    num_known: Tensor  # [S]
+    token_ids: Tensor  # [R, L] int32
+
+
+def add_bias(
+    logits_SV: Tensor, step: StepRows, which_K: Tensor, token_ids_K: Tensor, bias_K: Tensor
+) -> None:
     """Add to K (row, id) pairs, all of them different. A forbidden id stays forbidden."""
     values = logits_SV[which_K, token_ids_K] + bias_K
     logits_SV.index_put_((which_K, token_ids_K), values)
@@ -43,8 +64,7 @@ def check_logits(logits_BV: Tensor, rows_B: Tensor, step: int) -> None:
     """
     live = rows_B >= 0
     rows = rows_B[live].tolist()
-    # The largest of a row is NaN where one of them is.
-    largest = [float(one) for one in logits_BV[live].amax(dim=1).tolist()] if rows else []
+    largest = logits_BV[live].amax(dim=1).tolist()  # NaN where one of the row is
     wrong = {row: one for row, one in zip(rows, largest, strict=True) if not math.isfinite(one)}
     if wrong:
         shown = ", ".join(f"row {row}: {one}" for row, one in [*wrong.items()][:MAX_SHOWN])
@@ -58,13 +78,11 @@ def check_logits(logits_BV: Tensor, rows_B: Tensor, step: int) -> None:
 
 def penalise(
     logits_SV: Tensor,
+    step: StepRows,
     which_N: Tensor,
     repetition_N: Tensor,
     presence_N: Tensor,
     frequency_N: Tensor,
-    token_ids_NL: Tensor,
-    num_prompt_N: Tensor,
-    num_known_N: Tensor,
 ) -> None:
     """Make ids that came before less likely.
 
@@ -73,6 +91,8 @@ def penalise(
     that it is in the output.
     """
     vocab_size = logits_SV.shape[1]
+    token_ids_NL = step.token_ids[step.rows[which_N]]
+    num_prompt_N, num_known_N = step.num_prompt[which_N], step.num_known[which_N]
     outputs = count_ids(token_ids_NL, num_prompt_N, num_known_N, vocab_size)
     seen = count_ids(token_ids_NL, torch.zeros_like(num_known_N), num_known_N, vocab_size) > 0
     logits = logits_SV[which_N]
@@ -94,30 +114,24 @@ def count_ids(token_ids_NL: Tensor, start_N: Tensor, end_N: Tensor, vocab_size: 
 
 
 def forbid_stop_ids(
-    logits_SV: Tensor,
-    which_K: Tensor,
-    stop_ids_K: Tensor,
-    min_tokens_K: Tensor,
-    output_index_S: Tensor,
+    logits_SV: Tensor, step: StepRows, which_K: Tensor, stop_ids_K: Tensor, min_tokens_K: Tensor
 ) -> None:
     """Forbid K (row, stop id) pairs while the row has given fewer than `min_tokens` tokens."""
-    too_early = output_index_S[which_K] < min_tokens_K
+    too_early = step.output_index[which_K] < min_tokens_K
     values = torch.where(too_early, -torch.inf, logits_SV[which_K, stop_ids_K])
     logits_SV.index_put_((which_K, stop_ids_K), values)
 
 
-def cut_min_p(
-    logits_SV: Tensor, which_N: Tensor, log_min_p_N: Tensor, temperature_N: Tensor
-) -> None:
+def cut_min_p(logits_SV: Tensor, step: StepRows, which_N: Tensor, log_min_p_N: Tensor) -> None:
     """Forbid ids whose probability, at the row's temperature, is below `min_p` of the largest."""
     logits = logits_SV[which_N]
-    tempered = logits / temperature_N[:, None]
+    tempered = logits / step.temperature[which_N][:, None]
     floor = tempered.amax(dim=1, keepdim=True) + log_min_p_N[:, None]
     logits_SV.index_copy_(0, which_N, logits.masked_fill_(tempered < floor, -torch.inf))
 
 
 def cut_top_k_top_p(
-    logits_SV: Tensor, which_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, temperature_N: Tensor
+    logits_SV: Tensor, step: StepRows, which_N: Tensor, top_k_N: Tensor, top_p_N: Tensor
 ) -> None:
     """Keep the `top_k` likeliest ids, and of these the fewest that hold `top_p` of the probability.
 
@@ -128,4 +142,4 @@ def cut_top_k_top_p(
         from nanovllm_core.kernels.truncation_triton import cut_top_k_top_p as cut
     else:
         from nanovllm_core.kernels.truncation_reference import cut_top_k_top_p as cut
-    cut(logits_SV, which_N, top_k_N, top_p_N, temperature_N)
+    cut(logits_SV, which_N, top_k_N, top_p_N, step.temperature[which_N])

@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor
 
-from nanovllm_core.errors import NanoVLLMError, PluginFailedError
+from nanovllm_core.errors import PluginFailedError
 from nanovllm_core.interfaces.logits_processor import LogitsProcessor, LogitsRequest
+from nanovllm_core.worker.logits import StepRows
 
 ProcessorArguments = Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -33,6 +34,10 @@ class LoadedProcessor:
     checks: bool = False
     rows: dict[int, tuple[BaseModel, object]] = field(default_factory=dict)
 
+    def failure(self, call: str, error: Exception) -> PluginFailedError:
+        """The error of a call that raised `error`."""
+        return PluginFailedError(f"{self.label}: {call} failed: {type(error).__name__}: {error}")
+
 
 class RowProcessors:
     """The processors by name, in the order in which they run."""
@@ -50,39 +55,39 @@ class RowProcessors:
                 arguments = loaded.arguments.model_validate(dict(plain))
                 state = loaded.processor.prepare(arguments)
             except Exception as error:
-                raise _failure(loaded, "prepare", error) from error
+                raise loaded.failure("prepare", error) from error
             loaded.rows[row] = (arguments, state)
 
     def asked_of(
         self, asked: Sequence[ProcessorArguments]
     ) -> list[tuple[LoadedProcessor, list[int]]]:
         """Each processor that some of these rows asked for, with the positions of those rows."""
-        names = [{name for name, _ in one} for one in asked]
-        found = (
-            (loaded, [i for i, known in enumerate(names) if name in known])
+        return [
+            (loaded, positions)
             for name, loaded in self._processors.items()
-        )
-        return [(loaded, positions) for loaded, positions in found if positions]
+            if (positions := [i for i, one in enumerate(asked) if name in dict(one)])
+        ]
 
 
 def run_processor(
     loaded: LoadedProcessor,
-    logits_SV: Tensor,
-    which_N: Tensor,
     rows: Sequence[int],
-    token_ids_RL: Tensor,
-    num_prompt_N: Tensor,
-    num_known_N: Tensor,
+    logits_SV: Tensor,
+    step: StepRows,
+    which_N: Tensor,
 ) -> None:
     """Change the rows `which_N` (positions, int64) of `logits_SV`; `rows` are theirs in the tables.
 
     Rows that are not among them are not touched.
     """
+    # Nothing is known of a row that the device has ended; a prompt is never empty.
+    num_prompt_N = step.num_prompt[which_N].clamp_(min=1)
+    num_known_N = step.num_known[which_N].clamp_(min=1)
     requests = [
         LogitsRequest(
             arguments=arguments,
             state=state,
-            token_ids=token_ids_RL[row],
+            token_ids=step.token_ids[row],
             num_prompt=num_prompt_N[i],
             num_known=num_known_N[i],
         )
@@ -93,7 +98,7 @@ def run_processor(
     try:
         loaded.processor.process(logits_NV, requests)
     except Exception as error:
-        raise _failure(loaded, "process", error) from error
+        raise loaded.failure("process", error) from error
     if loaded.checks:
         _check(loaded, logits_SV[which_N], logits_NV)
     logits_SV.index_copy_(0, which_N, logits_NV)
@@ -107,7 +112,3 @@ def _check(loaded: LoadedProcessor, before_NV: Tensor, after_NV: Tensor) -> None
         raise PluginFailedError(f"{loaded.label}: process made a logit NaN or +inf")
     if not (after_NV > -math.inf).any(dim=1).all():
         raise PluginFailedError(f"{loaded.label}: process left a row no id above -inf")
-
-
-def _failure(loaded: LoadedProcessor, call: str, error: Exception) -> NanoVLLMError:
-    return PluginFailedError(f"{loaded.label}: {call} failed: {type(error).__name__}: {error}")

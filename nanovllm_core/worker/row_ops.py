@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from nanovllm_core.errors import DeviceError
-from nanovllm_core.worker.batch import StepInputs
-from nanovllm_core.worker.results import ResultRing
-from nanovllm_core.worker.rows import RowTables
-
-
-class RowOps(Protocol):
-    """The operations of `rows_reference` (torch) and `rows_triton`; the former documents them."""
-
-    def scatter_updates(self, arena: Tensor, updates_2N: Tensor) -> None: ...
-
-    def prepare_decode(self, tables: RowTables, inputs: StepInputs) -> None: ...
-
-    def prepare_prefill(
-        self, tables: RowTables, chunks_5S: Tensor, inputs: StepInputs, max_query_len: int
-    ) -> None: ...
-
-    def finish_step(
-        self,
-        tables: RowTables,
-        inputs: StepInputs,
-        sampled_B: Tensor,
-        results: ResultRing,
-        skip: Tensor,
-    ) -> None: ...
 
 
 def require_triton(device: torch.device) -> None:
@@ -47,12 +22,15 @@ def require_triton(device: torch.device) -> None:
         ) from error
 
 
-def get_row_ops(device: torch.device) -> RowOps:
-    """Triton kernels on CUDA, torch operations elsewhere."""
+def get_row_ops(device: torch.device) -> ModuleType:
+    """The module of Triton kernels on CUDA, of torch operations elsewhere: the same functions.
+
+    `rows_reference` documents them.
+    """
     if device.type == "cuda":
         from nanovllm_core.worker import rows_triton
 
-        return cast(RowOps, rows_triton)
+        return rows_triton
     from nanovllm_core.worker import rows_reference
 
-    return cast(RowOps, rows_reference)
+    return rows_reference

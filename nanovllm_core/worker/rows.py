@@ -7,6 +7,7 @@ changes becomes one packed copy and one scatter kernel, whichever tables it touc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,54 +67,44 @@ class RowTables:
             "active_rows": (max_num_seqs,),
             "skip_sampler": (1,),
         }
-        size = sum(map(_numel, shapes.values()))
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        size = sum(sizes)
         if size >= _MAX_ELEMENTS:
             raise OutOfMemoryError(
                 f"limits.max_num_seqs ({max_num_seqs}) rows of max_model_len ({max_model_len}) ids "
                 f"need tables of {size} numbers, {_MAX_ELEMENTS - 1} at most; lower one of them"
             )
         arena = torch.zeros(size, dtype=torch.int32, device=device)
-        views, start = {}, 0
-        for name, shape in shapes.items():
-            views[name] = arena[start : start + _numel(shape)].view(shape)
-            start += _numel(shape)
+        parts = zip(shapes.items(), arena.split(sizes), strict=True)
+        views = {name: part.view(shape) for (name, shape), part in parts}
         views["temperature"] = views["temperature"].view(torch.float32)
         views["seed"] = views["seed"].view(torch.int64).squeeze(1)
         views["active_rows"].fill_(-1)
         views["finished"].fill_(1)
         return cls(arena=arena, block_size=block_size, **views)
 
-    def address(self, table: Tensor) -> int:
-        """The start of a table, in int32 elements from the arena's start."""
-        return (table.data_ptr() - self.arena.data_ptr()) // self.arena.element_size()
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape))
+    def layout(self, table: Tensor) -> tuple[int, int]:
+        """A table's start, from the arena's, and the size of its rows, both in int32 elements."""
+        start = table.data_ptr() - self.arena.data_ptr()
+        return start // self.arena.itemsize, table[0].nbytes // self.arena.itemsize
 
 
 class RowUpdates:
     """Collects (address, value) pairs for the arena on the host. No address may come up twice."""
 
     def __init__(self, tables: RowTables) -> None:
-        self._max_model_len = tables.token_ids.shape[1]
-        self._max_blocks = tables.block_table.shape[1]
         self._max_rows = tables.computed.shape[0]
         scalars = ("computed", "num_prompt", "max_length", "min_tokens", "finished", "temperature")
-        self._scalar_at = np.array([tables.address(getattr(tables, n)) for n in scalars], np.int32)
-        self._token_ids_at = tables.address(tables.token_ids)
-        self._block_table_at = tables.address(tables.block_table)
-        self._stop_ids_at = tables.address(tables.stop_ids)
-        self._seed_at = tables.address(tables.seed)
-        self._active_rows_at = tables.address(tables.active_rows)
-        self._skip_sampler_at = tables.address(tables.skip_sampler)
+        wide = ("token_ids", "block_table", "stop_ids", "seed", "active_rows", "skip_sampler")
+        self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide)}
+        self._scalar_at = np.array([self._layout[name][0] for name in scalars], np.int32)
         self._pieces: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
 
     def admit(self, admission: Admission) -> None:
         """Set every table of a row anew."""
         row, sampling = admission.row, admission.sampling
-        self._range(self._token_ids_at + row * self._max_model_len, admission.token_ids)
-        self._range(self._block_table_at + row * self._max_blocks, admission.block_ids)
+        self._set("token_ids", row, admission.token_ids)
+        self._set("block_table", row, admission.block_ids)
         scalars = np.array(
             [
                 admission.num_computed,
@@ -129,27 +120,28 @@ class RowUpdates:
         stop_ids = np.full(MAX_DEVICE_STOP_IDS, -1, dtype=np.int32)
         known = sampling.stop_token_ids[:MAX_DEVICE_STOP_IDS]
         stop_ids[: len(known)] = known
-        self._range(self._stop_ids_at + row * MAX_DEVICE_STOP_IDS, stop_ids)
+        self._set("stop_ids", row, stop_ids)
         seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)
-        self._range(self._seed_at + row * 2, seed)
+        self._set("seed", row, seed)
 
     def append_blocks(self, appends: Sequence[BlockAppend]) -> None:
         """Add blocks to block tables."""
         if appends:
+            start, max_blocks = self._layout["block_table"]
             pairs = np.array(
-                [(a.row * self._max_blocks + a.index, a.block_id) for a in appends], dtype=np.int32
+                [(start + a.row * max_blocks + a.index, a.block_id) for a in appends], np.int32
             )
-            self._pieces.append((pairs[:, 0] + np.int32(self._block_table_at), pairs[:, 1]))
+            self._pieces.append((pairs[:, 0], pairs[:, 1]))
 
     def set_active_rows(self, rows: Sequence[int]) -> None:
         """Set the decoding rows, in batch order."""
         active = np.full(self._max_rows, -1, dtype=np.int32)
         active[: len(rows)] = rows
-        self._range(self._active_rows_at, active)
+        self._set("active_rows", 0, active)
 
     def set_skip_sampler(self, skip: bool) -> None:
         """Switch the captured sampler off or on."""
-        self._range(self._skip_sampler_at, [int(skip)])
+        self._set("skip_sampler", 0, [int(skip)])
 
     def take(self) -> NDArray[np.int32] | None:
         """Everything collected so far, [2, n]: addresses, then values; None if there is nothing."""
@@ -159,10 +151,12 @@ class RowUpdates:
         self._pieces.clear()
         return packed
 
-    def _range(self, start: int, values: Sequence[int] | NDArray[np.int32]) -> None:
+    def _set(self, table: str, row: int, values: Sequence[int] | NDArray[np.int32]) -> None:
+        """Set the first entries of a table's row."""
+        start, row_size = self._layout[table]
         array = np.asarray(values, dtype=np.int32)
-        addresses = np.arange(start, start + array.size, dtype=np.int32)
-        self._pieces.append((addresses, array))
+        first = start + row * row_size
+        self._pieces.append((np.arange(first, first + array.size, dtype=np.int32), array))
 
 
 class StagingRing:
@@ -175,19 +169,16 @@ class StagingRing:
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(num_slots)]
-        self._events = [torch.cuda.Event() for _ in range(num_slots)] if self._cuda else []
+        on_cuda = device.type == "cuda"
+        self._events = [torch.cuda.Event() for _ in range(num_slots)] if on_cuda else []
         self._next = 0
-
-    @property
-    def _cuda(self) -> bool:
-        return self._device.type == "cuda"
 
     def copy(self, array: NDArray[np.int32], out: Tensor | None = None) -> Tensor:
         """Return `array` as a device tensor, valid for work enqueued on the current stream.
 
         It is a new one, or `out`, which work enqueued before may still read.
         """
-        if not self._cuda:
+        if not self._events:
             staged = torch.from_numpy(array)
             return staged if out is None else out.copy_(staged)
         slot = self._next

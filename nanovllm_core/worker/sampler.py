@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from pydantic import BaseModel
 from torch import Tensor
@@ -21,9 +22,10 @@ class GumbelSampler(Sampler):
         super().__init__(options, context)
         self._workspace = None
         if context.device.type == "cuda":
-            from nanovllm_core.kernels.sampling_triton import SamplingWorkspace
+            from nanovllm_core.kernels import sampling_triton
 
-            self._workspace = SamplingWorkspace(context.max_entries, context.device)
+            self._workspace = sampling_triton.SamplingWorkspace(context.max_entries, context.device)
+            self._launch = partial(sampling_triton.sample_tokens, workspace=self._workspace)
 
     def sample(
         self,
@@ -35,15 +37,11 @@ class GumbelSampler(Sampler):
         out_B: Tensor,
         skip: Tensor,
     ) -> None:
-        tables = (rows_B, temperature_R, seed_R, output_index_B, out_B)
+        arguments = (logits_BV, rows_B, temperature_R, seed_R, output_index_B, out_B)
         if self._workspace is not None:
-            from nanovllm_core.kernels import sampling_triton
-
-            sampling_triton.sample_tokens(
-                logits_BV, *tables, workspace=self._workspace, skip_flag=skip
-            )
+            self._launch(*arguments, skip_flag=skip)
         elif not skip.item():  # on a CPU the host waits for nothing
-            sample_tokens(logits_BV, *tables)
+            sample_tokens(*arguments)
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
         if self._workspace is None:

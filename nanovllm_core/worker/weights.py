@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,9 @@ _PARTS = ("weight_loader", "shard_shapes", "dummy_mean", "dummy_std")
 
 _Sources = dict[tuple[str, ShardId], tuple[str, tuple[ShardId, ...]]]
 """(our module, shard) -> the checkpoint's module, and all shards that it holds, in order."""
+
+_Headers = dict[Path, dict[str, tuple[tuple[int, ...], str]]]
+"""By file and by the name of a tensor: its shape and dtype."""
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all)."""
@@ -54,17 +58,15 @@ def load_weights(
     """
     folder = Path(checkpoint_dir)
     slots, unwanted = _slots(model, tied)
-    contents = {file: _read_header(file) for file in _weight_files(folder)}
-    _check(folder, slots, unwanted, contents)
-    _check_copies(model, contents)
+    headers = _read_headers(_weight_files(folder))
+    files = {name: file for file, header in headers.items() for name in header}
+    _check(folder, slots, unwanted, headers, files)
+    _check_copies(model, files)
     done = 0
-    for file, header in contents.items():
+    for file, header in headers.items():
         with _open(file) as tensors:
-            for name in header:  # as they lie in the file
-                slot = slots.get(name)
-                if slot is None:
-                    continue
-                slot.load(tensors.get_tensor(name))
+            for name in (name for name in header if name in slots):  # as they lie in the file
+                slots[name].load(tensors.get_tensor(name))
                 done += 1
                 if progress is not None:
                     progress(done, len(slots))
@@ -93,12 +95,10 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     The same seed gives the same weights on the same kind of device. Norms are 1, the rest is
     normal with a standard deviation of 0.02, so that hidden states stay finite.
     """
-    generators: dict[torch.device, torch.Generator] = {}
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        checked, device = _checked(name, parameter), parameter.device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
-        checked.normal_(checked.dummy_mean, checked.dummy_std, generator=generators[device])
+        one = _checked(name, parameter)
+        one.normal_(one.dummy_mean, one.dummy_std, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +124,13 @@ class _Slot:
             self.parameter.weight_loader(self.parameter, part, shard_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
     """Every name a checkpoint must hold, and the names it may hold in vain."""
     contract = cast(CausalLM, model)
-    sources = _sources(contract)
+    sources: _Sources = {}
+    for source, (module, shards) in contract.packed_modules.items():
+        together = (shards,) if isinstance(shards, str | int) else tuple(shards)
+        sources |= {(module, shard_id): (source, together) for shard_id in together}
     parameters = dict(model.named_parameters())
     aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
     if aliases and not tied:
@@ -144,13 +141,7 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
     slots: dict[str, _Slot] = {}
     for name, parameter in parameters.items():
         checked = _checked(name, parameter)
-        own = dict(_checkpoint_tensor(name, one, sources) for one in checked.shard_shapes)
-        named = [shard_id for shard_ids in own.values() for shard_id in shard_ids]
-        if len(named) != len(checked.shard_shapes) or set(named) != set(checked.shard_shapes):
-            raise PluginLoadError(
-                f"packed_modules names the shards {named} of {name}, which has "
-                f"{list(checked.shard_shapes)}; name each of them once"
-            )
+        own = _checkpoint_tensors(name, checked.shard_shapes, sources)
         slots |= {source: _Slot(checked, shard_ids) for source, shard_ids in own.items()}
     return slots, aliases | set(contract.ignored_weights)
 
@@ -164,77 +155,62 @@ def _checked(name: str, parameter: nn.Parameter) -> ModelParameter:
     return cast(ModelParameter, parameter)
 
 
-def _sources(model: CausalLM) -> _Sources:
-    found: _Sources = {}
-    for source, (module, shards) in model.packed_modules.items():
-        together = (shards,) if isinstance(shards, str | int) else tuple(shards)
-        found |= {(module, shard_id): (source, together) for shard_id in together}
-    return found
+def _checkpoint_tensors(
+    name: str, shards: Mapping[ShardId, object], sources: _Sources
+) -> dict[str, tuple[ShardId, ...]]:
+    """The tensors that fill a parameter, and the shards that each of them brings.
 
-
-def _checkpoint_tensor(
-    name: str, shard_id: ShardId, sources: _Sources
-) -> tuple[str, tuple[ShardId, ...]]:
-    """The tensor that brings a shard, and all that it brings.
-
-    "a.qkv_proj.weight" and "q" -> "a.q_proj.weight", ("q",): one whole component is exchanged.
+    "a.qkv_proj.weight" of q, k and v -> "a.q_proj.weight": ("q",), …: one whole component is
+    exchanged.
     """
-    if shard_id is None:
-        return name, (None,)
+    if shards.keys() == {None}:
+        return {name: (None,)}
     *path, module, kind = name.split(".")
-    if (module, shard_id) not in sources:
+    found = dict(sources.get((module, shard_id), (module, ())) for shard_id in shards)
+    named = [shard_id for together in found.values() for shard_id in together]
+    if len(named) != len(shards) or set(named) != shards.keys():
         raise PluginLoadError(
-            f"packed_modules names no source for shard {shard_id!r} of {name}; name the module of "
-            "the checkpoint that holds it, alone or with others (docs/write/model.md, Weights)"
+            f"packed_modules names the shards {named} of {name}, which has {list(shards)}; name "
+            "each of them once, with the module of the checkpoint that holds it, alone or with "
+            "others (docs/write/model.md, Weights)"
         )
-    source, together = sources[module, shard_id]
-    return ".".join((*path, source, kind)), together
+    return {".".join((*path, source, kind)): together for source, together in found.items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
     if single.is_file():
         return [single]
-    if not index.is_file():
-        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(_denied(folder) or _no_files_message(folder))
+    if index.is_file():
+        return _indexed_files(folder, index)
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if files:
         return files
-    return _indexed_files(folder, index)
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    raise WeightsError(
+        _denied(folder)
+        or f"{folder} holds no *.safetensors{', only ' + _some(others) if others else ''}; "
+        "download the weights, convert them with transformers' save_pretrained, or choose "
+        "load_format: dummy for random ones"
+    )
 
 
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
+        # Path.is_file raises where a name is longer than the file system takes.
+        missing = [n for n in names if Path(n).name != n or not os.path.isfile(folder / n)]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise WeightsError(
             _denied(index)
             or f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
         ) from error
-    if outside:
-        raise WeightsError(f"{index} names files outside its folder: {_some(outside)}")
-    # Path.is_file raises where a name is longer than the file system takes.
-    missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         raise WeightsError(
-            f"{len(missing)} of the {len(names)} files that {index} lists are missing: "
+            f"{len(missing)} of the {len(names)} files that {index} lists are not in its folder: "
             f"{_some(missing)}; download the checkpoint again"
         )
     return [folder / name for name in names]
-
-
-def _no_files_message(folder: Path) -> str:
-    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-    if others:
-        return (
-            f"{folder} holds no *.safetensors, only {_some(others)}; convert the weights to "
-            "safetensors, for example with transformers' save_pretrained"
-        )
-    return (
-        f"{folder} holds no *.safetensors; download the weights, or choose load_format: dummy "
-        "for random ones"
-    )
 
 
 @contextmanager
@@ -257,70 +233,50 @@ def _denied(path: Path) -> str | None:
     return f"this user may not read {path}; change its permissions"
 
 
-def _read_header(file: Path) -> dict[str, _TensorInfo]:
-    with _open(file) as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - no dict
-        return {
-            name: _TensorInfo(tuple(part.get_shape()), part.get_dtype())
-            for name, part in slices.items()
-        }
-
-
-@dataclass(slots=True)
-class _Problems:
-    """The problems of a checkpoint, by kind, in the order found."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    double: list[str] = field(default_factory=list)
-    wrong_shape: list[str] = field(default_factory=list)
-    wrong_dtype: list[str] = field(default_factory=list)
-
-    def describe(self) -> list[str]:
-        kinds = {
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "found twice": self.double,
-            "of the wrong shape": self.wrong_shape,
-            "of a dtype that is not supported (quantised checkpoints are not)": self.wrong_dtype,
-        }
-        return [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+def _read_headers(files: Sequence[Path]) -> _Headers:
+    headers: _Headers = {}
+    for file in files:
+        with _open(file) as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            headers[file] = {
+                name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
+            }
+    return headers
 
 
 def _check(
     folder: Path,
     slots: dict[str, _Slot],
     unwanted: set[str],
-    contents: dict[Path, dict[str, _TensorInfo]],
+    headers: _Headers,
+    files: dict[str, Path],
 ) -> None:
-    problems = _Problems()
-    found: dict[str, Path] = {}
-    for file, header in contents.items():
-        for name, info in header.items():
-            if name in found:
-                problems.double.append(f"{name} (in {found[name].name} and {file.name})")
+    problems = defaultdict(list, missing=[name for name in slots if name not in files])
+    for file, header in headers.items():
+        for name, (shape, dtype) in header.items():
+            if files[name] != file:
+                problems["found twice"].append(f"{name} (in {file.name} and {files[name].name})")
             elif name not in slots:
                 if name not in unwanted:
-                    problems.unexpected.append(f"{name} (in {file.name})")
-            elif info.shape != slots[name].shape:
-                problems.wrong_shape.append(
-                    f"{name} (in {file.name}: {list(info.shape)}, the model's config.json wants "
+                    problems["unexpected"].append(f"{name} (in {file.name})")
+            elif shape != slots[name].shape:
+                problems["of the wrong shape"].append(
+                    f"{name} (in {file.name}: {list(shape)}, the model's config.json wants "
                     f"{list(slots[name].shape)})"
                 )
-            elif info.dtype not in _DTYPES:
-                problems.wrong_dtype.append(f"{name} (in {file.name}: {info.dtype})")
-            found.setdefault(name, file)
-    problems.missing = [name for name in slots if name not in found]
-    if reasons := problems.describe():
+            elif dtype not in _DTYPES:
+                kind = "of a dtype that is not supported (quantised checkpoints are not)"
+                problems[kind].append(f"{name} (in {file.name}: {dtype})")
+    reasons = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    if reasons:
         raise WeightsError(
             f"the weights in {folder} do not fit the model: {'; '.join(reasons)}. Check that "
             "config.json belongs to these weights, or download the checkpoint again"
         )
 
 
-def _check_copies(model: nn.Module, contents: dict[Path, dict[str, _TensorInfo]]) -> None:
+def _check_copies(model: nn.Module, files: dict[str, Path]) -> None:
     """A tied head that the checkpoint stores too must be the embedding: only one is loaded."""
-    files = {name: file for file, header in contents.items() for name in header}
     first: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         source = first.setdefault(parameter, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import distributions
@@ -114,7 +115,8 @@ def test_a_default_that_is_disabled_stops_generation(
     monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", f"['{kind}:{name}']")
     check = examine()[kind]
     assert check.fatal
-    assert f"take {name} out of plugins.disable" in check.remedy
+    assert f"take the {kind} of the core out of plugins.disable" in check.remedy
+    assert repr(name) in check.detail
 
 
 def test_a_name_in_plugins_disable_that_fits_nothing_is_told(
@@ -358,10 +360,11 @@ def test_a_driver_without_a_gpu_that_torch_sees_is_wrong(
 def test_the_driver_is_the_one_that_nvidia_smi_names(
     script: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None where it fails or says nothing."""
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o755)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: str(command))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert doctor._driver_version() == version
 
 

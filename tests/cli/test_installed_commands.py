@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 
 import pytest
 import typer
@@ -118,7 +118,7 @@ def test_no_command_or_suite_is_taken_for_a_misplaced_plugin() -> None:
 def test_a_command_of_ours_that_is_not_installed_names_its_pip_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(installed, "entry_points", lambda **_: [])
+    monkeypatch.setattr(installed, "entry_points", lambda **_: EntryPoints())
     for words, extra in ((("bench", "throughput"), "bench"), (("plugins", "test", "x"), "kit")):
         with pytest.raises(PluginNotFoundError, match=rf"not installed: pip install.*{extra}"):
             invoke(*words)

@@ -13,7 +13,7 @@ from nanovllm_core.config.choices import SamplerSettings
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import ConfigError, PluginNotFoundError, UnsupportedError
 from nanovllm_core.registry.manager import get_plugin_manager
-from nanovllm_core.selection.plugins import select_sampler
+from nanovllm_core.selection.decisions import select_sampler
 
 from .tiny import Reference, open_tiny
 

@@ -83,7 +83,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "num_attention_heads must be a positive integer, not 0": {"num_attention_heads": 0},
     "num_key_value_heads must be a positive integer, not True": {"num_key_value_heads": True},
     "head_dim must be a positive integer, not '24'": {"head_dim": "24"},
-    r"heads \(4\) must be divisible by num_key_value_heads \(3\); check": {
+    r"heads \(4\) must be divisible by num_key_value_heads \(3\).*; check": {
         "num_key_value_heads": 3
     },
     "hidden_act 'gelu' is not supported, only 'silu'; use another": {"hidden_act": "gelu"},

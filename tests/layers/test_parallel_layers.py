@@ -280,7 +280,9 @@ SPLITS: dict[str, Callable[[LayerContext], object]] = {
     r"num_attention_heads \(8\).*num_key_value_heads \(3\)": lambda c: QKVParallelLinear(
         c, 8, 8, 3, 4
     ),
-    r"num_key_value_heads \(3\) must divide": lambda c: QKVParallelLinear(c, 8, 6, 3, 4),
+    r"num_key_value_heads \(3\).*tensor_parallel_size \(2\).*larger": lambda c: QKVParallelLinear(
+        c, 8, 6, 3, 4
+    ),
 }
 
 

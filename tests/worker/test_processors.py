@@ -20,6 +20,7 @@ from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.worker import sampler_tail as sampler_module
+from nanovllm_core.worker.logits import StepRows
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors, run_processor
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
@@ -63,6 +64,16 @@ def asking(amount: float, name: str = "add", **fields: Any) -> RowSampling:
     return RowSampling(logits_processors=((name, {"amount": amount}),), **fields)
 
 
+def run(one: LoadedProcessor, logits: Tensor, which: list[int], rows: list[int]) -> None:
+    """Run a processor on some rows of `logits`, which have three ids each."""
+    size = len(logits)
+    lengths = torch.full((size,), 3)
+    step = StepRows(
+        torch.arange(size), torch.ones(size), lengths, lengths, lengths, torch.zeros(6, 8).int()
+    )
+    run_processor(one, rows, logits, step, torch.tensor(which))
+
+
 def test_rows_that_did_not_ask_keep_every_bit() -> None:
     one = loaded()
     rows = RowProcessors({"add": one})
@@ -71,10 +82,7 @@ def test_rows_that_did_not_ask_keep_every_bit() -> None:
     logits = torch.randn(4, VOCAB)
     logits[1, 3] = -torch.inf
     before = logits.clone()
-    lengths = torch.tensor([3, 3])
-    run_processor(
-        one, logits, torch.tensor([3, 0]), (5, 2), torch.zeros(6, 8).int(), lengths, lengths
-    )
+    run(one, logits, [3, 0], [5, 2])
     assert torch.equal(logits[1:3], before[1:3])
     assert torch.equal(logits[3], before[3] + 5)
     assert torch.equal(logits[0], before[0] + 2)
@@ -104,11 +112,10 @@ def test_debug_mode_refuses_nan_and_inf(amount: float) -> None:
     """Elsewhere nobody looks: to look would wait for the device."""
     one = loaded()
     RowProcessors({"add": one}).admit(0, asking(amount).logits_processors)
-    first, tables, lengths = torch.tensor([0]), torch.zeros(1, 8).int(), torch.tensor([3])
-    run_processor(one, torch.zeros(1, VOCAB), first, (0,), tables, lengths, lengths)
+    run(one, torch.zeros(1, VOCAB), [0], [0])
     one.checks = True
     with pytest.raises(PluginFailedError, match=r"add: process made a logit NaN or \+inf"):
-        run_processor(one, torch.zeros(1, VOCAB), first, (0,), tables, lengths, lengths)
+        run(one, torch.zeros(1, VOCAB), [0], [0])
 
 
 def test_debug_mode_takes_rows_with_and_without_forbidden_ids() -> None:
@@ -119,8 +126,7 @@ def test_debug_mode_takes_rows_with_and_without_forbidden_ids() -> None:
         rows.admit(row, asking(2.0).logits_processors)
     logits = torch.zeros(2, VOCAB)
     logits[1, 1:] = -torch.inf
-    both, lengths = torch.tensor([0, 1]), torch.tensor([3, 3])
-    run_processor(one, logits, both, (0, 1), torch.zeros(2, 8).int(), lengths, lengths)
+    run(one, logits, [0, 1], [0, 1])
     assert logits[0].tolist() == [2.0] * VOCAB
     assert logits[1].tolist() == [2.0, *[-float("inf")] * (VOCAB - 1)]
 
@@ -132,8 +138,7 @@ def test_debug_mode_blames_no_processor_for_what_the_model_gave() -> None:
     RowProcessors({"add": one}).admit(0, asking(2.0).logits_processors)
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4] = float("inf"), -float("inf")
-    lengths = torch.tensor([3])
-    run_processor(one, logits, torch.tensor([0]), (0,), torch.zeros(1, 8).int(), lengths, lengths)
+    run(one, logits, [0], [0])
     assert logits[0, 5] == 2.0
 
 

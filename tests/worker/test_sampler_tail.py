@@ -138,10 +138,10 @@ def allowed_ids(params: RowSampling, logits: list[float]) -> set[int]:
 @pytest.mark.parametrize(
     "params",
     [
-        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 2.0},
         {"repetition_penalty": 0.5},
-        {"presence_penalty": 1.5},
-        {"frequency_penalty": 0.9},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
         {"frequency_penalty": -1.0, "presence_penalty": 0.5, "repetition_penalty": 1.2},
         {"min_tokens": 7, "stop_token_ids": (3, 4, 5, 40)},
         {"min_tokens": 6, "stop_token_ids": (3, 4, 5, 40)},

@@ -293,7 +293,7 @@ def test_an_unreadable_index_is_named(text: str, tmp_path: Path) -> None:
 def test_a_name_longer_than_any_files_is_a_missing_file(tmp_path: Path) -> None:
     """The file system itself refuses to look for it."""
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "a" * 300}}))
-    with pytest.raises(WeightsError, match=r"1 of the 1 files.*are missing: aaa"):
+    with pytest.raises(WeightsError, match=r"1 of the 1 files.*are not in its folder: aaa"):
         load_weights(TinyModel(), tmp_path, tied=False)
 
 
@@ -316,7 +316,7 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(
 def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     """A checkpoint is one folder."""
     (tmp_path / INDEX_NAME).write_text('{"weight_map": {"a": "../secret.safetensors"}}')
-    with pytest.raises(WeightsError, match=r"outside its folder: \.\./secret"):
+    with pytest.raises(WeightsError, match=r"not in its folder: \.\./secret"):
         load_weights(TinyModel(), tmp_path, tied=False)
 
 
@@ -325,7 +325,7 @@ def test_a_folder_without_weights_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"no \*\.safetensors; download.*dummy"):
         load_weights(TinyModel(), tmp_path, tied=False)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(WeightsError, match=r"only pytorch_model\.bin; convert"):
+    with pytest.raises(WeightsError, match=r"only pytorch_model\.bin; .*convert"):
         load_weights(TinyModel(), tmp_path, tied=False)
 
 
@@ -375,7 +375,9 @@ def test_a_shard_without_a_source_is_the_plugins_fault(tmp_path: Path) -> None:
     """`packed_modules` must name every shard."""
     model = TinyModel()
     model.packed_modules = {"q_proj": ("qkv_proj", "q")}
-    with pytest.raises(PluginLoadError, match=r"no source for shard 'k' of qkv_proj.*model\.md"):
+    with pytest.raises(
+        PluginLoadError, match=r"names the shards \['q'\] of qkv_proj\.weight.*model\.md"
+    ):
         load_weights(model, tmp_path, tied=False)
 
 

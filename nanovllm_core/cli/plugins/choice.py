@@ -1,4 +1,4 @@
-"""Shared by the commands of `nanovllm plugins`: the plugin of a name, and this device."""
+"""Shared by the commands of `nanovllm plugins`: the plugin of a name, this device, `--json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from nanovllm_core.config.sources import load_config
+from nanovllm_core.diagnostics.status import typical_requirements
 from nanovllm_core.errors import PluginConflictError, PluginNotFoundError, did_you_mean, shown
+from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 
@@ -15,6 +17,7 @@ Name = Annotated[str, typer.Argument(help="Name of the plugin.")]
 KindOption = Annotated[
     str | None, typer.Option("--kind", help="Its kind, if several have that name.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def installed_plugins() -> PluginManager:
@@ -45,10 +48,10 @@ def one_plugin(manager: PluginManager, name: str, kind: str | None) -> Installed
     return manager.find(kinds[0], name)
 
 
-def this_device() -> tuple[str, tuple[int, int] | None]:
-    """The device that `auto` takes, and its compute capability."""
+def requirements_here() -> AttentionRequirements:
+    """The requirements of a usual model on the device that `auto` takes."""
     import torch  # Only some commands need it.
 
     if not torch.cuda.is_available():
-        return "cpu", None
-    return "cuda", torch.cuda.get_device_capability()
+        return typical_requirements("cpu", None)
+    return typical_requirements("cuda", torch.cuda.get_device_capability())

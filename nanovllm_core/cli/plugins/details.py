@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from nanovllm_core.cli.plugins.choice import (
-    KindOption,
-    Name,
-    installed_plugins,
-    one_plugin,
-    this_device,
-)
+from nanovllm_core.cli.plugins import choice
 from nanovllm_core.diagnostics.details import plugin_details
-from nanovllm_core.diagnostics.status import plugin_status, typical_requirements
+from nanovllm_core.diagnostics.status import plugin_status
 from nanovllm_core.errors import ConfigError, shown
 from nanovllm_core.registry.kinds import NO_SPEC
 
 
-def show(
-    name: Name,
-    kind: KindOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def show(name: choice.Name, kind: choice.KindOption = None, as_json: choice.AsJson = False) -> None:
     """Show what a plugin is, where it is defined, what it can do and whether it runs here.
 
     Attention backends are checked for grouped heads of size 128 on this device, in bfloat16 on a
     GPU and float32 on a CPU.
     """
-    manager = installed_plugins()
-    plugin = one_plugin(manager, name, kind)
-    status = plugin_status(manager, plugin, typical_requirements(*this_device()))
+    manager = choice.installed_plugins()
+    plugin = choice.one_plugin(manager, name, kind)
+    status = plugin_status(manager, plugin, choice.requirements_here())
     details = plugin_details(manager, status)
     if as_json:
         print(json.dumps(details, indent=2))
-        return
-    for line in _lines(details):
-        print(line)
+    else:
+        print("\n".join(_lines(details)))
 
 
-def schema(name: Name, kind: KindOption = None) -> None:
+def schema(name: choice.Name, kind: choice.KindOption = None) -> None:
     """Print the JSON Schema of a plugin's options."""
-    manager = installed_plugins()
-    plugin = one_plugin(manager, name, kind)
+    manager = choice.installed_plugins()
+    plugin = choice.one_plugin(manager, name, kind)
     if plugin.kind in NO_SPEC:
         raise ConfigError(
             f"{plugin.kind} {shown(name)} states no options: an extension reads what stands under "

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from nanovllm_core.cli.extensions import VARIABLE, add_extensions
+from nanovllm_core.cli.plugins.choice import AsJson
 from nanovllm_core.diagnostics.doctor import examine, next_steps
 from nanovllm_core.interfaces.doctor import DoctorCheck
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Check Python, torch, GPUs and every plugin; say what to do next.
 
     Exit status 1 if something prevents generation.
     """
-    checks = examine() + check_commands()
+    checks = examine()
+    try:
+        add_extensions(typer.Typer())
+    except Exception as error:  # whatever it is, the doctor goes on
+        detail = f"no other command can start: {type(error).__name__}: {error}"
+        remedy = f"mend what {VARIABLE} names, or take it out of there"
+        checks.append(DoctorCheck("plugins.enable", False, detail, remedy, fatal=True))
     steps = next_steps(checks)
     if as_json:
         print(json.dumps({"checks": [asdict(check) for check in checks], "next": steps}, indent=2))
@@ -35,17 +39,6 @@ def doctor(
             console.print(Text(f"  {number}. {step}"))
     if any(check.fatal and not check.ok for check in checks):
         raise typer.Exit(1)
-
-
-def check_commands() -> list[DoctorCheck]:
-    """An enabled extension that fails, which stops every other command."""
-    try:
-        add_extensions(typer.Typer())
-    except Exception as error:  # whatever it is, the doctor goes on
-        detail = f"no other command can start: {type(error).__name__}: {error}"
-        remedy = f"mend what {VARIABLE} names, or take it out of there"
-        return [DoctorCheck("plugins.enable", False, detail, remedy, fatal=True)]
-    return []
 
 
 def line(check: DoctorCheck) -> Text:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nanovllm_core.cli.plugins.choice import installed_plugins, this_device
-from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses, typical_requirements
+from nanovllm_core.cli.plugins.choice import AsJson, installed_plugins, requirements_here
+from nanovllm_core.diagnostics.status import PluginStatus, plugin_statuses
 from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.kinds import KINDS
 
 
-def list_plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def list_plugins(as_json: AsJson = False) -> None:
     """List the installed plugins, and whether this machine can run them.
 
     Plugins are judged by what they declare and by whether their code exists. It is not imported:
@@ -29,7 +25,7 @@ def list_plugins(
     GPU and float32 on a CPU.
     """
     manager = installed_plugins()
-    statuses = plugin_statuses(manager, typical_requirements(*this_device()))
+    statuses = plugin_statuses(manager, requirements_here())
     if as_json:
         print(json.dumps([status.to_json() for status in statuses], indent=2))
         return
@@ -52,10 +48,7 @@ def _table(statuses: Sequence[PluginStatus]) -> Table:
         text = "yes" if status.state == "ready" else f"no, {status.state}"
         details = "; ".join(status.reasons) or status.note
         table.add_row(
-            plugin.kind,
-            escape(plugin.name),
-            escape(plugin.distribution),
-            escape(plugin.version),
+            *map(escape, (plugin.kind, plugin.name, plugin.distribution, plugin.version)),
             f"[{colours[status.state]}]{text}[/]" + (f": {escape(details)}" if details else ""),
         )
     return table

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import nanovllm_kit
 from nanovllm_core.errors import ConfigError, PluginLoadError, PluginNotFoundError
 from nanovllm_core.interfaces.specs import NoOptions, SchedulerSpec
 from nanovllm_kit import (
@@ -178,6 +179,18 @@ def test_the_package_imports_no_pytest_until_a_suite_is_used() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "True"]
+
+
+def test_every_public_name_is_listed_and_can_be_imported() -> None:
+    """Each is written once, in an import for type checkers; `__all__` and `dir` follow from it."""
+    assert {"AttentionConformance", "plugin_under_test", "kind_under_test"} <= set(
+        nanovllm_kit.__all__
+    )
+    for name in nanovllm_kit.__all__:
+        assert getattr(nanovllm_kit, name).__name__ == name
+    assert set(nanovllm_kit.__all__) <= set(dir(nanovllm_kit))
+    with pytest.raises(AttributeError, match="nanovllm_kit has no attribute 'Suites'"):
+        getattr(nanovllm_kit, "Suite" + "s")
 
 
 def test_the_module_that_the_suites_left_names_the_distribution() -> None:

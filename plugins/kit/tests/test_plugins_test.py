@@ -319,7 +319,7 @@ def test_words_that_cannot_be_read_are_refused() -> None:
 
 def in_its_own_process(*arguments: str) -> str:
     """What the command prints where no suite was imported before."""
-    command = [sys.executable, "-m", "nanovllm_core.cli.main", "plugins", "test", *arguments]
+    command = [sys.executable, "-m", "nanovllm_core", "plugins", "test", *arguments]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
         command, env=variables, capture_output=True, text=True, check=False
