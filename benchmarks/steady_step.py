@@ -99,7 +99,7 @@ def decoding(arguments: argparse.Namespace, num_steps: int) -> Iterator[tuple[LL
     ) as llm:  # fmt: skip
         rng = np.random.default_rng(0)
         for index in range(arguments.batch):
-            # One row in block_size crosses a page at every step, as where requests come and go.
+            # One row in block_size crosses a block at every step, as where requests come and go.
             length = PROMPT_LEN + index % llm.info.block_size
             prompt = rng.integers(0, min(VOCABULARY, llm.info.vocab_size), length)
             params = SamplingParams(temperature=0.6, max_tokens=num_steps + 100, ignore_eos=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 from results_tables import table
@@ -73,21 +74,16 @@ def methods_of(cls: type) -> str:
     return table((f"method of a `{cls.__name__}`", "returns", "meaning"), rows)
 
 
-def request_table() -> str:
-    return fields_of(RequestView)
+_REQUEST = partial(fields_of, RequestView)
 
+POLICY: Mapping[str, Callable[[], str]] = {
+    "policy": partial(methods_of, SchedulingPolicy),
+    "request": _REQUEST,
+}
 
-def state_table() -> str:
-    return fields_of(SchedulerState)
-
-
-def share_table() -> str:
-    return fields_of(PrefillShare)
-
-
-def scheduler_table() -> str:
-    return methods_of(Scheduler)
-
-
-def policy_table() -> str:
-    return methods_of(SchedulingPolicy)
+SCHEDULER: Mapping[str, Callable[[], str]] = {
+    "scheduler": partial(methods_of, Scheduler),
+    "state": partial(fields_of, SchedulerState),
+    "share": partial(fields_of, PrefillShare),
+    "request": _REQUEST,
+}

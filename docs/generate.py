@@ -20,15 +20,17 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-from contract_tables import (
-    policy_table,
-    request_table,
-    scheduler_table,
-    share_table,
-    state_table,
+from contract_tables import POLICY, SCHEDULER
+from results_tables import (
+    ATTENTION,
+    PERFORMANCE,
+    README,
+    Results,
+    Tables,
+    compare_table,
+    table,
 )
-from results_tables import ATTENTION, PERFORMANCE, README, Results, table
-from settings_tables import allowed, default, field_tables, flat_keywords, sampling_table
+from settings_tables import CONFIGURATION, allowed, default
 
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
@@ -55,28 +57,20 @@ from nanovllm_core.registry.objects import load_object
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "benchmarks"
 PLOT = BENCHMARKS / "results" / "h200" / "by_batch.svg"
-
-TABLES: Mapping[str, Callable[[], str]] = {
-    "fields": field_tables,
-    "flat keywords": flat_keywords,
-    "sampling": sampling_table,
-}
+GPU, CPU = (
+    Results.read(BENCHMARKS / "results" / machine, BENCHMARKS / "peers.json")
+    for machine in ("h200", "cpu")
+)
 
 
-def measured(
-    tables: Mapping[str, Callable[[Results, Results], str]],
-) -> Mapping[str, Callable[[], str]]:
-    """Tables of the committed results: of the GPU, and of a CPU."""
-    peers = BENCHMARKS / "peers.json"
-    gpu = Results.read(BENCHMARKS / "results" / "h200", peers)
-    cpu = Results.read(BENCHMARKS / "results" / "cpu", peers)
-    return {name: partial(make, gpu, cpu) for name, make in tables.items()}
+def measured(tables: Tables) -> Mapping[str, Callable[[], str]]:
+    """Tables of the results that were committed for the GPU."""
+    return {name: partial(make, GPU) for name, make in tables.items()}
 
 
 def by_batch() -> dict[str, Any]:
     """What the plot shows: the table of backends and the fixed lengths; empty without either."""
-    results = Results.read(BENCHMARKS / "results" / "h200", BENCHMARKS / "peers.json")
-    records = [*results.named("table").values(), *results.named("fixed_").values()]
+    records = [*GPU.named("table").values(), *GPU.named("fixed_").values()]
     return series_of(records) if records else {}
 
 
@@ -122,8 +116,8 @@ def capability_table() -> str:
             compute_capability=(9, 0),
             cuda_graphs=True,
         )
-        pages = [spec.kv_layouts(asked, spec.options())[0].block_multiple for spec in specs]
-        rows.append([f"Preferred block multiple, {phase}", *(f"{size} tokens" for size in pages)])
+        blocks = [spec.kv_layouts(asked, spec.options())[0].block_multiple for spec in specs]
+        rows.append([f"Preferred block multiple, {phase}", *(f"{size} tokens" for size in blocks)])
         rows.append([f"Rank, {phase}", *(str(spec.rank(asked)) for spec in specs)])
     return table(["", *(f"`{spec.name}`" for spec in specs)], rows)
 
@@ -204,7 +198,7 @@ def option_table() -> str:
 
 
 def gathering_table() -> str:
-    """What a dense copy of the pages takes in one layer, by the shapes of a config.json."""
+    """What a dense copy of the blocks takes in one layer, by the shapes of a config.json."""
     file = BENCHMARKS / "configs" / "qwen3-0.6b" / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -224,7 +218,9 @@ def limit_table() -> str:
     logprobs = sampling_params.MAX_LOGPROBS
     largest = f"2^{sampling_params.MAX_INTEGER.bit_length()} - 1"
     penalty = f"{-sampling_params.MAX_PENALTY:g} to {sampling_params.MAX_PENALTY:g}"
-    rows = [
+    scale = f"{sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}"
+    bias = f"{-sampling_params.MAX_BIAS:g} to {sampling_params.MAX_BIAS:g}"
+    rows: list[tuple[str, ...]] = [
         ("prompt and answer of one request", "`limits.max_model_len`", "refused when added"),
         ("prompt", "at least 1 token; room for one more", "refused when added"),
         ("requests that run", "`limits.max_num_seqs`", "further ones wait"),
@@ -240,45 +236,32 @@ def limit_table() -> str:
             "refused at start",
         ),
         ("steps ahead", f"0 to {steps}", "refused at start"),
-        ("outputs of one prompt", f"1 to {sampling_params.MAX_SAMPLES:,} (`n`)", "refused"),
+        ("outputs of one prompt", f"1 to {sampling_params.MAX_SAMPLES:,} (`n`)"),
         (
             "labels of one request",
             f"{request_labels.MAX_LABELS}: names of 1 to {request_labels.MAX_NAME_LENGTH} "
             f"characters, values of 0 to {request_labels.MAX_TEXT_LENGTH}",
-            "refused",
         ),
-        ("reported likeliest tokens", f"0 to {logprobs} (`logprobs`)", "refused"),
+        ("reported likeliest tokens", f"0 to {logprobs} (`logprobs`)"),
         (
             "stop ids that the device checks",
             str(MAX_DEVICE_STOP_IDS),
             "with more, the host checks each token of that request",
         ),
-        (
-            "temperature",
-            f"0, or {sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}",
-            "refused",
-        ),
-        (
-            "repetition penalty",
-            f"{sampling_params.MIN_SCALE:g} to {sampling_params.MAX_SCALE:g}",
-            "refused",
-        ),
-        ("`max_tokens`", f"1 to {largest}", "refused"),
-        ("`min_tokens`", "0 to `max_tokens`", "refused"),
-        ("presence penalty", penalty, "refused"),
-        ("frequency penalty", penalty, "refused"),
-        (
-            "bias of a token id",
-            f"{-sampling_params.MAX_BIAS:g} to {sampling_params.MAX_BIAS:g}",
-            "refused",
-        ),
-        ("stop strings, and stop ids", f"{sampling_params.MAX_STOPS:,} each", "refused"),
-        ("token ids with a bias", f"{sampling_params.MAX_BIASED_IDS:,} of a request", "refused"),
-        ("`top_k`", f"-1 to {largest}", "refused"),
-        ("`priority`", f"up to {largest}, and down to its negative", "refused"),
-        ("`top_p`", "above 0, at most 1", "refused"),
-        ("`min_p`", "0 to 1", "refused"),
-        ("seeds", f"0 to {largest}", "refused"),
+        ("temperature", f"0, or {scale}"),
+        ("repetition penalty", scale),
+        ("`max_tokens`", f"1 to {largest}"),
+        ("`min_tokens`", "0 to `max_tokens`"),
+        ("presence penalty", penalty),
+        ("frequency penalty", penalty),
+        ("bias of a token id", bias),
+        ("stop strings, and stop ids", f"{sampling_params.MAX_STOPS:,} each"),
+        ("token ids with a bias", f"{sampling_params.MAX_BIASED_IDS:,} of a request"),
+        ("`top_k`", f"-1 to {largest}"),
+        ("`priority`", f"up to {largest}, and down to its negative"),
+        ("`top_p`", "above 0, at most 1"),
+        ("`min_p`", "0 to 1"),
+        ("seeds", f"0 to {largest}"),
         ("a configuration file", f"{config_yaml.MAX_SIZE:,} characters", "refused at start"),
         (
             "keys and values of one file, and those that its aliases repeat",
@@ -288,14 +271,11 @@ def limit_table() -> str:
         ("nested sections", str(config_yaml.MAX_DEPTH), "refused at start"),
         ("plugins in one list", "100", "refused at start"),
         ("integers in one file", "64 bits", "refused at start"),
-        (
-            "prompts in a file of `nanovllm generate`",
-            f"{MAX_PROMPTS:,}, {MAX_SIZE >> 20} MiB",
-            "refused",
-        ),
+        ("prompts in a file of `nanovllm generate`", f"{MAX_PROMPTS:,}, {MAX_SIZE >> 20} MiB"),
         ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are split into slices"),
     ]
-    return table(["what", "limit", "beyond it"], rows)
+    complete = [row if len(row) == 3 else (*row, "refused") for row in rows]
+    return table(["what", "limit", "beyond it"], complete)
 
 
 # -- scheduling ------------------------------------------------------------------------------------
@@ -375,7 +355,7 @@ def job(tokens: int, arrival_step: int) -> Any:
 
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "../README.md": measured(README),
-    "configuration.md": TABLES,
+    "configuration.md": CONFIGURATION,
     "capabilities.md": {
         "capabilities": capability_table,
         "providers": provider_table,
@@ -383,22 +363,21 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "options": option_table,
     },
     "limits.md": {"limits": limit_table},
-    "write/policy.md": {"policy": policy_table, "request": request_table},
-    "write/scheduler.md": {
-        "scheduler": scheduler_table,
-        "state": state_table,
-        "share": share_table,
-        "request": request_table,
-    },
+    "write/policy.md": POLICY,
+    "write/scheduler.md": SCHEDULER,
     "write/model.md": {"signatures": signatures},
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
-    "performance.md": {**measured(PERFORMANCE), "plots": plots},
+    "performance.md": {
+        **measured(PERFORMANCE),
+        "transformers on a cpu": partial(compare_table, CPU),
+        "plots": plots,
+    },
     "attention_implementation.md": measured(ATTENTION),
 }
 
 
-def render(document: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
+def render(document: str, tables: Mapping[str, Callable[[], str]] = CONFIGURATION) -> str:
     """The document with every generated part made anew."""
     for name, make in tables.items():
         pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"

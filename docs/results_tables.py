@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanovllm_bench.roofline import ModelCosts, Rates, generate_floor
-from nanovllm_bench.workloads import fixed_lengths, fixed_workload, nano_workload
+from nanovllm_bench.workloads import fixed_lengths, recorded_workload
 
 Record = Mapping[str, Any]
 NOTHING = "Not measured yet."
@@ -37,6 +38,11 @@ class Results:
     def named(self, prefix: str) -> dict[str, Record]:
         """The records whose file's name begins so."""
         return {name: one for name, one in self.records.items() if name.startswith(prefix)}
+
+    def entries(self, name: str, key: str) -> Sequence[Any]:
+        """A list in the record of one file; empty without the file."""
+        entries: Sequence[Any] = self.records.get(name, {}).get(key, ())
+        return entries
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -62,6 +68,10 @@ def share_of(record: Record) -> str:
 
 def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def gib(memory: float | None) -> str:
+    return "–" if memory is None else f"{memory} GiB"
 
 
 def nano_table(results: Results) -> str:
@@ -92,11 +102,6 @@ def _backend(record: Record) -> str:
     return prefill if prefill == decode else f"{prefill}+{decode}"
 
 
-def _lengths(workload: str, num_seqs: int) -> list[tuple[int, int]]:
-    fixed = fixed_lengths(workload)
-    return (fixed_workload(num_seqs, *fixed) if fixed else nano_workload(num_seqs)).lengths
-
-
 def _workload_order(name: str) -> tuple[int, int]:
     lengths = fixed_lengths(name)
     return (sum(lengths), int(name.split()[0])) if lengths else (0, 0)
@@ -118,16 +123,11 @@ def peers_table(results: Results) -> str:
     rows = []
     for workload in sorted(results.peers["tokens_per_second"], key=_workload_order):
         peers = results.peers["tokens_per_second"][workload]
-        record = ours.get(workload)
-        rows.append(
-            (
-                workload,
-                *(f"{peers[name]:,}" for name in engines),
-                "–" if record is None else f"{rate_of(record):,.0f}",
-                "–" if record is None else f"{rate_of(record) / max(peers.values()):.2f}",
-                "–" if record is None else share_of(record),
-            )
-        )
+        cells = ["–", "–", "–"]
+        if record := ours.get(workload):
+            rate = rate_of(record)
+            cells = [f"{rate:,.0f}", f"{rate / max(peers.values()):.2f}", share_of(record)]
+        rows.append((workload, *(f"{peers[name]:,}" for name in engines), *cells))
     return table(("workload", *engines.values(), "nanovllm", "to the best", "our share"), rows)
 
 
@@ -154,7 +154,7 @@ def floor_table(results: Results) -> str:
     rows = []
     for workload in sorted(results.peers["tokens_per_second"], key=_workload_order):
         num_seqs = 256 if workload == "nano" else int(workload.split()[0])
-        lengths = _lengths(workload, num_seqs)
+        lengths = recorded_workload({"workload": workload, "num_seqs": num_seqs}).lengths
         floor = generate_floor(costs, lengths, num_seqs, rates)
         tokens = sum(output for _, output in lengths)
         rows.append(
@@ -200,7 +200,8 @@ def start_table(results: Results) -> str:
         for cache in ("warm", "empty"):
             starts = [s for s in record["starts"] if s["triton_cache"] == cache]
             quickest = min(starts, key=lambda start: float(start["ready"]))
-            parts = (("import", "plan", "device"), ("model", "attention", "cache"), _CAPTURE)
+            parts = [("import", "plan", "device"), ("model", "attention", "cache")]
+            parts.append(("warm_up", "capture"))
             ours.append(
                 (
                     f"nanovllm, `{name.removeprefix('start_')}`",
@@ -210,10 +211,7 @@ def start_table(results: Results) -> str:
                 )
             )
     head = ("engine", "compile caches", "start to ready", "imports and choices")
-    return table((*head, "weights, trial step, pages", "warm-up and capture"), [*ours, *peers])
-
-
-_CAPTURE = ("warm_up", "capture")
+    return table((*head, "weights, trial step, blocks", "warm-up and capture"), [*ours, *peers])
 
 
 def latency_table(results: Results) -> str:
@@ -233,12 +231,9 @@ def latency_table(results: Results) -> str:
 
 def backends_table(results: Results) -> str:
     """tok/s by backend, batch and length; output as long as the prompt."""
-    record = results.records.get("table")
-    if record is None:
-        return NOTHING
-    names = list(record["engines"])
+    names = list(results.records.get("table", {}).get("engines", ()))
     rows = []
-    for cell in record["cells"]:
+    for cell in results.entries("table", "cells"):
         values = [cell["backends"][name]["result"] for name in names]
         speed_up = cell["speed_up"]
         rows.append(
@@ -255,12 +250,9 @@ def backends_table(results: Results) -> str:
 
 def attention_table(results: Results, phase: str) -> str:
     """Time and rate of attention alone, by length and backend."""
-    record = results.records.get(f"attention_{phase}")
-    if record is None:
-        return NOTHING
     rate, unit = ("tb_per_s", "TB/s") if phase == "decode" else ("tflop_per_s", "TFLOP/s")
     rows = []
-    for row in record["rows"]:
+    for row in results.entries(f"attention_{phase}", "rows"):
         for name, cell in row["backends"].items():
             shown = f"**{name}**" if name == row["winner"] else name
             rows.append((f"{row['length']}", shown, *_attention_cells(cell, rate)))
@@ -277,15 +269,12 @@ def _attention_cells(cell: Record, rate: str) -> tuple[str, ...]:
 
 def error_table(results: Results, phase: str) -> str:
     """Relative error and peak memory of attention, by length, a column pair per backend."""
-    record = results.records.get(f"attention_{phase}")
-    if record is None:
-        return NOTHING
-    names = list(record["rows"][0]["backends"])
-    rows = []
-    for row in record["rows"]:
-        cells = [row["backends"][name] for name in names]
-        values = [value for cell in cells for value in _error_cells(cell)]
-        rows.append((f"{row['length']}", *values))
+    measured = results.entries(f"attention_{phase}", "rows")
+    names = list(measured[0]["backends"]) if measured else []
+    rows = [
+        (f"{row['length']}", *(v for name in names for v in _error_cells(row["backends"][name])))
+        for row in measured
+    ]
     head = [title for name in names for title in (f"{name}: error", f"{name}: peak MiB")]
     return table(("length", *head), rows)
 
@@ -306,14 +295,13 @@ def compare_table(results: Results) -> str:
         for name, one in sides.items():
             rate = record["output_tokens"] / min(one["seconds"])
             ratio = record["output_tokens"] / min(record["ours"]["seconds"]) / rate
-            peak = one["peak_memory_gib"]
             rows.append(
                 (
                     f"`{record['config']['model']}`, {record['device']}",
                     name,
                     f"{rate:,.0f}",
                     f"{one['ttft_ms']['p50']:,.0f} ms",
-                    "–" if peak is None else f"{peak} GiB",
+                    gib(one["peak_memory_gib"]),
                     "" if name == "nanovllm" else f"{ratio:.2f}",
                 )
             )
@@ -323,14 +311,10 @@ def compare_table(results: Results) -> str:
 
 def truncation_table(results: Results) -> str:
     """top_k and top_p: a sort of the rows beside the kernel as it is tiled now."""
-    record = results.records.get("top_k_top_p")
-    if record is None:
-        return NOTHING
-    lines = record["milliseconds"]
-    kernel = list(lines[0])[-1]  # the largest tile, which is the one that was taken
     rows = [
-        (f"{line['rows']}", line["cut"], f"{line['sort']:.2f} ms", f"{line[kernel]:.2f} ms")
-        for line in lines
+        # The last tile of a line is the largest, which the kernel uses.
+        (f"{line['rows']}", line["cut"], f"{line['sort']:.2f} ms", f"{[*line.values()][-1]:.2f} ms")
+        for line in results.entries("top_k_top_p", "milliseconds")
     ]
     return table(("rows", "limits", "by sorting", "by the kernel"), rows)
 
@@ -339,28 +323,25 @@ def bursts_table(results: Results) -> str:
     """Prompts that come at once to an idle engine, until the last of them has its first token."""
     rows = [
         (f"{burst['prompts']}", f"{burst['length']:,}", f"{burst['ms']:.1f} ms")
-        for burst in results.records.get("bursts", {}).get("bursts", ())
+        for burst in results.entries("bursts", "bursts")
     ]
     return table(("prompts at once", "tokens of each", "all first tokens"), rows)
 
 
-_WHEN = ("before", "after")
-
-
 def steps_table(results: Results) -> str:
     """What each step of the work was predicted to buy, what it bought, and what limits then."""
+    times = "before", "after"
     rows = [
         (
             step["name"],
             f"{step['predicted']:+.0%}",
-            *(f"{step[when]:,.{step.get('digits', 0)}f} {step['unit']}" for when in _WHEN),
+            *(f"{step[time]:,.{step.get('digits', 0)}f} {step['unit']}" for time in times),
             f"{step['after'] / step['before'] - 1:+.0%}",
             step["limits"],
         )
-        for step in results.records.get("steps", {}).get("steps", ())
+        for step in results.entries("steps", "steps")
     ]
-    head = ("step", "predicted", *_WHEN, "bought", "what limits now")
-    return table(head, rows)
+    return table(("step", "predicted", *times, "bought", "what limits now"), rows)
 
 
 def files_table(results: Results) -> str:
@@ -386,29 +367,28 @@ def files_table(results: Results) -> str:
     return table(("file", "device", "versions", "commit", "tree"), rows)
 
 
-README: Mapping[str, Callable[[Results, Results], str]] = {
-    "speed": lambda gpu, _cpu: speed_table(gpu),
+Tables = Mapping[str, Callable[[Results], str]]
+
+README: Tables = {"speed": speed_table}
+
+PERFORMANCE: Tables = {
+    "floors": floor_table,
+    "nano": nano_table,
+    "peers": peers_table,
+    "fixed": fixed_table,
+    "start": start_table,
+    "latency": latency_table,
+    "bursts": bursts_table,
+    "backends": backends_table,
+    "attention prefill": partial(attention_table, phase="prefill"),
+    "attention decode": partial(attention_table, phase="decode"),
+    "transformers": compare_table,
+    "truncation": truncation_table,
+    "steps": steps_table,
+    "files": files_table,
 }
 
-PERFORMANCE: Mapping[str, Callable[[Results, Results], str]] = {
-    "floors": lambda gpu, _cpu: floor_table(gpu),
-    "nano": lambda gpu, _cpu: nano_table(gpu),
-    "peers": lambda gpu, _cpu: peers_table(gpu),
-    "fixed": lambda gpu, _cpu: fixed_table(gpu),
-    "start": lambda gpu, _cpu: start_table(gpu),
-    "latency": lambda gpu, _cpu: latency_table(gpu),
-    "bursts": lambda gpu, _cpu: bursts_table(gpu),
-    "backends": lambda gpu, _cpu: backends_table(gpu),
-    "attention prefill": lambda gpu, _cpu: attention_table(gpu, "prefill"),
-    "attention decode": lambda gpu, _cpu: attention_table(gpu, "decode"),
-    "transformers": lambda gpu, _cpu: compare_table(gpu),
-    "transformers on a cpu": lambda _gpu, cpu: compare_table(cpu),
-    "truncation": lambda gpu, _cpu: truncation_table(gpu),
-    "steps": lambda gpu, _cpu: steps_table(gpu),
-    "files": lambda gpu, _cpu: files_table(gpu),
-}
-
-ATTENTION: Mapping[str, Callable[[Results, Results], str]] = {
-    "prefill errors": lambda gpu, _cpu: error_table(gpu, "prefill"),
-    "decode errors": lambda gpu, _cpu: error_table(gpu, "decode"),
+ATTENTION: Tables = {
+    "prefill errors": partial(error_table, phase="prefill"),
+    "decode errors": partial(error_table, phase="decode"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -110,3 +110,10 @@ def sampling_table() -> str:
             text = inspect.cleandoc(ast.literal_eval(after.value)).replace("\n", " ")
             rows.append(f"| `{ast.unparse(node.target)}` | `{ast.unparse(node.value)}` | {text} |")
     return "\n".join(["| argument | default | meaning |", "|---|---|---|", *rows])
+
+
+CONFIGURATION: Mapping[str, Callable[[], str]] = {
+    "fields": field_tables,
+    "flat keywords": flat_keywords,
+    "sampling": sampling_table,
+}

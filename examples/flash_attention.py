@@ -1,11 +1,11 @@
-"""FlashAttention-2 (Dao 2023, arXiv:2307.08691) over KV pages, on one screen of plain torch.
+"""FlashAttention-2 (Dao 2023, arXiv:2307.08691) over KV blocks, on one screen of plain torch.
 
     python examples/flash_attention.py
 
 Causal attention of one head of one sequence, which never writes the scores of all queries and keys
 to memory. The kernels of nanovllm-attention-triton do the same, with many programs at once.
 
-Shape suffixes: T queries, L keys, D head size, N pages, P tokens per page, Q queries of a tile.
+Shape suffixes: T queries, L keys, D head size, N blocks, P tokens per block, Q queries of a tile.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 def flash_attention(
     q_TD: Tensor, k_NPD: Tensor, v_NPD: Tensor, block_table: Tensor, num_keys: int, tile: int = 64
 ) -> Tensor:
-    """The queries are the last T of `num_keys` positions; `block_table` [M] names their pages."""
+    """The queries are the last T of `num_keys` positions; `block_table` [M] names their blocks."""
     num_queries, head_size = q_TD.shape
-    page_size = k_NPD.shape[1]
+    block_size = k_NPD.shape[1]
     out_TD = torch.empty_like(q_TD)
     for first in range(0, num_queries, tile):  # tiles of queries know nothing of each other
         q_QD = q_TD[first : first + tile] * head_size**-0.5  # the scale, once
@@ -30,11 +30,11 @@ def flash_attention(
         sum_Q1 = torch.zeros(len(q_QD), 1, dtype=q_TD.dtype)
         mixed_QD = torch.zeros_like(q_QD)
         last = int(position_Q[-1])  # no query of this tile may look further
-        for index in range(last // page_size + 1):
-            page = block_table[index]  # where these keys really lie
-            used = min(page_size, num_keys - index * page_size)  # the rest may hold anything
-            k_PD, v_PD = k_NPD[page, :used], v_NPD[page, :used]
-            key_P = index * page_size + torch.arange(used)
+        for index in range(last // block_size + 1):
+            block = block_table[index]  # where these keys really lie
+            used = min(block_size, num_keys - index * block_size)  # the rest may hold anything
+            k_PD, v_PD = k_NPD[block, :used], v_NPD[block, :used]
+            key_P = index * block_size + torch.arange(used)
             scores_QP = q_QD @ k_PD.T
             scores_QP = scores_QP.masked_fill(key_P > position_Q[:, None], -torch.inf)
             # A larger score than before makes all earlier weights smaller by the same factor.
@@ -58,15 +58,15 @@ def naive_attention(q_TD: Tensor, k_LD: Tensor, v_LD: Tensor) -> Tensor:
 
 def main() -> None:
     torch.manual_seed(0)
-    num_keys, num_queries, head_size, page_size = 1000, 300, 64, 16
-    k_NPD, v_NPD = torch.randn(2, 100, page_size, head_size).unbind()
-    block_table = torch.randperm(100)[: -(-num_keys // page_size)]  # scattered, in any order
+    num_keys, num_queries, head_size, block_size = 1000, 300, 64, 16
+    k_NPD, v_NPD = torch.randn(2, 100, block_size, head_size).unbind()
+    block_table = torch.randperm(100)[: -(-num_keys // block_size)]  # scattered, in any order
     q_TD = torch.randn(num_queries, head_size)
     out_TD = flash_attention(q_TD, k_NPD, v_NPD, block_table, num_keys)
-    k_LD, v_LD = (pages[block_table].flatten(0, 1)[:num_keys] for pages in (k_NPD, v_NPD))
+    k_LD, v_LD = (blocks[block_table].flatten(0, 1)[:num_keys] for blocks in (k_NPD, v_NPD))
     difference = (out_TD - naive_attention(q_TD, k_LD, v_LD)).abs().max()
     print(f"largest difference to naive attention: {difference:.1e}")
-    print(f"scores at once: {num_queries * num_keys:,} naive, {64 * page_size:,} here")
+    print(f"scores at once: {num_queries * num_keys:,} naive, {64 * block_size:,} here")
 
 
 if __name__ == "__main__":

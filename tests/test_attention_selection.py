@@ -277,7 +277,7 @@ def test_a_backend_that_fails_while_asked_is_named(backend: Backend) -> None:
     [("[('NPKD', 1)]", 16), ("[('NPKD', 16)]", 16), ("[('NPKD', 64), ('NPKD', 16)]", 64),
      ("[('NPKD', 24)]", 24), ("[('NPKD', 6)]", 18)],
 )  # fmt: skip
-def test_the_page_is_the_first_layouts_multiple_and_16_at_least(
+def test_the_block_is_the_first_layouts_multiple_and_16_at_least(
     backend: Backend, layouts: str, block_size: int
 ) -> None:
     backend("x", layouts=layouts)
@@ -296,7 +296,7 @@ def test_a_pair_takes_the_decode_backends_first_layout_that_both_read(backend: B
     ("reader", "block_size"),
     [("[('NPKD', 128), ('NPKD', 16)]", 128), ("[('NPKD', 256)]", 256), ("[('NPKD', 16)]", 16)],
 )
-def test_a_page_that_both_of_a_pair_list_comes_first(
+def test_a_block_that_both_of_a_pair_list_comes_first(
     backend: Backend, reader: str, block_size: int
 ) -> None:
     """FlashAttention-4 with triton: 128; torch's varlen with triton: 256; sdpa with it: 16."""
@@ -305,7 +305,7 @@ def test_a_page_that_both_of_a_pair_list_comes_first(
     assert select({"prefill": "reader", "decode": "writer"}).block_size == block_size
 
 
-def test_the_pages_of_a_pair_suit_both(backend: Backend) -> None:
+def test_the_blocks_of_a_pair_suit_both(backend: Backend) -> None:
     backend("reader", layouts="[('NPKD', 96)]")
     backend("writer", layouts="[('NPKD', 64)]")
     assert select({"prefill": "reader", "decode": "writer"}).block_size == 192

@@ -62,22 +62,22 @@ def test_the_script_for_nano_vllm_makes_the_calls_of_its_readme() -> None:
 
 
 @pytest.mark.parametrize("tile", [1, 7, 64])
-@pytest.mark.parametrize("page_size", [1, 16, 48])
+@pytest.mark.parametrize("block_size", [1, 16, 48])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 77), (77, 77), (30, 100)])
 def test_flash_attention_equals_naive_attention(
-    queries: int, keys: int, page_size: int, tile: int
+    queries: int, keys: int, block_size: int, tile: int
 ) -> None:
-    """For every length, page and tile; pages it does not own and unused tails are NaN."""
+    """For every length, block and tile; blocks it does not own and unused tails are NaN."""
     example = runpy.run_path(str(EXAMPLES / "flash_attention.py"))
     torch.manual_seed(keys)
     q_TD = torch.randn(queries, 32, dtype=torch.float64) * 5  # peaked weights: order matters
     k_LD, v_LD = torch.randn(2, keys, 32, dtype=torch.float64).unbind()
-    num_pages = -(-keys // page_size)
-    block_table = torch.randperm(num_pages + 3)[:num_pages]
-    k_NPD, v_NPD = torch.full((2, num_pages + 3, page_size, 32), torch.nan).double().unbind()
+    num_blocks = -(-keys // block_size)
+    block_table = torch.randperm(num_blocks + 3)[:num_blocks]
+    k_NPD, v_NPD = torch.full((2, num_blocks + 3, block_size, 32), torch.nan).double().unbind()
     for position in range(keys):
-        page, offset = block_table[position // page_size], position % page_size
-        k_NPD[page, offset], v_NPD[page, offset] = k_LD[position], v_LD[position]
+        block, offset = block_table[position // block_size], position % block_size
+        k_NPD[block, offset], v_NPD[block, offset] = k_LD[position], v_LD[position]
     out_TD = example["flash_attention"](q_TD, k_NPD, v_NPD, block_table, keys, tile)
     torch.testing.assert_close(out_TD, example["naive_attention"](q_TD, k_LD, v_LD))
 

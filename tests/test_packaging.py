@@ -24,12 +24,15 @@ from nanovllm_core.registry.discovery import (
 )
 from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
+from .environments import make_environment
+
 ROOT = Path(__file__).parents[1]
 PROJECTS = {
     file.parent: tomllib.loads(file.read_text())["project"]
     for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml")))
 }
 PLUGINS = {folder: project for folder, project in PROJECTS.items() if folder != ROOT}
+EXAMPLES = sorted(file.parent for file in ROOT.glob("examples/plugins/*/pyproject.toml"))
 CORE: Mapping[str, Any] = PROJECTS[ROOT]
 
 
@@ -168,12 +171,57 @@ def fails(*command: str | Path, **variables: str) -> str:
     return message
 
 
-def build_wheels(folder: Path) -> list[Path]:
+def build_wheels(folder: Path, *projects: Path) -> list[Path]:
+    """The wheels, the core's first."""
     run(
         *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
-        *("-w", folder, *PROJECTS),
+        *("-w", folder, *projects),
     )
-    return sorted(folder.glob("*.whl"))
+    wheels = sorted(folder.glob("*.whl"))
+    return sorted(wheels, key=lambda wheel: not wheel.name.startswith("nanovllm_core-"))
+
+
+ALONE = """
+import sys
+from importlib import import_module, invalidate_caches
+from importlib.metadata import distributions
+from nanovllm_core.registry import NO_SPEC, get_plugin_manager
+from nanovllm_core.registry.objects import load_object
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    invalidate_caches()
+    [distribution] = distributions(path=[folder])
+    package = distribution.name.replace("-", "_")
+    import_module(package)
+    for entry_point in distribution.entry_points:
+        entry_point.load()
+    manager = get_plugin_manager()
+    for plugin in manager.installed():
+        if plugin.distribution == distribution.name and plugin.kind not in NO_SPEC:
+            load_object(manager.spec(plugin.kind, plugin.name).impl)
+    ours = {name.partition(".")[0] for name in sys.modules if name.startswith("nanovllm")}
+    print(package if ours == {"nanovllm_core", package} else f"{package} imported {ours}")
+    sys.path.remove(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.wheels
+def test_each_distribution_loads_beside_the_core_alone(tmp_path: Path) -> None:
+    """Plugins, commands and suites, from its wheel: a wheel of pure Python is a folder of modules.
+
+    None imports another plugin, and none lacks a file.
+    """
+    core, *others = build_wheels(tmp_path / "dist", *PROJECTS, *EXAMPLES)
+    python = make_environment(tmp_path / "env")
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", core)
+    folders = [tmp_path / wheel.name.partition("-")[0] for wheel in others]
+    for wheel, folder in zip(others, folders, strict=True):
+        zipfile.ZipFile(wheel).extractall(folder)
+    loaded = run(python, "-c", ALONE, *folders)
+    assert loaded.split("\n") == [*(folder.name for folder in folders), ""]
 
 
 ASK = """
@@ -189,7 +237,7 @@ with LLM(config_file=sys.argv[1]) as llm:
 @pytest.mark.wheels
 def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(tmp_path: Path) -> None:
     """From the core alone to everything, in one environment, as a user would add to it."""
-    wheels = build_wheels(tmp_path / "dist")
+    wheels = build_wheels(tmp_path / "dist", *PROJECTS)
     assert len(wheels) == len(PROJECTS)
     for wheel in wheels:
         assert any(name.endswith("/py.typed") for name in zipfile.ZipFile(wheel).namelist())

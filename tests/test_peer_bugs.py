@@ -23,7 +23,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
         "the last running sequence cannot append a block",
         {
             ENGINE: [
-                "test_the_last_running_request_always_gets_its_page",
+                "test_the_last_running_request_always_gets_its_block",
                 "test_what_can_never_fit_is_refused_when_it_is_added",
             ],
             f"{E2E}/test_invariance.py": ["test_giving_way_loses_no_token"],
@@ -80,7 +80,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
                 "test_memory_of_other_processes_is_not_taken_off_the_share",
                 "test_no_more_is_promised_than_is_free",
             ],
-            "tests/worker/test_executor.py": ["test_a_given_number_of_pages_is_honoured"],
+            "tests/worker/test_executor.py": ["test_a_given_number_of_blocks_is_honoured"],
         },
     ),
     8: (
@@ -99,7 +99,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
         "padding rows of a graph write into slot 0",
         {
             "tests/worker/test_runner.py": [
-                "test_padding_neither_writes_nor_reads_page_0",
+                "test_padding_neither_writes_nor_reads_block_0",
                 "test_a_padded_decode_step_equals_one_without_padding",
             ],
             "tests/worker/test_rows.py": ["test_padded_entries_neither_read_nor_write"],
@@ -112,7 +112,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
         {
             ENGINE: [
                 "test_a_fully_cached_prompt_still_computes_a_token",
-                "test_a_reused_page_is_no_longer_found_by_its_old_content",
+                "test_a_reused_block_is_no_longer_found_by_its_old_content",
             ],
             "tests/worker/test_rows.py": [
                 "test_a_decode_entry_reads_the_id_at_its_computed_position"
@@ -125,7 +125,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
             ENGINE: ["test_a_preempted_request_goes_on_where_it_was"],
             f"{E2E}/test_invariance.py": [
                 "test_giving_way_loses_no_token",
-                "test_a_stream_that_gives_way_repeats_no_token",
+                "test_a_preempted_stream_repeats_no_token",
             ],
         },
     ),
@@ -142,16 +142,16 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
         "hashes published too early or erased by a hit, one-token prompts",
         {
             ENGINE: [
-                "test_a_page_is_not_found_before_its_kv_is_computed",
-                "test_a_hit_on_a_free_page_keeps_it_findable",
-                "test_prompts_round_a_page_boundary_run",
+                "test_a_block_is_not_found_before_its_kv_is_computed",
+                "test_a_hit_on_a_free_block_keeps_it_findable",
+                "test_prompts_round_a_block_boundary_run",
             ]
         },
     ),
     14: (
         "block two hashed without its parent",
         {
-            ENGINE: ["test_the_second_page_is_named_by_its_parent_too"],
+            ENGINE: ["test_the_second_block_is_named_by_its_parent_too"],
             f"{E2E}/test_invariance.py": ["test_no_setting_changes_a_token"],
         },
     ),
@@ -181,7 +181,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
         {
             "tests/worker/test_graphs.py": [
                 "test_graphs_are_freed_once_however_often_it_is_asked",
-                "test_closing_frees_the_graphs_before_pages_and_weights",
+                "test_closing_frees_the_graphs_before_blocks_and_weights",
             ]
         },
     ),
@@ -204,7 +204,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
             ],
             f"{E2E}/test_sampling.py": [
                 "test_a_stop_string_cuts_the_text",
-                "test_samples_of_one_prompt_share_its_pages",
+                "test_samples_of_one_prompt_share_its_blocks",
             ],
             f"{E2E}/test_llm.py": [
                 "test_a_stream_gives_every_token_as_it_comes",
@@ -215,7 +215,7 @@ PINNED: dict[int, tuple[str, dict[str, list[str]]]] = {
     20: (
         "duplicate blocks freed while in use, a plan buffer overwritten in flight",
         {
-            ENGINE: ["test_duplicate_pages_stay_private_and_tables_are_never_rewritten"],
+            ENGINE: ["test_duplicate_blocks_stay_private_and_tables_are_never_rewritten"],
             "tests/worker/test_results.py": ["test_a_result_outlives_its_slot"],
         },
     ),

@@ -136,9 +136,7 @@ def test_without_results_the_page_says_so(generator: ModuleType, tmp_path: Path)
     """Only what was derived or cited is left."""
     tables = sys.modules["results_tables"]
     empty = tables.Results.read(tmp_path, BENCHMARKS / "peers.json")
-    without = {
-        name for name, make in tables.PERFORMANCE.items() if make(empty, empty) == tables.NOTHING
-    }
+    without = {name for name, make in tables.PERFORMANCE.items() if make(empty) == tables.NOTHING}
     assert set(tables.PERFORMANCE) - without == {"peers", "start"}
 
 

@@ -39,7 +39,7 @@ class TestCopy(SchedulerConformance):
 )
 
 ANY = "test_every_request_ends_with_the_tokens_that_its_ids_decide"
-GAVE_WAY = "test_a_request_that_gave_way_waits_again_and_ends"
+PREEMPTED = "test_a_preempted_request_waits_again_and_ends"
 
 
 def bug(
@@ -52,7 +52,7 @@ MUTATIONS = [
     bug(
         "the preempted request itself is handed a block",
         "planner.py",
-        GAVE_WAY,
+        PREEMPTED,
         ("            if victim is request:\n                return False\n", ""),
         peers=1,
     ),
@@ -94,7 +94,7 @@ MUTATIONS = [
     bug(
         "the last sampled token is lost when a request is preempted",
         "planner.py",
-        GAVE_WAY,
+        PREEMPTED,
         (
             "            self._leave_row(request)\n            self.enqueue",
             "            self._leave_row(request)\n"
@@ -166,7 +166,7 @@ MUTATIONS = [
     bug(
         "a lost victim: a request joins the queue only once",
         "scheduler.py",
-        GAVE_WAY,
+        PREEMPTED,
         (
             '        key = self._key("service_key", request)\n',
             "        self._seen = getattr(self, '_seen', set())\n"
@@ -184,7 +184,7 @@ MUTATIONS = [
     bug(
         "blocks are given out that are not free",
         "scheduler.py",
-        "test_no_more_pages_are_given_out_than_are_free",
+        "test_no_more_blocks_are_given_out_than_are_free",
         ("            if blocks < 0:\n                break\n", ""),
     ),
     bug(
@@ -206,7 +206,7 @@ MUTATIONS = [
     bug(
         "an unbounded wait: small requests pass a big one for which blocks are short",
         "scheduler.py",
-        "test_nobody_is_passed_over_for_longer_than_declared",
+        "test_no_request_is_passed_over_for_longer_than_declared",
         (
             "            blocks -= state.num_new_blocks(request, missing)\n"
             "            if blocks < 0:\n                break\n",
@@ -218,7 +218,7 @@ MUTATIONS = [
     bug(
         "last come, first served",
         "scheduler.py",
-        "test_nobody_is_passed_over_for_longer_than_declared",
+        "test_no_request_is_passed_over_for_longer_than_declared",
         ("return (request.arrival_index,)", "return (-request.arrival_index,)"),
     ),
 ]

@@ -32,8 +32,8 @@ from nanovllm_kit.engine_harness import Harness, Setting
 from nanovllm_kit.scheduler_watch import (
     Decision,
     gives_real_work,
+    keeps_the_blocks,
     keeps_the_budget,
-    keeps_the_pages,
     keeps_the_rows,
 )
 
@@ -119,16 +119,16 @@ class Eager(TokenBudgetScheduler):
 
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
         shares: list[PrefillShare] = []
-        tokens, rows, pages = state.token_budget, state.free_rows, state.free_blocks
+        tokens, rows, blocks = state.token_budget, state.free_rows, state.free_blocks
         for request in (*sorted(state.waiting, key=lambda r: r.arrival_index), *state.prefilling):
             begun = request in state.prefilling
             given = min(tokens, request.num_tokens - request.num_scheduled if begun else 1)
-            while given and state.num_new_blocks(request, given) > pages:
+            while given and state.num_new_blocks(request, given) > blocks:
                 given -= 1
             if given and (begun or rows):
                 shares.append(PrefillShare(request.request_id, given))
                 tokens, rows = tokens - given, rows - (not begun)
-                pages -= state.num_new_blocks(request, given)
+                blocks -= state.num_new_blocks(request, given)
         return shares
 
 
@@ -239,7 +239,7 @@ def test_the_rules_say_which_number_broke_which_limit() -> None:
     twice = replace(decision, shares=(PrefillShare("b", 1), PrefillShare("b", 2)))
     nobody = replace(decision, shares=(PrefillShare("x", 1),))
     for rule, broken, message in (
-        (keeps_the_pages, decision, "step 10: 3 blocks given out, 1 free"),
+        (keeps_the_blocks, decision, "step 10: 3 blocks given out, 1 free"),
         (keeps_the_rows, decision, "step 10: 2 rows given out, 1 free"),
         (keeps_the_budget, decision, "step 10: 7 tokens given out, 4 in the budget"),
         (gives_real_work, decision, "step 10: 'a' got 6 tokens, of 1 to 5 that are left"),
@@ -257,6 +257,6 @@ def test_a_bound_is_broken_by_more_urgent_requests() -> None:
     plugin = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
     suite = SchedulingPolicyConformance()
     with pytest.raises(AssertionError, match="the declared bound is 0 steps"):
-        suite.test_nobody_is_passed_over_for_longer_than_declared(plugin, Random(0))
+        suite.test_no_request_is_passed_over_for_longer_than_declared(plugin, Random(0))
     with pytest.raises(AssertionError, match="the declared bound is 0 steps"):
         suite.test_keys_keep_the_declared_bound(plugin, Random(0))

@@ -27,7 +27,7 @@ class TestCopy(SchedulingPolicyConformance):
 
 KEY = "return (work + self.options.ageing * request.arrival_step,)"
 WORK = "work = request.num_tokens - request.num_scheduled"
-STARVES = "test_nobody_is_passed_over_for_longer_than_declared"
+STARVES = "test_no_request_is_passed_over_for_longer_than_declared"
 UNSTABLE = "test_a_key_is_the_same_whenever_it_is_read"
 
 

@@ -37,7 +37,7 @@ class TestCopy(AttentionConformance):
 
 DECODE = "test_decode_equals_the_reference"
 PREFILL = "test_prefill_equals_the_reference"
-CHUNKS = "test_chunks_continue_the_context_in_the_pages"
+CHUNKS = "test_chunks_continue_the_context_in_the_blocks"
 NEEDLES = "test_no_key_is_lost_wherever_it_lies"
 LARGE_SCORES = "test_large_scores_neither_overflow_nor_vanish"
 SCALE = "test_the_scale_is_applied_once"
@@ -46,13 +46,13 @@ HEAD_SIZES = "test_every_declared_head_size_computes"
 WINDOWS = "test_sliding_windows_end_where_they_should"
 SOFT_CAPS = "test_soft_caps_bend_the_scores"
 HEADS = "test_query_heads_read_their_own_kv_head"
-PAGE_SIZES = "test_every_page_size_is_read"
-ANYWHERE = "test_pages_may_lie_anywhere"
-OWN_PAGES = "test_only_the_rows_own_pages_are_read"
+BLOCK_SIZES = "test_every_block_size_is_read"
+ANYWHERE = "test_blocks_may_lie_anywhere"
+OWN_BLOCKS = "test_only_the_rows_own_blocks_are_read"
 TAIL = "test_nothing_is_read_behind_the_last_key"
 FULL_ROWS = "test_a_sequence_may_fill_the_model_length"
 SLICES = "test_block_tables_may_be_slices"
-BEYOND = "test_pages_beyond_2_to_the_31_elements_are_read"
+BEYOND = "test_blocks_beyond_2_to_the_31_elements_are_read"
 WRITES = "test_only_the_output_is_written"
 PLANS = "test_plans_follow_their_inputs"
 LAYERS = "test_a_plan_serves_every_layer"
@@ -73,7 +73,7 @@ def bug(
 MUTATIONS = [
     # What the other engines had.
     bug(
-        "the block table's copy has no column for a last, partial page", "backend.py", FULL_ROWS,
+        "the block table's copy has no column for a last, partial block", "backend.py", FULL_ROWS,
         (
             "        workspace.plan(",
             "        self._table = metadata.block_table.clone()\n"
@@ -156,7 +156,7 @@ MUTATIONS = [
         peers=22,
     ),
     bug(
-        "a table of pages set up at the first plan only", "backend.py", PLANS,
+        "a table of blocks set up at the first plan only", "backend.py", PLANS,
         (
             "        workspace.plan(",
             "        if not hasattr(self, '_table'):\n"
@@ -188,28 +188,28 @@ MUTATIONS = [
         "the last, partial tile is dropped", PREFILL_KERNEL, NEEDLES,
         ("    if whole_end < end:", "    if whole_end < 0:"),
     ),
-    # Pages.
+    # Blocks.
     bug(
         "the order of the block table is ignored", DECODE_KERNEL, ANYWHERE,
-        ("tl.load(table_ptr + tokens // PAGE,",
-         "tl.load(table_ptr + tl.maximum((end - 1) // PAGE - tokens // PAGE, 0),"),
+        ("tl.load(table_ptr + tokens // BLOCK_SIZE,",
+         "tl.load(table_ptr + tl.maximum((end - 1) // BLOCK_SIZE - tokens // BLOCK_SIZE, 0),"),
     ),
     bug(
-        "the page of a row's first token for every chunk of it", DECODE_KERNEL, PAGE_SIZES,
-        ("row * table_stride + begin // PAGE, mask", "row * table_stride, mask"),
+        "the block of a row's first token for every chunk of it", DECODE_KERNEL, BLOCK_SIZES,
+        ("row * table_stride + begin // BLOCK_SIZE, mask", "row * table_stride, mask"),
     ),
     bug(
-        "a tile in the middle of a page is read from its start", PREFILL_KERNEL, PAGE_SIZES,
-        ("k = k_desc.load([page, start % PAGE, kv_head, 0])",
-         "k = k_desc.load([page, 0, kv_head, 0])"),
+        "a tile in the middle of a block is read from its start", PREFILL_KERNEL, BLOCK_SIZES,
+        ("k = k_desc.load([block_id, start % BLOCK_SIZE, kv_head, 0])",
+         "k = k_desc.load([block_id, 0, kv_head, 0])"),
     ),
     bug(
-        "the tail of a last page is read", DECODE_KERNEL, TAIL,
+        "the tail of a last block is read", DECODE_KERNEL, TAIL,
         ("live = start + tl.arange(0, TILE) < end",
-         "live = start + tl.arange(0, TILE) < tl.cdiv(end, PAGE) * PAGE"),
+         "live = start + tl.arange(0, TILE) < tl.cdiv(end, BLOCK_SIZE) * BLOCK_SIZE"),
     ),
     bug(
-        "the host's bound instead of the lengths on the device", "backend.py", OWN_PAGES,
+        "the host's bound instead of the lengths on the device", "backend.py", OWN_BLOCKS,
         ("        workspace.plan(metadata.seq_lens,",
          "        width = metadata.block_table.shape[1] * self.config.block_size\n"
          "        workspace.plan(metadata.seq_lens.new_full((metadata.num_rows,), width),"),
@@ -221,8 +221,8 @@ MUTATIONS = [
     ),
     bug(
         "offsets of 31 bits", DECODE_KERNEL, BEYOND,
-        ("return pages * stride_page + slots.to(tl.int64) * stride_token",
-         "return (pages * stride_page + slots.to(tl.int64) * stride_token) & 0x7FFFFFFF"),
+        ("return block_ids * stride_block + slots.to(tl.int64) * stride_token",
+         "return (block_ids * stride_block + slots.to(tl.int64) * stride_token) & 0x7FFFFFFF"),
     ),
     # Heads.
     bug(
@@ -297,7 +297,7 @@ MUTATIONS = [
         ('"bfloat16", "float32"})', '"bf16", "float32"})'),
     ),
     bug(
-        "no page layout on a CPU", "plugin.py", "test_layouts_name_pages_that_both_phases_read",
+        "no block layout on a CPU", "plugin.py", "test_layouts_name_blocks_that_both_phases_read",
         ("else (16,)", "else ()"),
     ),
     bug(

@@ -18,7 +18,7 @@ from nanovllm_kit.engine_harness import Harness, Setting
 
 from . import wrong_schedulers as wrong
 
-GIVES_WAY = "test_a_request_that_gave_way_is_served_again"
+PREEMPTED = "test_a_preempted_request_is_served_again"
 LONG_QUEUE = "test_a_long_queue_is_served_to_its_end"
 LONG_PROMPT = "test_a_prompt_of_any_length_is_served"
 WORK = "test_the_work_of_a_step_grows_no_faster_than_a_sort"
@@ -27,8 +27,8 @@ BESIDE = "test_two_engines_do_not_disturb_each_other"
 READ_OFTEN = "test_a_key_is_the_same_however_often_it_is_read"
 KEYS_BOUND = "test_keys_keep_the_declared_bound"
 FAIRNESS = (
-    "test_nobody_is_passed_over_for_longer_than_declared",
-    GIVES_WAY,
+    "test_no_request_is_passed_over_for_longer_than_declared",
+    PREEMPTED,
     LONG_QUEUE,
     LONG_PROMPT,
 )
@@ -57,9 +57,9 @@ def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:
 @pytest.mark.parametrize(
     ("impl", "check"),
     [
-        (wrong.AloneAfterTwo, GIVES_WAY),
-        (wrong.NeverAfterFive, GIVES_WAY),
-        (wrong.OnePreemptionTooMany, GIVES_WAY),
+        (wrong.AloneAfterTwo, PREEMPTED),
+        (wrong.NeverAfterFive, PREEMPTED),
+        (wrong.OnePreemptionTooMany, PREEMPTED),
         (wrong.NewestOfMany, LONG_QUEUE),
         (wrong.NewestFirstOfMany, LONG_QUEUE),
         (wrong.ShortOnly, LONG_PROMPT),
@@ -74,9 +74,9 @@ def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:
         (wrong.OneQueueForAll, BESIDE),
         (wrong.OneTurnForAll, BESIDE),
         (wrong.LastAfterTwo, READ_OFTEN),
-        (wrong.LastAfterTwo, GIVES_WAY),
+        (wrong.LastAfterTwo, PREEMPTED),
         (wrong.LastAfterManyOutputs, KEYS_BOUND),
-        (wrong.LastAfterManyOutputs, GIVES_WAY),
+        (wrong.LastAfterManyOutputs, PREEMPTED),
         (wrong.NewestAfterMany, READ_OFTEN),
         (wrong.NewestAfterMany, LONG_QUEUE),
         (wrong.LongNever, KEYS_BOUND),
@@ -95,8 +95,8 @@ def test_a_planted_bug_is_caught(impl: type, check: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("impl", "check"),
     [
-        (wrong.AloneAfterTwo, GIVES_WAY),
-        (wrong.NeverAfterFive, GIVES_WAY),
+        (wrong.AloneAfterTwo, PREEMPTED),
+        (wrong.NeverAfterFive, PREEMPTED),
         (wrong.ShortOnly, LONG_PROMPT),
         (wrong.LastAfterTwo, READ_OFTEN),
         (wrong.NewestAfterMany, READ_OFTEN),

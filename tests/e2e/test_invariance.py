@@ -118,7 +118,7 @@ def test_giving_way_loses_no_token(
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
-def test_a_stream_that_gives_way_repeats_no_token(
+def test_a_preempted_stream_repeats_no_token(
     steps_ahead: int, tiny: Path, expected: list[list[int]]
 ) -> None:
     """What a stream has given is not given again after the prompt is computed anew."""

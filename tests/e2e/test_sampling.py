@@ -204,7 +204,7 @@ def test_max_tokens_of_none_goes_on_to_the_models_length(tiny: Path) -> None:
     assert output.finish_reason == "length"
 
 
-def test_samples_of_one_prompt_share_its_pages(tiny: Path) -> None:
+def test_samples_of_one_prompt_share_its_blocks(tiny: Path) -> None:
     """With n=4 and a prompt of three full blocks, the prompt is held once."""
     prompt = [(3 * i) % VOCAB_SIZE for i in range(50)]
     params = SamplingParams(temperature=1.3, seed=2, max_tokens=4, n=4)

@@ -58,7 +58,7 @@ def test_an_abort_that_comes_while_a_request_is_added_precedes_the_next_plan() -
     assert harness.finished["gone", 0].token_ids == []
 
 
-def test_an_abort_of_samples_ends_all_of_them_and_frees_the_pages_that_they_share() -> None:
+def test_an_abort_of_samples_ends_all_of_them_and_frees_the_blocks_that_they_share() -> None:
     harness = Harness(Setting(max_num_seqs=3, steps_ahead=0))
     harness.add("gone", range(9), greedy(20, n=3))
     for _ in range(4):

@@ -52,7 +52,7 @@ def it_decodes_without_a_row(harness: Harness, request: Request) -> None:
     request.row = -1
 
 
-def a_page_has_no_owner(harness: Harness, _: Request) -> None:
+def a_block_has_no_owner(harness: Harness, _: Request) -> None:
     harness.engine._kv.pool.allocate()
 
 
@@ -72,17 +72,17 @@ def less_than_nothing_is_in_flight(harness: Harness, request: Request) -> None:
     harness.engine._rows.known[request.row] = request.num_scheduled + 2
 
 
-def it_lacks_a_page(harness: Harness, request: Request) -> None:
+def it_lacks_a_block(harness: Harness, request: Request) -> None:
     rows = harness.engine._rows
     rows.known[request.row] = rows.scheduled[request.row] = 13
 
 
-def it_holds_a_page_too_early(harness: Harness, request: Request) -> None:
+def it_holds_a_block_too_early(harness: Harness, request: Request) -> None:
     rows = harness.engine._rows
     rows.known[request.row] = rows.scheduled[request.row] = 7
 
 
-def it_shares_one_page_more_than_it_holds(_: Harness, request: Request) -> None:
+def it_shares_one_block_more_than_it_holds(_: Harness, request: Request) -> None:
     request.num_published = len(request.block_ids) + 1
 
 
@@ -119,14 +119,14 @@ def its_row_does_not_decode(harness: Harness, request: Request) -> None:
         (a_row_has_another_request, "row 0 is not its request's row"),
         (a_request_holds_a_row_that_is_free, r"requests hold rows \[0, 1\], not \[1\]"),
         (it_decodes_without_a_row, "a is decoding in row -1"),
-        (a_page_has_no_owner, r"block \d+ counts 1 holders, 0 tables name it"),
+        (a_block_has_no_owner, r"block \d+ counts 1 holders, 0 tables name it"),
         (it_runs_one_past_its_length, "a has 27 ids of 26 at most"),
         (it_is_planned_to_its_length, "a is planned to 26, past 25"),
         (one_more_token_is_in_flight_than_steps, "a has 3 tokens in flight, of 2 at most"),
         (less_than_nothing_is_in_flight, "a has -1 tokens in flight"),
-        (it_lacks_a_page, "a holds 3 blocks for 13 positions"),
-        (it_holds_a_page_too_early, "a holds 3 blocks for 7 positions"),
-        (it_shares_one_page_more_than_it_holds, "a shares blocks it does not hold"),
+        (it_lacks_a_block, "a holds 3 blocks for 13 positions"),
+        (it_holds_a_block_too_early, "a holds 3 blocks for 7 positions"),
+        (it_shares_one_block_more_than_it_holds, "a shares blocks it does not hold"),
         (it_was_preempted_and_holds_blocks, "a was preempted and still holds blocks"),
         (it_is_finished, "a is finished and still listed"),
         (it_waits_in_a_row, "a is waiting in row 0"),
@@ -167,17 +167,17 @@ def nothing_in_flight(harness: Harness, request: Request) -> None:
     harness.engine._rows.known[request.row] = request.num_scheduled + 1
 
 
-def every_page_full(harness: Harness, request: Request) -> None:
+def every_block_full(harness: Harness, request: Request) -> None:
     rows = harness.engine._rows
     rows.known[request.row] = rows.scheduled[request.row] = 12
 
 
-def a_page_one_step_early(harness: Harness, request: Request) -> None:
+def a_block_one_step_early(harness: Harness, request: Request) -> None:
     rows = harness.engine._rows
     rows.known[request.row] = rows.scheduled[request.row] = 8
 
 
-def all_pages_shared(_: Harness, request: Request) -> None:
+def all_blocks_shared(_: Harness, request: Request) -> None:
     request.num_published = len(request.block_ids)
 
 
@@ -187,9 +187,9 @@ def all_pages_shared(_: Harness, request: Request) -> None:
         at_its_length,
         all_steps_in_flight_are_its,
         nothing_in_flight,
-        every_page_full,
-        a_page_one_step_early,
-        all_pages_shared,
+        every_block_full,
+        a_block_one_step_early,
+        all_blocks_shared,
     ],
 )
 def test_a_state_at_its_bound_is_in_order(running: tuple[Harness, Request], how: Break) -> None:
@@ -198,7 +198,7 @@ def test_a_state_at_its_bound_is_in_order(running: tuple[Harness, Request], how:
     harness.engine.assert_consistent()
 
 
-def test_an_unfinished_prompt_holds_no_page_that_its_chunks_do_not_need() -> None:
+def test_an_unfinished_prompt_holds_no_block_that_its_chunks_do_not_need() -> None:
     """Blocks come early only to rows that decode."""
     harness = Harness(Setting(max_num_seqs=1, max_num_batched_tokens=4, steps_ahead=0))
     (request,) = harness.add("a", range(9), SamplingParams(max_tokens=2))

@@ -90,10 +90,10 @@ def test_min_tokens_may_be_all_that_there_is_room_for() -> None:
 
 def test_a_request_may_fill_the_cache_whose_last_token_needs_no_place() -> None:
     """Nine ids of which eight are fed to the model fill two blocks of four."""
-    two_pages = replace(LIMITS, num_blocks=2)
-    assert two_pages.check_length(4, SamplingParams(max_tokens=5)) == 9
+    two_blocks = replace(LIMITS, num_blocks=2)
+    assert two_blocks.check_length(4, SamplingParams(max_tokens=5)) == 9
     with pytest.raises(RequestTooLongError, match="up to 10 tokens needs 3 blocks of 4 tokens"):
-        two_pages.check_length(4, SamplingParams(max_tokens=6))
+        two_blocks.check_length(4, SamplingParams(max_tokens=6))
 
 
 def test_the_last_id_may_stop_a_request_or_be_biased() -> None:

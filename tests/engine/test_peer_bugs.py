@@ -19,7 +19,7 @@ def greedy(max_tokens: int | None = 8, **fields: object) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
 
-def test_the_last_running_request_always_gets_its_page() -> None:
+def test_the_last_running_request_always_gets_its_block() -> None:
     """Bug 1: the last running sequence could not append a block and failed, or retried for ever.
 
     Two requests that each fill the cache alone: one is preempted, both finish, nobody spins.
@@ -109,7 +109,7 @@ def test_a_fully_cached_prompt_still_computes_a_token() -> None:
     assert admission[0].num_computed == 8
 
 
-def test_a_reused_page_is_no_longer_found_by_its_old_content() -> None:
+def test_a_reused_block_is_no_longer_found_by_its_old_content() -> None:
     """Bug 10: a hash still pointed to a block that had been given to somebody else."""
     harness = Harness(Setting(num_blocks=4, block_size=4, max_model_len=17))
     harness.add("old", range(12), greedy(2))
@@ -171,7 +171,7 @@ def test_a_chunk_ends_at_the_end_of_the_prompt() -> None:
     assert sum(chunk.samples for chunk in chunks) == 2
 
 
-def test_a_page_is_not_found_before_its_kv_is_computed() -> None:
+def test_a_block_is_not_found_before_its_kv_is_computed() -> None:
     """Bug 13: the hash was published when the block was allocated, before its KV existed.
 
     Two equal prompts that arrive together share nothing; a third that comes later does.
@@ -187,7 +187,7 @@ def test_a_page_is_not_found_before_its_kv_is_computed() -> None:
     assert [finished[name, 0].num_cached_tokens for name in "abc"] == [0, 0, 8]
 
 
-def test_a_hit_on_a_free_page_keeps_it_findable() -> None:
+def test_a_hit_on_a_free_block_keeps_it_findable() -> None:
     """Bug 13: taking a free block over erased its hash, so the second hit missed."""
     pool = BlockPool(2)
     block_id = pool.allocate()
@@ -202,7 +202,7 @@ def test_a_hit_on_a_free_page_keeps_it_findable() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 4, 5])
-def test_prompts_round_a_page_boundary_run(block_size: int, length: int) -> None:
+def test_prompts_round_a_block_boundary_run(block_size: int, length: int) -> None:
     """Bug 13: `len % block == 1` stood for "a new block begins" and failed for one token."""
     harness = Harness(Setting(block_size=block_size, num_blocks=64))
     harness.add("a", range(length), greedy(9))
@@ -210,7 +210,7 @@ def test_prompts_round_a_page_boundary_run(block_size: int, length: int) -> None
     harness.check_all()
 
 
-def test_the_second_page_is_named_by_its_parent_too() -> None:
+def test_the_second_block_is_named_by_its_parent_too() -> None:
     """Bug 14: block two was hashed without its parent, so another prompt reused wrong KV.
 
     Blocks of 16 and prompts of three blocks that differ in the first block only.
@@ -274,7 +274,7 @@ def test_a_refused_request_is_an_error_and_harms_nobody() -> None:
     harness.check_all()
 
 
-def test_duplicate_pages_stay_private_and_tables_are_never_rewritten() -> None:
+def test_duplicate_blocks_stay_private_and_tables_are_never_rewritten() -> None:
     """Bug 20: a duplicate block was freed while a block table still pointed at it.
 
     Two equal prompts fill the same blocks twice; when one finishes the other reads on.

@@ -166,7 +166,7 @@ def test_an_abort_ends_a_request_in_any_state(steps: int, steps_ahead: int) -> N
     harness.check_all()
 
 
-def test_an_aborted_request_that_gave_way_leaves_nothing_behind() -> None:
+def test_an_aborted_request_that_was_preempted_leaves_nothing_behind() -> None:
     """An abort between a preemption and the arrival of the tokens in flight."""
     harness = Harness(Setting(num_blocks=6, block_size=4, steps_ahead=2))
     harness.add("first", range(8), greedy(12))

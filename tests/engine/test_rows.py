@@ -44,7 +44,7 @@ class NewestFirst(Scheduler):
         return running[-1].request_id
 
 
-def test_a_row_forgets_the_length_at_which_its_last_request_would_have_filled_a_page() -> None:
+def test_a_row_forgets_the_length_at_which_its_last_request_would_have_filled_a_block() -> None:
     """A prompt of that length is not findable before it is computed: its twin would read it."""
     harness = Harness(Setting(max_num_seqs=2, steps_ahead=0), NewestFirst())
     harness.add("gone", range(6), greedy(9))

@@ -198,7 +198,7 @@ def test_the_head_of_the_queue_is_never_passed_over() -> None:
     assert admitted == [16, 20, 1]
 
 
-def test_an_unfinished_prompt_reserves_the_pages_of_its_rest() -> None:
+def test_an_unfinished_prompt_reserves_the_blocks_of_its_rest() -> None:
     """A waiting prompt is admitted only beside what the unfinished one still needs."""
     setting = Setting(num_blocks=8, max_num_batched_tokens=6, max_model_len=32)
     harness = Harness(setting)
@@ -212,7 +212,7 @@ def test_an_unfinished_prompt_reserves_the_pages_of_its_rest() -> None:
     assert harness.engine.stats.preemptions == 0
 
 
-def test_an_unfinished_prompt_waits_for_the_pages_that_a_decoding_row_took() -> None:
+def test_an_unfinished_prompt_waits_for_the_blocks_that_a_decoding_row_took() -> None:
     """What was free when it was admitted is not, later: it pauses, and loses nothing."""
     setting = Setting(
         num_blocks=8,
@@ -313,7 +313,7 @@ def test_a_scheduler_is_asked_only_while_somebody_waits_for_something_it_can_giv
     assert len(scheduler.asked) == 2
 
 
-def test_the_pages_that_an_unfinished_prompt_still_needs_are_given_to_nobody_else() -> None:
+def test_the_blocks_that_an_unfinished_prompt_still_needs_are_given_to_nobody_else() -> None:
     """The last block is its own, though the step has tokens left for another prompt."""
     setting = Setting(num_blocks=4, max_model_len=17, max_num_batched_tokens=12, steps_ahead=0)
     harness = Harness(setting)
@@ -327,7 +327,7 @@ def test_the_pages_that_an_unfinished_prompt_still_needs_are_given_to_nobody_els
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_scheduler_learns_how_many_pages_a_chunk_takes(prefix_caching: bool) -> None:
+def test_a_scheduler_learns_how_many_blocks_a_chunk_takes(prefix_caching: bool) -> None:
     """In whichever row the prompt is; what it shares with one that runs takes none."""
     seen: list[list[int]] = []
 
@@ -346,7 +346,7 @@ def test_a_scheduler_learns_how_many_pages_a_chunk_takes(prefix_caching: bool) -
     assert seen == [[2, 2], [1, 1, 2]]
 
 
-def test_prompts_may_take_the_last_page_and_the_last_token_of_a_step() -> None:
+def test_prompts_may_take_the_last_block_and_the_last_token_of_a_step() -> None:
     """Five prompts of two blocks each in ten blocks and 40 tokens start together."""
     setting = Setting(num_blocks=10, max_num_seqs=5, max_num_batched_tokens=40, max_model_len=40)
     harness = Harness(setting)
@@ -452,7 +452,7 @@ def test_waiting_requests_are_seen_as_a_sequence() -> None:
     assert seen == ["a", "c"]
 
 
-def test_fcfs_lets_the_newest_give_way() -> None:
+def test_fcfs_preempts_the_newest() -> None:
     """Without a key of its own for victims, a policy preempts whoever it serves last."""
     harness = Harness()
     requests = [harness.add(name, [1, 2])[0] for name in ("a", "b", "c")]

@@ -67,14 +67,14 @@ class Machine:
     def prefill(self, prompts: list[list[int]], computed: int, **sampling: Any) -> None:
         """Put prompt i on row i, its blocks from the highest down; compute `computed` positions."""
         num_blocks, size = self.info.num_blocks, self.info.block_size
-        pages = iter(range(num_blocks - 1, -1, -1))
+        blocks = iter(range(num_blocks - 1, -1, -1))
         admissions = tuple(
             Admission(
                 row=row,
                 token_ids=np.array(ids, dtype=np.int32),
                 num_prompt_tokens=computed,
                 num_computed=0,
-                block_ids=tuple(next(pages) for _ in range(-(-len(ids) // size) + 1)),
+                block_ids=tuple(next(blocks) for _ in range(-(-len(ids) // size) + 1)),
                 max_length=self.info.max_model_len,
                 sampling=RowSampling(seed=row, **sampling),
             )

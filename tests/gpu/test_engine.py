@@ -192,20 +192,20 @@ def test_the_cache_is_sized_by_this_process_on_a_shared_gpu() -> None:
         "torch.cuda.synchronize(); print('held', flush=True); sys.stdin.read()"
     )
 
-    def pages() -> int:
+    def num_blocks() -> int:
         with LLM(
             "demo", attention="triton", **SMALL, **{"cache.gpu_memory_utilization": 0.5}
         ) as llm:
             return llm.info.num_blocks
 
-    alone = pages()
+    alone = num_blocks()
     neighbour = subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert neighbour.stdout is not None
         assert neighbour.stdout.readline() == b"held\n"
-        shared = pages()
+        shared = num_blocks()
     finally:
         neighbour.communicate()
     assert abs(shared - alone) <= 0.01 * alone

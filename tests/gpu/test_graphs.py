@@ -120,7 +120,7 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_beyond_2_to_the_31_elements_are_read_and_written(
+def test_blocks_beyond_2_to_the_31_elements_are_read_and_written(
     machine: Callable[..., Machine], backend: str
 ) -> None:
     """The same text from the highest blocks of a large cache as from a small one."""

@@ -57,13 +57,13 @@ def test_two_engines_of_04_go_together_in_one_process_and_agree() -> None:
         assert tokens(first) == alone, "the second's end is not the first's"
 
 
-def test_engines_one_after_the_other_have_the_same_pages() -> None:
+def test_engines_one_after_the_other_have_the_same_blocks() -> None:
     """What the first left behind is not taken off the second's share."""
-    pages = []
+    blocks = []
     for _ in range(3):
         with engine(0.4) as llm:
-            pages.append(llm.info.num_blocks)
-    assert max(pages) - min(pages) <= 0.01 * pages[0]
+            blocks.append(llm.info.num_blocks)
+    assert max(blocks) - min(blocks) <= 0.01 * blocks[0]
 
 
 def test_what_the_program_itself_holds_is_not_the_engines() -> None:

@@ -88,7 +88,7 @@ def test_started_it_says_what_it_offers(folder: Path) -> None:
     assert "sdpa" in info.attention
 
 
-def test_a_given_number_of_pages_is_honoured(folder: Path) -> None:
+def test_a_given_number_of_blocks_is_honoured(folder: Path) -> None:
     """Also where it is more than could ever be used, or exactly one sequence."""
     for num_blocks in (4, 7, 500):
         executor, setup = prepare(folder, cache={"num_blocks": num_blocks})
@@ -96,7 +96,7 @@ def test_a_given_number_of_pages_is_honoured(folder: Path) -> None:
         executor.close()
 
 
-def test_too_few_pages_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_too_few_blocks_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemoryError, match=r"3 blocks of 16 tokens.*needs 4; set"):
         prepare(write_config(tmp_path), cache={"num_blocks": 3})
     executor, setup = prepare(tmp_path, cache={"num_blocks": 4})
@@ -259,7 +259,7 @@ def test_a_pair_of_backends_serves_both_phases(folder: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> None:
+def test_blocks_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) -> None:
     """Half a GiB of zeroed blocks, of which the process holds next to nothing."""
     shape = ModelShape(
         num_layers=4,

@@ -122,7 +122,7 @@ def test_graphs_are_freed_once_however_often_it_is_asked() -> None:
         graphs.replay(StepKey.decode(4))
 
 
-def test_closing_frees_the_graphs_before_pages_and_weights(tmp_path: Path) -> None:
+def test_closing_frees_the_graphs_before_blocks_and_weights(tmp_path: Path) -> None:
     """Bug 17 of peers, end to end: at the moment of the reset the runner is still alive."""
     for plugin in ("model_qwen3", "attention_sdpa"):
         pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")

@@ -32,7 +32,7 @@ def test_a_steady_step_makes_less_than_100_calls_at_any_batch() -> None:
     assert calls[MAX_ROWS] <= 1.1 * calls[1]
 
 
-def test_a_step_with_sixteen_new_pages_makes_less_than_300_python_calls() -> None:
+def test_a_step_with_sixteen_new_blocks_makes_less_than_300_python_calls() -> None:
     """Blocks of 16 and 256 rows at different places in them: 16 to append, 16 to publish."""
     with decoding_engine(MAX_ROWS, block_size=16, stagger=True) as engine:
         free = engine.stats.free_blocks
@@ -48,12 +48,12 @@ def test_a_row_that_leaves_costs_less_than_300_calls(full_engine: Engine) -> Non
     assert calls + c_calls < 300
 
 
-def test_most_steps_of_staggered_rows_bring_no_page() -> None:
+def test_most_steps_of_staggered_rows_bring_no_block() -> None:
     """Rows that need a block soon get it with one that needs it now: one copy for many steps."""
     with decoding_engine(MAX_ROWS, block_size=64, stagger=True) as engine:
-        before, with_pages = engine.stats.free_blocks, 0
+        before, with_blocks = engine.stats.free_blocks, 0
         for _ in range(128):
             engine.step()
-            with_pages += engine.stats.free_blocks != before
+            with_blocks += engine.stats.free_blocks != before
             before = engine.stats.free_blocks
-    assert 0 < with_pages <= 9, "a quarter of the rows at a time"
+    assert 0 < with_blocks <= 9, "a quarter of the rows at a time"

@@ -80,7 +80,7 @@ class Gpu:
         self.reserved += size
 
 
-def test_a_page_holds_keys_and_values_of_every_layer() -> None:
+def test_a_block_holds_keys_and_values_of_every_layer() -> None:
     """Bytes = 2 x layers x tokens x KV heads x head size x bytes of the dtype."""
     assert block_bytes(SHAPE, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 16 * 2
     cache = allocate_blocks(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
@@ -88,7 +88,7 @@ def test_a_page_holds_keys_and_values_of_every_layer() -> None:
     assert cache[2, 1].shape == (5, 16, 2, 16)
 
 
-def test_fresh_pages_are_zero() -> None:
+def test_fresh_blocks_are_zero() -> None:
     """Backends may read a block's unused tail, so it must be finite."""
     cache = allocate_blocks(SHAPE, 2, 16, torch.float32, torch.device("cpu"))
     assert not cache.any()
@@ -161,7 +161,7 @@ def test_too_little_memory_is_an_error_with_the_numbers() -> None:
     assert "raise" not in str(caught.value), "a larger share frees nothing"
 
 
-def test_pages_are_whole() -> None:
+def test_blocks_are_whole() -> None:
     """A budget of 67 GiB holds 22 blocks of 3 GiB."""
     assert num_blocks_on_gpu(memory(), 0.9, 3 * GIB) == 22
 
@@ -181,7 +181,7 @@ def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
     assert size_cache(setup, SHAPE, None) == (blocks, min(112, 16 * blocks))
 
 
-def test_more_pages_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
+def test_more_blocks_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
     """The message says what was asked for, what it takes, and what to do."""
     with pytest.raises(
         OutOfMemoryError, match=r"cache\.num_blocks: 10+ blocks .* GiB.*ask for fewer"
@@ -210,6 +210,6 @@ def test_a_cache_smaller_than_the_longest_sequence_is_refused(
     assert other not in str(caught.value)
 
 
-def test_the_longest_sequence_that_fits_is_what_the_pages_hold() -> None:
+def test_the_longest_sequence_that_fits_is_what_the_blocks_hold() -> None:
     assert fitting_length(8, 16, 4096) == 128
     assert fitting_length(8, 16, 100) == 100

@@ -100,7 +100,7 @@ def test_more_stop_ids_than_the_device_holds_are_cut() -> None:
     assert tables.stop_ids[0].tolist() == list(ids[:MAX_DEVICE_STOP_IDS])
 
 
-def test_pages_are_appended_to_the_rows_they_name() -> None:
+def test_blocks_are_appended_to_the_rows_they_name() -> None:
     """An append changes one entry of one block table."""
     tables = make_tables()
     updates = RowUpdates(tables)

@@ -105,13 +105,13 @@ def started(folder: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
     started.executor.close()
 
 
-def admission(row: int, ids: list[int], first_page: int, **changes: Any) -> Admission:
+def admission(row: int, ids: list[int], first_block: int, **changes: Any) -> Admission:
     fields: dict[str, Any] = {
         "row": row,
         "token_ids": np.array(ids, np.int32),
         "num_prompt_tokens": len(ids),
         "num_computed": 0,
-        "block_ids": (first_page, first_page + 1),
+        "block_ids": (first_block, first_block + 1),
         "max_length": 32,
         "sampling": RowSampling(),
     }
@@ -169,13 +169,13 @@ def test_a_maximum_that_no_step_of_8_meets_is_a_bucket(
         started.executor.close()
 
 
-def test_padding_neither_writes_nor_reads_page_0(
+def test_padding_neither_writes_nor_reads_block_0(
     started: Started, expected: list[list[int]]
 ) -> None:
     """Block 0, and every block that no row has, is poisoned: it stays so, and no NaN spreads."""
     rows = (1, 5, 2)
     owned = [2, 3, 4, 5, 6, 7]
-    others = [page for page in range(32) if page not in owned]
+    others = [block for block in range(32) if block not in owned]
     started.blocks[:, :, others] = torch.nan
     assert generate(started, rows) == expected
     assert started.blocks[:, :, others].isnan().all()
@@ -290,7 +290,7 @@ def test_no_step_has_more_entries_than_the_sampler_was_told(
     started.executor.close()
 
 
-def test_pages_that_hold_a_prefix_already_are_not_computed_again(
+def test_blocks_that_hold_a_prefix_already_are_not_computed_again(
     started: Started, expected: list[list[int]]
 ) -> None:
     """With `num_computed` 16 the first block is read, not written."""

@@ -35,7 +35,7 @@ class FlashAttention(AttentionBackend):
         self.provider = provider_of(options)
         if config.block_size % self.provider.block_multiple:
             raise UnsupportedError(
-                f"attention provider {self.provider.name} reads pages of a multiple of "
+                f"attention provider {self.provider.name} reads blocks of a multiple of "
                 f"{self.provider.block_multiple} tokens, not {config.block_size}; "
                 f"set cache.block_size: {self.provider.block_multiple}"
             )
@@ -108,7 +108,7 @@ class FlashAttention(AttentionBackend):
         metadata: DecodeMetadata,
         out_BHD: Tensor,
     ) -> None:
-        """Attend each row's query to its pages; a padded row's output means nothing."""
+        """Attend each row's query to its blocks; a padded row's output means nothing."""
         if self._decode is None or self._decode.key_lens is not metadata.seq_lens:
             raise InconsistentStateError("run_decode got a batch that plan_decode did not see")
         out_BHD.copy_(self._adapter.decode(q_BHD, k_cache, v_cache, self._decode))

@@ -52,14 +52,14 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
     here = requirements.compute_capability
     if here is not None and not first <= here[0] <= last:
         reasons.append(
-            f"provider {provider.name} reads pages on compute capability {first}.x to {last}.x, "
+            f"provider {provider.name} reads blocks on compute capability {first}.x to {last}.x, "
             f"this GPU has {here[0]}.{here[1]}; choose another provider or backend"
         )
     return reasons
 
 
 def kv_layouts(_requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
-    """Pages of 128 tokens, one key tile of FlashAttention-4, where the provider takes them."""
+    """Blocks of 128 tokens, one key tile of FlashAttention-4, where the provider takes them."""
     multiple = provider_of(options).block_multiple
     preferred = math.lcm(128, multiple)
     return tuple(KVLayout("NPKD", size) for size in dict.fromkeys((preferred, multiple)))
@@ -82,7 +82,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         # Some providers only: see `check`.
         sliding_window=True,
         soft_cap=True,
-        # A tile loads every row of its page; a weight of 0 times a NaN in V would be NaN.
+        # A tile loads every row of its block; a weight of 0 times a NaN in V would be NaN.
         needs_finite_tail=True,
         # Prompts with some providers only: see `check`.
         cuda_graphs="full",

@@ -1,8 +1,8 @@
 """The packages that bring FlashAttention, as data: finding out what is installed imports none.
 
-Page sizes, from each package's own documentation:
+Block sizes, from each package's own documentation:
 
-- FlashAttention-4 (`flash_attn.cute`): any page size; pages of one key tile, 128 tokens at head
+- FlashAttention-4 (`flash_attn.cute`): any block size; blocks of one key tile, 128 tokens at head
   sizes 64 and 128 on compute capability 9.0, are read by the tensor memory accelerator.
 - FlashAttention-3 (`flash_attn_interface.flash_attn_with_kvcache`): "page_block_size can be
   arbitrary".
@@ -90,7 +90,7 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
                 adapter=f"{_ADAPTERS}.fa4:FlashAttention4",
                 install="pip install 'nanovllm-attention-flash[fa4]'",
                 block_multiple=16,
-                # 8.x and 12.x run kernels that read no page table.
+                # 8.x and 12.x run kernels that read no block table.
                 capabilities=(9, 11),
                 verified=True,
             ),

@@ -95,7 +95,7 @@ def test_fa4_prefill(fake_providers: dict[str, Any]) -> None:
 
 
 def test_fa3_decode(fake_providers: dict[str, Any]) -> None:
-    """Through flash_attn_with_kvcache, whose pages are named page_table."""
+    """Through flash_attn_with_kvcache, whose blocks are named page_table."""
     assert torch.equal(run_decode("fa3"), Q_DECODE + 1)
     assert_call(
         fake_providers["fa3"],
@@ -120,7 +120,7 @@ def test_fa3_prefill(fake_providers: dict[str, Any]) -> None:
 
 
 def test_fa2_decode(fake_providers: dict[str, Any]) -> None:
-    """Pages are named block_table."""
+    """Blocks are named block_table."""
     assert torch.equal(run_decode("fa2"), Q_DECODE + 1)
     assert_call(
         fake_providers["fa2_kvcache"],

@@ -80,7 +80,7 @@ def test_rows_and_query_lengths_beyond_the_plan_are_refused(
 
 
 @pytest.mark.parametrize("provider", ["fa2", "torch"])
-def test_pages_that_a_provider_cannot_read_are_refused(
+def test_blocks_that_a_provider_cannot_read_are_refused(
     fake_providers: dict[str, Any], provider: str
 ) -> None:
     """256 tokens or a multiple of it, named with the setting."""

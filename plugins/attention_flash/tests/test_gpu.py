@@ -1,4 +1,4 @@
-"""FlashAttention-4 on a GPU: the full matrix, chunks over pages, captured decode."""
+"""FlashAttention-4 on a GPU: the full matrix, chunks over blocks, captured decode."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nanovllm_attention_flash.plugin import FlashOptions
 from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_core.api import AttentionConfig
 from nanovllm_kit.attention_checks import (
+    check_blocks_beyond_2_31_elements,
     check_decode_never_synchronises,
     check_matrix,
-    check_pages_beyond_2_31_elements,
     check_replay,
     run_decode,
     run_prefill,
@@ -50,8 +50,8 @@ def test_matrix(num_heads: int, head_size: int, group: int) -> None:
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (14, 2), (8, 1)])
-def test_other_pages_and_groups(block_size: int, num_heads: int, num_kv_heads: int) -> None:
-    """Pages of other sizes than a key tile, and groups beside the matrix."""
+def test_other_blocks_and_groups(block_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """Blocks of other sizes than a key tile, and groups beside the matrix."""
     check_matrix(
         make_backend, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=128,
         block_size=block_size, dtypes=[torch.bfloat16], batches=[5], lengths=[1, 300, 1000],
@@ -59,7 +59,7 @@ def test_other_pages_and_groups(block_size: int, num_heads: int, num_kv_heads: i
 
 
 def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
-    """Each chunk sees what its positions see in the whole prompt, also from a page's middle."""
+    """Each chunk sees what its positions see in the whole prompt, also from a block's middle."""
     whole = make_case(
         [1000], [1000], num_heads=16, num_kv_heads=8, head_size=128, block_size=128,
         dtype=torch.bfloat16, device="cuda",
@@ -75,7 +75,7 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
 
 
 def test_padded_rows_disturb_no_other_row() -> None:
-    """Rows of length 0 anywhere, the first among them, with pages of NaN in their block table."""
+    """Rows of length 0 anywhere, the first among them, with blocks of NaN in their block table."""
     lens = [0, 300, 0, 128, 1, 0]
     case = make_case(
         [1] * 6, lens, num_heads=16, num_kv_heads=8, head_size=128, block_size=128,
@@ -113,9 +113,9 @@ def test_replay_follows_its_inputs(plan_is_captured: bool, batch: int) -> None:
     )  # fmt: skip
 
 
-def test_pages_beyond_2_31_elements() -> None:
+def test_blocks_beyond_2_31_elements() -> None:
     """Offsets are 64 bits wide."""
-    check_pages_beyond_2_31_elements(make_backend, block_size=128)
+    check_blocks_beyond_2_31_elements(make_backend, block_size=128)
 
 
 def test_decode_never_synchronises() -> None:

@@ -139,14 +139,14 @@ def test_each_provider_says_whether_it_has_windows_and_soft_caps(
     ("provider", "multiples"),
     [("fa4", [128, 16]), ("fa3", [128, 16]), ("fa2", [256]), ("torch", [256])],
 )
-def test_each_provider_has_its_pages(provider: str, multiples: list[int]) -> None:
+def test_each_provider_has_its_blocks(provider: str, multiples: list[int]) -> None:
     """128 tokens, a key tile, where the provider takes them; flash-attn 2's kernels want 256."""
     layouts = SPEC.kv_layouts(requirements(), options(provider))
     assert [layout.block_multiple for layout in layouts] == multiples
 
 
 def test_an_old_torch_is_refused_with_its_version(installed: dict[str, str]) -> None:
-    """torch 2.11 has varlen_attn without pages."""
+    """torch 2.11 has varlen_attn without blocks."""
     installed["torch"] = "2.11.0+cu130"
     (reason,) = SPEC.check(requirements(block_size=256), options("torch"))
     assert "torch 2.11.0+cu130 is older than 2.12; pip install 'torch>=2.12'" in reason

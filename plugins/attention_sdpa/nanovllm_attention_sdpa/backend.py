@@ -1,4 +1,4 @@
-"""Paged attention by gathering pages into a bounded workspace and calling torch's SDPA.
+"""Paged attention by gathering blocks into a bounded workspace and calling torch's SDPA.
 
 Shape suffixes as in `nanovllm_core.interfaces.attention`; G query heads per KV head, L keys
 gathered, Q queries. K and V are never copied per query head: where there is a mask, the query
@@ -40,15 +40,15 @@ from nanovllm_core.api import (
 
 @dataclass(frozen=True, slots=True)
 class DecodePart:
-    """Rows and heads attended to in one call, with the page count of the longest of these rows.
+    """Rows and heads attended to in one call, with the block count of the longest of these rows.
 
-    `tables`: page ids [R, m] and mask [R, L], views of the backend's tables, or None where the
+    `tables`: block ids [R, m] and mask [R, L], views of the backend's tables, or None where the
     tables would be too large to keep.
     """
 
     rows: slice
     heads: slice
-    num_pages: int
+    num_blocks: int
     tables: tuple[Tensor, Tensor] | None
 
 
@@ -70,7 +70,7 @@ class Chunk:
 
 
 class SdpaAttention(AttentionBackend):
-    """torch's SDPA over gathered pages. Holds at most 256 MiB, whatever the batch and lengths."""
+    """torch's SDPA over gathered blocks. Holds at most 256 MiB, whatever the batch and lengths."""
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
@@ -92,13 +92,13 @@ class SdpaAttention(AttentionBackend):
                 f"sdpa gathers one KV head of a sequence at a time: max_model_len "
                 f"{config.max_model_len} needs {self._width * per_slot // MIB} MiB, its limit is "
                 f"{GATHER_LIMIT // MIB} MiB ({self._max_slots} tokens); lower max_model_len or use "
-                "a backend that reads pages in place (attention: {backend: triton})"
+                "a backend that reads blocks in place (attention: {backend: triton})"
             )
-        # The keys that a decode row gathers at most: whole pages, of which a window needs fewer.
+        # The keys that a decode row gathers at most: whole blocks, of which a window needs fewer.
         self._span = self._width
         if self._window is not None:
-            pages = (self._window + config.block_size - 2) // config.block_size + 1
-            self._span = min(self._width, pages * config.block_size)
+            num_blocks = (self._window + config.block_size - 2) // config.block_size + 1
+            self._span = min(self._width, num_blocks * config.block_size)
         self._decode_slots = self._max_slots
         if config.device.type == "cpu":
             row = self._span * config.num_kv_heads
@@ -112,17 +112,17 @@ class SdpaAttention(AttentionBackend):
         largest = config.max_num_seqs * self._width * config.num_kv_heads
         slots = min(self._max_slots, largest)
         self._gathered = torch.empty(2, slots * config.head_size, dtype=config.dtype, device=device)
-        self._page_starts = torch.arange(
+        self._block_starts = torch.arange(
             0, self._width, config.block_size, dtype=torch.int32, device=device
         )
         self._positions = torch.arange(self._width, dtype=torch.int32, device=device)
         self._padded = torch.empty(config.max_num_seqs, dtype=torch.bool, device=device)
-        self._pages: Tensor | None = None
+        self._block_ids: Tensor | None = None
         self._bias: Tensor | None = None
         rows, itemsize = config.max_num_seqs, config.dtype.itemsize
-        pages = self._span // config.block_size
-        if rows * (self._span * itemsize + pages * 4) <= TABLE_LIMIT:
-            self._pages = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        num_blocks = self._span // config.block_size
+        if rows * (self._span * itemsize + num_blocks * 4) <= TABLE_LIMIT:
+            self._block_ids = torch.zeros(rows, num_blocks, dtype=torch.int32, device=device)
             self._bias = torch.zeros(rows, self._span, dtype=config.dtype, device=device)
         if self.workspace_bytes > WORKSPACE_LIMIT:
             raise InconsistentStateError(
@@ -138,10 +138,10 @@ class SdpaAttention(AttentionBackend):
         """The workspace and the decode tables."""
         tensors = {
             "gathered": self._gathered,
-            "page_starts": self._page_starts,
+            "block_starts": self._block_starts,
             "positions": self._positions,
             "padded": self._padded,
-            "pages": self._pages,
+            "block_ids": self._block_ids,
             "bias": self._bias,
         }
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -153,7 +153,7 @@ class SdpaAttention(AttentionBackend):
     # Decode
 
     def plan_decode(self, metadata: DecodeMetadata) -> None:
-        """Work out page ids, masks and slices once for all layers."""
+        """Work out block ids, masks and slices once for all layers."""
         if metadata.query_len != 1:
             raise UnsupportedError(
                 f"sdpa decodes one query per row, query_len is {metadata.query_len}; "
@@ -169,11 +169,11 @@ class SdpaAttention(AttentionBackend):
             return
         lens = self._length_bounds(metadata)
         block_size = self.config.block_size
-        num_pages = -(-max(lens) // block_size)
-        keys = num_pages * block_size
+        num_blocks = -(-max(lens) // block_size)
+        keys = num_blocks * block_size
         padded = self._plan_padding(seq_lens)
-        if self._pages is not None and self._bias is not None:
-            self._fill_pages(metadata, slice(0, rows), self._pages[:rows, :num_pages])
+        if self._block_ids is not None and self._bias is not None:
+            self._fill_block_ids(metadata, slice(0, rows), self._block_ids[:rows, :num_blocks])
             self._fill_bias(metadata, slice(0, rows), self._bias[:rows, :keys])
         slices = slice_rows_and_heads(rows, keys, self.config.num_kv_heads, self._decode_slots)
         parts = [self._plan_part(part, lens) for part in slices]
@@ -181,12 +181,12 @@ class SdpaAttention(AttentionBackend):
 
     def _plan_part(self, part: Slice, lens: list[int]) -> DecodePart:
         """A slice of the step, as long as the longest of its own rows."""
-        num_pages = -(-max(lens[part.rows]) // self.config.block_size)
+        num_blocks = -(-max(lens[part.rows]) // self.config.block_size)
         tables = None
-        if self._pages is not None and self._bias is not None:
-            keys = num_pages * self.config.block_size
-            tables = self._pages[part.rows, :num_pages], self._bias[part.rows, :keys]
-        return DecodePart(part.rows, part.heads, num_pages, tables)
+        if self._block_ids is not None and self._bias is not None:
+            keys = num_blocks * self.config.block_size
+            tables = self._block_ids[part.rows, :num_blocks], self._bias[part.rows, :keys]
+        return DecodePart(part.rows, part.heads, num_blocks, tables)
 
     def run_decode(
         self,
@@ -196,7 +196,7 @@ class SdpaAttention(AttentionBackend):
         metadata: DecodeMetadata,
         out_BHD: Tensor,
     ) -> None:
-        """Attend each row's query to its pages; padded rows give zeros."""
+        """Attend each row's query to its blocks; padded rows give zeros."""
         step = self._step
         if step is None or step.num_rows != metadata.num_rows:
             raise InconsistentStateError(
@@ -205,10 +205,10 @@ class SdpaAttention(AttentionBackend):
         q_BKGD = self._group_heads(q_BHD)
         out_BKGD = self._group_heads(out_BHD)
         for part in step.parts:
-            if part.num_pages == 0:
+            if part.num_blocks == 0:
                 continue
-            pages, bias = part.tables or self._make_tables(metadata, part)
-            k, v = self._gather(k_cache, v_cache, pages, part.heads)
+            block_ids, bias = part.tables or self._make_tables(metadata, part)
+            k, v = self._gather(k_cache, v_cache, block_ids, part.heads)
             out = self._attend(
                 q_BKGD[part.rows, part.heads], k, v, bias[:, None, None], self.config.scale
             )
@@ -233,11 +233,11 @@ class SdpaAttention(AttentionBackend):
         return [min(metadata.max_seq_len, self._span)] * metadata.num_rows
 
     def _skipped(self, lens: Tensor) -> Tensor:
-        """The tokens of whole pages before each decode row's window, which are not gathered."""
+        """The tokens of whole blocks before each decode row's window, which are not gathered."""
         if self._window is None:
             return torch.zeros_like(lens)
-        page = self.config.block_size
-        return (lens - self._window).clamp_(min=0) // page * page
+        block_size = self.config.block_size
+        return (lens - self._window).clamp_(min=0) // block_size * block_size
 
     def _plan_padding(self, seq_lens: Tensor) -> Tensor | None:
         """The rows to zero, [B, 1, 1]; None where the host knows that there are none."""
@@ -247,20 +247,20 @@ class SdpaAttention(AttentionBackend):
         torch.eq(seq_lens, 0, out=padded)
         return padded[:, None, None]
 
-    def _fill_pages(self, metadata: DecodeMetadata, rows: slice, out: Tensor) -> None:
-        """Each row's page ids; past its end its own first page, and page 0 for a padded row.
+    def _fill_block_ids(self, metadata: DecodeMetadata, rows: slice, out: Tensor) -> None:
+        """Each row's block ids; past its end its own first block, and block 0 for a padded row.
 
-        So no page is read that the row does not own, whatever the block table holds there. With a
-        window the first page is the one in which the row's window begins.
+        So no block is read that the row does not own, whatever the block table holds there. With a
+        window the first block is the one in which the row's window begins.
         """
         table, lens = metadata.block_table[rows], metadata.seq_lens[rows, None]
         if self._window is not None:
             skipped = self._skipped(lens)
-            columns = (skipped + self._page_starts[: out.shape[1]]) // self.config.block_size
+            columns = (skipped + self._block_starts[: out.shape[1]]) // self.config.block_size
             table = table.gather(1, columns.clamp_(max=table.shape[1] - 1).long())
             lens = lens - skipped
         first = table[:, :1] * (lens > 0)
-        used = self._page_starts[: out.shape[1]] < lens
+        used = self._block_starts[: out.shape[1]] < lens
         torch.where(used, table[:, : out.shape[1]], first, out=out)
 
     def _fill_bias(self, metadata: DecodeMetadata, rows: slice, out: Tensor) -> None:
@@ -274,26 +274,27 @@ class SdpaAttention(AttentionBackend):
         out.zero_().masked_fill_(hidden, float("-inf"))
 
     def _make_tables(self, metadata: DecodeMetadata, part: DecodePart) -> tuple[Tensor, Tensor]:
-        """Page ids and mask of some rows, for this call alone."""
-        rows, num_pages = part.rows, part.num_pages
+        """Block ids and mask of some rows, for this call alone."""
+        rows, num_blocks = part.rows, part.num_blocks
         count = rows.stop - rows.start
-        pages = metadata.block_table.new_empty(count, num_pages)
-        bias = self._gathered.new_empty(count, num_pages * self.config.block_size)
-        self._fill_pages(metadata, rows, pages)
+        block_ids = metadata.block_table.new_empty(count, num_blocks)
+        bias = self._gathered.new_empty(count, num_blocks * self.config.block_size)
+        self._fill_block_ids(metadata, rows, block_ids)
         self._fill_bias(metadata, rows, bias)
-        return pages, bias
+        return block_ids, bias
 
     def _gather(
-        self, k_cache: Tensor, v_cache: Tensor, pages: Tensor, heads: slice
+        self, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor, heads: slice
     ) -> tuple[Tensor, Tensor]:
-        """Copy pages [R, m] of some KV heads into the workspace: K and V as [R, K, L, D]."""
-        rows, block_size, head_size = pages.shape[0], self.config.block_size, self.config.head_size
+        """Copy blocks [R, m] of some KV heads into the workspace: K and V as [R, K, L, D]."""
+        rows, block_size = block_ids.shape[0], self.config.block_size
+        head_size = self.config.head_size
         num_heads = heads.stop - heads.start
-        shape = (pages.numel(), block_size, num_heads, head_size)
-        ids = pages.reshape(-1)
+        shape = (block_ids.numel(), block_size, num_heads, head_size)
+        ids = block_ids.reshape(-1)
         gathered = []
         for cache, space in zip((k_cache, v_cache), self._gathered, strict=True):
-            target = space[: pages.numel() * block_size * num_heads * head_size].view(shape)
+            target = space[: block_ids.numel() * block_size * num_heads * head_size].view(shape)
             torch.index_select(cache[:, :, heads], 0, ids, out=target)
             gathered.append(target.view(rows, -1, num_heads, head_size).transpose(1, 2))
         return gathered[0], gathered[1]
@@ -332,21 +333,21 @@ class SdpaAttention(AttentionBackend):
         for row, chunk in enumerate(self._chunks):
             if chunk.queries.start == chunk.queries.stop:
                 continue
-            first_page = 0
+            first_block = 0
             if self._window is not None:  # of the first query
                 num_queries = chunk.queries.stop - chunk.queries.start
                 first_key = chunk.num_keys - num_queries - self._window + 1
-                first_page = max(0, first_key) // self.config.block_size
-            end_page = -(-chunk.num_keys // self.config.block_size)
-            pages = metadata.block_table[row : row + 1, first_page:end_page]
-            keys = pages.shape[1] * self.config.block_size
+                first_block = max(0, first_key) // self.config.block_size
+            end_block = -(-chunk.num_keys // self.config.block_size)
+            block_ids = metadata.block_table[row : row + 1, first_block:end_block]
+            keys = block_ids.shape[1] * self.config.block_size
             heads = self.config.num_kv_heads
             for part in slice_rows_and_heads(1, keys, heads, self._max_slots):
-                k, v = self._gather(k_cache, v_cache, pages, part.heads)
+                k, v = self._gather(k_cache, v_cache, block_ids, part.heads)
                 self._attend_chunk.run(
                     q_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                     k,
                     v,
-                    chunk.num_keys - first_page * self.config.block_size,
+                    chunk.num_keys - first_block * self.config.block_size,
                     out_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                 )

@@ -4,11 +4,11 @@
 
 nanovllm-attention-triton has the same two, with the same signatures but for `alibi_slopes`. Both
 are custom operators, so that code that calls them compiles whole: `torch.compile(...,
-fullgraph=True)`. `packed_attention` without pages has gradients of q, k and v.
+fullgraph=True)`. `packed_attention` without blocks has gradients of q, k and v.
 
 Tensors are of one floating dtype on one device; heads have any size; each KV head serves a whole
-number of query heads; pages hold any number of tokens. A length beyond what its block table or its
-tensor holds is cut to that, so nothing is read outside; block ids in use must name pages that
+number of query heads; blocks hold any number of tokens. A length beyond what its block table or its
+tensor holds is cut to that, so nothing is read outside; block ids in use must name blocks that
 exist. Lengths are read on the host, and a call whose lengths lie on a GPU waits for it. The
 exception is `paged_attention` of single queries on a GPU, which reads nothing on the host and can
 be captured.
@@ -24,6 +24,7 @@ Shape suffixes as in `nanovllm_core.interfaces.attention`; S sequences, L keys o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -61,16 +62,16 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences of different lengths.
 
-    `k`, `v` [L, K, D], or pages [N, P, K, D] with `block_table` [S, M] int32. `query_starts`,
+    `k`, `v` [L, K, D], or blocks [N, P, K, D] with `block_table` [S, M] int32. `query_starts`,
     `key_starts` [S + 1] int32: running sums of lengths, of which none is above `max_query_len` and
     `max_key_len`. Returns out [T, H, D] and lse [H, T] in float32 at least, or [0] unless
-    `with_lse`. Raises UnsupportedError where pages would need gradients.
+    `with_lse`. Raises UnsupportedError where blocks would need gradients.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k, v))
     if needs_grad and block_table is not None:
         raise UnsupportedError(
             "packed_attention: block_table with q, k or v that requires grad is not supported: "
-            "pages get no gradient; pass packed k and v, or call it under torch.no_grad()"
+            "blocks get no gradient; pass packed k and v, or call it under torch.no_grad()"
         )
     left, right = window
     out, lse = _packed(
@@ -94,7 +95,7 @@ def paged_attention(
     may_split: bool = True,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last Q tokens of each row to the pages that its block table names.
+    """Attention of the last Q tokens of each row to the blocks that its block table names.
 
     `block_table` [B, M] and `seq_lens` [B] int32; a row's length counts its queries. `may_split`
     False: no row's keys are divided among programs, which torch decides by itself here. Returns
@@ -128,18 +129,12 @@ def _packed(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     rules = Rules(scale, (left, right), soft_cap)
-    out, lse = _outputs(q, with_lse)
-    for row, (queries, keys) in enumerate(_rows(starts_q, starts_k)):
-        if block_table is None:
-            k_LKD, v_LKD = k[keys], v[keys]
-        else:
-            k_LKD, v_LKD = (_pages(x, block_table[row], keys.stop - keys.start) for x in (k, v))
-        row_lse = _attend_row(
-            out[queries], q[queries], k_LKD, v_LKD, rules, _slopes_of(slopes, row), with_lse
-        )
-        if row_lse is not None:
-            lse[:, queries] = row_lse
-    return out, lse
+    keys = _slices(starts_k)
+    if block_table is None:
+        sequences: Iterable[tuple[Tensor, Tensor]] = ((k[part], v[part]) for part in keys)
+    else:
+        sequences = _gather(k, v, block_table, [part.stop - part.start for part in keys])
+    return _attend(q, _slices(starts_q), sequences, rules, slopes, with_lse)
 
 
 @_packed.register_fake
@@ -162,11 +157,12 @@ def _packed_backward(
     right: int,
     soft_cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `_packed` without pages, in their shapes."""
+    """Gradients of q, k and v of `_packed` without blocks, in their shapes."""
     rules = Rules(scale, (left, right), soft_cap)
     # A key of no sequence has no gradient.
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for row, (queries, keys) in enumerate(_rows(starts_q, starts_k)):
+    rows = zip(_slices(starts_q), _slices(starts_k), strict=True)
+    for row, (queries, keys) in enumerate(rows):
         dq[queries], dk[keys], dv[keys] = attend_backward(
             grad[queries],
             None if grad_lse is None else grad_lse[:, queries],
@@ -206,8 +202,8 @@ _packed.register_autograd(_backward, setup_context=_remember)
 @torch.library.custom_op(f"{NAMESPACE}::paged_attention", mutates_args=())
 def _paged(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     slopes: Tensor | None,
@@ -219,18 +215,13 @@ def _paged(
 ) -> tuple[Tensor, Tensor]:
     rules = Rules(scale, (left, right), soft_cap)
     if q.shape[1] == 1 and q.is_cuda:
-        out, lse = attend_single(q[:, 0], k_pages, v_pages, block_table, seq_lens, rules, slopes)
+        out, lse = attend_single(q[:, 0], k_blocks, v_blocks, block_table, seq_lens, rules, slopes)
         return out[:, None], lse if with_lse else lse.new_empty(0)
-    out, lse = _outputs(q, with_lse)
-    lse_HBQ = lse.view(-1, *q.shape[:2]) if with_lse else lse
-    for row, length in enumerate(seq_lens.tolist()):
-        k_LKD, v_LKD = (_pages(x, block_table[row], length) for x in (k_pages, v_pages))
-        row_lse = _attend_row(
-            out[row], q[row], k_LKD, v_LKD, rules, _slopes_of(slopes, row), with_lse
-        )
-        if row_lse is not None:
-            lse_HBQ[:, row] = row_lse
-    return out, lse
+    batch, query_len = q.shape[:2]
+    queries = [slice(row * query_len, (row + 1) * query_len) for row in range(batch)]
+    sequences = _gather(k_blocks, v_blocks, block_table, seq_lens.tolist())
+    out, lse = _attend(q.flatten(0, 1), queries, sequences, rules, slopes, with_lse)
+    return out.view(q.shape), lse
 
 
 @_paged.register_fake
@@ -238,22 +229,25 @@ def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return _outputs(q, with_lse=others[-1])
 
 
-def _attend_row(
-    out_QHD: Tensor,
-    q_QHD: Tensor,
-    k_LKD: Tensor,
-    v_LKD: Tensor,
+def _attend(
+    q_THD: Tensor,
+    queries: list[slice],
+    sequences: Iterable[tuple[Tensor, Tensor]],
     rules: Rules,
-    slopes_H: Tensor | None,
+    slopes: Tensor | None,
     with_lse: bool,
-) -> Tensor | None:
-    """Attend one sequence into `out_QHD`; its log-sum-exp [H, Q] if asked for."""
-    if rules.soft_cap > 0 or with_lse:
-        out, lse_HQ = attend(q_QHD, k_LKD, v_LKD, rules, slopes_H)
-        out_QHD.copy_(out)
-        return lse_HQ if with_lse else None
-    out_QHD.copy_(attend_fused(q_QHD, k_LKD, v_LKD, rules, slopes_H))
-    return None
+) -> tuple[Tensor, Tensor]:
+    """Attend the `queries` of each sequence to its keys and values [L, K, D]."""
+    out, lse = _outputs(q_THD, with_lse)
+    for row, (part, (k_LKD, v_LKD)) in enumerate(zip(queries, sequences, strict=True)):
+        row_slopes = _slopes_of(slopes, row)
+        if with_lse:
+            out[part], lse[:, part] = attend(q_THD[part], k_LKD, v_LKD, rules, row_slopes)
+        elif rules.soft_cap > 0:
+            out[part], _ = attend(q_THD[part], k_LKD, v_LKD, rules, row_slopes)
+        else:
+            out[part] = attend_fused(q_THD[part], k_LKD, v_LKD, rules, row_slopes)
+    return out, lse
 
 
 def _outputs(q: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -265,13 +259,9 @@ def _outputs(q: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
     )
 
 
-def _rows(starts_q: Tensor, starts_k: Tensor) -> list[tuple[slice, slice]]:
-    """The queries and the keys of each sequence."""
-    queries, keys = (
-        [slice(start, stop) for start, stop in pairwise(starts.tolist())]
-        for starts in (starts_q, starts_k)
-    )
-    return list(zip(queries, keys, strict=True))
+def _slices(starts: Tensor) -> list[slice]:
+    """Where each sequence's tokens lie, from the running sums of their lengths."""
+    return [slice(start, stop) for start, stop in pairwise(starts.tolist())]
 
 
 def _slopes_of(alibi_slopes: Tensor | None, row: int) -> Tensor | None:
@@ -280,8 +270,11 @@ def _slopes_of(alibi_slopes: Tensor | None, row: int) -> Tensor | None:
     return alibi_slopes[row]
 
 
-def _pages(cache: Tensor, table_M: Tensor, num_keys: int) -> Tensor:
-    """The first `num_keys` keys [L, K, D] of the pages that one row of a block table names."""
-    num_pages = -(-num_keys // cache.shape[1])
-    pages = cache[:, :num_keys].index_select(0, table_M[:num_pages])
-    return pages.flatten(0, 1)[:num_keys]
+def _gather(
+    k_NPKD: Tensor, v_NPKD: Tensor, block_table: Tensor, lens: list[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first keys and values [L, K, D] of the blocks that each row of a block table names."""
+    for table_M, length in zip(block_table, lens, strict=True):
+        used_M = table_M[: -(-length // k_NPKD.shape[1])]
+        k, v = (x[:, :length].index_select(0, used_M) for x in (k_NPKD, v_NPKD))
+        yield k.flatten(0, 1)[:length], v.flatten(0, 1)[:length]

@@ -62,7 +62,7 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
 
 
 def kv_layouts(_requirements: AttentionRequirements, _options: BaseModel) -> Sequence[KVLayout]:
-    """Pages of any multiple of 16 tokens: efficient attention reads masks 16 columns at a time."""
+    """Blocks of any multiple of 16 tokens: efficient attention reads masks 16 columns at a time."""
     return (KVLayout("NPKD", 16),)
 
 
@@ -75,7 +75,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         gqa=True,
         sliding_window=True,
         soft_cap=True,
-        # A last page is gathered whole: a masked weight of 0 times a NaN in V would be NaN.
+        # A last block is gathered whole: a masked weight of 0 times a NaN in V would be NaN.
         needs_finite_tail=True,
         cuda_graphs="decode",
     )
@@ -84,7 +84,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             name="sdpa",
             impl="nanovllm_attention_sdpa.backend:SdpaAttention",
             contract=2,
-            summary="torch scaled_dot_product_attention over gathered pages; runs anywhere",
+            summary="torch scaled_dot_product_attention over gathered blocks; runs anywhere",
             options=SdpaOptions,
             capabilities=capabilities,
             kv_layouts=kv_layouts,

@@ -1,4 +1,4 @@
-"""Attention of single queries to pages, by lengths that stay on the device.
+"""Attention of single queries to blocks, by lengths that stay on the device.
 
 Nothing is read on the host, so a CUDA graph can hold it: every row is gathered as far as its block
 table reaches, and keys that its query does not see are masked. The keys are worked off in parts,
@@ -29,12 +29,12 @@ def attend_single(
     """Output [B, H, D] and log-sum-exp [H, B]: zeros and -inf for a query that sees no key.
 
     A query is the last of its row's `lens_B` tokens; a length beyond the block table is cut to it.
-    `slopes` [H] or [B, H]. Pages may hold anything where no key is seen. `limit`: bytes of gathered
+    `slopes` [H] or [B, H]. Blocks may hold anything where no key is seen. `limit`: bytes of
     keys and values, with their wide copies.
     """
     batch, num_heads, head_size = q_BHD.shape
-    page, num_kv_heads = k_NPKD.shape[1:3]
-    capacity = table_BM.shape[1] * page
+    block_size, num_kv_heads = k_NPKD.shape[1:3]
+    capacity = table_BM.shape[1] * block_size
     lens_B = lens_B.clamp(0, capacity)
     slots = limit // slot_bytes(head_size, q_BHD.element_size(), copies_in_fp32=True)
     keys = max(1, min(capacity, slots // num_kv_heads))
@@ -62,8 +62,8 @@ def _attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Some rows, `keys` keys of each at a time."""
     rows, num_heads, head_size = q_RHD.shape
-    page, num_kv_heads = k_NPKD.shape[1:3]
-    wide, capacity = wide_dtype(q_RHD), table_RM.shape[1] * page
+    block_size, num_kv_heads = k_NPKD.shape[1:3]
+    wide, capacity = wide_dtype(q_RHD), table_RM.shape[1] * block_size
     q_RKGD = q_RHD.to(wide).view(rows, num_kv_heads, -1, head_size)
     peak_RKG = q_RKGD.new_full(q_RKGD.shape[:3], float("-inf"))
     mass_RKG, mixed_RKGD = torch.zeros_like(peak_RKG), torch.zeros_like(q_RKGD)
@@ -71,9 +71,9 @@ def _attend_rows(
         position_C = torch.arange(start, min(start + keys, capacity), device=q_RHD.device)
         ahead_RC = position_C - (lens_R[:, None] - 1)
         seen_RC = _seen(ahead_RC, rules.window)
-        page_RC = torch.where(seen_RC, table_RM[:, position_C // page], 0)
-        k_RCKD, v_RCKD = (x[page_RC, position_C % page].to(wide) for x in (k_NPKD, v_NPKD))
-        # A weight of 0 times a NaN that nobody may see would be NaN.
+        block_RC = torch.where(seen_RC, table_RM[:, position_C // block_size], 0)
+        k_RCKD, v_RCKD = (x[block_RC, position_C % block_size].to(wide) for x in (k_NPKD, v_NPKD))
+        # The weight of a hidden key is 0, and 0 times a NaN would be NaN.
         v_RCKD = v_RCKD.masked_fill(~seen_RC[:, :, None, None], 0)
         scores_RKGC = (q_RKGD @ k_RCKD.permute(0, 2, 3, 1)) * rules.scale
         if rules.soft_cap > 0:

@@ -12,10 +12,10 @@ from nanovllm_core.api import InconsistentStateError
 
 MIB = 1 << 20
 WORKSPACE_LIMIT = 256 * MIB
-"""Bytes that the backend holds at any shape: tables, gathered pages and masks together."""
+"""Bytes that the backend holds at any shape: tables, gathered blocks and masks together."""
 
 TABLE_LIMIT = 32 * MIB
-"""Bytes of page ids and masks kept for a whole decode step; above it each slice makes its own."""
+"""Bytes of block ids and masks kept for a whole decode step; above it each slice makes its own."""
 
 BIAS_LIMIT = 32 * MIB
 """Bytes of one slice's mask (and scores, where the kernel writes them out)."""

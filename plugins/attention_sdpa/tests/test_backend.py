@@ -48,7 +48,7 @@ def decode_case(seq_lens: list[int], **kwargs: object) -> PagedCase:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", ["auto", "math", "flash"])
 def test_decode_matches_float64(kernel: Kernel, dtype: torch.dtype, needle: bool) -> None:
-    """Ragged rows, one token and page edges among them, in every dtype and CPU kernel."""
+    """Ragged rows, one token and block edges among them, in every dtype and CPU kernel."""
     case = decode_case([1, 2, 16, 17, 127, 128, 512], dtype=dtype, needle=needle)
     case.assert_close(decode(case, backend_for(case, kernel)))
 
@@ -67,7 +67,7 @@ def test_prefill_matches_float64(kernel: Kernel, dtype: torch.dtype, needle: boo
 
 
 WINDOWS = [None, 1, 5, 16, 17, 100, 1000]
-"""None, one key, within a page, a page, over its edge, across pages, beyond every sequence."""
+"""None, one key, within a block, a block, over its edge, across blocks, beyond every sequence."""
 
 
 @pytest.mark.parametrize("needle", [False, True])
@@ -101,7 +101,7 @@ def test_windows_and_soft_caps_in_every_dtype(
     chunks.assert_close(prefill(chunks, backend_for(chunks)))
 
 
-def test_pages_before_the_window_are_not_gathered() -> None:
+def test_blocks_before_the_window_are_not_gathered() -> None:
     """Neither their contents, which are NaN here, nor their entries in the block table."""
     for queries, run in ((1, decode), (20, prefill)):
         case = make_case(
@@ -117,7 +117,7 @@ def test_pages_before_the_window_are_not_gathered() -> None:
 
 
 def test_a_window_bounds_what_decode_keeps_and_gathers() -> None:
-    """Tables are as wide as the window's pages, whatever the longest sequence."""
+    """Tables are as wide as the window's blocks, whatever the longest sequence."""
     case = decode_case([2000], sliding_window=40)
     backend = backend_for(case)
     assert backend.captured_tensors()["bias"].shape == (1, 4 * 16)
@@ -128,7 +128,7 @@ def test_a_window_bounds_what_decode_keeps_and_gathers() -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "math", "flash"])
 def test_padded_rows_give_zeros(kernel: Kernel) -> None:
-    """A row of length 0 gives zeros though page 0, which its block table names, holds NaN."""
+    """A row of length 0 gives zeros though block 0, which its block table names, holds NaN."""
     case = decode_case([5, 0, 40, 0])
     assert case.k_cache[0].isnan().all()
     out = decode(case, backend_for(case, kernel))
@@ -137,7 +137,7 @@ def test_padded_rows_give_zeros(kernel: Kernel) -> None:
 
 
 def test_block_table_beyond_a_row_is_never_read() -> None:
-    """Entries past a row's last page may hold anything, even ids outside the cache."""
+    """Entries past a row's last block may hold anything, even ids outside the cache."""
     case = decode_case([5, 40, 0])
     expected = decode(case, backend_for(case))
     table = case.block_table.clone()
@@ -156,7 +156,7 @@ def test_queries_may_be_a_slice_of_packed_qkv() -> None:
     case.assert_close(decode(strided, backend_for(strided)))
 
 
-def test_caches_may_be_strided_over_pages() -> None:
+def test_caches_may_be_strided_over_blocks() -> None:
     """K and V interleaved in one tensor are read through their strides."""
     case = decode_case([5, 40])
     both = torch.stack((case.k_cache, case.v_cache), dim=1)

@@ -12,9 +12,9 @@ from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_core.api import AttentionConfig
 from nanovllm_kit.attention_checks import (
+    check_blocks_beyond_2_31_elements,
     check_decode_never_synchronises,
     check_matrix,
-    check_pages_beyond_2_31_elements,
     check_replay,
     run_decode,
     run_prefill,
@@ -53,7 +53,7 @@ def test_matrix(num_heads: int, head_size: int, group: int) -> None:
 def test_other_shapes(
     num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    """Head sizes, groups and pages beside the matrix."""
+    """Head sizes, groups and blocks beside the matrix."""
     check_matrix(
         make_backend, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
         block_size=block_size, dtypes=[dtype], batches=[5], lengths=[1, 300],
@@ -87,9 +87,9 @@ def test_replay_follows_its_inputs(plan_is_captured: bool, dtype: torch.dtype) -
     check_replay(make_backend, block_size=16, dtype=dtype, plan_is_captured=plan_is_captured)
 
 
-def test_pages_beyond_2_31_elements() -> None:
+def test_blocks_beyond_2_31_elements() -> None:
     """Offsets are 64 bits wide."""
-    check_pages_beyond_2_31_elements(make_backend, block_size=16)
+    check_blocks_beyond_2_31_elements(make_backend, block_size=16)
 
 
 def test_decode_never_synchronises() -> None:
@@ -98,7 +98,7 @@ def test_decode_never_synchronises() -> None:
 
 
 def test_padded_rows_give_zeros() -> None:
-    """Though the pages that their block table names hold NaN."""
+    """Though the blocks that their block table names hold NaN."""
     case = make_case(
         [1] * 4, [5, 0, 40, 0], num_heads=4, num_kv_heads=2, head_size=64, device="cuda"
     )

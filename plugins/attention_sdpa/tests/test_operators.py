@@ -85,7 +85,7 @@ def test_gradients_of_packed_attention_equal_torchs_own() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_with_pages_are_refused_before_anything_is_computed() -> None:
+def test_gradients_with_blocks_are_refused_before_anything_is_computed() -> None:
     """Packed keys alone have gradients."""
     q, cache = torch.randn(3, H, D), torch.randn(2, 4, K, D)
     ends, table = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
@@ -152,17 +152,17 @@ def test_the_operators_keep_their_declarations() -> None:
     torch.library.opcheck(operators._paged, arguments)
 
 
-def pages(lens: list[int], page: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """K and V pages with NaN beside the rows' keys, their table, and lengths."""
+def blocks(lens: list[int], block_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """K and V blocks with NaN beside the rows' keys, their table, and lengths."""
     generator = torch.Generator().manual_seed(seed)
-    width = -(-max(lens) // page)
+    width = -(-max(lens) // block_size)
     order = torch.randperm(len(lens) * width + 1, generator=generator)[: len(lens) * width]
     table = order.view(len(lens), width).int()
-    k, v = torch.randn(2, len(lens) * width + 1, page, K, D, generator=generator).unbind()
+    k, v = torch.randn(2, len(lens) * width + 1, block_size, K, D, generator=generator).unbind()
     for row, length in enumerate(lens):
-        for at in range(length, width * page):
+        for at in range(length, width * block_size):
             for cache in (k, v):
-                cache[table[row, at // page], at % page] = math.nan
+                cache[table[row, at // block_size], at % block_size] = math.nan
     return k, v, table, torch.tensor(lens, dtype=torch.int32)
 
 
@@ -172,7 +172,7 @@ def test_decode_by_lengths_on_the_device_equals_decode_by_lengths_on_the_host(
     rules: dict[str, Any], limit: int
 ) -> None:
     """At any size of its parts, with NaN wherever a row has no key."""
-    k, v, table, lens = pages([37, 0, 1, 64, 20], page=8, seed=limit % 7)
+    k, v, table, lens = blocks([37, 0, 1, 64, 20], block_size=8, seed=limit % 7)
     q = torch.randn(5, H, D)
     expected, expected_lse = paged_attention(
         q[:, None], k, v, table, lens, scale=0.3, with_lse=True, **rules
@@ -189,11 +189,11 @@ def test_decode_by_lengths_on_the_device_equals_decode_by_lengths_on_the_host(
 
 def test_decode_by_lengths_on_the_device_can_be_captured() -> None:
     """Nothing is read on the host, and a replay follows lengths, tables and queries."""
-    k, v, table, lens = pages([37, 0, 1, 64, 20], page=8, seed=1)
+    k, v, table, lens = blocks([37, 0, 1, 64, 20], block_size=8, seed=1)
     q, rules = torch.randn(5, H, D), Rules(0.3, (30, 0), 2.0)
     with record() as recording:
         out, lse = attend_single(q, k, v, table, lens, rules, SLOPES, 20_000)
-    other_k, other_v, other_table, other_lens = pages([3, 64, 0, 41, 41], page=8, seed=2)
+    other_k, other_v, other_table, other_lens = blocks([3, 64, 0, 41, 41], block_size=8, seed=2)
     for mine, other in ((k, other_k), (v, other_v), (table, other_table), (lens, other_lens)):
         mine.copy_(other)
     q.normal_()

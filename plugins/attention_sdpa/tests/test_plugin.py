@@ -80,7 +80,7 @@ def test_unknown_kernels_and_options_are_refused() -> None:
         SdpaOptions.model_validate({"kernal": "math"})
 
 
-def test_pages_are_any_multiple_of_16() -> None:
+def test_blocks_are_any_multiple_of_16() -> None:
     """The layout and what `provider` prints."""
     (layout,) = SPEC.kv_layouts(requirements(), SdpaOptions())
     assert (layout.name, layout.block_multiple) == ("NPKD", 16)

@@ -136,23 +136,23 @@ from nanovllm_attention_sdpa.plugin import SdpaOptions
 from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata
 
 torch.set_num_threads(1)
-rows, tokens, page = 64, 4096, 16
+rows, tokens, block_size = 64, 4096, 16
 config = AttentionConfig(
     device=torch.device("cpu"), dtype=torch.float32, num_heads=16, num_kv_heads=8, head_size=128,
-    scale=1.0, block_size=page, max_num_seqs=rows, max_model_len=tokens,
+    scale=1.0, block_size=block_size, max_num_seqs=rows, max_model_len=tokens,
     max_num_batched_tokens=tokens,
 )
 backend = SdpaAttention(SdpaOptions(), config)
 backend.allocate()
 assert backend.workspace_bytes <= 256 << 20, backend.workspace_bytes
-pages = rows * tokens // page
-k_cache = torch.zeros(pages, page, 8, 128)
-v_cache = torch.zeros(pages, page, 8, 128)
-table = torch.arange(pages, dtype=torch.int32).flip(0).view(rows, -1)
+num_blocks = rows * tokens // block_size
+k_cache = torch.zeros(num_blocks, block_size, 8, 128)
+v_cache = torch.zeros(num_blocks, block_size, 8, 128)
+table = torch.arange(num_blocks, dtype=torch.int32).flip(0).view(rows, -1)
 # One key in each row outweighs all others: the output is that key's value.
 for row in range(rows):
     position = 61 * row + 7
-    block, offset = table[row, position // page], position % page
+    block, offset = table[row, position // block_size], position % block_size
     k_cache[block, offset] = 1.0
     v_cache[block, offset] = float(row + 1)
 q = torch.ones(rows, 16, 128)

@@ -1,6 +1,6 @@
 """Decode bandwidth of the Triton backend on one GPU.
 
-    python benchmarks/attention_decode.py [--page 256] [--sweep] [--out FILE]
+    python benchmarks/attention_decode.py [--block-size 256] [--sweep] [--out FILE]
 
 The contexts of the nano workload's live requests at several steps, and uniform batches; one plan
 and 28 layers inside a captured CUDA graph, each layer over a cache of its own, with the L2 flushed
@@ -76,18 +76,18 @@ class Case:
         return sum(self.contexts) * 2 * KV_HEADS * HEAD_SIZE * DTYPE.itemsize
 
 
-def make_cases(page: int, num_pages: int) -> list[Case]:
+def make_cases(block_size: int, num_blocks: int) -> list[Case]:
     cases = []
     generator = torch.Generator().manual_seed(0)
-    width = -(-MAX_MODEL_LEN // page)
+    width = -(-MAX_MODEL_LEN // block_size)
     for name, contexts in nano_workload_contexts().items():
         rows = bucket(len(contexts))
-        pages = torch.randperm(num_pages, generator=generator).int()
+        blocks = torch.randperm(num_blocks, generator=generator).int()
         table = torch.zeros(rows, width, dtype=torch.int32)
         used = 0
         for row, context in enumerate(contexts):
-            count = -(-context // page)
-            table[row, :count] = pages[used : used + count]
+            count = -(-context // block_size)
+            table[row, :count] = blocks[used : used + count]
             used += count
         lens = torch.tensor(contexts + [0] * (rows - len(contexts)), dtype=torch.int32)
         q = torch.randn(rows, HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
@@ -96,7 +96,7 @@ def make_cases(page: int, num_pages: int) -> list[Case]:
     return cases
 
 
-def make_backend(page: int, tuning: DecodeTuning | None) -> TritonAttention:
+def make_backend(block_size: int, tuning: DecodeTuning | None) -> TritonAttention:
     config = AttentionConfig(
         device=torch.device("cuda"),
         dtype=DTYPE,
@@ -104,7 +104,7 @@ def make_backend(page: int, tuning: DecodeTuning | None) -> TritonAttention:
         num_kv_heads=KV_HEADS,
         head_size=HEAD_SIZE,
         scale=SCALE,
-        block_size=page,
+        block_size=block_size,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=16384,
@@ -118,13 +118,13 @@ def make_backend(page: int, tuning: DecodeTuning | None) -> TritonAttention:
 
 def check_decode(case: Case, k_cache: Tensor, v_cache: Tensor) -> None:
     """The first and the longest row equal torch's attention."""
-    page = k_cache.shape[1]
+    block_size = k_cache.shape[1]
     longest = max(range(len(case.contexts)), key=case.contexts.__getitem__)
     for row in {0, longest}:
         context = case.contexts[row]
-        pages = case.metadata.block_table[row, : -(-context // page)].long()
-        k = k_cache[pages].flatten(0, 1)[:context].transpose(0, 1)[None].float()
-        v = v_cache[pages].flatten(0, 1)[:context].transpose(0, 1)[None].float()
+        blocks = case.metadata.block_table[row, : -(-context // block_size)].long()
+        k = k_cache[blocks].flatten(0, 1)[:context].transpose(0, 1)[None].float()
+        v = v_cache[blocks].flatten(0, 1)[:context].transpose(0, 1)[None].float()
         q = case.q_BHD[row][None, :, None].float()
         expected = scaled_dot_product_attention(q, k, v, scale=SCALE, enable_gqa=True)[0, :, 0]
         error = ((case.out_BHD[row].float() - expected).norm() / expected.norm()).item()
@@ -203,23 +203,23 @@ def describe(tuning: DecodeTuning | None) -> str:
 
 
 def bench_decode(
-    page: int, tunings: Sequence[DecodeTuning | None], deadline: float
+    block_size: int, tunings: Sequence[DecodeTuning | None], deadline: float
 ) -> list[dict[str, Any]]:
-    num_pages = max(
-        sum(-(-context // page) for context in contexts)
+    num_blocks = max(
+        sum(-(-context // block_size) for context in contexts)
         for contexts in nano_workload_contexts().values()
     )
-    pages_of_a_cache = (num_pages, page, KV_HEADS, HEAD_SIZE)
+    blocks_of_a_cache = (num_blocks, block_size, KV_HEADS, HEAD_SIZE)
     caches = [
         (
-            torch.randn(pages_of_a_cache, dtype=DTYPE, device="cuda"),
-            torch.randn(pages_of_a_cache, dtype=DTYPE, device="cuda"),
+            torch.randn(blocks_of_a_cache, dtype=DTYPE, device="cuda"),
+            torch.randn(blocks_of_a_cache, dtype=DTYPE, device="cuda"),
         )
         for _ in range(LAYERS)
     ]
     other = torch.ones(2**26, device="cuda")
-    cases = make_cases(page, num_pages)
-    print(f"\ndecode, page {page}, TB/s (28 layers and one plan per graph)")
+    cases = make_cases(block_size, num_blocks)
+    print(f"\ndecode, blocks of {block_size} tokens, TB/s (28 layers and one plan per graph)")
     print(f"{'tile/warps/stages':36s}" + " ".join(f"{case.name:>7s}" for case in cases))
     print(" " * 36 + " ".join(f"{len(case.contexts):7d}" for case in cases))
     rows = []
@@ -228,7 +228,7 @@ def bench_decode(
             print("time is up: the rest of the sweep is left out")
             break
         try:
-            backend = make_backend(page, tuning)
+            backend = make_backend(block_size, tuning)
             seconds = [time_decode(backend, case, caches, other) for case in cases]
         except Exception as error:  # one that does not compile is a row of the table
             print(f"{describe(tuning)}  {type(error).__name__}: {str(error)[:80]}")
@@ -240,7 +240,7 @@ def bench_decode(
         rows.append(
             {
                 "phase": "decode",
-                "page": page,
+                "block_size": block_size,
                 "tuning": describe(tuning).strip(),
                 "ran": backend.describe(),
                 "seconds_per_layer": dict(zip([c.name for c in cases], seconds, strict=True)),
@@ -259,7 +259,7 @@ def copy_bandwidth() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode TB/s")
-    parser.add_argument("--page", type=int, default=256)
+    parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--sweep", action="store_true", help="more than the default constants")
     parser.add_argument("--seconds", type=float, default=90, help="stop the sweep after this long")
     parser.add_argument("--out", type=Path)
@@ -271,7 +271,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.2f} TB/s")
     tunings = SWEEP if arguments.sweep else SWEEP[:1]
-    rows = bench_decode(arguments.page, tunings, start + arguments.seconds)
+    rows = bench_decode(arguments.block_size, tunings, start + arguments.seconds)
     print(f"{time.monotonic() - start:.0f} s")
     if arguments.out:
         arguments.out.write_text(

@@ -2,7 +2,7 @@
 
     python benchmarks/attention_prefill.py [--seconds 90] [--out FILE]
 
-Causal, bf16, 16 query heads, 8 KV heads of size 128, over shuffled pages. Every configuration is
+Causal, bf16, 16 query heads, 8 KV heads of size 128, over shuffled blocks. Every configuration is
 first checked against float64 on ragged chunks whose unused slots hold NaN, and against torch on the
 shapes that are timed. Times are those of CALLS calls in a captured CUDA graph: the host's share
 would hide the kernels of short prompts.
@@ -55,7 +55,7 @@ SWEEP = (
 
 @dataclass
 class Prompts:
-    """Chunks of sequences, packed, and their keys and values in shuffled pages, all else NaN."""
+    """Chunks of sequences, packed, and their keys and values in shuffled blocks, all else NaN."""
 
     lens: list[int]
     query_lens: list[int]
@@ -112,22 +112,22 @@ class Prompts:
         return torch.cat(parts)
 
 
-def make_prompts(seq_lens: list[int], query_lens: list[int], page: int) -> Prompts:
+def make_prompts(seq_lens: list[int], query_lens: list[int], block_size: int) -> Prompts:
     def random(length: int, heads: int) -> Tensor:
         return torch.randn(length, heads, HEAD_SIZE, dtype=DTYPE, device="cuda")
 
     q = random(sum(query_lens), HEADS)
     k, v = (random(sum(seq_lens), KV_HEADS) for _ in range(2))
-    counts = [-(-length // page) for length in seq_lens]
-    pages = torch.randperm(sum(counts), device="cuda").split(counts)
+    counts = [-(-length // block_size) for length in seq_lens]
+    blocks = torch.randperm(sum(counts), device="cuda").split(counts)
     table = torch.zeros(len(seq_lens), max(counts), dtype=torch.int32, device="cuda")
-    shape = (sum(counts), page, KV_HEADS, HEAD_SIZE)
+    shape = (sum(counts), block_size, KV_HEADS, HEAD_SIZE)
     caches = [torch.full(shape, float("nan"), dtype=DTYPE, device="cuda") for _ in range(2)]
-    for row, mine in enumerate(pages):
+    for row, mine in enumerate(blocks):
         table[row, : len(mine)] = mine
         tokens = torch.arange(seq_lens[row], device="cuda")
         for cache, packed in zip(caches, (k, v), strict=True):
-            cache[mine[tokens // page], tokens % page] = packed.split(seq_lens)[row]
+            cache[mine[tokens // block_size], tokens % block_size] = packed.split(seq_lens)[row]
     starts = torch.tensor([0, *query_lens], device="cuda").cumsum(0).int()
     lens = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
     out = torch.full_like(q, float("nan"))
@@ -163,9 +163,9 @@ def teraflops(prompts: Prompts, call: Callable[[], object]) -> float:
     return CALLS * prompts.flops / best_time(graph.replay, repeats=5) / 1e12
 
 
-def usable(page: int, deadline: float) -> list[PrefillTuning]:
+def usable(block_size: int, deadline: float) -> list[PrefillTuning]:
     """The configurations that compile and are right on ragged chunks; a wrong one ends it all."""
-    chunks = make_prompts([1000, 129, 64, 513, 300, 1], [300, 129, 1, 200, 300, 1], page)
+    chunks = make_prompts([1000, 129, 64, 513, 300, 1], [300, 129, 1, 200, 300, 1], block_size)
     expected, found = chunks.reference(), []
     for tuning in SWEEP:
         if time.monotonic() > deadline:
@@ -181,9 +181,11 @@ def usable(page: int, deadline: float) -> list[PrefillTuning]:
     return found
 
 
-def bench(page: int, tunings: list[PrefillTuning], with_torch: bool) -> list[dict[str, Any]]:
+def bench(block_size: int, tunings: list[PrefillTuning], with_torch: bool) -> list[dict[str, Any]]:
     """TFLOP/s by configuration and shape, a table as it is measured."""
-    batches = [make_prompts([length] * batch, [length] * batch, page) for batch, length in SHAPES]
+    batches = [
+        make_prompts([length] * batch, [length] * batch, block_size) for batch, length in SHAPES
+    ]
     expected = [
         prompts.run_torch(SDPBackend.FLASH_ATTENTION).transpose(1, 2).flatten(0, 1)
         for prompts in batches
@@ -193,7 +195,7 @@ def bench(page: int, tunings: list[PrefillTuning], with_torch: bool) -> list[dic
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             runs.append((f"torch {kernel.name}", None, partial(Prompts.run_torch, kernel=kernel)))
     runs += [(describe(t), t, partial(Prompts.run_triton, tuning=t)) for t in tunings]
-    title = f"page {page}, causal, TFLOP/s"
+    title = f"blocks of {block_size} tokens, causal, TFLOP/s"
     print(f"\n{title:40s}" + " ".join(f"{f'{b} x {n}':>9s}" for b, n in SHAPES))
     rows = []
     for name, tuning, run in runs:
@@ -205,7 +207,7 @@ def bench(page: int, tunings: list[PrefillTuning], with_torch: bool) -> list[dic
         print(f"{name:40s}" + " ".join(f"{rate:9.0f}" for rate in rates), flush=True)
         rows.append(
             {
-                "page": page,
+                "block_size": block_size,
                 "ran": name,
                 "tuning": tuning and asdict(tuning),
                 "tflop_per_s": {f"{b}x{n}": r for (b, n), r in zip(SHAPES, rates, strict=True)},

@@ -140,12 +140,12 @@ class TritonAttention(AttentionBackend):
         """A few host comparisons per layer: a wrong layout is an error, not a wrong text."""
         if k_cache.shape[1] != self.config.block_size:
             raise InconsistentStateError(
-                f"pages of {k_cache.shape[1]} tokens; the backend was made for block_size="
+                f"blocks of {k_cache.shape[1]} tokens; the backend was made for block_size="
                 f"{self.config.block_size}"
             )
         if k_cache.stride() != v_cache.stride():
             raise UnsupportedError(
-                f"attention triton needs K and V pages of equal strides, got {k_cache.stride()} "
+                f"attention triton needs K and V blocks of equal strides, got {k_cache.stride()} "
                 f"and {v_cache.stride()}"
             )
         if not q.stride(-1) == out.stride(-1) == k_cache.stride(-1) == 1:

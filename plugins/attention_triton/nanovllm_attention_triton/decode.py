@@ -83,7 +83,7 @@ class DecodeShape:
     def block_d(self) -> int:
         return padded_head_size(self.head_size)
 
-    def constants(self, page: int, tile: int) -> dict[str, int | float]:
+    def constants(self, block_size: int, tile: int) -> dict[str, int | float]:
         """The compile-time arguments of `decode_kernel`."""
         return {
             "GROUP": self.group,
@@ -93,7 +93,7 @@ class DecodeShape:
             "MERGE": max(MERGE_ELEMENTS // (self.partial_heads * self.block_d), 1),
             "HEAD_SIZE": self.head_size,
             "BLOCK_D": self.block_d,
-            "PAGE": page,
+            "BLOCK_SIZE": block_size,
             "TILE": tile,
             "WINDOWED": self.window is not None,
             "SOFT_CAP": self.soft_cap or 0.0,
@@ -169,11 +169,11 @@ class DecodeWorkspace:
             "decode_tickets": self.tickets,
         }
 
-    def plan(self, seq_lens_B: Tensor, block_table: Tensor, page: int) -> None:
+    def plan(self, seq_lens_B: Tensor, block_table: Tensor, block_size: int) -> None:
         """Cut the rows of `seq_lens_B` (int32, contiguous) into the items of the next runs.
 
-        `block_table` [B, M] int32 names the pages, of `page` tokens, that those runs will read; a
-        length beyond M pages is cut to them.
+        `block_table` [B, M] int32 names the blocks, of `block_size` tokens, that those runs will
+        read; a length beyond M blocks is cut to them.
         """
         tuning = self.tuning
         fixed = tuning.fixed_chunk
@@ -184,7 +184,7 @@ class DecodeWorkspace:
             self.num_items,
             block_table.stride(0),
             seq_lens_B.shape[0],
-            block_table.shape[1] * page,
+            block_table.shape[1] * block_size,
             wave_items=self.shape.items_per_step(tuning.wave_programs),
             # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
             max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),
@@ -192,7 +192,7 @@ class DecodeWorkspace:
             max_chunk=fixed or tuning.max_chunk,
             item_capacity=self.capacity,
             BLOCK_ROWS=next_power_of_2(self.shape.max_num_seqs),
-            PAGE=page,
+            BLOCK_SIZE=block_size,
             TILE=tuning.tile,
             WINDOW=self.shape.window or 0,
         )

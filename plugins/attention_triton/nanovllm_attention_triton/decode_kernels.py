@@ -18,14 +18,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ITEM_FIELDS = tl.constexpr(6)
-"""An item is (row, first token, end token, the row's first item, its number of items, first page).
+"""An item is (row, first token, end token, the row's first item, its number of items, first block).
 
 With a sliding window the tokens of a row's items are those that its query sees, and the first one
-may lie within a tile; without, an item begins with a tile. The page saves every layer one of the
-dependent loads with which a program begins; it is there where a page holds whole tiles.
+may lie within a tile; without, an item begins with a tile. The block saves every layer one of the
+dependent loads with which a program begins; it is there where a block holds whole tiles.
 """
 PLAN_LANES = tl.constexpr(512)
-"""Items whose first pages the plan looks up at a time."""
+"""Items whose first blocks the plan looks up at a time."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -46,7 +46,7 @@ def plan_kernel(
     max_chunk,
     item_capacity,
     BLOCK_ROWS: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -91,7 +91,7 @@ def plan_kernel(
         tl.store(item + 4 * item_capacity, counts, mask=here)
     num_items = tl.sum(counts, 0)
     tl.store(num_items_ptr, num_items)
-    if PAGE % TILE == 0:
+    if BLOCK_SIZE % TILE == 0:
         # One look-up for all items: in the loop above every round would wait for its own.
         tl.debug_barrier()
         for base in range(0, num_items, PLAN_LANES):
@@ -101,35 +101,39 @@ def plan_kernel(
             row = tl.load(item, mask=here, other=0).to(tl.int64)
             begin = tl.load(item + item_capacity, mask=here, other=0)
             end = tl.load(item + 2 * item_capacity, mask=here, other=0)
-            page = tl.load(table_ptr + row * table_stride + begin // PAGE, mask=begin < end)
-            tl.store(item + 5 * item_capacity, page, mask=begin < end)
+            block_id = tl.load(
+                table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end
+            )
+            tl.store(item + 5 * item_capacity, block_id, mask=begin < end)
 
 
 @triton.jit
-def load_pages(table_ptr, start, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The 64-bit page ids of the TILE tokens from `start`: one scalar where a page holds the tile.
+def load_block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The 64-bit block ids of TILE tokens from `start`: one scalar where a block holds the tile.
 
-    A page id times its stride overflows 32 bits in any cache beyond 2^31 elements. Nothing is read
+    A block id times its stride overflows 32 bits in any cache beyond 2^31 elements. Nothing is read
     for tokens from `end` on. Callers load a tile's ids one round early, into a loop-carried value:
     an id loaded in the round that needs it costs Triton's pipeliner a stage of the K and V loads.
     """
-    if PAGE % TILE == 0:
-        pages = tl.load(table_ptr + start // PAGE, mask=start < end, other=0)
+    if BLOCK_SIZE % TILE == 0:
+        block_ids = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0)
     else:
         tokens = start + tl.arange(0, TILE)
-        pages = tl.load(table_ptr + tokens // PAGE, mask=tokens < end, other=0)
-    return pages.to(tl.int64)
+        block_ids = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+    return block_ids.to(tl.int64)
 
 
 @triton.jit
-def page_offsets(pages, start, stride_page, stride_token, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Element offsets [TILE], 64-bit, of the tokens from `start`, whose pages are `pages`."""
+def block_offsets(
+    block_ids, start, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Element offsets [TILE], 64-bit, of the tokens from `start`, whose blocks are `block_ids`."""
     lanes = tl.arange(0, TILE)
-    if PAGE % TILE == 0:  # noqa: SIM108 - a compile-time branch, easier to see as one
-        slots = start % PAGE + lanes
+    if BLOCK_SIZE % TILE == 0:  # noqa: SIM108 - a compile-time branch, easier to see as one
+        slots = start % BLOCK_SIZE + lanes
     else:
-        slots = (start + lanes) % PAGE
-    return pages * stride_page + slots.to(tl.int64) * stride_token
+        slots = (start + lanes) % BLOCK_SIZE
+    return block_ids * stride_block + slots.to(tl.int64) * stride_token
 
 
 @triton.jit
@@ -172,7 +176,7 @@ def decode_kernel(
     out_stride_row,
     out_stride_head,
     table_stride,
-    stride_page,
+    stride_block,
     stride_token,
     stride_head,
     item_capacity,
@@ -184,7 +188,7 @@ def decode_kernel(
     MERGE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -192,7 +196,7 @@ def decode_kernel(
 ):
     """Attend one item with a block of BLOCK_H query heads of one KV head.
 
-    Programs of one item are neighbours: its KV heads lie side by side in a page. `log2_scale` is
+    Programs of one item are neighbours: its KV heads lie side by side in a block. `log2_scale` is
     the softmax scale times log2(e), applied once, to the scores in fp32. Partials are
     [item, KV head, head block, PARTIAL_HEADS, BLOCK_D] fp32 and normalised; `lse` is base 2.
     BLOCK_D is the head size rounded up to a power of two; the columns beyond are read as zeros and
@@ -210,7 +214,7 @@ def decode_kernel(
     end = tl.load(items_ptr + 2 * item_capacity + item)
     first_item = tl.load(items_ptr + 3 * item_capacity + item)
     num_chunks = tl.load(items_ptr + 4 * item_capacity + item)
-    first_page = tl.load(items_ptr + 5 * item_capacity + item)
+    first_block_id = tl.load(items_ptr + 5 * item_capacity + item)
     if item >= tl.load(num_items_ptr):
         return
 
@@ -232,17 +236,17 @@ def decode_kernel(
     first_tile = begin
     if WINDOWED:
         first_tile = begin // TILE * TILE
-    if PAGE % TILE == 0:
-        pages = first_page.to(tl.int64)
+    if BLOCK_SIZE % TILE == 0:
+        block_ids = first_block_id.to(tl.int64)
     else:
-        pages = load_pages(table_row, first_tile, end, PAGE, TILE)
+        block_ids = load_block_ids(table_row, first_tile, end, BLOCK_SIZE, TILE)
     for start in tl.range(first_tile, end, TILE):
         live = start + tl.arange(0, TILE) < end
         if WINDOWED:
             live = live & (start + tl.arange(0, TILE) >= begin)
         live_head = within_head(live, HEAD_SIZE, BLOCK_D)
-        offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, TILE)
-        pages = load_pages(table_row, start + TILE, end, PAGE, TILE)
+        offsets = block_offsets(block_ids, start, stride_block, stride_token, BLOCK_SIZE, TILE)
+        block_ids = load_block_ids(table_row, start + TILE, end, BLOCK_SIZE, TILE)
         kv_offsets = offsets[:, None] + dims[None, :]
         k = tl.load(k_head + kv_offsets, mask=live_head, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale

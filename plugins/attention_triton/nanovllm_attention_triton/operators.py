@@ -7,17 +7,17 @@ are custom operators, so that code that calls them compiles whole: `torch.compil
 fullgraph=True)`. Forward only.
 
 Tensors are float16, bfloat16 or float32, of one dtype on one device; heads have 1 to
-`MAX_HEAD_SIZE` elements, contiguous; each KV head serves a whole number of query heads; pages, of
+`MAX_HEAD_SIZE` elements, contiguous; each KV head serves a whole number of query heads; blocks, of
 any number of tokens, have equal strides for K and V, except of dimensions of one element. Lengths
 are read on the device alone, so no call waits for it and both can be captured. A length beyond
 what its block table or its tensor holds is cut to that, so nothing is read outside; block ids in
-use must name pages that exist.
+use must name blocks that exist.
 
 Masks are aligned to the last query and key. `window` (left, right) counts the keys that a query
 sees beside its own, -1 for no bound: (-1, 0) is the causal mask. `scale` is above 0; another one
 raises UnsupportedError. `soft_cap` c above 0 turns scaled scores s into c * tanh(s / c). A query
 that sees no key gets zeros and a log-sum-exp of -inf.
-Each head size, window edge, soft cap and page size compiles kernels of its own.
+Each head size, window edge, soft cap and block size compiles kernels of its own.
 
 Shape suffixes as in `nanovllm_core.interfaces.attention`; S sequences, L keys of all of them.
 """
@@ -59,7 +59,7 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences of different lengths.
 
-    `k`, `v` [L, K, D], or pages [N, P, K, D] with `block_table` [S, M] int32. `query_starts`,
+    `k`, `v` [L, K, D], or blocks [N, P, K, D] with `block_table` [S, M] int32. `query_starts`,
     `key_starts` [S + 1] int32: running sums of lengths, of which none is above `max_query_len` and
     `max_key_len`. Returns out [T, H, D] and lse [H, T] fp32, or [0] unless `with_lse`.
     """
@@ -85,7 +85,7 @@ def paged_attention(
     may_split: bool = True,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last Q tokens of each row to the pages that its block table names.
+    """Attention of the last Q tokens of each row to the blocks that its block table names.
 
     `block_table` [B, M] and `seq_lens` [B] int32; a row's length counts its queries. `may_split`
     False: no row's keys are divided among programs. Returns out [B, Q, H, D] and lse [B, H, Q]
@@ -130,7 +130,7 @@ def _packed(
 ) -> tuple[Tensor, Tensor]:
     query_starts = query_starts.clamp(0, q_THD.shape[0])
     if block_table is None:
-        # Packed keys are a cache whose pages hold one token each.
+        # Packed keys are a cache whose blocks hold one token each.
         key_starts = key_starts.clamp(0, k.shape[0])
         k, v = k.contiguous()[:, None], v.contiguous()[:, None]
         steps = torch.arange(max(max_key_len, 1), dtype=torch.int32, device=q_THD.device)
@@ -184,15 +184,15 @@ def _outputs(q: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 def _lse(q: Tensor, with_lse: bool) -> Tensor:
-    """[H, queries] float32, or empty where nobody asked for it."""
+    """[H, queries] float32, or empty without `with_lse`."""
     shape = (q.shape[-2], math.prod(q.shape[:-2])) if with_lse else (0,)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _prefill(
     q_THD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     query_starts: Tensor,
@@ -203,17 +203,17 @@ def _prefill(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run the prefill kernel into new tensors."""
-    strides = (*k_pages.stride()[:-1], 1)
-    if not strides == k_pages.stride() == v_pages.stride():
+    strides = (*k_blocks.stride()[:-1], 1)
+    if not strides == k_blocks.stride() == v_blocks.stride():
         # They differ where a dimension has one element. Descriptors need them alike there too.
-        k_pages, v_pages = (x.as_strided(x.shape, strides) for x in (k_pages, v_pages))
+        k_blocks, v_blocks = (x.as_strided(x.shape, strides) for x in (k_blocks, v_blocks))
     out, lse = _outputs(q_THD, with_lse)
-    large = fits_large_tiles(k_pages, v_pages)
-    capacity = block_table.shape[1] * k_pages.shape[1]
+    large = fits_large_tiles(k_blocks, v_blocks)
+    capacity = block_table.shape[1] * k_blocks.shape[1]
     prefill_attention(
         q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous(),
-        k_pages,
-        v_pages,
+        k_blocks,
+        v_blocks,
         block_table.int().contiguous(),
         seq_lens.clamp(0, capacity).int(),
         query_starts.int().contiguous(),
@@ -230,8 +230,8 @@ def _prefill(
 
 def _decode(
     q_BQHD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     scale: float,
@@ -240,10 +240,10 @@ def _decode(
 ) -> Tensor:
     """Run the decode kernels for one query per row, with a workspace made for the call."""
     batch, _, num_heads, head_size = q_BQHD.shape
-    capacity = block_table.shape[1] * k_pages.shape[1]
+    capacity = block_table.shape[1] * k_blocks.shape[1]
     shape = DecodeShape(
         num_heads=num_heads,
-        num_kv_heads=k_pages.shape[2],
+        num_kv_heads=k_blocks.shape[2],
         head_size=head_size,
         max_num_seqs=batch,
         max_seq_len=capacity,
@@ -254,9 +254,9 @@ def _decode(
     tuning = decode_tuning(q_BQHD.element_size(), head_size, batch, TritonOptions())
     workspace = DecodeWorkspace(shape, tuning, q_BQHD.device)
     block_table = block_table.int().contiguous()
-    workspace.plan(seq_lens.int().contiguous(), block_table, k_pages.shape[1])
+    workspace.plan(seq_lens.int().contiguous(), block_table, k_blocks.shape[1])
     out, _ = _outputs(q_BQHD, with_lse=False)
     q_BHD = q_BQHD[:, 0]
     q_BHD = q_BHD if q_BHD.stride(-1) == 1 else q_BHD.contiguous()
-    workspace.run(q_BHD, k_pages, v_pages, block_table, capacity, scale, out[:, 0])
+    workspace.run(q_BHD, k_blocks, v_blocks, block_table, capacity, scale, out[:, 0])
     return out

@@ -23,7 +23,7 @@ that fit."""
 
 
 def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
-    """Pages of any multiple of 16 tokens: a tile may span pages, a page may hold several tiles.
+    """Blocks of any multiple of 16 tokens: a tile may span blocks, a block may hold several tiles.
 
     256 is preferred on a GPU: the kernels are as fast, and the host's share of a step halves. In a
     pair FlashAttention-4 prefers 128.

@@ -42,7 +42,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     lse_HT: Tensor | None = None,
 ) -> None:
-    """Attend packed queries to their sequences' pages, into `out_THD`.
+    """Attend packed queries to their sequences' blocks, into `out_THD`.
 
     `k_cache` and `v_cache` [N, P, K, D] have equal strides; the innermost dimension of every tensor
     is contiguous. `block_table` [S, M], `seq_lens_S` [S] and `query_start_loc` [S + 1] are int32.
@@ -93,7 +93,7 @@ def prefill_attention(
         GROUP=group,
         HEAD_SIZE=q_THD.shape[2],
         BLOCK_D=padded_head_size(q_THD.shape[2]),
-        PAGE=k_cache.shape[1],
+        BLOCK_SIZE=k_cache.shape[1],
         LEFT=window[0],
         RIGHT=window[1],
         SOFT_CAP=soft_cap or 0.0,
@@ -106,7 +106,7 @@ def prefill_attention(
 
 
 def count_row_blocks(num_queries: int, num_seqs: int, group: int, block_m: int) -> int:
-    """The blocks that `find_block` numbers; UnsupportedError for more than a grid holds."""
+    """The row blocks that `find_row_block` numbers; UnsupportedError for more than a grid holds."""
     row_blocks = num_queries * group // block_m + num_seqs
     if row_blocks > MAX_ROW_BLOCKS:
         raise UnsupportedError(
@@ -118,7 +118,7 @@ def count_row_blocks(num_queries: int, num_seqs: int, group: int, block_m: int) 
 
 
 def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
-    """Whether the copy engine can read tiles of `block_n` tokens: no tile may cross a page."""
+    """Whether the copy engine can read tiles of `block_n` tokens: no tile may cross a block."""
     if (
         k_cache.is_cuda
         and torch.cuda.get_device_capability(k_cache.device) < COPY_ENGINE_CAPABILITY
@@ -144,7 +144,7 @@ def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def _tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """Tiles [block_n, head size] of one head of one page of `cache` [N, P, K, D].
+    """Tiles [block_n, head size] of one head of one block of `cache` [N, P, K, D].
 
     Beyond the head size the copy engine fills in zeros.
     """

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from nanovllm_attention_triton.decode_kernels import (
     LOG2_E,
-    load_pages,
-    page_offsets,
+    block_offsets,
+    load_block_ids,
     tanh,
     within_head,
 )
@@ -37,13 +37,13 @@ def prefill_kernel(
     out_stride_head,
     lse_stride_head,
     table_stride,
-    stride_page,
+    stride_block,
     stride_token,
     stride_head,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -55,15 +55,15 @@ def prefill_kernel(
 
     A row is a query of one head; the heads of a group lie side by side, so that a block spans few
     positions and wastes little beyond the diagonal. A sequence's queries are its last positions.
-    The blocks of all sequences are numbered as `find_block` says, so that the grid follows from
-    their tokens and their number; a sequence's last blocks, which see the most keys, come first.
-    A block beyond its sequence's rows returns at once.
+    The row blocks of all sequences are numbered as `find_row_block` says, so that the grid follows
+    from their tokens and their number; a sequence's last row blocks, which see the most keys, come
+    first. A row block beyond its sequence's rows returns at once. Cache blocks are named by ids.
 
     Tiles that lie wholly within the sequence are loaded unmasked: by the copy engine where
-    `k_desc` and `v_desc` describe the caches (pages hold whole tiles), else (None) by pointers. The
-    last, partial tile is masked, so nothing is read beyond `seq_len`. `log2_scale`, positive, is
-    the softmax scale times log2(e), applied once, in fp32. A query that sees no key gets 0, and a
-    log-sum-exp of -inf.
+    `k_desc` and `v_desc` describe the caches (a cache block holds whole tiles), else (None) by
+    pointers. The last, partial tile is masked, so nothing is read beyond `seq_len`. `log2_scale`,
+    positive, is the softmax scale times log2(e), applied once, in fp32. A query that sees no key
+    gets 0, and a log-sum-exp of -inf.
 
     A query at position p sees the keys from p - LEFT to p + RIGHT; -1 sets no bound, so RIGHT 0 is
     the causal mask. Tiles that no row of the block sees are not read. SOFT_CAP: above 0, the cap of
@@ -71,8 +71,8 @@ def prefill_kernel(
     read as zeros.
     """
     kv_head = tl.program_id(0)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
-    seq, first_row = find_block(block, query_start_ptr, num_seqs, GROUP, BLOCK_M)
+    row_block = tl.num_programs(1) - 1 - tl.program_id(1)
+    seq, first_row = find_row_block(row_block, query_start_ptr, num_seqs, GROUP, BLOCK_M)
     query_start = tl.load(query_start_ptr + seq)
     query_len = tl.load(query_start_ptr + seq + 1) - query_start
     if first_row >= query_len * GROUP:
@@ -116,17 +116,19 @@ def prefill_kernel(
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = tl.arange(0, BLOCK_N)
-    pages = load_pages(table_row, begin, whole_end, PAGE, BLOCK_N)
+    block_ids = load_block_ids(table_row, begin, whole_end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, whole_end, BLOCK_N):
         if k_desc is not None:
-            page = pages.to(tl.int32)
-            k = k_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
-            v = v_desc.load([page, start % PAGE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+            block_id = block_ids.to(tl.int32)
+            k = k_desc.load([block_id, start % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+            v = v_desc.load([block_id, start % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
         else:
-            offsets = page_offsets(pages, start, stride_page, stride_token, PAGE, BLOCK_N)
+            offsets = block_offsets(
+                block_ids, start, stride_block, stride_token, BLOCK_SIZE, BLOCK_N
+            )
             k = _load_tile(k_head + offsets[:, None] + dims[None, :], HEAD_SIZE, BLOCK_D)
             v = _load_tile(v_head + offsets[:, None] + dims[None, :], HEAD_SIZE, BLOCK_D)
-        pages = load_pages(table_row, start + BLOCK_N, whole_end, PAGE, BLOCK_N)
+        block_ids = load_block_ids(table_row, start + BLOCK_N, whole_end, BLOCK_SIZE, BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFT_CAP > 0.0:
             scores = tanh(scores * cap_scale)
@@ -141,8 +143,10 @@ def prefill_kernel(
         acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
     if whole_end < end:
         live = whole_end + keys < end
-        pages = load_pages(table_row, whole_end, end, PAGE, BLOCK_N)
-        offsets = page_offsets(pages, whole_end, stride_page, stride_token, PAGE, BLOCK_N)
+        block_ids = load_block_ids(table_row, whole_end, end, BLOCK_SIZE, BLOCK_N)
+        offsets = block_offsets(
+            block_ids, whole_end, stride_block, stride_token, BLOCK_SIZE, BLOCK_N
+        )
         live_head = within_head(live, HEAD_SIZE, BLOCK_D)
         k = tl.load(k_head + offsets[:, None] + dims[None, :], mask=live_head, other=0.0)
         v = tl.load(v_head + offsets[:, None] + dims[None, :], mask=live_head, other=0.0)
@@ -169,8 +173,10 @@ def prefill_kernel(
 
 
 @triton.jit
-def find_block(block, query_start_ptr, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence of a block, and the block's first row in it, by bisection.
+def find_row_block(
+    row_block, query_start_ptr, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The sequence of a block of rows, and the block's first row in it, by bisection.
 
     Sequence s has the blocks from `rows before s // BLOCK_M + s` on: at least as many as its rows
     need, since it is one more than the whole blocks that end in it; what is over has no rows.
@@ -182,10 +188,10 @@ def find_block(block, query_start_ptr, num_seqs, GROUP: tl.constexpr, BLOCK_M: t
     while high - low > 1:
         middle = (low + high) // 2
         start = (tl.load(query_start_ptr + middle) - base) * GROUP // BLOCK_M + middle
-        low = tl.where(start <= block, middle, low)
-        high = tl.where(start <= block, high, middle)
+        low = tl.where(start <= row_block, middle, low)
+        high = tl.where(start <= row_block, high, middle)
     start = (tl.load(query_start_ptr + low) - base) * GROUP // BLOCK_M + low
-    return low, (block - start) * BLOCK_M
+    return low, (row_block - start) * BLOCK_M
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class PrefillTuning:
     """The tile of rows and keys of one prefill program, and how it is compiled.
 
     A row is a query of one head; a block's rows share a KV head. `copy_engine` loads tiles by the
-    GPU's copy engine, which spares the threads the addresses, where pages hold whole tiles and the
+    GPU's copy engine, which spares the threads the addresses, where blocks hold whole tiles and the
     GPU has one; elsewhere each thread loads its part.
     """
 

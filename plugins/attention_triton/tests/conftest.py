@@ -39,10 +39,10 @@ def _attend(
 
 @dataclass
 class PagedBatch:
-    """Sequences whose K and V lie in shuffled pages; everything else in the cache is NaN.
+    """Sequences whose K and V lie in shuffled blocks; everything else in the cache is NaN.
 
     `k`, `v`: each sequence's keys and values [L, K, D]; `q`: its last queries [T, H, D]. Unused
-    entries of the block table name a page that does not exist.
+    entries of the block table name a block that does not exist.
     """
 
     q: list[Tensor]
@@ -64,7 +64,7 @@ class PagedBatch:
         return torch.cat(self.q)
 
     def config(self, max_num_seqs: int | None = None) -> AttentionConfig:
-        q, (_, page, kv_heads, head_size) = self.q[0], self.k_cache.shape
+        q, (_, block_size, kv_heads, head_size) = self.q[0], self.k_cache.shape
         return AttentionConfig(
             device=q.device,
             dtype=q.dtype,
@@ -72,9 +72,9 @@ class PagedBatch:
             num_kv_heads=kv_heads,
             head_size=head_size,
             scale=self.scale,
-            block_size=page,
+            block_size=block_size,
             max_num_seqs=max_num_seqs or len(self.q),
-            max_model_len=self.block_table.shape[1] * page,
+            max_model_len=self.block_table.shape[1] * block_size,
             max_num_batched_tokens=4096,
             sliding_window=self.window,
             soft_cap=self.cap,
@@ -153,7 +153,7 @@ def paged_batch() -> Callable[..., PagedBatch]:
         *,
         heads: tuple[int, int] = (4, 2),
         head_size: int = 64,
-        page: int = 16,
+        block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         needles: Sequence[int] | None = None,
@@ -179,22 +179,24 @@ def paged_batch() -> Callable[..., PagedBatch]:
                 # All queries look one way, and one key answers: the output is that key's value.
                 q[row][:] = direction
                 k[row][position] = 3 * direction[0]
-        pages_per_row = [-(-length // page) for length in seq_lens]
-        width, used = max(*pages_per_row, 1), sum(pages_per_row)
-        num_pages = used + 3
-        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+        blocks_per_row = [-(-length // block_size) for length in seq_lens]
+        width, used = max(*blocks_per_row, 1), sum(blocks_per_row)
+        num_blocks = used + 3
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         table = torch.full((len(seq_lens), width), 2**30, dtype=torch.int32)
-        cache_shape = (num_pages, page, kv_heads, head_size)
+        cache_shape = (num_blocks, block_size, kv_heads, head_size)
         k_cache, v_cache = (
             torch.full(cache_shape, float("nan"), dtype=dtype, device=device) for _ in range(2)
         )
         taken = 0
-        for row, count in enumerate(pages_per_row):
-            pages = order[taken : taken + count]
+        for row, count in enumerate(blocks_per_row):
+            blocks = order[taken : taken + count]
             taken += count
-            table[row, :count] = pages
+            table[row, :count] = blocks
             tokens = torch.arange(seq_lens[row])
-            slots = (pages[tokens // page], tokens % page) if count else (tokens, tokens)
+            slots = (
+                (blocks[tokens // block_size], tokens % block_size) if count else (tokens, tokens)
+            )
             k_cache[slots], v_cache[slots] = k[row], v[row]
         scale = head_size**-0.5 if scale is None else scale
         return PagedBatch(q, k, v, k_cache, v_cache, table.to(device), scale, window, cap)

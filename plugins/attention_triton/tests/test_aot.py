@@ -49,7 +49,7 @@ def strides(*names: str, unit: int) -> dict[str, str]:
 def decode_job(
     dtype: str,
     head_size: int,
-    page: int,
+    block_size: int,
     group: int,
     rows: int,
     window: int | None = None,
@@ -74,9 +74,9 @@ def decode_job(
         | pointers("fp32", "partial_ptr", "lse_ptr")
         | strides("q_stride_head", "out_stride_head", "stride_head", unit=head_size)
         | strides("q_stride_row", "out_stride_row", "stride_token", unit=8 * head_size)
-        | integers("table_stride", "stride_page", "item_capacity")
+        | integers("table_stride", "stride_block", "item_capacity")
         | {"log2_scale": "fp32", "programs_per_item": "i32"},
-        constexprs=shape.constants(page, tuning.tile) | {"DEPENDENT": capability >= 90},
+        constexprs=shape.constants(block_size, tuning.tile) | {"DEPENDENT": capability >= 90},
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         capability=capability,
@@ -87,26 +87,26 @@ def decode_job(
 def prefill_job(
     dtype: str,
     head_size: int,
-    page: int,
+    block_size: int,
     left: int = -1,
     soft_cap: float = 0.0,
     capability: int = 90,
 ) -> AotJob:
-    """Through the copy engine where a page holds whole tiles, as `prefill_attention` does."""
+    """Through the copy engine where a block holds whole tiles, as `prefill_attention` does."""
     aligned = head_size * 2 % COPY_ENGINE_ALIGNMENT == 0
-    large = aligned and page % LARGE_TILE == 0 and capability // 10 in LARGE_CAPABILITIES
+    large = aligned and block_size % LARGE_TILE == 0 and capability // 10 in LARGE_CAPABILITIES
     tuning = prefill_tuning(2, head_size, large, TritonOptions())
     names = ("k_desc", "v_desc")
     block_d = padded_head_size(head_size)
     tile = f"tensordesc<{dtype}[1,{tuning.block_n},1,{block_d}]>"
-    described = page % tuning.block_n == 0 and capability >= 90 and aligned
+    described = block_size % tuning.block_n == 0 and capability >= 90 and aligned
     return AotJob(
         kernel=f"{KERNELS}.prefill_kernels:prefill_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
         | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr")
         | strides("q_stride_head", "out_stride_head", "stride_head", unit=head_size)
         | strides("q_stride_token", "out_stride_token", "stride_token", unit=8 * head_size)
-        | integers("table_stride", "stride_page")
+        | integers("table_stride", "stride_block")
         | {"log2_scale": "fp32", "lse_stride_head": "i32", "num_seqs": "i32"}
         | (dict.fromkeys(names, tile) if described else {}),
         constexprs=({} if described else dict.fromkeys(names))
@@ -114,7 +114,7 @@ def prefill_job(
             "GROUP": 2,
             "HEAD_SIZE": head_size,
             "BLOCK_D": block_d,
-            "PAGE": page,
+            "BLOCK_SIZE": block_size,
             "LEFT": left,
             "RIGHT": 0,
             "SOFT_CAP": soft_cap,
@@ -135,16 +135,16 @@ PLAN = AotJob(
     | dict.fromkeys(
         ("num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"
     ),
-    constexprs={"BLOCK_ROWS": 256, "PAGE": 256, "TILE": 32, "WINDOW": 0},
+    constexprs={"BLOCK_ROWS": 256, "BLOCK_SIZE": 256, "TILE": 32, "WINDOW": 0},
 )
 JOBS = {
     "plan": PLAN,
     "plan-window1024": replace(PLAN, constexprs=dict(PLAN.constexprs) | {"WINDOW": 1024}),
     **{
-        f"decode {kind}-{dtype}-d{size}-page{page}-group{group}": decode_job(
-            dtype, size, page, group, rows
+        f"decode {kind}-{dtype}-d{size}-block{block_size}-group{group}": decode_job(
+            dtype, size, block_size, group, rows
         )
-        for kind, rows, dtype, size, page, group in (
+        for kind, rows, dtype, size, block_size, group in (
             ("few", 16, "bf16", 128, 16, 2),
             ("few", 16, "bf16", 128, 256, 2),
             ("few", 16, "fp16", 128, 64, 8),
@@ -156,14 +156,16 @@ JOBS = {
         )
     },
     **{
-        f"prefill-{dtype}-d{size}-page{page}": prefill_job(dtype, size, page)
-        for dtype, size, page in (("bf16", 128, 256), ("fp16", 64, 128), ("bf16", 128, 16))
+        f"prefill-{dtype}-d{size}-block{block_size}": prefill_job(dtype, size, block_size)
+        for dtype, size, block_size in (("bf16", 128, 256), ("fp16", 64, 128), ("bf16", 128, 16))
     },
     **{
-        f"decode {kind}-bf16-d{size}-page{page}-group{group}"
+        f"decode {kind}-bf16-d{size}-block{block_size}-group{group}"
         + (f"-window{window}" if window else "")
-        + (f"-cap{cap:g}" if cap else ""): decode_job("bf16", size, page, group, rows, window, cap)
-        for kind, rows, size, page, group, window, cap in (
+        + (f"-cap{cap:g}" if cap else ""): decode_job(
+            "bf16", size, block_size, group, rows, window, cap
+        )
+        for kind, rows, size, block_size, group, window, cap in (
             ("few", 16, 80, 256, 1, None, None),
             ("few", 16, 80, 16, 2, 1024, 50.0),
             ("many", 256, 80, 16, 1, None, None),
@@ -183,10 +185,10 @@ JOBS = {
     },
     **{
         ("wide " if size > 128 else "")
-        + f"prefill-bf16-d{size}-page{page}"
+        + f"prefill-bf16-d{size}-block{block_size}"
         + (f"-window{left + 1}" if left >= 0 else "")
-        + (f"-cap{cap:g}" if cap else ""): prefill_job("bf16", size, page, left, cap)
-        for size, page, left, cap in (
+        + (f"-cap{cap:g}" if cap else ""): prefill_job("bf16", size, block_size, left, cap)
+        for size, block_size, left, cap in (
             (80, 256, -1, 0.0),
             (80, 16, 1023, 50.0),
             (96, 256, 1023, 0.0),
@@ -235,7 +237,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
 def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
     reports, kind, registers, shared
 ):
-    """A spilled register costs a trip to memory; a lone program waits with nobody to take over."""
+    """A spilled register costs a trip to memory; a lone program that waits leaves a gap."""
     for report in of_kind(reports, kind):
         assert report.spills == 0, f"{report.spills} bytes spilled"
         assert report.registers <= registers, f"{report.registers} registers, at most {registers}"
@@ -245,7 +247,7 @@ def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
 def test_decode_keeps_several_tiles_in_flight(reports):
     """The loop waits for a tile while later ones are still loading, in copies of 16 bytes.
 
-    A page id loaded in the round that needs it would leave `wait_group 0` alone.
+    A block id loaded in the round that needs it would leave `wait_group 0` alone.
     """
     for report in of_kind(reports, "decode"):
         assert "cp.async.wait_group \t2" in report.ptx or "cp.async.wait_group 2" in report.ptx
@@ -258,12 +260,12 @@ def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):
         assert "wgmma.mma_async" in report.ptx
 
 
-def test_prefill_loads_whole_tiles_by_the_copy_engine_where_pages_hold_them(reports):
-    """Pages of 256 and 128 tokens through descriptors, pages of 16 by the threads."""
+def test_prefill_loads_whole_tiles_by_the_copy_engine_where_blocks_hold_them(reports):
+    """Blocks of 256 and 128 tokens through descriptors, blocks of 16 by the threads."""
     for name, report in reports.items():
         if "prefill" in name:
             by_copy_engine = "cp.async.bulk.tensor" in report.ptx
-            assert by_copy_engine == ("page16" not in name), name
+            assert by_copy_engine == ("block16" not in name), name
 
 
 def test_every_kernel_fits_the_shared_memory_of_smaller_gpus():

@@ -1,4 +1,4 @@
-"""Decode: every key counts once, whatever the pages, the cut of the context and the neighbours."""
+"""Decode: every key counts once, whatever the blocks, the cut of the context and the neighbours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("chunk", [64, 128, None])
 def test_half_precision_and_head_size_128_equal_the_reference(paged_batch, chunk):
     """fp16 inputs, fp32 sums, one chunk or several."""
-    batch = paged_batch([130, 7, 0, 257], head_size=128, page=32, dtype=torch.float16)
+    batch = paged_batch([130, 7, 0, 257], head_size=128, block_size=32, dtype=torch.float16)
     batch.assert_right(batch.decode(batch.backend(TritonOptions(chunk_size=chunk))))
 
 
@@ -33,11 +33,11 @@ def test_a_group_larger_than_one_program_is_cut_into_blocks_of_heads(paged_batch
 
 
 @pytest.mark.parametrize("chunk", [64, None])
-@pytest.mark.parametrize("page", [16, 64, 256])
-def test_no_key_is_lost_at_the_edges_of_pages_tiles_and_chunks(paged_batch, page, chunk):
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_no_key_is_lost_at_the_edges_of_blocks_tiles_and_chunks(paged_batch, block_size, chunk):
     """The one key that matters sits in a different place in each row; its value is the output."""
     needles = [0, 15, 16, 31, 32, 63, 64, 127, 128, 298, 299]
-    batch = paged_batch([300] * len(needles), needles=needles, page=page)
+    batch = paged_batch([300] * len(needles), needles=needles, block_size=block_size)
     out = batch.decode(batch.backend(TritonOptions(chunk_size=chunk)))
     batch.assert_right(out)
     for row, needle in enumerate(needles):
@@ -46,7 +46,7 @@ def test_no_key_is_lost_at_the_edges_of_pages_tiles_and_chunks(paged_batch, page
 
 
 def test_a_padded_row_reads_nothing_and_writes_zeros(paged_batch):
-    """Length 0 with a block table that names no page: zeros, though the output held NaN."""
+    """Length 0 with a block table that names no block: zeros, though the output held NaN."""
     batch = paged_batch([0, 40, 0])
     out = batch.decode()
     assert (out[0] == 0).all()
@@ -118,14 +118,14 @@ def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
     wave=st.integers(1, 4),
     programs=st.integers(1, 16),
     fixed=st.sampled_from([None, 64, 512]),
-    page=st.sampled_from([16, 64, 256]),
+    block_size=st.sampled_from([16, 64, 256]),
 )
 def test_the_plan_covers_every_token_once_within_its_grid(
-    lens, kv_heads, multiprocessors, wave, programs, fixed, page
+    lens, kv_heads, multiprocessors, wave, programs, fixed, block_size
 ):
     """Items of a row are consecutive whole tiles, and no step makes more than the grid holds.
 
-    Where a page holds whole tiles, an item also names the page in which it begins.
+    Where a block holds whole tiles, an item also names the block in which it begins.
     """
     shape = DecodeShape(
         num_heads=kv_heads,
@@ -137,8 +137,8 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     )
     tuning = replace(DECODE_FEW[2], wave_programs=wave, max_programs=programs, fixed_chunk=fixed)
     workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
-    table = torch.arange(len(lens) * 2048 // page, dtype=torch.int32).view(len(lens), -1)
-    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, page)
+    table = torch.arange(len(lens) * 2048 // block_size, dtype=torch.int32).view(len(lens), -1)
+    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, block_size)
     count = int(workspace.num_items)
     assert count <= shape.max_items(len(lens), 2048, tuning) <= workspace.capacity
     items = [tuple(item) for item in workspace.items[:, :count].T.tolist()]
@@ -146,8 +146,10 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     for row, length in enumerate(lens):
         mine = [item for item in items if item[0] == row]
         assert [begin for _, begin, *_ in mine] == [0, *(end for _, _, end, *_ in mine[:-1])]
-        if length and page % tuning.tile == 0:
-            assert [item[5] for item in mine] == [table[row, item[1] // page] for item in mine]
+        if length and block_size % tuning.tile == 0:
+            assert [item[5] for item in mine] == [
+                table[row, item[1] // block_size] for item in mine
+            ]
         assert mine[-1][2] == length
         assert all(begin % tuning.tile == 0 for _, begin, *_ in mine)
         assert {item[3:5] for item in mine} == {(expected_item, len(mine))}
@@ -157,7 +159,7 @@ def test_the_plan_covers_every_token_once_within_its_grid(
 
 
 def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
-    """Two queries per row, too many rows, pages of other sizes or strides, no workspace."""
+    """Two queries per row, too many rows, blocks of other sizes or strides, no workspace."""
     batch = paged_batch([5, 9])
     backend, metadata = batch.backend(), batch.decode_metadata()
     with pytest.raises(UnsupportedError, match="query_len=2"):
@@ -170,7 +172,7 @@ def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
         backend.run_decode(
             q, batch.k_cache, batch.v_cache.repeat(1, 1, 2, 1)[:, :, :2], metadata, q
         )
-    with pytest.raises(InconsistentStateError, match=r"pages of 8 tokens.*block_size=16"):
+    with pytest.raises(InconsistentStateError, match=r"blocks of 8 tokens.*block_size=16"):
         backend.run_decode(q, batch.k_cache[:, :8], batch.v_cache[:, :8], metadata, q)
     with pytest.raises(UnsupportedError, match="contiguous head"):
         backend.run_decode(

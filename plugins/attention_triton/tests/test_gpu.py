@@ -21,10 +21,12 @@ pytestmark = [
 NORM_LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 BATCHES, LENGTHS = (1, 4, 16, 32), (1, 2, 127, 128, 512, 2048, 4096)
 MODELS = list(itertools.product((8, 16, 32), (64, 128), (1, 2, 8)))
-PAGE, MAX_LEN = 64, 4096
+BLOCK_SIZE, MAX_LEN = 64, 4096
 
 
-def make_backend(heads, kv_heads, head_size, dtype, *, rows=32, page=PAGE, options=None):
+def make_backend(
+    heads, kv_heads, head_size, dtype, *, rows=32, block_size=BLOCK_SIZE, options=None
+):
     config = AttentionConfig(
         device=torch.device("cuda"),
         dtype=dtype,
@@ -32,7 +34,7 @@ def make_backend(heads, kv_heads, head_size, dtype, *, rows=32, page=PAGE, optio
         num_kv_heads=kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        block_size=page,
+        block_size=block_size,
         max_num_seqs=rows,
         max_model_len=MAX_LEN,
         max_num_batched_tokens=8192,
@@ -42,13 +44,13 @@ def make_backend(heads, kv_heads, head_size, dtype, *, rows=32, page=PAGE, optio
     return backend
 
 
-def shuffled_table(rows: int, pages_per_row: int, num_pages: int) -> Tensor:
-    pages = torch.randperm(num_pages, device="cuda")[: rows * pages_per_row]
-    return pages.int().view(rows, pages_per_row)
+def shuffled_table(rows: int, blocks_per_row: int, num_blocks: int) -> Tensor:
+    blocks = torch.randperm(num_blocks, device="cuda")[: rows * blocks_per_row]
+    return blocks.int().view(rows, blocks_per_row)
 
 
 def gathered(cache: Tensor, table: Tensor, tokens: int) -> Tensor:
-    """Pages -> [rows, kv heads, tokens, D]."""
+    """Blocks -> [rows, kv heads, tokens, D]."""
     return cache[table.long()].flatten(1, 2)[:, :tokens].transpose(1, 2)
 
 
@@ -89,11 +91,11 @@ def test_decode_matrix_equals_the_reference(dtype):
     for heads, head_size, group in MODELS:
         kv_heads = heads // group
         backend = make_backend(heads, kv_heads, head_size, dtype)
-        num_pages = 32 * MAX_LEN // PAGE
-        shape = (num_pages, PAGE, kv_heads, head_size)
+        num_blocks = 32 * MAX_LEN // BLOCK_SIZE
+        shape = (num_blocks, BLOCK_SIZE, kv_heads, head_size)
         k_cache, v_cache = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
         for rows, longest in itertools.product(BATCHES, LENGTHS):
-            table = shuffled_table(rows, MAX_LEN // PAGE, num_pages)
+            table = shuffled_table(rows, MAX_LEN // BLOCK_SIZE, num_blocks)
             lens = ragged_lens(rows, longest)
             q = torch.randn(rows, heads, head_size, dtype=dtype, device="cuda")
             out = torch.full_like(q, float("nan"))
@@ -117,12 +119,12 @@ def test_prefill_matrix_equals_the_reference(dtype):
     for heads, head_size, group in MODELS:
         kv_heads = heads // group
         backend = make_backend(heads, kv_heads, head_size, dtype)
-        num_pages = 4 * 2048 // PAGE
-        shape = (num_pages, PAGE, kv_heads, head_size)
+        num_blocks = 4 * 2048 // BLOCK_SIZE
+        shape = (num_blocks, BLOCK_SIZE, kv_heads, head_size)
         k_cache, v_cache = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
         for rows, queries, context in ((1, 127, 0), (4, 128, 0), (4, 65, 512), (1, 512, 1500)):
             longest = queries + context
-            table = shuffled_table(rows, 2048 // PAGE, num_pages)
+            table = shuffled_table(rows, 2048 // BLOCK_SIZE, num_blocks)
             query_lens = ragged_lens(rows, queries)
             lens = query_lens + context
             starts = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
@@ -147,19 +149,19 @@ def test_prefill_matrix_equals_the_reference(dtype):
             check(out, exact, own, label)
 
 
-@pytest.mark.parametrize("page", [16, 32, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 32, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (4, 4), (80, 1)])
-def test_pages_groups_and_needles_equal_the_reference(paged_batch, heads, page):
-    """Poisoned pages, a needle in every awkward place, decode cut in chunks, and prefill."""
+def test_blocks_groups_and_needles_equal_the_reference(paged_batch, heads, block_size):
+    """Poisoned blocks, a needle in every awkward place, decode cut in chunks, and prefill."""
     needles = [0, 15, 16, 63, 64, 127, 128, 255, 256, 299]
     for options in (TritonOptions(), TritonOptions(chunk_size=64)):
         batch = paged_batch(
-            [300] * 10, heads=heads, page=page, needles=needles, head_size=128,
+            [300] * 10, heads=heads, block_size=block_size, needles=needles, head_size=128,
             dtype=torch.bfloat16, device="cuda",
         )  # fmt: skip
         batch.assert_right(batch.decode(batch.backend(options)))
     chunks = paged_batch(
-        [300, 0, 64, 129], [200, 0, 1, 129], heads=heads, page=page, head_size=64,
+        [300, 0, 64, 129], [200, 0, 1, 129], heads=heads, block_size=block_size, head_size=64,
         dtype=torch.float16, device="cuda",
     )  # fmt: skip
     chunks.assert_right(chunks.prefill())
@@ -170,15 +172,15 @@ def test_replay_with_changed_inputs_equals_eager_bitwise():
     torch.manual_seed(0)
     dtype, heads, kv_heads, head_size = torch.bfloat16, 16, 8, 128
     backend = make_backend(heads, kv_heads, head_size, dtype)
-    num_pages = 32 * MAX_LEN // PAGE
-    shape = (num_pages, PAGE, kv_heads, head_size)
+    num_blocks = 32 * MAX_LEN // BLOCK_SIZE
+    shape = (num_blocks, BLOCK_SIZE, kv_heads, head_size)
     caches = [
         tuple(torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2)) for _ in range(2)
     ]
     steps = {}
     for rows in (1, 4, 16, 32):
         metadata = DecodeMetadata(
-            torch.zeros(rows, MAX_LEN // PAGE, dtype=torch.int32, device="cuda"),
+            torch.zeros(rows, MAX_LEN // BLOCK_SIZE, dtype=torch.int32, device="cuda"),
             torch.zeros(rows, dtype=torch.int32, device="cuda"),
             max_seq_len=MAX_LEN,
         )
@@ -198,7 +200,7 @@ def test_replay_with_changed_inputs_equals_eager_bitwise():
     addresses = {n: t.data_ptr() for n, t in backend.captured_tensors().items()}
     for longest in (1, 700, MAX_LEN):
         for rows, (graph, step, metadata, q, outs) in steps.items():
-            metadata.block_table.copy_(shuffled_table(rows, MAX_LEN // PAGE, num_pages))
+            metadata.block_table.copy_(shuffled_table(rows, MAX_LEN // BLOCK_SIZE, num_blocks))
             metadata.seq_lens.copy_(ragged_lens(rows, longest))
             q.normal_()
             junk = [torch.full((size,), float("nan"), device="cuda") for size in (10, 10**6, 10**7)]
@@ -232,19 +234,22 @@ def test_who_arrives_last_does_not_change_a_bit(paged_batch):
     assert not any(t.any() for t in tickets)
 
 
-def test_pages_beyond_2_to_the_31_elements_are_read_right():
-    """Decode and prefill from the highest pages of a cache of more than 2^31 elements."""
+def test_blocks_beyond_2_to_the_31_elements_are_read_right():
+    """Decode and prefill from the highest blocks of a cache of more than 2^31 elements."""
     torch.manual_seed(0)
-    page, kv_heads, head_size = 256, 8, 128
-    num_pages = 2**31 // (page * kv_heads * head_size) + 64
+    block_size, kv_heads, head_size = 256, 8, 128
+    num_blocks = 2**31 // (block_size * kv_heads * head_size) + 64
     k_cache, v_cache = (
-        torch.zeros(num_pages, page, kv_heads, head_size, dtype=torch.bfloat16, device="cuda")
+        torch.zeros(
+            num_blocks, block_size, kv_heads, head_size, dtype=torch.bfloat16, device="cuda"
+        )
         for _ in range(2)
     )
-    table = torch.arange(num_pages - 16, num_pages, dtype=torch.int32, device="cuda").flip(0)[None]
+    last = torch.arange(num_blocks - 16, num_blocks, dtype=torch.int32, device="cuda")
+    table = last.flip(0)[None]
     for cache in (k_cache, v_cache):
         cache[-16:].normal_()
-    backend = make_backend(16, kv_heads, head_size, torch.bfloat16, rows=1, page=page)
+    backend = make_backend(16, kv_heads, head_size, torch.bfloat16, rows=1, block_size=block_size)
     lens = torch.tensor([4000], dtype=torch.int32, device="cuda")
     q = torch.randn(1, 16, head_size, dtype=torch.bfloat16, device="cuda")
     k, v = (gathered(x, table, 4000) for x in (k_cache, v_cache))
@@ -274,16 +279,16 @@ REACH = [
     (80, 100, 20.0, 16, torch.float32),
     (256, 100, 20.0, 16, torch.float32),
 ]
-"""Head size, window, soft cap, page, dtype: few, for each case compiles kernels of its own."""
+"""Head size, window, soft cap, block size, dtype: few, for each case compiles its own kernels."""
 
 
-@pytest.mark.parametrize(("head_size", "window", "cap", "page", "dtype"), REACH)
+@pytest.mark.parametrize(("head_size", "window", "cap", "block_size", "dtype"), REACH)
 def test_head_sizes_windows_and_soft_caps_equal_the_reference(
-    paged_batch, head_size, window, cap, page, dtype
+    paged_batch, head_size, window, cap, block_size, dtype
 ):
     """Decode in one chunk and in several, prefill by either way to load a tile, NaN all around."""
     shape = {
-        "heads": (8, 2), "head_size": head_size, "page": page, "dtype": dtype,
+        "heads": (8, 2), "head_size": head_size, "block_size": block_size, "dtype": dtype,
         "device": "cuda", "window": window, "cap": cap,
     }  # fmt: skip
     rows = paged_batch([900, 0, 1, 99, 100, 101, 500], **shape)
@@ -294,12 +299,13 @@ def test_head_sizes_windows_and_soft_caps_equal_the_reference(
 
 
 @pytest.mark.parametrize("window", [1, 100])
-@pytest.mark.parametrize(("page", "head_size"), [(16, 80), (256, 128)])
-def test_windows_end_at_the_exact_key(paged_batch, window, page, head_size):
+@pytest.mark.parametrize(("block_size", "head_size"), [(16, 80), (256, 128)])
+def test_windows_end_at_the_exact_key(paged_batch, window, block_size, head_size):
     """A needle at the window's first key is all that is seen; one right before it is not seen."""
     for needle in (300 - window, 299 - window):
         shape = {
-            "head_size": head_size, "page": page, "dtype": torch.bfloat16, "device": "cuda",
+            "head_size": head_size, "block_size": block_size, "dtype": torch.bfloat16,
+            "device": "cuda",
             "window": window, "needles": [needle] * 2,
         }  # fmt: skip
         rows = paged_batch([300, 300], **shape)

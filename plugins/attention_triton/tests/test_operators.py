@@ -32,14 +32,14 @@ def test_the_operators_keep_their_declarations():
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
 def test_a_scale_that_is_not_positive_is_refused_by_both(scale: float) -> None:
-    """Decode, prefill of pages, and packed keys alike: by the function's name, with the remedy."""
+    """Decode, prefill of blocks, and packed keys alike: by the function's name, with the remedy."""
     x, starts = torch.randn(2, 2, 24), torch.tensor([0, 2], dtype=torch.int32)
     table, lens = torch.tensor([[0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    pages = (x[None], x[None], table, lens)
+    blocks = (x[None], x[None], table, lens)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (operators.packed_attention, (x, x, x, starts, starts, 2, 2)),
-        (operators.paged_attention, (x[None], *pages)),
-        (operators.paged_attention, (x[None, :1], *pages)),
+        (operators.paged_attention, (x[None], *blocks)),
+        (operators.paged_attention, (x[None, :1], *blocks)),
     ]
     for function, arguments in calls:
         message = f"{function.__name__}: scale={scale} .*positive.*negate q"

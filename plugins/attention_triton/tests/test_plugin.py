@@ -48,8 +48,8 @@ def test_the_spec_module_imports_neither_torch_nor_triton():
 
 
 @pytest.mark.parametrize(("device", "multiples"), [("cuda", [256, 128, 16]), ("cpu", [16])])
-def test_large_pages_are_preferred_on_a_gpu(device, multiples):
-    """Fewer pages to hand out; any multiple of 16 serves."""
+def test_large_blocks_are_preferred_on_a_gpu(device, multiples):
+    """Fewer blocks to hand out; any multiple of 16 serves."""
     layouts = SPEC.kv_layouts(requirements(device=device), TritonOptions())
     assert [layout.block_multiple for layout in layouts] == multiples
 

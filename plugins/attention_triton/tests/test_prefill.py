@@ -1,4 +1,4 @@
-"""Prefill: packed ragged queries, causal, over pages that earlier chunks filled."""
+"""Prefill: packed ragged queries, causal, over blocks that earlier chunks filled."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])
-def test_whole_prompts_equal_the_reference(paged_batch, heads, page):
-    """Lengths around the tile, one empty, in shuffled pages with NaN in every unused place."""
+def test_whole_prompts_equal_the_reference(paged_batch, heads, block_size):
+    """Lengths around the tile, one empty, in shuffled blocks with NaN in every unused place."""
     lens = [1, 0, 31, 32, 33, 100]
-    batch = paged_batch(lens, lens, heads=heads, page=page)
+    batch = paged_batch(lens, lens, heads=heads, block_size=block_size)
     batch.assert_right(batch.prefill())
 
 
 def test_chunks_with_context_equal_the_reference(paged_batch):
     """The queries are the last positions of their sequences; one row brings one token."""
-    batch = paged_batch([150, 64, 33, 200], [20, 64, 1, 70], page=32)
+    batch = paged_batch([150, 64, 33, 200], [20, 64, 1, 70], block_size=32)
     batch.assert_right(batch.prefill())
 
 
@@ -88,11 +88,11 @@ def test_more_queries_than_a_grid_holds_are_refused(paged_batch, monkeypatch):
         paged_batch([100], [100], heads=(4, 2)).prefill()
 
 
-@pytest.mark.parametrize("page", [16, 64])
-def test_a_key_is_seen_from_its_own_position_on(paged_batch, page):
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_key_is_seen_from_its_own_position_on(paged_batch, block_size):
     """The one key that matters: queries before it never see it, queries from it on see only it."""
     needles = [0, 31, 32, 63, 64, 99]
-    batch = paged_batch([100] * 6, [100] * 6, needles=needles, page=page)
+    batch = paged_batch([100] * 6, [100] * 6, needles=needles, block_size=block_size)
     out = batch.prefill().view(6, 100, 4, 64)
     batch.assert_right(out.flatten(0, 1))
     for row, needle in enumerate(needles):
@@ -103,7 +103,7 @@ def test_a_key_is_seen_from_its_own_position_on(paged_batch, page):
 
 
 def test_a_prompt_in_chunks_equals_the_prompt_at_once(paged_batch):
-    """Chunk lengths that are no multiple of a tile, a page or each other."""
+    """Chunk lengths that are no multiple of a tile, a block or each other."""
     batch = paged_batch([120], [120])
     whole = batch.prefill()
     parts = []
@@ -143,7 +143,7 @@ def test_a_step_without_prompts_launches_nothing(paged_batch):
 @pytest.mark.parametrize("window", [CAUSAL, (-1, -1), (70, 0), (20, 30)])
 def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, window, head_size):
     """Both ways to load a tile give one result to the bit, output and log-sum-exp."""
-    batch = paged_batch([200, 64, 1, 90], [150, 64, 1, 3], head_size=head_size, page=64,
+    batch = paged_batch([200, 64, 1, 90], [150, 64, 1, 3], head_size=head_size, block_size=64,
                         dtype=torch.float16)  # fmt: skip
     metadata, results = batch.prefill_metadata(), []
     for copy_engine in (True, False):
@@ -161,8 +161,8 @@ def test_the_copy_engine_and_the_threads_load_the_same_tiles(paged_batch, window
         assert described.isfinite().all()
 
 
-def test_only_tiles_within_a_page_and_aligned_are_described():
-    """A tile that crosses a page, or rows off the 16-byte grid, are left to the threads."""
+def test_only_tiles_within_a_block_and_aligned_are_described():
+    """A tile that crosses a block, or rows off the 16-byte grid, are left to the threads."""
     cache = torch.empty(2, 64, 2, 64, dtype=torch.float16)
     assert describable(cache, cache, 64)
     assert not describable(cache, cache, 128)

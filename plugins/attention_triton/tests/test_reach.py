@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 HEAD_SIZES = (1, 64, 128, 192, 256, *Random(0).sample(range(2, 256), 4))
 """Powers of two, and sizes that are padded to one."""
 WINDOWS = (None, 1, 5, 16, 40, 100, 1000)
-"""None, one key, within a page, a page, across pages, across chunks, beyond every sequence."""
+"""None, one key, within a block, a block, across blocks, across chunks, beyond every sequence."""
 
 
 @pytest.mark.parametrize("chunk", [64, None])
@@ -38,37 +38,44 @@ def test_prefill_sees_its_window_and_caps_its_scores(paged_batch, window, cap):
     batch.assert_right(batch.prefill())
 
 
-@pytest.mark.parametrize(("page", "dtype"), [(16, torch.float32), (64, torch.float16)])
+@pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.float32), (64, torch.float16)])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (40, 2.0)])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_every_head_size_with_window_and_cap(paged_batch, head_size, page, window, cap, dtype):
+def test_every_head_size_with_window_and_cap(
+    paged_batch, head_size, block_size, window, cap, dtype
+):
     """Sizes that are no power of two are padded inside the kernels and nowhere else."""
-    shape = {"head_size": head_size, "page": page, "window": window, "cap": cap, "dtype": dtype}
+    shape = {"head_size": head_size, "block_size": block_size, "dtype": dtype}
+    shape |= {"window": window, "cap": cap}
     rows = paged_batch([130, 7, 0], **shape)
     rows.assert_right(rows.decode(rows.backend(TritonOptions(chunk_size=64))))
     chunks = paged_batch([130, 33], [40, 33], **shape)
     chunks.assert_right(chunks.prefill())
 
 
-@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("chunk", [64, None])
-def test_decode_windows_end_at_the_exact_key(paged_batch, page, chunk):
+def test_decode_windows_end_at_the_exact_key(paged_batch, block_size, chunk):
     """A needle at the window's first key is seen, one right before it is not."""
     window, keys = 70, 300
     for needle, seen in ((keys - window, True), (keys - window - 1, False)):
-        batch = paged_batch([keys], needles=[needle], page=page, window=window)
+        batch = paged_batch([keys], needles=[needle], block_size=block_size, window=window)
         out = batch.decode(batch.backend(TritonOptions(chunk_size=chunk)))
         batch.assert_right(out)
         value = batch.v[0][needle].repeat_interleave(2, 0)
         assert ((out[0] - value).abs().max() < 2e-2) == seen
 
 
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("start", [0, 37, 150])
-def test_prefill_windows_are_counted_from_positions_not_from_the_chunk(paged_batch, page, start):
+def test_prefill_windows_are_counted_from_positions_not_from_the_chunk(
+    paged_batch, block_size, start
+):
     """In a chunk behind a prefix a needle is seen by the positions up to a window after it."""
     window, keys, needle = 50, 200, 160
-    batch = paged_batch([keys], [keys - start], needles=[needle], page=page, window=window)
+    batch = paged_batch(
+        [keys], [keys - start], needles=[needle], block_size=block_size, window=window
+    )
     out = batch.prefill()
     batch.assert_right(out)
     value = batch.v[0][needle].repeat_interleave(2, 0)
@@ -93,14 +100,14 @@ def test_a_window_is_counted_alike_however_a_prompt_is_cut(paged_batch):
 
 
 @pytest.mark.parametrize("chunk", [64, None])
-def test_pages_before_the_window_are_not_read(paged_batch, chunk):
+def test_blocks_before_the_window_are_not_read(paged_batch, chunk):
     """Neither their contents, which are NaN here, nor their entries in the block table."""
-    window, page = 40, 16
+    window, block_size = 40, 16
     for queries in (1, 30):
-        batch = paged_batch([200], [queries], window=window, page=page)
+        batch = paged_batch([200], [queries], window=window, block_size=block_size)
         expected = batch.reference(torch.float32)
-        # The pages of the tile (32 tokens at most 64) that holds the first visible key are read.
-        first = (200 - queries - window + 1) // 64 * 64 // page
+        # The blocks of the tile (32 tokens at most 64) that holds the first visible key are read.
+        first = (200 - queries - window + 1) // 64 * 64 // block_size
         batch.k_cache[batch.block_table[0, :first].long()] = float("nan")
         batch.v_cache[batch.block_table[0, :first].long()] = float("nan")
         batch.block_table[0, :first] = 2**30
@@ -120,9 +127,9 @@ def test_a_window_bounds_the_work_of_decode(window, fixed):
     tuning = replace(DECODE_FEW[2], fixed_chunk=fixed)
     workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
     lens = [0, 1, 31, 32, 33, 600, 2047, 2048]
-    page = 64
-    table = torch.arange(8 * 2048 // page, dtype=torch.int32).view(8, -1)
-    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, page)
+    block_size = 64
+    table = torch.arange(8 * 2048 // block_size, dtype=torch.int32).view(8, -1)
+    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, block_size)
     count = int(workspace.num_items)
     assert count <= shape.max_items(8, 2048, tuning) <= workspace.capacity
     assert (
@@ -137,7 +144,7 @@ def test_a_window_bounds_the_work_of_decode(window, fixed):
         assert begins[1:] == ends[:-1]
         assert all(begin % tuning.tile == 0 for begin in begins[1:])
         assert length == 0 or all(a < b for a, b in zip(begins, ends, strict=True))
-        assert all(item[5] == table[row, item[1] // page] for item in mine if length)
+        assert all(item[5] == table[row, item[1] // block_size] for item in mine if length)
 
 
 def test_a_window_beyond_the_longest_sequence_is_none_at_all(paged_batch):

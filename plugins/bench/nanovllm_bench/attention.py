@@ -2,7 +2,7 @@
 
 A batch of sequences of one length attends once, as it does in the engine: in a captured graph where
 the backend supports it for that phase, else launched from Python. A graph, and every decode, has
-one plan and many layers, each layer with pages of its own, so that no cache holds what memory
+one plan and many layers, each layer with blocks of its own, so that no cache holds what memory
 should give; a prefill from Python has a plan and one layer. Launches are those of a plan and a
 layer. Error is the relative norm of the difference to float64, peak memory what the backend and the
 call take beyond their inputs.
@@ -40,7 +40,7 @@ from nanovllm_core.selection import SMALLEST_BLOCK, evaluate
 NAIVE = "naive"
 LENGTHS = tuple(2**n for n in range(4, 14))
 CACHE_BYTES = 2**28
-"""Pages of the layers of one timed call together: more than a GPU's cache holds."""
+"""Blocks of the layers of one timed call together: more than a GPU's cache holds."""
 
 MAX_LAYERS = 256
 

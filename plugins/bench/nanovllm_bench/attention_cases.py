@@ -1,4 +1,4 @@
-"""A batch of equal sequences in scattered pages, several layers of it, and what attention gives.
+"""A batch of equal sequences in scattered blocks, several layers of it, and what attention gives.
 
 Shape suffixes as in `nanovllm_core.interfaces.attention`; L keys, Q queries of a row.
 """
@@ -140,18 +140,18 @@ class AttentionCase:
 
 
 def make_case(setup: AttentionSetup, block_size: int, length: int, layers: int) -> AttentionCase:
-    """Random queries, and pages in random order; every page is finite to its end."""
+    """Random queries, and blocks in random order; every block is finite to its end."""
     generator = torch.Generator(setup.device).manual_seed(length)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=setup.dtype, device=setup.device, generator=generator)
 
     width = -(-length // block_size)
-    pages = setup.batch * width
+    num_blocks = setup.batch * width
     queries = length if setup.phase == "prefill" else 1
-    cache = (pages, block_size, setup.num_kv_heads, setup.head_size)
+    cache = (num_blocks, block_size, setup.num_kv_heads, setup.head_size)
     q_THD = randn(setup.batch * queries, setup.num_heads, setup.head_size)
-    order = torch.randperm(pages, device=setup.device, generator=generator)
+    order = torch.randperm(num_blocks, device=setup.device, generator=generator)
     return AttentionCase(
         batch=setup.batch,
         length=length,

@@ -108,7 +108,7 @@ def _host_seconds(call: Callable[[], object]) -> float:
 
 
 def _device_seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """By events, and nobody waits between runs: else all but the first would count a launch."""
+    """By events, without a wait between runs, which would add a launch to all but the first."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:

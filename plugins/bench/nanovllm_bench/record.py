@@ -18,7 +18,7 @@ _NUMBERS = re.compile(r"\[\s*(-?\d[-+.\deE,\s]*)\]")
 
 
 def describe_engine(llm: LLM) -> dict[str, Any]:
-    """What really ran: backends asked for and taken, device, graphs, pages, versions, commit."""
+    """What really ran: backends asked for and taken, device, graphs, blocks, versions, commit."""
     info = llm.info
     return {
         "backend": configured_attention(llm.config),

@@ -53,7 +53,7 @@ def setup(phase: Phase, batch: int = 2) -> AttentionSetup:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_backends_and_the_naive_one_agree_with_float64(phase: Phase) -> None:
-    """At a length that fills no page, too."""
+    """At a length that fills no block, too."""
     result = bench.measure_attention(
         setup(phase), ["sdpa", "sdpa.math", "naive"], (1, 16, 37), repeats=1
     )

@@ -25,7 +25,7 @@ def test_one_alone_wins_without_a_speed_up() -> None:
     assert judge({"a": cell(100.0), "b": cell("OOM")}) == {"winner": "a", "speed_up": None}
 
 
-def test_where_all_ran_out_of_memory_nobody_wins() -> None:
+def test_where_all_ran_out_of_memory_none_wins() -> None:
     assert judge({"a": cell("OOM"), "b": cell("> 60 s")}) == {"winner": None, "speed_up": None}
 
 

@@ -169,7 +169,7 @@ def test_eval_has_200_different_items_of_each_task() -> None:
 
 
 def test_eval_prompts_vary_from_short_to_over_100_tokens() -> None:
-    """Prompts of several lengths exercise pages and chunks."""
+    """Prompts of several lengths exercise blocks and chunks."""
     lengths = [len(tokenizer().encode(item["messages"][0]["content"])) for item in eval_items()]
     assert min(lengths) < 10
     assert sum(length > 100 for length in lengths) >= 10

@@ -1,10 +1,10 @@
-"""flash-attn 2's two functions for inference, by its own signatures.
+"""flash-attn 2's two functions for inference, with flash-attn's signatures.
 
     from nanovllm_flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 
-The device of `q` chooses who computes: `chosen_backend` says which backend, and why. The modules
-`nanovllm_flash_attn_compat.triton` and `.sdpa` have the same two on one backend. Inside `debug()`
-lengths that lie on a GPU are checked too.
+The device of `q` decides the backend; `chosen_backend` returns its name and the reason. The modules
+`nanovllm_flash_attn_compat.triton` and `.sdpa` have the same two functions on one backend. Inside
+`debug()` lengths and block ids on a GPU are checked too.
 """
 
 from nanovllm_flash_attn_compat.bounds import debug

@@ -47,14 +47,19 @@ def check_starts(
     return check(starts, starts.diff(), longest, function, parameter, remedy)
 
 
-def check_pages(
-    block_table: Tensor, lens: Tensor, page: int, num_pages: int, function: str, parameter: str
+def check_blocks(
+    block_table: Tensor,
+    lens: Tensor,
+    block_size: int,
+    num_blocks: int,
+    function: str,
+    parameter: str,
 ) -> Tensor:
-    """`block_table` [B, M], whose entries in use name pages that exist."""
-    first = torch.arange(block_table.shape[1], device=block_table.device) * page
+    """`block_table` [B, M], whose entries in use name blocks that exist."""
+    first = torch.arange(block_table.shape[1], device=block_table.device) * block_size
     used = torch.where(first < lens[:, None], block_table, 0)
-    remedy = "name pages of the cache"
-    return check(block_table, used, num_pages - 1, function, parameter, remedy)
+    remedy = "name blocks of the cache"
+    return check(block_table, used, num_blocks - 1, function, parameter, remedy)
 
 
 def check(

@@ -1,7 +1,7 @@
-"""A KV cache as `flash_attn_with_kvcache` is given it: its lengths, its pages, and new keys for it.
+"""A KV cache of `flash_attn_with_kvcache`: its lengths, its blocks, and new keys for it.
 
-A dense cache is a paged one with a page per row. Shape suffixes: B rows, N new tokens of each, Q
-queries, K KV heads, D head size, M pages of a row.
+A dense cache is a paged one with a block per row. Shape suffixes: B rows, N new tokens of each, Q
+queries, K KV heads, D head size, N blocks, P tokens per block, M blocks of a row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_flash_attn_compat.backend import refuse
-from nanovllm_flash_attn_compat.bounds import check, check_pages, host_sees
+from nanovllm_flash_attn_compat.bounds import check, check_blocks, host_sees
 from nanovllm_flash_attn_compat.rotary import rotate
 
 FUNCTION = "flash_attn_with_kvcache"
@@ -20,7 +20,7 @@ FUNCTION = "flash_attn_with_kvcache"
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Pages [num_pages, page, K, D], and each row's pages and length, which lie within these."""
+    """Blocks [N, P, K, D], and each row's blocks and length, which lie within these."""
 
     k: Tensor
     v: Tensor
@@ -45,15 +45,17 @@ class KVCache:
             if rows is None:
                 rows = torch.arange(batch, dtype=torch.int32, device=q.device)
             block_table, ids = rows.int()[:, None], "cache_batch_idx"
-        num_pages, page = k_cache.shape[:2]
-        room = block_table.shape[1] * page - num_new
+        num_blocks, block_size = k_cache.shape[:2]
+        room = block_table.shape[1] * block_size - num_new
         if room < 0:
             refuse(
                 FUNCTION, "k", f"{num_new} tokens", f"a row holds {room + num_new}; make it larger"
             )
         lens = _lengths(cache_seqlens, batch, room, num_new, q.device)
         if host_sees(block_table):
-            block_table = check_pages(block_table, lens + num_new, page, num_pages, FUNCTION, ids)
+            block_table = check_blocks(
+                block_table, lens + num_new, block_size, num_blocks, FUNCTION, ids
+            )
         return cls(k_cache, v_cache, block_table, lens)
 
     def append(self, k: Tensor, v: Tensor) -> KVCache:
@@ -102,8 +104,8 @@ def _append(
 ) -> None:
     """Store `k` and `v` [B, N, K, D] behind each row's `lens` tokens. An operator, so that compiled
     code writes in place."""
-    page = k_cache.shape[1]
+    block_size = k_cache.shape[1]
     positions_BN = lens.long()[:, None] + torch.arange(k.shape[1], device=k.device)
-    pages_BN = block_table.long().gather(1, positions_BN // page)
-    k_cache[pages_BN, positions_BN % page] = k
-    v_cache[pages_BN, positions_BN % page] = v
+    blocks_BN = block_table.long().gather(1, positions_BN // block_size)
+    k_cache[blocks_BN, positions_BN % block_size] = k
+    v_cache[blocks_BN, positions_BN % block_size] = v

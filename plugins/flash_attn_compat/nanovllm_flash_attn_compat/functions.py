@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_flash_attn_compat.backend import Backend, refuse, requires_grad
-from nanovllm_flash_attn_compat.bounds import check_pages, check_starts, host_sees
+from nanovllm_flash_attn_compat.bounds import check_blocks, check_starts, host_sees
 from nanovllm_flash_attn_compat.cache import KVCache
 from nanovllm_flash_attn_compat.shapes import (
     check_kvcache_shapes,
@@ -49,7 +49,7 @@ class FlashAttention:
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Attention of packed sequences of different lengths.
 
-        `q` [T, H, D]; `k`, `v` [total keys, K, D], or pages [N, P, K, D] with `block_table` [S, M]
+        `q` [T, H, D]; `k`, `v` [total keys, K, D], or blocks [N, P, K, D] with `block_table` [S, M]
         int32; `cu_seqlens_q`, `cu_seqlens_k` [S + 1] int32, running sums of lengths. Masks are
         aligned to the last query and key; `window_size` (left, right) counts the keys beside a
         query's own, -1 for no bound; `softcap` 0.0 is none; `alibi_slopes` [H] or [S, H].
@@ -111,7 +111,7 @@ class FlashAttention:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of a few new queries per row to a cache, after storing `k` and `v` in it.
 
-        `q` [B, Q, H, D]; the caches [rows, tokens, K, D], or pages [N, P, K, D] with `block_table`
+        `q` [B, Q, H, D]; the caches [rows, tokens, K, D], or blocks [N, P, K, D] with `block_table`
         [B, M] int32; `k`, `v` [B, new, K, D] go to the positions from `cache_seqlens` on, in place.
         `cache_batch_idx` [B] names each row's cache. `rotary_cos`, `rotary_sin` [positions, R / 2]
         rotate the new keys, and the queries: each at its own position if the mask is causal or a
@@ -230,15 +230,15 @@ def _check_packing(
         return starts_q, check_starts(
             cu_seqlens_k, k.shape[0], max_seqlen_k, name, "cu_seqlens_k", remedy
         ), None  # fmt: skip
-    num_pages, page = k.shape[:2]
-    capacity = block_table.shape[1] * page
+    num_blocks, block_size = k.shape[:2]
+    capacity = block_table.shape[1] * block_size
     starts_k = check_starts(
         cu_seqlens_k, num_seqs * capacity, min(max_seqlen_k, capacity), name, "cu_seqlens_k",
         "raise max_seqlen_k, or widen block_table",
     )  # fmt: skip
     if host_sees(block_table):
         lens = starts_k.diff()
-        block_table = check_pages(block_table, lens, page, num_pages, name, "block_table")
+        block_table = check_blocks(block_table, lens, block_size, num_blocks, name, "block_table")
     return starts_q, starts_k, block_table
 
 

@@ -27,9 +27,9 @@ def check_varlen_shapes(
     _check_shape(name, "q", q, "tokens", "heads", "head size")
     packed = ("tokens", "KV heads", "head size")
     if block_table is None:
-        _check(name, q, "k", k, *packed, remedy="pages need a block_table")
+        _check(name, q, "k", k, *packed, remedy="blocks need a block_table")
     else:
-        _check(name, q, "k", k, "pages", *packed, remedy="packed keys have no block_table")
+        _check(name, q, "k", k, "blocks", *packed, remedy="packed keys have no block_table")
     _check_like(name, q, "v", v, k)
     _check_indices(name, q, "cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     num_seqs = cu_seqlens_q.shape[0] - 1
@@ -37,7 +37,7 @@ def check_varlen_shapes(
         refuse(name, "cu_seqlens_q", cu_seqlens_q, "it needs shape [sequences + 1]; start it at 0")
     _check_indices(name, q, "cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
     if block_table is not None:
-        _check_indices(name, q, "block_table", block_table, num_seqs, "pages")
+        _check_indices(name, q, "block_table", block_table, num_seqs, "blocks")
     _check_heads(name, q, "k", k, num_seqs, alibi_slopes)
 
 
@@ -54,10 +54,10 @@ def check_kvcache_shapes(
     name = "flash_attn_with_kvcache"
     _check_shape(name, "q", q, "rows", "queries", "heads", "head size")
     batch = q.shape[0]
-    _check(name, q, "k_cache", k_cache, "rows or pages", "tokens", "KV heads", "head size")
+    _check(name, q, "k_cache", k_cache, "rows or blocks", "tokens", "KV heads", "head size")
     _check_like(name, q, "v_cache", v_cache, k_cache)
     if block_table is not None:
-        _check_indices(name, q, "block_table", block_table, batch, "pages")
+        _check_indices(name, q, "block_table", block_table, batch, "blocks")
     elif cache_batch_idx is not None:
         _check_indices(name, q, "cache_batch_idx", cache_batch_idx, batch)
     elif k_cache.shape[0] < batch:

@@ -60,11 +60,11 @@ def _check(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"triton has at most {_operators.MAX_HEAD_SIZE}; take nanovllm_flash_attn_compat.sdpa",
         )  # fmt: skip
     if k.dim() == 4:
-        _check_pages(function, k, v)
+        _check_blocks(function, k, v)
 
 
-def _check_pages(function: str, k: Tensor, v: Tensor) -> None:
-    """Refuse pages whose strides the kernels do not take; packed keys are copied."""
+def _check_blocks(function: str, k: Tensor, v: Tensor) -> None:
+    """Refuse blocks whose strides the kernels do not take; packed keys are copied."""
     if k.stride() != v.stride() and any(
         size != 1 and one != other
         for size, one, other in zip(k.shape, k.stride(), v.stride(), strict=True)

@@ -120,27 +120,28 @@ class Draws(Random):
             drawn["alibi_slopes"] = self.tensor(*shape, dtype=torch.float32).abs() * 0.1
         return {name: value for name, value in drawn.items() if self.maybe()}
 
-    def pages(
+    def blocks(
         self, sequences: list[tuple[Tensor, Tensor]], spare: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """K and V pages in any order, NaN beside the sequences, and their block table.
+        """K and V blocks in any order, NaN beside the sequences, and their block table.
 
-        `spare` tokens more fit behind each; entries that are not used name no page.
+        `spare` tokens more fit behind each; entries that are not used name no block.
         """
-        page = self.size(1, 40)
-        counts = [-(-(len(k) + spare) // page) for k, _ in sequences]
+        block_size = self.size(1, 40)
+        counts = [-(-(len(k) + spare) // block_size) for k, _ in sequences]
         order = self.sample(range(sum(counts) + 2), sum(counts))
         table = torch.full((len(sequences), max(*counts, 1) + self.choice((0, 2))), 2**30)
         like = sequences[0][0]
         caches = [
-            like.new_full((sum(counts) + 2, page, *like.shape[1:]), math.nan) for _ in range(2)
+            like.new_full((sum(counts) + 2, block_size, *like.shape[1:]), math.nan)
+            for _ in range(2)
         ]
         for row, (count, sequence) in enumerate(zip(counts, sequences, strict=True)):
             own, order = order[:count], order[count:]
             table[row, :count] = torch.tensor(own, dtype=torch.long)
             for cache, part in zip(caches, sequence, strict=True):
                 for at, token in enumerate(part):
-                    cache[own[at // page], at % page] = token
+                    cache[own[at // block_size], at % block_size] = token
         return caches[0], caches[1], table.int().to(self.device)
 
 
@@ -150,7 +151,7 @@ def _row_rules(rules: dict[str, Any], row: int) -> dict[str, Any]:
 
 
 def draw_packed(seed: int, dtype: torch.dtype, *, alibi: bool, device: str = "cpu") -> Call:
-    """A call of `flash_attn_varlen_func`, with packed keys or pages."""
+    """A call of `flash_attn_varlen_func`, with packed keys or blocks."""
     draws = Draws(seed, device)
     heads, kv_heads, head_size = draws.heads()
     lens = [(draws.size(1, 60) - 1, draws.size(1, 90) - 1) for _ in range(draws.size(1, 4))]
@@ -168,7 +169,7 @@ def draw_packed(seed: int, dtype: torch.dtype, *, alibi: bool, device: str = "cp
         "v": torch.cat([v for _, v in kvs]),
     }
     if draws.maybe():
-        keys = dict(zip(("k", "v", "block_table"), draws.pages(kvs), strict=True))
+        keys = dict(zip(("k", "v", "block_table"), draws.blocks(kvs), strict=True))
     starts = [[sum(n[side] for n in lens[:i]) for i in range(len(lens) + 1)] for side in (0, 1)]
     arguments = {
         "q": torch.cat(qs),
@@ -201,10 +202,11 @@ def draw_cached(seed: int, dtype: torch.dtype, *, alibi: bool, device: str = "cp
     arguments: dict[str, Any] = {"q": q, "cache_seqlens": draws.int32(lens), **rules}
     if draws.maybe():
         names = ("k_cache", "v_cache", "block_table")
-        arguments |= dict(zip(names, draws.pages(kvs, new), strict=True))
-        table, page = arguments["block_table"].tolist(), arguments["k_cache"].shape[1]
+        arguments |= dict(zip(names, draws.blocks(kvs, new), strict=True))
+        table, block_size = arguments["block_table"].tolist(), arguments["k_cache"].shape[1]
         places = [
-            [(table[i][t // page], t % page) for t in range(n + new)] for i, n in enumerate(lens)
+            [(table[i][t // block_size], t % block_size) for t in range(n + new)]
+            for i, n in enumerate(lens)
         ]
     else:
         of_row, tokens = (

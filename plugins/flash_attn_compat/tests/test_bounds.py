@@ -21,8 +21,8 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed_table() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V pages, of which those in the block table [3, 2] alone are numbers; a view of a wider
-    table whose other columns name a page of NaN."""
+    """K and V blocks, of which those in the block table [3, 2] alone are numbers; a view of a wider
+    table whose other columns name a block of NaN."""
     cache = torch.full((2, 9, 16, 2, 24), math.nan)
     cache[:, 1:7] = torch.randn(2, 6, 16, 2, 24)
     wide = torch.zeros(3, 8, dtype=torch.int32)
@@ -57,7 +57,7 @@ def test_a_length_beyond_the_table_is_cut_to_it(compat: ModuleType, queries: int
 
 @pytest.mark.usefixtures("blind")
 def test_packed_lengths_beyond_the_tensors_are_cut(compat: ModuleType) -> None:
-    """Of pages to the table, of packed keys to their tensor."""
+    """Of blocks to the table, of packed keys to their tensor."""
     k_cache, v_cache, table = packed_table()
     q, starts_q = torch.randn(5, 4, 24), torch.tensor([0, 2, 3, 5], dtype=torch.int32)
     beyond, within = torch.tensor([0, 40, 47, 79]).int(), torch.tensor([0, 32, 39, 71]).int()

@@ -48,17 +48,17 @@ def test_kvcache_compiles_whole_and_stores_its_keys(compat: ModuleType) -> None:
         "rotary_sin": torch.rand(32, 8), "cache_seqlens": torch.tensor([15, 4]).int(),
         "block_table": torch.tensor([[5, 2], [0, 3]]).int(), "causal": True,
     }  # fmt: skip
-    pages = torch.randn(2, 6, 16, 2, 24)
+    blocks = torch.randn(2, 6, 16, 2, 24)
     results = []
     for function in (
         compat.flash_attn_with_kvcache,
         torch.compile(compat.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager"),
     ):
-        k_cache, v_cache = pages.clone().unbind()
+        k_cache, v_cache = blocks.clone().unbind()
         out = function(k_cache=k_cache, v_cache=v_cache, **arguments)
         results.append((out, k_cache, v_cache))
     torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
-    assert not torch.equal(results[0][1], pages[0])
+    assert not torch.equal(results[0][1], blocks[0])
 
 
 def test_the_choice_of_a_backend_compiles_too() -> None:
@@ -76,6 +76,6 @@ def test_the_operators_keep_their_declarations() -> None:
     """opcheck: schemas are true, fake kernels match, and tracing with any shape works."""
     lens = torch.tensor([15, 4], dtype=torch.int32)
     torch.library.opcheck(bounds._checked, (lens, lens, 20, "f", "cache_seqlens", "make it larger"))
-    new, pages = torch.randn(2, 2, 2, 24), torch.randn(2, 6, 16, 2, 24)
+    new, blocks = torch.randn(2, 2, 2, 24), torch.randn(2, 6, 16, 2, 24)
     table = torch.tensor([[5, 2], [0, 3]], dtype=torch.int32)
-    torch.library.opcheck(cache._append, (new, new, *pages.unbind(), lens, table))
+    torch.library.opcheck(cache._append, (new, new, *blocks.unbind(), lens, table))

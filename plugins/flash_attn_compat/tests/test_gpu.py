@@ -68,11 +68,11 @@ def test_the_gpu_is_served_by_triton() -> None:
 
 
 def paged(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V pages of 16 tokens, NaN in those that the block table does not name."""
-    num_pages = rows * width
-    caches = torch.full((2, num_pages + 8, 16, 2, 96), math.nan, device="cuda").bfloat16()
-    caches[:, 4:-4] = torch.randn(2, num_pages, 16, 2, 96, device="cuda").bfloat16()
-    table = torch.randperm(num_pages, device="cuda").int().view(rows, width) + 4
+    """K and V blocks of 16 tokens, NaN in those that the block table does not name."""
+    num_blocks = rows * width
+    caches = torch.full((2, num_blocks + 8, 16, 2, 96), math.nan, device="cuda").bfloat16()
+    caches[:, 4:-4] = torch.randn(2, num_blocks, 16, 2, 96, device="cuda").bfloat16()
+    table = torch.randperm(num_blocks, device="cuda").int().view(rows, width) + 4
     return caches[0], caches[1], table
 
 

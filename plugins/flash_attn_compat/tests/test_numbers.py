@@ -76,9 +76,9 @@ def test_a_right_window_edge_of_zero_is_the_causal_mask(compat: ModuleType) -> N
 def test_strides_of_dimensions_of_one_element_mean_nothing(
     compat: ModuleType, queries: int
 ) -> None:
-    """One page of one KV head; on triton also where the copy engine could read it."""
-    q, pages = torch.randn(1, queries, 4, 24).half(), torch.randn(2, 1, 64, 1, 24).half()
-    k, v = pages.unbind()
+    """One block of one KV head; on triton also where the copy engine could read it."""
+    q, blocks = torch.randn(1, queries, 4, 24).half(), torch.randn(2, 1, 64, 1, 24).half()
+    k, v = blocks.unbind()
     odd = v.as_strided(v.shape, (7, 24, 5, 1))
     found, expected = (compat.flash_attn_with_kvcache(q, k, x) for x in (odd, v))
     assert torch.equal(found, expected)

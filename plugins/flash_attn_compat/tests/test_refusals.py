@@ -92,11 +92,11 @@ ROTATED = APPENDED | {"rotary_cos": TABLE, "rotary_sin": TABLE}
         ({"q": torch.zeros(1, 5, 4, 24)}, r"q=tensor .*\[tokens, heads, head size\]"),
         (
             {"k": torch.zeros(2, 16, 2, 24), "v": torch.zeros(2, 16, 2, 24)},
-            "k=tensor .*tokens, KV heads, .*; pages need a block_table",
+            "k=tensor .*tokens, KV heads, .*; blocks need a block_table",
         ),
         (
             {"block_table": torch.zeros(2, 1).int()},
-            r"k=tensor \[7, 2, 24\] .*\[pages, tokens, .*; packed keys have no block_table",
+            r"k=tensor \[7, 2, 24\] .*\[blocks, tokens, .*; packed keys have no block_table",
         ),
         ({"cu_seqlens_q": torch.zeros(0).int()}, r"cu_seqlens_q=tensor \[0\] .*sequences \+ 1"),
         ({"q": torch.zeros(5, 3, 24)}, "q=3 query and 2 KV heads .*whole number"),
@@ -107,8 +107,8 @@ ROTATED = APPENDED | {"rotary_cos": TABLE, "rotary_sin": TABLE}
         ({"cu_seqlens_k": starts(4, -1)}, "cu_seqlens_k=-1 "),
         ({"cu_seqlens_k": starts(7)}, r"cu_seqlens_k=tensor \[2\] .*needs shape \[3\]"),
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, r"alibi_slopes="),
-        (PAGED | {"block_table": torch.zeros(1, 1).int()}, r"block_table=tensor .*\[2, pages\]"),
-        (PAGED | {"block_table": torch.zeros(2).int()}, r"block_table=tensor \[2\] .*\[2, pages\]"),
+        (PAGED | {"block_table": torch.zeros(1, 1).int()}, r"block_table=tensor .*\[2, blocks\]"),
+        (PAGED | {"block_table": torch.zeros(2).int()}, r"block_table=tensor \[2\] .*, blocks\]"),
         (PAGED | {"block_table": torch.zeros(2, 1)}, "block_table=torch.float32 .*int32 or int64"),
         ({"cu_seqlens_k": starts(4, 3) + 0.5}, "cu_seqlens_k=torch.float32 .*int32 or int64"),
     ],
@@ -141,7 +141,7 @@ def test_varlen_refuses_by_name(compat: ModuleType, changed: dict[str, Any], mes
         ({"k": NEW, "v": NEW, "cache_seqlens": 15}, "cache_seqlens=15 .*0 to 14"),
         ({"k": NEW.repeat(1, 9, 1, 1), "v": NEW.repeat(1, 9, 1, 1)}, "k=18 tokens .*16"),
         ({"block_table": torch.tensor([[0], [2]])}, "block_table=2 .*0 to 1"),
-        ({"block_table": torch.tensor([[0]])}, r"block_table=tensor \[1, 1\] .*\[2, pages\]"),
+        ({"block_table": torch.tensor([[0]])}, r"block_table=tensor \[1, 1\] .*\[2, blocks\]"),
         ({"cache_batch_idx": torch.tensor([0, 2])}, "cache_batch_idx=2 .*0 to 1"),
         ({"cache_batch_idx": torch.tensor([0.0, 1.9])}, "cache_batch_idx=torch.float32 .*int32"),
         ({"cache_seqlens": torch.tensor([5.0, 9.9])}, "cache_seqlens=torch.float32 .*int32"),
@@ -220,7 +220,7 @@ def test_slopes_are_of_every_head_or_of_every_row_and_head(shape: tuple[int, ...
             call(sdpa, alibi_slopes=torch.ones(shape))
 
 
-def test_a_page_that_no_token_uses_may_have_any_name(compat: ModuleType) -> None:
+def test_a_block_that_no_token_uses_may_have_any_name(compat: ModuleType) -> None:
     """Tables are as wide as the longest row, and filled with anything."""
     table = torch.tensor([[1, -1, 2**30], [0, 9999, -7]], dtype=torch.int32)
     lens = torch.tensor([5, 16], dtype=torch.int32)
@@ -283,10 +283,10 @@ def test_what_tritons_cache_lacks_is_refused(
         assert kvcache(compat, **changed).isfinite().all()
 
 
-def test_gradients_of_pages_are_refused(compat: ModuleType) -> None:
+def test_gradients_of_blocks_are_refused(compat: ModuleType) -> None:
     """Packed keys have them on sdpa."""
-    pages = torch.zeros(2, 16, 2, 24)
-    inputs = {"k": pages, "v": pages, "block_table": torch.tensor([[0], [1]], dtype=torch.int32)}
+    blocks = torch.zeros(2, 16, 2, 24)
+    inputs = {"k": blocks, "v": blocks, "block_table": torch.tensor([[0], [1]], dtype=torch.int32)}
     with pytest.raises(UnsupportedError, match=r"q, k, v=.*no_grad\(\)"):
         varlen(compat, q=torch.zeros(5, 4, 24, requires_grad=True), **inputs)
 

@@ -62,8 +62,8 @@ def prepare_qkv_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr,
     positions_ptr, slot_mapping_ptr, q_ptr, k_cache_ptr, v_cache_ptr,
     qkv_stride,
-    k_page_stride, k_token_stride, k_head_stride,
-    v_page_stride, v_token_stride, v_head_stride,
+    k_block_stride, k_token_stride, k_head_stride,
+    v_block_stride, v_token_stride, v_head_stride,
     EPS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -101,13 +101,13 @@ def prepare_qkv_kernel(
         )  # fmt: skip
     else:
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-        page = slot // BLOCK_SIZE
+        block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
         kv_group = group - Q_GROUPS
         if slot >= 0 and kv_group < KV_GROUPS:
             first = kv_group * BLOCK_HEADS
             mask_H = first + tl.arange(0, BLOCK_HEADS) < NUM_KV_HEADS
-            out_ptr = k_cache_ptr + page * k_page_stride + offset * k_token_stride
+            out_ptr = k_cache_ptr + block * k_block_stride + offset * k_token_stride
             _norm_rotate_store(
                 qkv_ptr + (NUM_HEADS + first) * HEAD_SIZE, k_weight_ptr, cos_sin_ptr,
                 out_ptr + first * k_head_stride, k_head_stride, mask_H,
@@ -119,6 +119,6 @@ def prepare_qkv_kernel(
             dims = tl.arange(0, BLOCK_HEAD)[None, :]
             mask = (heads < NUM_KV_HEADS) & (dims < HEAD_SIZE)
             v = _load(qkv_ptr + (NUM_HEADS + NUM_KV_HEADS + heads) * HEAD_SIZE + dims, mask)
-            out_ptr = v_cache_ptr + page * v_page_stride + offset * v_token_stride
+            out_ptr = v_cache_ptr + block * v_block_stride + offset * v_token_stride
             out = v.to(v_cache_ptr.dtype.element_ty)
             tl.store(out_ptr + heads * v_head_stride + dims, out, mask=mask)

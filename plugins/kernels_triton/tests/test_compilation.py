@@ -41,7 +41,7 @@ def embed_job(dtype: str, size: int) -> AotJob:
 
 def prepare_job(dtype: str, heads: tuple[int, int], head_size: int) -> AotJob:
     arrays = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr")
-    strides = ("qkv_stride", *(f"{c}_{d}_stride" for c in "kv" for d in ("page", "token", "head")))
+    strides = ("qkv_stride", *(f"{c}_{d}_stride" for c in "kv" for d in ("block", "token", "head")))
     return AotJob(
         kernel=f"{PREPARE}:prepare_qkv_kernel",
         signature={

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not supports_dependent_launch(CUDA), reason="needs sm_90 or newer"),
 ]
 REPEATS, REPLAYS = 50, 20
-SIZE, HEADS, KV_HEADS, HEAD_SIZE, PAGE = 1024, 16, 8, 128, 16
+SIZE, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 1024, 16, 8, 128, 16
 
 
 @triton.jit
@@ -56,7 +56,8 @@ def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Call
     square, pair = random(SIZE, SIZE, seed=2) / 32, random(2 * SIZE, SIZE, seed=3) / 32
     positions = torch.arange(rows, dtype=torch.int32, device=CUDA)
     slots = torch.arange(rows, dtype=torch.int64, device=CUDA)
-    k_cache, v_cache = torch.zeros(2, -(-rows // PAGE), PAGE, KV_HEADS, HEAD_SIZE).to(random(1))
+    cache = (-(-rows // BLOCK_SIZE), BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+    k_cache, v_cache = torch.zeros(2, *cache).to(random(1))
 
     def prepare(x: Tensor) -> Tensor:
         q = kernels.prepare_qkv(x, prep, positions, slots, k_cache, v_cache)

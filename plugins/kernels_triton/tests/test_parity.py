@@ -167,15 +167,15 @@ def test_a_missing_norm_weight_means_no_norm(kept: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
-def test_pages_beyond_two_billion_elements_are_written() -> None:
-    """Offsets are 64-bit: the last page of a cache of 2^31 elements and more."""
+def test_blocks_beyond_two_billion_elements_are_written() -> None:
+    """Offsets are 64-bit: the last block of a cache of 2^31 elements and more."""
     prep = make_prep((16, 8), 128, 128, torch.float16)
-    num_pages = 2**31 // (256 * 8 * 128) + 2
+    num_blocks = 2**31 // (256 * 8 * 128) + 2
     caches = tuple(
-        torch.zeros(num_pages, 256, 8, 128, dtype=torch.float16, device=DEVICE) for _ in range(2)
+        torch.zeros(num_blocks, 256, 8, 128, dtype=torch.float16, device=DEVICE) for _ in range(2)
     )
     qkv_TX = random(1, 32 * 128, dtype=torch.float16)
-    slots = torch.tensor([num_pages * 256 - 1], device=DEVICE)
+    slots = torch.tensor([num_blocks * 256 - 1], device=DEVICE)
     positions = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     prepare(TritonKernels(), qkv_TX, prep, positions, slots, (caches[0], caches[1]))
     assert torch.equal(caches[1][-1, -1], qkv_TX.view(32, 128)[24:])

@@ -12,10 +12,10 @@ have, are skipped with the reason. The checks are in five files, by what they ar
 
 from __future__ import annotations
 
+from nanovllm_kit.attention_blocks import AttentionBlocks
 from nanovllm_kit.attention_declarations import AttentionDeclarations
 from nanovllm_kit.attention_memory import AttentionMemory
 from nanovllm_kit.attention_numbers import AttentionNumbers
-from nanovllm_kit.attention_pages import AttentionPages
 from nanovllm_kit.attention_replay import AttentionReplay
 from nanovllm_kit.attention_replay_prefill import AttentionPrefillReplay
 from nanovllm_kit.attention_shapes import AttentionShapes
@@ -30,7 +30,7 @@ class AttentionConformance(
     AttentionMemory,
     AttentionState,
     AttentionShapes,
-    AttentionPages,
+    AttentionBlocks,
     AttentionNumbers,
     AttentionDeclarations,
 ):

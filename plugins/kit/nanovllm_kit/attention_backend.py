@@ -36,7 +36,7 @@ HEAD_SIZES = (64, 80, 128, 256)
 MANY = 8
 
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
-"""Lengths at and around the tiles and pages that kernels use."""
+"""Lengths at and around the tiles and blocks that kernels use."""
 LONG = {"cpu": 300, "cuda": 4096}
 
 
@@ -113,13 +113,13 @@ class BackendUnderTest:
 
     @property
     def block_multiples(self) -> list[int]:
-        """What page sizes must be a multiple of, by layout, the preferred first."""
+        """What block sizes must be a multiple of, by layout, the preferred first."""
         layouts = self.spec.kv_layouts(self.requirements(), self.plugin.options)
         return list(dict.fromkeys(layout.block_multiple for layout in layouts))
 
     @property
     def block_size(self) -> int:
-        """The smallest pages that an engine uses, so that short sequences have many."""
+        """The smallest blocks that an engine uses, so that short sequences have many."""
         multiple = min(self.block_multiples)
         return -(-SMALLEST_BLOCK // multiple) * multiple
 
@@ -267,7 +267,7 @@ def assert_near(
 
 def describe(case: PagedCase) -> str:
     """The batch in a line, to find it again."""
-    _, page, num_kv_heads, head_size = case.k_cache.shape
+    _, block_size, num_kv_heads, head_size = case.k_cache.shape
     reach = "".join(
         f", {name} {value}"
         for name, value in (("window", case.sliding_window), ("soft cap", case.soft_cap))
@@ -275,7 +275,7 @@ def describe(case: PagedCase) -> str:
     )
     return (
         f"query_lens {_some(case.query_lens)}, seq_lens {_some(case.seq_lens)}, "
-        f"{case.q_THD.shape[1]}/{num_kv_heads} heads of {head_size}, pages of {page}, "
+        f"{case.q_THD.shape[1]}/{num_kv_heads} heads of {head_size}, blocks of {block_size}, "
         f"{str(case.q_THD.dtype).removeprefix('torch.')}{reach}"
     )
 

@@ -127,7 +127,7 @@ def check_replay(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """A captured decode step follows its inputs: lengths, pages and queries change between replays.
+    """A captured decode step follows its inputs: lengths, blocks and queries change in between.
 
     Each replay must be bitwise what the same step gives in eager mode, and near the reference.
     Between them memory is taken and freed, so that a graph which reads a freed tensor shows it.
@@ -150,12 +150,12 @@ def check_replay(
         )
     ]  # fmt: skip
     width = -(-longest // block_size)
-    pages = max(case.k_cache.shape[0] for case in cases)
+    num_blocks = max(case.k_cache.shape[0] for case in cases)
     static = replace(
         cases[0],
         q_THD=torch.zeros_like(cases[0].q_THD),
-        k_cache=cases[0].k_cache.new_zeros(pages, *cases[0].k_cache.shape[1:]),
-        v_cache=cases[0].v_cache.new_zeros(pages, *cases[0].v_cache.shape[1:]),
+        k_cache=cases[0].k_cache.new_zeros(num_blocks, *cases[0].k_cache.shape[1:]),
+        v_cache=cases[0].v_cache.new_zeros(num_blocks, *cases[0].v_cache.shape[1:]),
         block_table=torch.zeros(batch, width, dtype=torch.int32, device="cuda"),
     )
     metadata = replace(static.decode_metadata(), max_seq_len=width * block_size)
@@ -169,7 +169,7 @@ def check_replay(
     graph = _capture(backend, metadata, run, plan_is_captured)
     held = {name: tensor.data_ptr() for name, tensor in backend.captured_tensors().items()}
     for case in cases:
-        _load(static, metadata, case)
+        load_decode(static, metadata, case)
         junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(8)]
         del junk
         out.fill_(float("nan"))
@@ -207,20 +207,20 @@ def _capture(
     return graph
 
 
-def _load(static: PagedCase, metadata: DecodeMetadata, case: PagedCase) -> None:
+def load_decode(static: PagedCase, metadata: DecodeMetadata, case: PagedCase) -> None:
     """Put a case's contents where the captured graph reads them."""
-    num_pages, width = case.k_cache.shape[0], case.block_table.shape[1]
+    num_blocks, width = case.k_cache.shape[0], case.block_table.shape[1]
     static.q_THD.copy_(case.q_THD)
     for target, source in ((static.k_cache, case.k_cache), (static.v_cache, case.v_cache)):
-        target.fill_(float("nan"))[:num_pages].copy_(source)
+        target.fill_(float("nan"))[:num_blocks].copy_(source)
     static.block_table.zero_()[:, :width].copy_(case.block_table)
     metadata.seq_lens.copy_(case.decode_metadata().seq_lens)
 
 
-def check_pages_beyond_2_31_elements(
+def check_blocks_beyond_2_31_elements(
     make_backend: MakeBackend, *, block_size: int, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """The highest pages of a cache of more than 2**31 elements are read where they are."""
+    """The highest blocks of a cache of more than 2**31 elements are read where they are."""
     shape = {"num_heads": 16, "num_kv_heads": 8, "head_size": 128, "block_size": block_size}
     for queries in ([1, 1, 1], [200, 1, 64]):
         case = make_case(queries, [700, 1, 65], dtype=dtype, device="cuda", **shape)  # type: ignore[arg-type]
@@ -255,11 +255,17 @@ def check_decode_never_synchronises(make_backend: MakeBackend, *, block_size: in
     backend = make_backend(case.config())
     backend.allocate()
     metadata = case.decode_metadata()
-    run_decode(backend, case, metadata)  # compiles and picks kernels
+    case.assert_close(run_decode_without_waiting(backend, case, metadata))
+
+
+def run_decode_without_waiting(
+    backend: AttentionBackend, case: PagedCase, metadata: DecodeMetadata
+) -> Tensor:
+    """`run_decode`, once to compile and once where a call that waits for the GPU raises."""
+    run_decode(backend, case, metadata)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = run_decode(backend, case, metadata)
+        return run_decode(backend, case, metadata)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    case.assert_close(out)

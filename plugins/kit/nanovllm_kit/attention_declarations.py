@@ -90,8 +90,8 @@ class AttentionDeclarations(AttentionSubject):
         if spec.provider is not None and not str(spec.provider(options)).strip():
             raise AssertionError("provider names nothing")
 
-    def test_layouts_name_pages_that_both_phases_read(self, plugin: PluginUnderTest) -> None:
-        """At least one layout, of a known name and a positive page multiple, for every phase."""
+    def test_layouts_name_blocks_that_both_phases_read(self, plugin: PluginUnderTest) -> None:
+        """At least one layout, of a known name and a positive block multiple, for every phase."""
         spec = _spec(plugin)
         by_phase: dict[str, set[KVLayout]] = {}
         for requirements in _declared(spec):
@@ -102,7 +102,9 @@ class AttentionDeclarations(AttentionSubject):
                 if not isinstance(layout, KVLayout) or layout.name != "NPKD":
                     raise AssertionError(f"{layout!r} is no layout that the core has (NPKD)")
                 if type(layout.block_multiple) is not int or layout.block_multiple < 1:
-                    raise AssertionError(f"page multiple {layout.block_multiple!r} is not positive")
+                    raise AssertionError(
+                        f"block multiple {layout.block_multiple!r} is not positive"
+                    )
             if layouts != list(spec.kv_layouts(requirements, plugin.options)):
                 raise AssertionError("kv_layouts gives another answer the second time")
             by_phase.setdefault(requirements.phase, set()).update(layouts)

@@ -83,7 +83,7 @@ def head_pairs(draws: Random, most: int, *, gqa: bool) -> list[tuple[int, int]]:
 
 
 def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits, number: int) -> PagedCase:
-    """A batch with everything drawn at once: heads, sizes, pages, lengths, sharing.
+    """A batch with everything drawn at once: heads, sizes, blocks, lengths, sharing.
 
     Of eight numbers in a row each has its own choice of phase, window and soft cap.
     """
@@ -93,7 +93,7 @@ def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits, number
     for _ in range(size(draws, 1, 24)):
         drawn = size(draws, 1, limits.longest)
         if sum(lens) + drawn <= limits.total or not lens:
-            # A prefix hit leaves whole pages behind it, and sequences often end with a page.
+            # A prefix hit leaves whole blocks behind it, and sequences often end with a block.
             lens.append(-(-drawn // block_size) * block_size if draws.random() < 0.2 else drawn)
     queries = None
     if subject.phases[number % len(subject.phases)] == "prefill":
@@ -117,7 +117,7 @@ def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits, number
 
 
 def _shape(subject: BackendUnderTest, draws: Random) -> dict[str, Any]:
-    """Heads, head size, page size and dtype that the backend accepts together."""
+    """Heads, head size, block size and dtype that the backend accepts together."""
     while True:
         num_kv_heads = size(draws, 1, 8)
         group = size(draws, 1, 32 // num_kv_heads) if subject.capabilities.gqa else 1
@@ -144,7 +144,7 @@ def _queries(draws: Random, keys: int, most: int) -> int:
 
 
 def with_shared_prefixes(case: PagedCase, draws: Random) -> PagedCase:
-    """Some sequences begin with the pages of the one before, as after a prefix hit."""
+    """Some sequences begin with the blocks of the one before, as after a prefix hit."""
     table = case.block_table.clone()
     for row in range(1, len(case.seq_lens)):
         common = min(case.seq_lens[row - 1 : row + 1]) // case.block_size
@@ -155,7 +155,7 @@ def with_shared_prefixes(case: PagedCase, draws: Random) -> PagedCase:
 
 
 def with_stale_entries(case: PagedCase, draws: Random) -> PagedCase:
-    """A table as wide as the longest sequence could need; behind a row's pages it is stale."""
+    """A table as wide as the longest sequence could need; behind a row's blocks it is stale."""
     rows, width = case.block_table.shape
     wider = width + draws.randrange(9)
     stale = [draws.randrange(case.k_cache.shape[0]) for _ in range(rows * wider)]
@@ -170,7 +170,7 @@ def pointed(case: PagedCase, draws: Random) -> PagedCase:
     """The batch with half of its (query, head) pairs turned to one key each.
 
     That key outweighs all others that the query sees: its first, its last or any, so that a lost
-    one shows. What lies next to the keys in sight (a later position, the end of the last page, the
+    one shows. What lies next to the keys in sight (a later position, the end of the last block, the
     key before the window) would outweigh even that one, so that a wrong mask shows. The other
     pairs stay as they were, with many keys of like weight: every other head of each query.
     """
@@ -188,8 +188,8 @@ def _pointed_one(
     case: PagedCase, row: int, q_QHD: Tensor, keys: int, generator: torch.Generator
 ) -> Tensor:
     queries, num_heads, _ = q_QHD.shape
-    pages = case.block_table[row, : -(-keys // case.block_size)].long()
-    k_LKD = case.k_cache[pages].flatten(0, 1).float().nan_to_num()
+    blocks = case.block_table[row, : -(-keys // case.block_size)].long()
+    k_LKD = case.k_cache[blocks].flatten(0, 1).float().nan_to_num()
 
     def random(high: int) -> Tensor:
         return torch.randint(high, (queries, num_heads), generator=generator)

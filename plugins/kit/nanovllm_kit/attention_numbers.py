@@ -1,4 +1,4 @@
-"""Checks of an attention backend's numbers, against a float64 reference over poisoned pages."""
+"""Checks of an attention backend's numbers, against a float64 reference over poisoned blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from nanovllm_kit.attention_backend import (
 from nanovllm_kit.conformance import PluginUnderTest
 
 NEEDLES = (0, 15, 16, 31, 32, 63, 64)
-"""Positions at and around the tiles and pages that kernels use."""
+"""Positions at and around the tiles and blocks that kernels use."""
 
 
 class AttentionNumbers(AttentionSubject):
     """Every key that a query may see, each once and nothing else, in every shape declared."""
 
     def test_decode_equals_the_reference(self, decoder: BackendUnderTest) -> None:
-        """One query per row, over lengths around every tile and page, short rows beside long."""
-        decoder.check(decoder.case([decoder.block_size]), "one page", phases=("decode",))
+        """One query per row, over lengths around every tile and block, short rows beside long."""
+        decoder.check(decoder.case([decoder.block_size]), "one block", phases=("decode",))
         case = decoder.case([*EDGES, decoder.longest])
         decoder.check(case, "ragged rows", phases=("decode",))
         # Alone, a long row is worth cutting in parts that are merged.
@@ -36,8 +36,8 @@ class AttentionNumbers(AttentionSubject):
 
     def test_prefill_equals_the_reference(self, prefiller: BackendUnderTest) -> None:
         """Whole prompts: a query sees the keys up to its own, and no later one."""
-        page = [prefiller.block_size]
-        prefiller.check(prefiller.case(page, page), "one page")
+        lens = [prefiller.block_size]
+        prefiller.check(prefiller.case(lens, lens), "one block")
         lengths = [*(n for n in EDGES if n < 100), prefiller.longest // 2]
         prefiller.check(prefiller.case(lengths, lengths), "whole prompts")
 
@@ -48,7 +48,7 @@ class AttentionNumbers(AttentionSubject):
             chunks = replace(subject.case([40, 17], [20, 17]), scale=scale)
             subject.check(chunks, f"scale {scale}")
 
-    def test_chunks_continue_the_context_in_the_pages(self, prefiller: BackendUnderTest) -> None:
+    def test_chunks_continue_the_context_in_the_blocks(self, prefiller: BackendUnderTest) -> None:
         """A chunk's queries are the last positions of its sequence, behind what came before."""
         lengths = [7, 64, 128, 129, prefiller.longest // 2, 97]
         case = prefiller.case(lengths, [7, 57, 64, 1, 40, 33])
@@ -57,7 +57,7 @@ class AttentionNumbers(AttentionSubject):
     def test_a_prompt_in_chunks_equals_the_prompt_at_once(
         self, prefiller: BackendUnderTest
     ) -> None:
-        """Wherever it is cut: at no multiple of a tile, of a page or of another chunk."""
+        """Wherever it is cut: at no multiple of a tile, of a block or of another chunk."""
         whole = prefiller.case([120], [120])
         expected = whole.expected()
         for start, end in ((0, 7), (7, 64), (64, 119), (119, 120)):
@@ -67,7 +67,7 @@ class AttentionNumbers(AttentionSubject):
             assert_near(chunk, out, f"tokens {start} to {end} of 120", expected[start:end])
 
     def test_no_key_is_lost_wherever_it_lies(self, subject: BackendUnderTest) -> None:
-        """One key outweighs all others: first, last, and at every edge of a tile or a page."""
+        """One key outweighs all others: first, last, and at every edge of a tile or a block."""
         longest = subject.longest
         needles = [*NEEDLES, 127, 128, 255, 256, longest - 1]
         case = subject.case([longest] * len(needles), needle=needles)

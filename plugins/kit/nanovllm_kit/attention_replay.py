@@ -19,7 +19,7 @@ from nanovllm_kit.attention_backend import (
     BackendUnderTest,
     assert_near,
 )
-from nanovllm_kit.attention_checks import run_decode
+from nanovllm_kit.attention_checks import load_decode, run_decode_without_waiting
 from nanovllm_kit.paged_attention import PagedCase
 from nanovllm_kit.recording import HostReadError, record
 
@@ -69,7 +69,7 @@ class AttentionReplay(AttentionSubject):
     def test_recorded_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
         """On a CPU a recording stands for the graph: host numbers frozen, memory by address.
 
-        Rows, lengths, pages and queries change between replays, at every bucket of an engine of
+        Rows, lengths, blocks and queries change between replays, at every bucket of an engine of
         four rows (1, 2 and 4); steps of other sizes run in between. Each replay gives bitwise what
         the same step gives when it is planned. A backend that reads lengths on the host where
         nothing is captured is checked on a GPU only.
@@ -84,7 +84,7 @@ class AttentionReplay(AttentionSubject):
     def test_captured_steps_follow_changed_inputs(self, decoder: BackendUnderTest) -> None:
         """CUDA graphs at every bucket of an engine of 32 rows: 1, 2, 4, 8, 16, 24 and 32.
 
-        Rows, lengths, pages and queries change between replays, and so does what the allocator
+        Rows, lengths, blocks and queries change between replays, and so does what the allocator
         gives; steps of other sizes run in between. Each replay gives bitwise what the same step
         gives when it is planned.
         """
@@ -98,13 +98,7 @@ class AttentionReplay(AttentionSubject):
         case = decoder.case([300, 0, 5, 128])
         backend = decoder.backend(case.config())
         metadata = case.decode_metadata(case.config().max_model_len)
-        run_decode(backend, case, metadata)  # compiles and picks kernels
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            out = run_decode(backend, case, metadata)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        out = run_decode_without_waiting(backend, case, metadata)
         assert_near(case, out, "decode without synchronising")
 
     def test_captured_tensors_stay_where_they_are(self, decoder: BackendUnderTest) -> None:
@@ -160,10 +154,10 @@ def _check_replays(
         for bucket in buckets
         for number, lengths in enumerate(rounds)
     }
-    pages = max(case.k_cache.shape[0] for case in cases.values())
-    backend = subject.backend(_static(subject, max(buckets), pages).config())
+    num_blocks = max(case.k_cache.shape[0] for case in cases.values())
+    backend = subject.backend(_static(subject, max(buckets), num_blocks).config())
     steps = {
-        bucket: _capture_step(subject, backend, bucket, pages, capture, plan_is_captured)
+        bucket: _capture_step(subject, backend, bucket, num_blocks, capture, plan_is_captured)
         for bucket in buckets
     }
     gc.collect()  # What a dropped plan held in cycles is freed, as it would be sooner or later.
@@ -171,7 +165,7 @@ def _check_replays(
     kind = "plan and runs" if plan_is_captured else "runs after a plan of their own,"
     for (bucket, number), case in sorted(cases.items(), key=lambda item: item[0][1]):
         step = steps[bucket]
-        _load(step, case)
+        load_decode(step.static, step.metadata, case)
         perturb(case.q_THD.device)
         if not plan_is_captured:
             backend.plan_decode(step.metadata)
@@ -194,12 +188,12 @@ def _capture_step(
     subject: BackendUnderTest,
     backend: AttentionBackend,
     bucket: int,
-    pages: int,
+    num_blocks: int,
     capture: Capture,
     plan_is_captured: bool,
 ) -> _Step:
     """As the engine captures: rows of padding, once to warm up and once for the graph."""
-    static = _static(subject, bucket, pages)
+    static = _static(subject, bucket, num_blocks)
     metadata = static.decode_metadata(static.config().max_model_len)
     out = torch.zeros_like(static.q_THD)
 
@@ -218,11 +212,11 @@ def _capture_step(
     return _Step(static, metadata, out, run, capture(step))
 
 
-def _static(subject: BackendUnderTest, bucket: int, pages: int) -> PagedCase:
+def _static(subject: BackendUnderTest, bucket: int, num_blocks: int) -> PagedCase:
     """Zeroed tensors at a fixed place, wide enough for every case of a bucket."""
     case = _case(subject, [0] * bucket)
     width = -(-_longest(subject) // subject.block_size)
-    shape = (pages, *case.k_cache.shape[1:])
+    shape = (num_blocks, *case.k_cache.shape[1:])
     return replace(
         case,
         q_THD=torch.zeros_like(case.q_THD),
@@ -246,16 +240,6 @@ def _case(subject: BackendUnderTest, seq_lens: Sequence[int], **changes: Any) ->
 def _replayed_case(subject: BackendUnderTest, seq_lens: Sequence[int], seed: int) -> PagedCase:
     """With one key that outweighs the others, next to a row's last."""
     return _case(subject, seq_lens, seed=seed, needle=[max(0, n - 2) for n in seq_lens])
-
-
-def _load(step: _Step, case: PagedCase) -> None:
-    """Put a case's contents where the captured step reads them."""
-    static, (pages, *_), width = step.static, case.k_cache.shape, case.block_table.shape[1]
-    static.q_THD.copy_(case.q_THD)
-    for target, source in ((static.k_cache, case.k_cache), (static.v_cache, case.v_cache)):
-        target.fill_(float("nan"))[:pages].copy_(source)
-    static.block_table.zero_()[:, :width].copy_(case.block_table)
-    step.metadata.seq_lens.copy_(case.decode_metadata().seq_lens)
 
 
 def perturb(device: torch.device) -> None:

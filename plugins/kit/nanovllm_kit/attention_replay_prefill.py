@@ -33,7 +33,7 @@ class AttentionPrefillReplay(AttentionSubject):
     def test_recorded_prefill_follows_changed_chunks(self, prefiller: BackendUnderTest) -> None:
         """On a CPU a recording stands for the graph: host numbers frozen, memory by address.
 
-        Number and lengths of chunks, their contexts, pages and queries change between replays, the
+        Number and lengths of chunks, their contexts, blocks and queries change between replays, the
         rest is padding: chunks of no token, and queries beyond the last chunk. Each replay gives
         bitwise what the same step gives when it is planned.
         """
@@ -94,11 +94,11 @@ def _check_replays(subject: BackendUnderTest, capture: Capture) -> None:
         for size in SIZES[subject.device]
         for queries, keys in [_rounds(size, longest)[number]]
     ]
-    pages = max(case.k_cache.shape[0] for _, case in cases)
+    num_blocks = max(case.k_cache.shape[0] for _, case in cases)
     backend = None
     steps = {}
     for size in SIZES[subject.device]:
-        static = _static(subject, size, pages)
+        static = _static(subject, size, num_blocks)
         backend = backend or subject.backend(static.config())
         step = _bind(backend, static)
         # As the engine does: of padding alone, once to warm up and once for the graph.
@@ -153,12 +153,12 @@ def _case(
     )
 
 
-def _static(subject: BackendUnderTest, size: int, pages: int) -> PagedCase:
+def _static(subject: BackendUnderTest, size: int, num_blocks: int) -> PagedCase:
     """Zeroed tensors at a fixed place, wide enough for every case of a size."""
     longest = LONGEST[subject.device]
     queries = _full(size, longest)
     case = _case(subject, queries, [longest] * len(queries), seed=0)
-    cache = case.k_cache.new_zeros(pages, *case.k_cache.shape[1:])
+    cache = case.k_cache.new_zeros(num_blocks, *case.k_cache.shape[1:])
     return replace(case, q_THD=torch.zeros_like(case.q_THD), k_cache=cache, v_cache=cache.clone())
 
 

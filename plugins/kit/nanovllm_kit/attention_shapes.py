@@ -80,9 +80,9 @@ class AttentionShapes(AttentionSubject):
     def test_batches_of_any_shape_equal_the_reference(
         self, subject: BackendUnderTest, draws: Random
     ) -> None:
-        """Heads, sizes, pages, lengths, windows, caps and dtypes in any company.
+        """Heads, sizes, blocks, lengths, windows, caps and dtypes in any company.
 
-        Tables are stale behind a row's pages, sequences share prefixes, rows of padding and chunks
+        Tables are stale behind a row's blocks, sequences share prefixes, rows of padding and chunks
         without queries lie between others, and the backend is made for more than comes.
         """
         _check_mixed(subject, draws, LIMITS[subject.device])

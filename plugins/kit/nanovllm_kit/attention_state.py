@@ -126,10 +126,10 @@ def backend_for(
     subject: BackendUnderTest, steps: list[Step], longest: int
 ) -> tuple[AttentionBackend, list[Step]]:
     """A backend that holds all of these steps, and the steps with tables of its width."""
-    page = steps[0].case.block_size
+    block_size = steps[0].case.block_size
     config = replace(
         steps[0].case.config(max_num_seqs=max(len(step.case.seq_lens) for step in steps)),
-        max_model_len=-(-longest // page) * page,
+        max_model_len=-(-longest // block_size) * block_size,
         max_num_batched_tokens=max(1, *(len(step.case.q_THD) for step in steps)),
     )
     return subject.backend(config), [widened(step, config) for step in steps]
@@ -148,7 +148,7 @@ class AttentionState(AttentionSubject):
     def test_equal_lengths_may_come_with_other_contents(
         self, subject: BackendUnderTest, draws: Random
     ) -> None:
-        """Pages, keys, queries and lengths change one by one, in place or in new tensors.
+        """Blocks, keys, queries and lengths change one by one, in place or in new tensors.
 
         Lengths may be equal from step to step, and so may addresses and the metadata object.
         """
@@ -172,17 +172,18 @@ class AttentionState(AttentionSubject):
                 step.check(backend, f"{name}, by {identity}")
 
     def test_rows_grow_token_by_token(self, decoder: BackendUnderTest, draws: Random) -> None:
-        """As in an engine's steady step: lengths grow in place, tables gain pages, keys come."""
-        page = decoder.block_size
-        lens = [page - 2, 2 * page - 1, draws.randint(1, page), 3 * page]
+        """As in an engine's steady step: lengths grow in place, tables gain blocks, keys come."""
+        block_size = decoder.block_size
+        lens = [block_size - 2, 2 * block_size - 1, draws.randint(1, block_size), 3 * block_size]
         case = small_case(decoder, draws, [n + 4 for n in lens])
-        step, pages = make_step("decode", case), case.block_table.clone()
+        step, blocks = make_step("decode", case), case.block_table.clone()
         backend = decoder.backend(case.config())
         for grown in range(5):
             keys = [n + grown for n in lens]
             for row, count in enumerate(keys):
                 case.block_table[row] = 0
-                case.block_table[row, : -(-count // page)] = pages[row, : -(-count // page)]
+                own = slice(-(-count // block_size))
+                case.block_table[row, own] = blocks[row, own]
             step.case = replace(case, seq_lens=tuple(keys))
             step.metadata.seq_lens.copy_(step.case.decode_metadata().seq_lens)
             case.q_THD.copy_(case.q_THD.flip(-1))
@@ -241,8 +242,8 @@ class AttentionState(AttentionSubject):
 # ------------------------------------------------------------------ what changes between steps
 
 
-def _move_pages(step: Step, draws: Random) -> None:
-    """Every page goes elsewhere in the cache, and the table follows: outputs stay as they were."""
+def _move_blocks(step: Step, draws: Random) -> None:
+    """Every block goes elsewhere in the cache, and the table follows: outputs stay as they were."""
     case = step.case
     order = torch.tensor(draws.sample(range(len(case.k_cache)), len(case.k_cache)))
     order = order.to(case.k_cache.device)
@@ -251,15 +252,15 @@ def _move_pages(step: Step, draws: Random) -> None:
     case.block_table.copy_(order[case.block_table.long()])
 
 
-def _swap_pages(step: Step, draws: Random) -> None:
-    """Two sequences swap their tables' first pages, as pages are freed and handed out again."""
+def _swap_blocks(step: Step, draws: Random) -> None:
+    """Two sequences swap their tables' first blocks, as blocks are freed and handed out again."""
     table = step.case.block_table
     one, other = draws.sample(range(len(table)), 2)
     table[[one, other], 0] = table[[other, one], 0]
 
 
 def _change_keys(step: Step, draws: Random) -> None:
-    """The same pages hold other tokens."""
+    """The same blocks hold other tokens."""
     for cache in (step.case.k_cache, step.case.v_cache):
         cache.copy_(cache.flip(-1) * draws.choice((-1, 1)))
 
@@ -292,9 +293,9 @@ def _swap_queries(step: Step, draws: Random) -> None:
 
 
 CHANGES: dict[str, Callable[[Step, Random], None]] = {
-    "pages elsewhere": _move_pages,
-    "pages of each other": _swap_pages,
-    "other keys in the same pages": _change_keys,
+    "blocks elsewhere": _move_blocks,
+    "blocks of each other": _swap_blocks,
+    "other keys in the same blocks": _change_keys,
     "other queries": _change_queries,
     "lengths of each other": _swap_lengths,
     "queries of each other": _swap_queries,

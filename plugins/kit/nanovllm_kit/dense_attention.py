@@ -1,4 +1,4 @@
-"""The simplest attention runtime: pages in order, plain softmax in float32, one sequence at a time.
+"""The simplest attention runtime: blocks in order, softmax in float32, one sequence at a time.
 
 It runs a model without an engine, as a reference for engines and backends and to test models.
 """
@@ -23,14 +23,14 @@ class DenseRuntime:
     """
 
     def __init__(self, model: nn.Module, max_len: int, num_sequences: int = 1) -> None:
-        self.pages_per_sequence = -(-max_len // _BLOCK_SIZE)
+        self.blocks_per_sequence = -(-max_len // _BLOCK_SIZE)
         self.batch: Sequence[tuple[int, int]] | None = None
         self.caches: list[tuple[Tensor, Tensor]] = []
         for module in model.modules():
             if isinstance(module, Attention):
                 prep, context = module.prep, module.context
-                num_pages = num_sequences * self.pages_per_sequence
-                shape = (num_pages, _BLOCK_SIZE, prep.num_kv_heads, prep.head_size)
+                num_blocks = num_sequences * self.blocks_per_sequence
+                shape = (num_blocks, _BLOCK_SIZE, prep.num_kv_heads, prep.head_size)
                 k_cache = torch.zeros(shape, dtype=context.dtype, device=context.device)
                 module.bind(self, len(self.caches))
                 self.caches.append((k_cache, torch.zeros_like(k_cache)))
@@ -43,7 +43,7 @@ class DenseRuntime:
         """Packed q, k, v of one layer -> [T, H·D]; see `nanovllm_core.layers.AttentionRuntime`."""
         batch = self.batch or [(0, len(positions_T))]
         caches = self.caches[layer.layer_index]
-        starts = [sequence * self.pages_per_sequence * _BLOCK_SIZE for sequence, _ in batch]
+        starts = [sequence * self.blocks_per_sequence * _BLOCK_SIZE for sequence, _ in batch]
         counts = [count for _, count in batch]
         first_slots = torch.tensor(starts).repeat_interleave(torch.tensor(counts))
         slots_T = positions_T.long() + first_slots.to(positions_T.device)

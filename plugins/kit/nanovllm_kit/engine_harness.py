@@ -174,14 +174,14 @@ class Harness:
         self.engine._planner.step = steps
         self.engine._num_arrived = requests
 
-    def take_free_pages(self) -> list[int]:
+    def take_free_blocks(self) -> list[int]:
         """Hold every free block, as if others did; debug mode takes that for a leak."""
         pool = self.engine._kv.pool
         return [pool.allocate() for _ in range(pool.num_free)]
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Free what `take_free_pages` held."""
-        self.engine._kv.pool.release(pages)
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Free what `take_free_blocks` held."""
+        self.engine._kv.pool.release(blocks)
 
     def expected(self, request_id: str, index: int = 0) -> list[int]:
         """What a request's output must be, from its ids alone."""

@@ -43,7 +43,7 @@ class ExtensionConformance(SpecConformance):
         return [name for name, value in vars(module).items() if hasattr(value, mark)]
 
     def test_every_hook_is_one_that_is_called(self, module: ModuleType) -> None:
-        """By the core, or by a declared kind, with no argument that nobody gives."""
+        """By the core, or by a declared kind, with every argument that it takes."""
         name = module.__name__
         kinds = {entry.name: entry for entry in entry_points(group=KIND_GROUP)}
         own = {kind.name: EntryPoint(kind.name, name, KIND_GROUP) for kind in declared_kinds(name)}

@@ -104,7 +104,7 @@ class FakeExecutor(Executor):
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.most_in_flight = 0
-        self.pages_touched: set[int] = set()
+        self.blocks_touched: set[int] = set()
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
         raise NotImplementedError("Harness builds the engine by hand")
@@ -130,7 +130,7 @@ class FakeExecutor(Executor):
             assert append.index == len(table), "a block was appended out of order"
             table.append(append.block_id)
             assert len(table) <= self.max_blocks, "a block table outgrew the device's"
-            self.pages_touched.add(append.block_id)
+            self.blocks_touched.add(append.block_id)
         outcome = [self._decode(row) for row in plan.decode_rows]
         for chunk in plan.prefill:
             row = self.rows[chunk.row]
@@ -154,7 +154,7 @@ class FakeExecutor(Executor):
             max_length=admission.max_length,
             sampling=admission.sampling,
         )
-        self.pages_touched.update(admission.block_ids)
+        self.blocks_touched.update(admission.block_ids)
 
     def _decode(self, row_index: int) -> tuple[int, bool]:
         row = self.rows[row_index]
@@ -171,7 +171,7 @@ class FakeExecutor(Executor):
         return slots + positions % self.block_size
 
     def _read(self, slots: NDArray[np.intp]) -> NDArray[np.uint64]:
-        assert self.written[slots].all(), "a cell was read that nobody has written"
+        assert self.written[slots].all(), "a cell was read before it was written"
         return self.cells[slots]
 
     def _compute(self, row: FakeRow, length: int) -> None:

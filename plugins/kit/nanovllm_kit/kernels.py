@@ -25,7 +25,7 @@ REL_NORM = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 REFERENCE = TorchKernels()
 WRITTEN = ("out_TX", "residual_TE", "k_cache_NPKD", "v_cache_NPKD")
 """The parameters that an operation writes to; it leaves all others as they are."""
-PAGE, UNUSED = 4, 5.0
+BLOCK_SIZE, UNUSED = 4, 5.0
 
 # Beyond any table of small sizes: decode batches have hundreds of rows, prompts thousands.
 ROW_SHAPES = [(1, 16), (3, 96), (1, 1024), (17, 1100), (129, 1100), (513, 96)]
@@ -179,7 +179,7 @@ class KernelSetConformance(SpecConformance):
         heads: tuple[int, int],
         variant: str,
     ) -> None:
-        """q, and what lies in the pages: k normed and rotated, v as it is."""
+        """q, and what lies in the blocks: k normed and rotated, v as it is."""
         prep = make_prep(heads, device, dtype, rotary=16 if variant == "half rotated" else 32)
         if variant == "no norm":
             prep = replace(prep, q_norm_weight=None, k_norm_weight=None)
@@ -188,7 +188,7 @@ class KernelSetConformance(SpecConformance):
     def test_many_tokens_are_prepared_as_few_are(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """A step with prompts, over pages in any order, with padding among the rows."""
+        """A step with prompts, over blocks in any order, with padding among the rows."""
         prep = make_prep((4, 2), device, dtype)
         slots = [-1 if row % 7 == 3 else row * 5 % 512 for row in range(129)]
         check_prepare(kernels, prep, device, dtype, slots=slots)
@@ -203,12 +203,12 @@ class KernelSetConformance(SpecConformance):
     def test_a_slot_of_minus_one_stores_nothing(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """A padded row of a graph writes to no page, least of all to the first or last slot."""
+        """A padded row of a graph writes to no block, least of all to the first or last slot."""
         prep = make_prep((4, 2), device, dtype)
         check_prepare(kernels, prep, device, dtype, slots=[-1, 5, -1, 6, -1])
         check_prepare(kernels, prep, device, dtype, slots=[-1] * 5)
 
-    def test_pages_may_lie_apart(
+    def test_blocks_may_lie_apart(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Caches that are slices of a larger tensor, in an order of their own; strides decide."""
@@ -309,9 +309,9 @@ def check_prepare(
     some_positions = ([63, 0, 7, 31, 7, *range(64)] * len(slots))[: len(slots)]
     positions_T = torch.tensor(some_positions, dtype=positions, device=device)
     slots_T = torch.tensor(slots, device=device)
-    shape = (max(6, max(slots) // PAGE + 1), PAGE, prep.num_kv_heads, prep.head_size)
-    pages, (k_cache, v_cache) = make_caches(shape, device, dtype, strided=strided)
-    expected_pages, (expected_k, expected_v) = make_caches(shape, device, dtype, strided=strided)
+    shape = (max(6, max(slots) // BLOCK_SIZE + 1), BLOCK_SIZE, prep.num_kv_heads, prep.head_size)
+    blocks, (k_cache, v_cache) = make_caches(shape, device, dtype, strided=strided)
+    expected_blocks, (expected_k, expected_v) = make_caches(shape, device, dtype, strided=strided)
     arguments = (qkv_TX, prep, positions_T, slots_T)
     expected_q_THD = REFERENCE.prepare_qkv(*arguments, expected_k, expected_v)
     q_THD = run(kernels, "prepare_qkv", *arguments, k_cache, v_cache)
@@ -319,8 +319,8 @@ def check_prepare(
     assert q_THD.is_contiguous()
     for actual, expected in ((q_THD, expected_q_THD), (k_cache, expected_k), (v_cache, expected_v)):
         assert_equal(actual, expected)
-    untouched = expected_pages == UNUSED
-    assert (pages[untouched] == UNUSED).all(), "it wrote where nothing belongs"
+    untouched = expected_blocks == UNUSED
+    assert (blocks[untouched] == UNUSED).all(), "it wrote where nothing belongs"
 
 
 def make_caches(
@@ -328,9 +328,11 @@ def make_caches(
 ) -> tuple[Tensor, Tensor]:
     """All memory, and in it the two caches of shape [N, P, K, D]; nothing is stored yet."""
     if not strided:
-        pages = torch.full((2, *shape), UNUSED, device=device, dtype=dtype)
-        return pages, pages
+        blocks = torch.full((2, *shape), UNUSED, device=device, dtype=dtype)
+        return blocks, blocks
     # [K, 2, N, P, 2D] seen as [N, P, K, D]: nothing is contiguous but the last dimension.
-    num_pages, page, heads, size = shape
-    wide = torch.full((heads, 2, num_pages, page, 2 * size), UNUSED, device=device, dtype=dtype)
+    num_blocks, block_size, heads, size = shape
+    wide = torch.full(
+        (heads, 2, num_blocks, block_size, 2 * size), UNUSED, device=device, dtype=dtype
+    )
     return wide, wide[..., :size].permute(1, 2, 3, 0, 4)

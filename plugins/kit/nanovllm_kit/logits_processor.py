@@ -134,7 +134,7 @@ class LogitsProcessorConformance(SpecConformance):
     def test_rows_are_changed_in_place(
         self, processor: LogitsProcessor, asked: list[BaseModel]
     ) -> None:
-        """What `process` returns, nobody reads: it changes the logits that it is given."""
+        """`process` changes the logits in place; the worker ignores its result."""
         logits_SV = random_logits()
         returned: object = processor.process(logits_SV, make_requests(processor, asked))
         assert returned is None, f"process returned {type(returned).__name__}, which is ignored"

@@ -67,7 +67,7 @@ class WeightChecks:
                 assert name in str(caught.value)
                 assert renamed in str(caught.value)
 
-    def test_a_weight_nobody_asked_for_is_named(
+    def test_a_weight_that_the_model_does_not_ask_for_is_named(
         self, model_class: Any, reference: ReferenceCheckpoint
     ) -> None:
         """More than the model knows means that it would compute something else."""

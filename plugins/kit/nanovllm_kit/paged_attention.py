@@ -1,8 +1,8 @@
 """Paged attention cases with a float64 reference, for tests of attention backends.
 
-A case is a batch of sequences whose pages are scattered over a cache. Every page that no sequence
+A case is a batch of sequences whose blocks are scattered over a cache. Every block that no sequence
 owns is NaN, so that a kernel which reads beyond a sequence shows it; the unused tail of a last
-page is NaN too unless the backend declares `needs_finite_tail`.
+block is NaN too unless the backend declares `needs_finite_tail`.
 
 Shape suffixes as in `nanovllm_core.interfaces.attention`; G query heads per KV head.
 """
@@ -45,7 +45,7 @@ class PagedCase:
 
     @property
     def block_size(self) -> int:
-        """Tokens per page."""
+        """Tokens per block."""
         return self.k_cache.shape[1]
 
     def decode_metadata(self, max_seq_len: int | None = None) -> DecodeMetadata:
@@ -160,10 +160,10 @@ class PagedCase:
 
     def _attend_one(self, row: int, q_THD: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
         group = q_THD.shape[1] // self.k_cache.shape[2]
-        # Behind a sequence's own pages its table is stale.
-        pages = self.block_table[row, : -(-keys // self.block_size)].long()
+        # Behind a sequence's own blocks its table is stale.
+        blocks = self.block_table[row, : -(-keys // self.block_size)].long()
         k_KLD, v_KLD = (
-            cache[pages].flatten(0, 1)[:keys].transpose(0, 1).to(dtype)
+            cache[blocks].flatten(0, 1)[:keys].transpose(0, 1).to(dtype)
             for cache in (self.k_cache, self.v_cache)
         )
         q_HTD = q_THD.transpose(0, 1).to(dtype)
@@ -219,7 +219,7 @@ def make_case(
     """A batch of random sequences.
 
     `query_lens[i]` are the last positions of `seq_lens[i]` keys; a decode batch has one query each,
-    and a length of 0 is a padded row, whose block table names page 0. `needle`: in each sequence
+    and a length of 0 is a padded row, whose block table names block 0. `needle`: in each sequence
     one key that every query sees, somewhere by `seed`, outweighs all others, so that a lost key
     cannot hide in an average. With a `sliding_window` shorter than the queries the last of them see
     it, and the key right before the last query's window outweighs even the needle, so that a window
@@ -230,17 +230,17 @@ def make_case(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
 
-    pages = [-(-keys // block_size) for keys in seq_lens]
-    num_pages = sum(pages) + 2
-    shape = (num_pages, block_size, num_kv_heads, head_size)
+    blocks = [-(-keys // block_size) for keys in seq_lens]
+    num_blocks = sum(blocks) + 2
+    shape = (num_blocks, block_size, num_kv_heads, head_size)
     k_cache, v_cache = randn(*shape), randn(*shape)
     q_THD = randn(sum(query_lens), num_heads, head_size)
-    ids = 1 + torch.randperm(num_pages - 1, generator=generator, device=device)
-    width = max([1, *pages])
-    block_table = torch.zeros(len(pages), width, dtype=torch.int32, device=device)
-    unused = torch.ones(num_pages, dtype=torch.bool, device=device)
+    ids = 1 + torch.randperm(num_blocks - 1, generator=generator, device=device)
+    width = max([1, *blocks])
+    block_table = torch.zeros(len(blocks), width, dtype=torch.int32, device=device)
+    unused = torch.ones(num_blocks, dtype=torch.bool, device=device)
     taken = 0
-    for row, (count, keys) in enumerate(zip(pages, seq_lens, strict=True)):
+    for row, (count, keys) in enumerate(zip(blocks, seq_lens, strict=True)):
         if count == 0:
             continue
         own = ids[taken : taken + count]
@@ -262,9 +262,9 @@ def make_case(
             queries.mul_(0.1).add_(1.0)
             for place, score in places:
                 if place >= 0:
-                    page, offset = own[place // block_size], place % block_size
-                    k_cache[page, offset] = score / head_size**0.5
-                    v_cache[page, offset] *= 3.0
+                    block, offset = own[place // block_size], place % block_size
+                    k_cache[block, offset] = score / head_size**0.5
+                    v_cache[block, offset] *= 3.0
     k_cache[unused] = float("nan")
     v_cache[unused] = float("nan")
     return PagedCase(

@@ -13,7 +13,7 @@ Its list lies beside it, `test_NAME.registers.json`, and is written for the Trit
     python -m nanovllm_kit.registers tests/test_NAME.py ...
 
 The numbers are those of the ptxas that comes with Triton, the same on every machine. A version
-without a list fails: what nobody has looked at is not known to be good.
+without a list fails: its code has not been looked at yet.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class SamplerConformance(SpecConformance):
         assert sample(self.make(plugin, device), logits, temperature=[0.0] * 2) == [11, 0]
 
     def test_padding_gets_minus_one(self, plugin: PluginUnderTest, device: torch.device) -> None:
-        """Row -1 is nobody; the entries beside it are chosen for as ever."""
+        """Row -1 marks padding. Other entries are sampled as usual."""
         logits = random_logits(4, device)
         sampler = self.make(plugin, device)
         full = sample(sampler, logits, rows=[0, 1, 2, 3])

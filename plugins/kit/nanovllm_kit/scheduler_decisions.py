@@ -18,15 +18,15 @@ from nanovllm_kit.scheduler_watch import (
     Watch,
     anything_goes,
     gives_real_work,
+    keeps_the_blocks,
     keeps_the_budget,
-    keeps_the_pages,
     keeps_the_rows,
 )
 from nanovllm_kit.traffic import Traffic, drive, play, traffic
 
 STEPS_TO_END = 1000
 """For a few short prompts; one token of one prompt a step would take a fifth of it."""
-FEW_PAGES = Setting(
+FEW_BLOCKS = Setting(
     num_blocks=10,
     block_size=4,
     max_num_seqs=8,
@@ -58,11 +58,11 @@ class SchedulerDecisions(SchedulingConformance):
         """`max_num_seqs` bounds who is resident, not who works in one step."""
         self._hold(plugin, draws, keeps_the_rows)
 
-    def test_no_more_pages_are_given_out_than_are_free(
+    def test_no_more_blocks_are_given_out_than_are_free(
         self, plugin: PluginUnderTest, draws: Random
     ) -> None:
         """Counted with `num_new_blocks`, which knows what is shared."""
-        self._hold(plugin, draws, keeps_the_pages)
+        self._hold(plugin, draws, keeps_the_blocks)
 
     def test_only_work_that_is_there_is_given_out(
         self, plugin: PluginUnderTest, draws: Random
@@ -84,7 +84,7 @@ class SchedulerDecisions(SchedulingConformance):
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
         """Eight prompts of six blocks in a cache of ten: what is begun can go on, none circles."""
-        setting = replace(FEW_PAGES, steps_ahead=steps_ahead)
+        setting = replace(FEW_BLOCKS, steps_ahead=steps_ahead)
         harness = self.harness(plugin, setting)
         for name in "abcdefgh":
             harness.add(name, [ord(name) % 50] * 24, ONE_TOKEN)

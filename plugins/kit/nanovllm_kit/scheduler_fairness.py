@@ -90,7 +90,7 @@ def draw_endless(draws: Random) -> Endless:
     )
 
 
-def draw_short_of_pages(draws: Random) -> Endless:
+def draw_short_of_blocks(draws: Random) -> Endless:
     """Rows and tokens are plenty, and the watched prompt fits only where all others have ended."""
     rows = draws.randint(4, 16)
     length, answer = draws.randint(1, 8), draws.randint(3, 12)
@@ -135,7 +135,7 @@ class Others:
 
 
 class SchedulerFairness(SchedulingConformance):
-    """Nobody starves."""
+    """No request starves."""
 
     def turns(
         self,
@@ -150,7 +150,7 @@ class SchedulerFairness(SchedulingConformance):
         harness.grow_old(_any_age(draws), _any_age(draws))
         return harness
 
-    def test_nobody_is_passed_over_for_longer_than_declared(
+    def test_no_request_is_passed_over_for_longer_than_declared(
         self, plugin: PluginUnderTest, draws: Random
     ) -> None:
         """Under endless arrivals, as urgent or more, who is admitted first came within the bound.
@@ -161,7 +161,7 @@ class SchedulerFairness(SchedulingConformance):
         bound = self.declared_bound(plugin)
         waited = 0
         for number in range(ENDLESS_SCENES):
-            scene = draw_short_of_pages(draws) if number % 4 == 3 else draw_endless(draws)
+            scene = draw_short_of_blocks(draws) if number % 4 == 3 else draw_endless(draws)
             waited += self._watch_one(plugin, scene, bound, draws)
         if not waited:
             pytest.skip(
@@ -273,7 +273,7 @@ class SchedulerFairness(SchedulingConformance):
                     others.arrive(rows, draws.randint(1, 9))
             assert_all_end(harness)
 
-    def test_a_request_that_gave_way_is_served_again(
+    def test_a_preempted_request_is_served_again(
         self, plugin: PluginUnderTest, draws: Random
     ) -> None:
         """However often: within its bound, and while there is room for all, beside those that run.
@@ -302,7 +302,7 @@ class SchedulerFairness(SchedulingConformance):
         ]
         _calm(harness, long, len(long))
         at_once = _running(long)
-        for gave_way in range(MOST_PREEMPTIONS):
+        for preempted in range(MOST_PREEMPTIONS):
             for _ in range(draws.randint(0, between)):
                 harness.step()
             if not _squeeze(harness, long):
@@ -312,7 +312,7 @@ class SchedulerFairness(SchedulingConformance):
             if harness.finished.keys() & {(request.request_id, 0) for request in long}:
                 break
             assert _running(long) >= at_once, (
-                f"requests were preempted {gave_way + 1} times, and {_running(long)} of {at_once} "
+                f"requests were preempted {preempted + 1} times, and {_running(long)} of {at_once} "
                 f"run again {CALM} steps after the last; rows, blocks and budget are free for all"
             )
 
@@ -344,7 +344,7 @@ def _running(requests: list[Request]) -> int:
 
 
 def _calm(harness: Harness, long: list[Request], at_once: int) -> None:
-    """Let time pass until as many run, and nobody else is left; for so long and no longer."""
+    """Step until `at_once` of `long` run and no other request is left; CALM steps at most."""
     for _ in range(CALM):
         stats = harness.engine.stats
         if _running(long) >= at_once and stats.running + stats.waiting == len(long):
@@ -357,7 +357,7 @@ def _squeeze(harness: Harness, long: list[Request]) -> bool:
     before = harness.engine.stats.preemptions
     held: list[int] = []
     while harness.engine.stats.preemptions == before and _running(long) > 1:
-        held += harness.take_free_pages()
+        held += harness.take_free_blocks()
         harness.step()
     harness.give_back(held)
     return harness.engine.stats.preemptions > before

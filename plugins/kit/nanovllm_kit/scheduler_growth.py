@@ -22,7 +22,7 @@ from nanovllm_kit.scheduler_work import (
     work_limit,
 )
 
-PAGE = 16
+BLOCK_SIZE = 16
 """Tokens."""
 STEPS_PER_DROP = 64
 """Of dropping an entry off a heap of thousands: a dozen comparisons of keys, up to 4 steps each."""
@@ -108,7 +108,7 @@ class BareQueue:
     def _num_new_blocks(self, request: RequestView, num_tokens: int) -> int:
         self.meter.count()
         done = self.facts[str(request.request_id)].num_scheduled
-        return -(-(done + num_tokens) // PAGE) - -(-done // PAGE)
+        return -(-(done + num_tokens) // BLOCK_SIZE) - -(-done // BLOCK_SIZE)
 
 
 def draw_queue(draws: Random, count: int, first: int = 0) -> list[View]:

@@ -79,7 +79,7 @@ class SchedulerQueue(SchedulingConformance):
         assert_all_end(harness)
 
     @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
-    def test_a_request_that_gave_way_waits_again_and_ends(
+    def test_a_preempted_request_waits_again_and_ends(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
         """Four answers outgrow the cache together; not one token of any is lost."""

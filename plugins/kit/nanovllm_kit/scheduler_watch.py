@@ -122,7 +122,7 @@ def keeps_the_rows(decision: Decision) -> None:
     assert given <= free, f"step {decision.step}: {given} rows given out, {free} free"
 
 
-def keeps_the_pages(decision: Decision) -> None:
+def keeps_the_blocks(decision: Decision) -> None:
     """As the core counts them."""
     given, free = decision.num_blocks, decision.free_blocks
     assert given <= free, f"step {decision.step}: {given} blocks given out, {free} free"

@@ -67,10 +67,10 @@ class Plain(AttentionBackend):
         config = self.config
         for row, keys in enumerate(lens):
             start, stop = starts[row], starts[row + 1]
-            pages = table[row, : -(-keys // config.block_size)].long()
+            blocks = table[row, : -(-keys // config.block_size)].long()
             queries = slice(start, stop if keys else start)
             k_KLD, v_KLD = (
-                cache[pages].flatten(0, 1)[:keys].double().transpose(0, 1)
+                cache[blocks].flatten(0, 1)[:keys].double().transpose(0, 1)
                 for cache in (k_cache, v_cache)
             )
             q_KGQD = q[queries].double().unflatten(1, (config.num_kv_heads, -1)).permute(1, 2, 0, 3)

@@ -28,7 +28,7 @@ ROWS = "test_a_batch_may_have_many_rows"
 CONTEXTS = "test_early_keys_of_a_long_context_count"
 CHUNKS = "test_chunks_may_bring_many_queries"
 MIXED = "test_batches_of_any_shape_equal_the_reference"
-FAR = "test_pages_beyond_2_to_the_32_elements_are_read"
+FAR = "test_blocks_beyond_2_to_the_32_elements_are_read"
 CONTENTS = "test_equal_lengths_may_come_with_other_contents"
 GROWING = "test_rows_grow_token_by_token"
 LAST_PLAN = "test_a_plan_is_the_last_one"
@@ -36,7 +36,7 @@ SHRINKING = "test_batches_shrink_and_grow"
 BESIDE = "test_backends_share_nothing"
 LET_GO = "test_past_steps_are_let_go"
 GROWTH = "test_memory_does_not_grow_with_the_steps"
-SHARED = "test_sequences_may_share_pages"
+SHARED = "test_sequences_may_share_blocks"
 SCRATCH = "test_backends_write_to_no_memory_of_each_other"
 
 
@@ -135,7 +135,7 @@ SPOILT: list[tuple[str, Callable[[Call], object], str]] = [
         CHUNKS,
     ),
     (
-        "one head where 3 KV heads and more meet large pages",
+        "one head where 3 KV heads and more meet large blocks",
         lambda c: (
             c.out[:, 1].zero_() if c.config.num_kv_heads > 2 and c.config.block_size >= 64 else None
         ),
@@ -194,8 +194,8 @@ class SplitsCombinedWrongly(Plain):
             if keys > 2 * 2048:
                 early = torch.zeros_like(out[starts[row] : starts[row + 1]])
                 one = q[starts[row] : starts[row + 1]]
-                pages = table[row : row + 1]
-                super()._attend(one, k, v, pages, [2 * 2048], [0, len(one)], early)
+                blocks = table[row : row + 1]
+                super()._attend(one, k, v, blocks, [2 * 2048], [0, len(one)], early)
                 out[starts[row] : starts[row + 1]] += 0.01 * early
 
 
@@ -208,7 +208,7 @@ class Unsigned32(Plain):
 
 
 class OffByOneHeadStride(Plain):
-    """A page's last token is read from the page's first slot, where a page is full."""
+    """A block's last token is read from the block's first slot, where a block is full."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
         k, v = k.clone(), v.clone()
@@ -220,7 +220,7 @@ class OffByOneHeadStride(Plain):
 
 
 class PlanByAddress(Plain):
-    """The plan, with its page ids, is kept while table address and lengths are the same."""
+    """The plan, with its block ids, is kept while table address and lengths are the same."""
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
@@ -246,13 +246,13 @@ class PlanByObject(PlanByAddress):
             self.plans = (metadata, metadata.block_table.clone())
 
 
-class PlanByPageCount(PlanByAddress):
-    """The table is copied again only where a row has gained a page; lengths are as planned."""
+class PlanByBlockCount(PlanByAddress):
+    """The table is copied again only where a row has gained a block; lengths are as planned."""
 
     def plan_decode(self, metadata: DecodeMetadata) -> None:
         Plain.plan_decode(self, metadata)
-        pages = -(-metadata.seq_lens // self.config.block_size)
-        key = (metadata.block_table.data_ptr(), pages.tolist())
+        blocks = -(-metadata.seq_lens // self.config.block_size)
+        key = (metadata.block_table.data_ptr(), blocks.tolist())
         if self.plans is None or self.plans[0] != key:
             self.plans = (key, metadata.seq_lens.clone())
 
@@ -262,7 +262,7 @@ class PlanByPageCount(PlanByAddress):
 
 
 class PrefillPlanByLengths(Plain):
-    """The prefill plan is kept while lengths are equal: the same lengths with other pages."""
+    """The prefill plan is kept while lengths are equal: the same lengths with other blocks."""
 
     key: Any = None
 
@@ -290,7 +290,7 @@ class PrefillPlanByBounds(Plain):
 
 
 class KeysKept(Plain):
-    """Gathered keys are kept by pages, as if a page's contents never changed."""
+    """Gathered keys are kept by blocks, as if a block's contents never changed."""
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
@@ -354,7 +354,7 @@ class LongestSoFar(Plain):
 
 
 class ClassTable(Plain):
-    """Planned page ids lie in scratch memory of the class."""
+    """Planned block ids lie in scratch memory of the class."""
 
     table: ClassVar[Tensor] = torch.zeros(64, 64, dtype=torch.int32)
 
@@ -436,8 +436,8 @@ class GrowingScratch(Plain):
         self.scratch = torch.cat((self.scratch, metadata.seq_lens))
 
 
-class EachPageHasOneRow(Plain):
-    """A page that two rows name is read for the later one alone."""
+class EachBlockHasOneRow(Plain):
+    """A block that two rows name is read for the later one alone."""
 
     def _attend(
         self,
@@ -452,10 +452,12 @@ class EachPageHasOneRow(Plain):
         table = table.clone()
         used = [-(-keys // self.config.block_size) for keys in lens]
         owner = {
-            int(page): row for row, count in enumerate(used) for page in table[row, :count].tolist()
+            int(block): row
+            for row, count in enumerate(used)
+            for block in table[row, :count].tolist()
         }
         for row, count in enumerate(used):
-            own = [page for page in table[row, :count].tolist() if owner[page] == row]
+            own = [block for block in table[row, :count].tolist() if owner[block] == row]
             for place in range(count if own else 0):
                 if owner[int(table[row, place])] != row:
                     table[row, place] = own[-1]
@@ -465,7 +467,7 @@ class EachPageHasOneRow(Plain):
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
-        (EachPageHasOneRow, SHARED),
+        (EachBlockHasOneRow, SHARED),
         (CutAt, CONTEXTS),
         (CutAt4096, CONTEXTS),
         (CutAt10000, CONTEXTS),
@@ -474,7 +476,7 @@ class EachPageHasOneRow(Plain):
         (OffByOneHeadStride, MIXED),
         (PlanByAddress, CONTENTS),
         (PlanByObject, CONTENTS),
-        (PlanByPageCount, GROWING),
+        (PlanByBlockCount, GROWING),
         (PrefillPlanByLengths, CONTENTS),
         (PrefillPlanByBounds, CONTENTS),
         (KeysKept, CONTENTS),

@@ -67,8 +67,8 @@ class WrongAt128(Plain):
             args[-1].mul_(2)
 
 
-class WrongPagesOfOne(Plain):
-    """Prompts over pages of one token, which page multiple 1 allows."""
+class WrongBlocksOfOne(Plain):
+    """Prompts over blocks of one token, which block multiple 1 allows."""
 
     def run_prefill(self, q_THD: Tensor, *args: Any) -> None:
         super().run_prefill(q_THD, *args)
@@ -77,11 +77,11 @@ class WrongPagesOfOne(Plain):
 
 
 class TakesCachesForContiguous(Plain):
-    """Pages by their number times their size, whatever the tensor says."""
+    """Blocks by their number times their size, whatever the tensor says."""
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any) -> None:
-        _, page, heads, size = k_cache.shape
-        strides = (page * heads * size, heads * size, size, 1)
+        _, block_size, heads, size = k_cache.shape
+        strides = (block_size * heads * size, heads * size, size, 1)
         caches = [cache.as_strided(cache.shape, strides) for cache in (k_cache, v_cache)]
         super()._attend(q, caches[0], caches[1], *args)
 
@@ -152,7 +152,7 @@ class Several(Heedless):
         (FirstRows, "test_a_batch_may_have_many_rows"),
         (FirstSequences, "test_a_batch_may_have_many_rows"),
         (WrongAt128, "test_every_declared_head_size_computes"),
-        (WrongPagesOfOne, "test_every_page_size_is_read"),
+        (WrongBlocksOfOne, "test_every_block_size_is_read"),
         (TakesCachesForContiguous, "test_caches_may_be_slices"),
         (OnePlanForAll, "test_backends_share_nothing"),
         (FirstLayersQueries, "test_both_parts_of_a_step_and_all_its_layers"),
@@ -237,8 +237,8 @@ def test_a_failure_names_phase_batch_and_error() -> None:
     with pytest.raises(AssertionError) as caught:
         it.check(case, "rows", phases=("decode",), rel_norm=1e-30)
     assert str(caught.value).startswith(
-        "decode, rows: query_lens [1, 1], seq_lens [5, 17], 4/2 heads of 64, pages of 16, float32: "
-        "relative norm error"
+        "decode, rows: query_lens [1, 1], seq_lens [5, 17], 4/2 heads of 64, blocks of 16, "
+        "float32: relative norm error"
     )
 
 

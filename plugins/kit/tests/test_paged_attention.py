@@ -107,7 +107,7 @@ def test_the_matrix_accepts_plain_softmax_in_every_dtype() -> None:
 def test_the_matrix_accepts_plain_softmax_with_windows_and_soft_caps(
     window: int | None, cap: float | None
 ) -> None:
-    """Windows of one key, within a page, of a page, over its edge and beyond every sequence."""
+    """Windows of one key, within a block, of a block, over its edge and beyond every sequence."""
     check_matrix(
         make, **SHAPE, block_size=16, dtypes=[torch.float32], batches=[4], lengths=[1, 40],
         device="cpu", sliding_window=window, soft_cap=cap,
@@ -142,19 +142,19 @@ def test_a_needle_shows_one_lost_key_among_hundreds() -> None:
     assert weights[needle] > 0.99
     out = decode(case, PlainAttention)
     case.assert_close(out)
-    page, offset = case.block_table[0, needle // 16], needle % 16
+    block, offset = case.block_table[0, needle // 16], needle % 16
     lost = case.k_cache.clone()
-    lost[page, offset] = 0
+    lost[block, offset] = 0
     with pytest.raises(AssertionError, match="relative norm error"):
         case.assert_close(decode(replace(case, k_cache=lost), PlainAttention))
 
 
-def test_pages_that_no_row_owns_are_nan_and_tails_only_if_asked() -> None:
-    """So that reading beyond a row shows; the tail of a last page is finite by default."""
+def test_blocks_that_no_row_owns_are_nan_and_tails_only_if_asked() -> None:
+    """So that reading beyond a row shows; the tail of a last block is finite by default."""
     case = make_case([1, 1], [20, 0], **SHAPE)
     owned = case.block_table[0].tolist()
-    for page in range(case.k_cache.shape[0]):
-        assert case.k_cache[page].isfinite().all() == (page in owned)
+    for block in range(case.k_cache.shape[0]):
+        assert case.k_cache[block].isfinite().all() == (block in owned)
     poisoned = make_case([1, 1], [20, 0], **SHAPE, finite_tail=False)
     tail = poisoned.v_cache[poisoned.block_table[0, 1], 4:]
     assert tail.isnan().all()

@@ -75,7 +75,7 @@ def test_each_mistake_is_named_and_has_a_remedy(
     assert validate(str(package)).exit_code == 1
 
 
-def test_a_package_is_not_told_to_be_of_a_distribution_that_nobody_knows(package: Path) -> None:
+def test_a_package_of_an_unknown_distribution_is_not_ascribed_to_one(package: Path) -> None:
     change(package / "nanovllm_scheduler_fair/plugin.py", "contract=1", "contract=99")
     [found] = wrong(package)
     assert "scheduler 'fair' (entry point nanovllm_scheduler_fair.plugin): it is too new" in found

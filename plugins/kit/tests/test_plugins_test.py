@@ -213,8 +213,8 @@ def test_a_plugin_that_breaks_its_contract_fails_with_the_details(install: Insta
     )
     result = run("broken", "-k", "layouts")
     assert result.exit_code == 1
-    assert re.search("FAILED   layouts name pages .*: AssertionError: no layout for", result.output)
-    assert re.search("_ layouts name pages that both phases read _", result.output)
+    assert re.search("FAILED   layouts name .*: AssertionError: no layout for", result.output)
+    assert re.search("_ layouts name blocks that both phases read _", result.output)
     assert result.output.splitlines()[-1].startswith("broken BREAKS the contract of attention")
 
 
@@ -263,7 +263,7 @@ def test_the_first_failure_is_of_the_plainest_batch_and_the_report_is_short(
     lines = result.output.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
     assert failed[0].startswith(
-        "FAILED   prefill equals the reference: AssertionError: prefill, one page: query_lens [16]"
+        "FAILED   prefill equals the reference: AssertionError: prefill, one block: query_lens [16]"
     )
     assert len(failed) > 10
     assert len(lines) < 75
@@ -294,8 +294,8 @@ def test_an_error_of_the_author_s_code_is_shown_where_it_happened(install: Insta
     [
         ("behind the last", ["nothing is read behind the last key"]),
         (
-            "behind_the_last or (rows own pages and not caches)",
-            ["only the rows own pages are read", "nothing is read behind the last key"],
+            "behind_the_last or (rows own blocks and not caches)",
+            ["only the rows own blocks are read", "nothing is read behind the last key"],
         ),
         (
             "both parts of a step and all its layers",
@@ -492,11 +492,11 @@ def test_checks_are_chosen_and_a_report_is_written(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     result = run("sdpa", "-k", "layouts", "--junit", str(report), "--option", "kernel=math")
     assert result.output.splitlines()[1:] == [
-        "passed   layouts name pages that both phases read",
+        "passed   layouts name blocks that both phases read",
         "sdpa keeps the contract of attention plugins here: 1 passed, 0 failed, 0 skipped",
     ]
     [case] = ElementTree.parse(report).iter("testcase")
-    assert case.get("name") == "test_layouts_name_pages_that_both_phases_read"
+    assert case.get("name") == "test_layouts_name_blocks_that_both_phases_read"
 
 
 def test_what_cannot_be_run_is_refused_by_name(install: Install) -> None:
@@ -513,7 +513,7 @@ def test_what_cannot_be_run_is_refused_by_name(install: Install) -> None:
 
 
 def test_a_plugin_whose_group_is_misspelt_is_found_out(install: Install) -> None:
-    """Nearer than any plugin of a like name: the one of that very name, where nobody looks."""
+    """A plugin of that very name in an unknown group comes before one of a similar name."""
     install("odd", {"nanovllm.observer": {"singular": "odd_plugin"}}, {"odd_plugin": ""})
     why = (
         "'singular' is in the group 'nanovllm.observer' of odd 1.2.3, which is that of no "

@@ -73,7 +73,7 @@ def test_kernels_and_lines_must_match(kernels_file: Path) -> None:
 def test_a_version_of_triton_without_a_list_fails(
     kernels_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nobody has looked at is not known to be good; its list is written beside the others."""
+    """Its code has not been looked at yet; its list is written beside the others."""
     known = triton.__version__
     monkeypatch.setattr(triton, "__version__", "99.0.0")
     with pytest.raises(AssertionError, match=f"no list for this version, only for {known}"):

@@ -25,7 +25,7 @@ class Metrics:
     `seconds` is how long they took together, and the sums are over them: steps, rows that decoded,
     prompt tokens computed, tokens given out, requests ended, requests preempted. `last_step`,
     `running`, `waiting`, `free_blocks` and `num_blocks` are as the last step of the window left
-    them: its number from 1, requests with and without a row, pages.
+    them: its number from 1, requests with and without a row, blocks.
     """
 
     last_step: int

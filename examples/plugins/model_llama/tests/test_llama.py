@@ -159,7 +159,7 @@ def test_saved_rotary_frequencies_are_left_out(tmp_path: Path) -> None:
 def test_an_engine_writes_the_tokens_of_transformers(
     reference_class: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Greedy, prompts of different lengths in one batch, prefill in chunks, pages of 16."""
+    """Greedy, prompts of different lengths in one batch, prefill in chunks, blocks of 16."""
     reference = ReferenceCheckpoint.save(tmp_path, reference_class, {**SMALL, **settings})
     with LLM(
         str(tmp_path),

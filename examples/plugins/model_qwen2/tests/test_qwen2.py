@@ -104,7 +104,7 @@ def test_layers_of_an_unknown_kind_are_refused_beside_a_window_that_hides_nothin
 def test_an_engine_writes_the_tokens_of_transformers(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Greedy, prompts of different lengths in one batch, prefill in chunks, pages of 16."""
+    """Greedy, prompts of different lengths in one batch, prefill in chunks, blocks of 16."""
     reference_class = transformers.Qwen2ForCausalLM
     reference = ReferenceCheckpoint.save(tmp_path, reference_class, {**SMALL, **settings})
     with LLM(

@@ -51,8 +51,8 @@ class Float64Kernels(TorchKernels):
         k_TKD = rotated(normed_heads(k_TKD, prep.k_norm_weight, prep.eps), cos_sin_T1R)
         stored_T = slot_mapping_T >= 0  # -1 is padding
         slots = slot_mapping_T[stored_T]
-        page_size = k_cache_NPKD.shape[1]
-        places = slots // page_size, slots % page_size
+        block_size = k_cache_NPKD.shape[1]
+        places = slots // block_size, slots % block_size
         k_cache_NPKD[places] = k_TKD[stored_T].to(k_cache_NPKD.dtype)
         v_cache_NPKD[places] = v_TKD[stored_T].to(v_cache_NPKD.dtype)
         return q_THD.to(qkv_TX.dtype).contiguous()

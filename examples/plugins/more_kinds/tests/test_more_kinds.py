@@ -52,7 +52,7 @@ def test_an_engine_runs_on_all_of_them_and_its_steps_are_told(tmp_path: Path) ->
     assert greedy.text == "42"
     assert drawn.token_ids == again.token_ids
     steps = read_steps(file)
-    # The three prompts are equal; pages that an earlier one has filled are not computed again.
+    # The three prompts are equal; blocks that an earlier one has filled are not computed again.
     length = len(greedy.prompt_token_ids)
     assert length < sum(step.prefill for step in steps) <= 3 * length
     outputs = sum(len(output.token_ids) for output in (greedy, drawn, again))

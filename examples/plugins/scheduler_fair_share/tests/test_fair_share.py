@@ -145,19 +145,19 @@ sizes_of_requests = st.tuples(st.sampled_from("AB"), st.integers(1, 30), st.inte
     arrivals=st.lists(st.lists(sizes_of_requests, max_size=8), min_size=1, max_size=12),
     weight=st.sampled_from([0.25, 1.0, 2.0, 7.0]),
     rows=st.integers(1, 5),
-    pages=st.sampled_from([14, 24, 128]),
+    blocks=st.sampled_from([14, 24, 128]),
     steps_ahead=st.integers(0, 3),
 )
 @settings(max_examples=40, deadline=None, derandomize=True, phases=(Phase.generate,))
 def test_tenants_that_both_wait_stay_within_the_bound(
-    arrivals: list[list[tuple[str, int, int]]], weight: float, rows: int, pages: int, **sizes: int
+    arrivals: list[list[tuple[str, int, int]]], weight: float, rows: int, blocks: int, **sizes: int
 ) -> None:
     """Of any lengths, weights and sizes, with preemptions, whenever they come."""
     shares = Shares(
         fair(weights={"B": weight}, ageing=0),
         {"A": 1.0, "B": weight},
         max_num_seqs=rows,
-        num_blocks=pages,
+        num_blocks=blocks,
         **sizes,
     )
     apart = []
@@ -233,7 +233,7 @@ def test_a_newcomer_starts_at_the_lowest_counter_of_those_who_wait() -> None:
     shares.run()
 
 
-def test_a_big_request_is_not_passed_over_for_want_of_pages() -> None:
+def test_a_big_request_is_not_passed_over_for_want_of_blocks() -> None:
     """It is next and does not fit yet; a small one of another tenant must not take its blocks."""
     shares = Shares(fair(ageing=0), dict.fromkeys("ABC", 1.0), num_blocks=16)
     shares.arrive("A", 20, 20)
@@ -285,7 +285,7 @@ def test_ageing_serves_a_request_beside_endless_new_tenants() -> None:
     assert len(set(waits)) == 3
 
 
-def test_the_tenant_that_was_served_most_gives_way() -> None:
+def test_the_tenant_that_was_served_most_is_preempted() -> None:
     """Its newest request, though that of the other tenant came later."""
     shares = Shares(fair(ageing=0), {"A": 1.0, "B": 1.0}, num_blocks=20, max_model_len=64)
     for _ in range(3):

@@ -73,7 +73,7 @@ def test_waiting_makes_up_for_a_class() -> None:
     priority=st.integers(-3, 10),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_nobody_is_passed_over_by_who_came_later_than_the_bound(
+def test_no_request_is_passed_over_by_one_that_came_later_than_the_bound(
     classes: list[int], patience: int, priority: int
 ) -> None:
     """Whatever classes keep arriving, two a step, for one row."""
@@ -96,7 +96,7 @@ def test_nobody_is_passed_over_by_who_came_later_than_the_bound(
             assert other.arrival_step - watched.arrival_step <= bound
 
 
-def test_the_last_in_turn_gives_way() -> None:
+def test_the_last_in_turn_is_preempted() -> None:
     """The highest number, and of these the newest."""
     engine = harness(patience=1000, max_num_seqs=3)
     requests = [
@@ -107,7 +107,7 @@ def test_the_last_in_turn_gives_way() -> None:
     order_of_ends(engine)
 
 
-def test_a_big_request_is_not_passed_over_for_want_of_pages() -> None:
+def test_a_big_request_is_not_passed_over_for_want_of_blocks() -> None:
     """It is first in turn and does not fit yet; a small one behind it must not take its blocks."""
     engine = harness(patience=1000, max_num_seqs=3, num_blocks=16, block_size=4)
     engine.add("runs", [1] * 20, request(0, max_tokens=20))

@@ -68,7 +68,7 @@ class PrefillBatch:
 
 
 class Adapter(Protocol):
-    """A provider's functions over pages `k_cache`, `v_cache` [N, P, K, D]."""
+    """A provider's functions over blocks `k_cache`, `v_cache` [N, P, K, D]."""
 
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch

@@ -9,7 +9,7 @@ from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, 
 
 
 class FlashAttention2:
-    """Calls of `flash_attn_varlen_func` and `flash_attn_with_kvcache`, pages of 256 tokens."""
+    """Calls of `flash_attn_varlen_func` and `flash_attn_with_kvcache`, blocks of 256 tokens."""
 
     def __init__(self, rules: AttentionRules) -> None:
         self.scale, self.options = rules.scale, rules.options()
@@ -17,7 +17,7 @@ class FlashAttention2:
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
     ) -> Tensor:
-        """Varlen prefill over pages; key lengths are the differences of `cu_seqlens_k`."""
+        """Varlen prefill over blocks; key lengths are the differences of `cu_seqlens_k`."""
         out: Tensor = flash_attn_varlen_func(
             q_THD,
             k_cache,
@@ -34,7 +34,7 @@ class FlashAttention2:
         return out
 
     def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
-        """Decode over pages, split over the context as flash-attn chooses."""
+        """Decode over blocks, split over the context as flash-attn chooses."""
         out: Tensor = flash_attn_with_kvcache(
             q_BHD.unsqueeze(1),
             k_cache,

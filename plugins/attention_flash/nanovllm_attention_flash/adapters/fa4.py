@@ -22,7 +22,7 @@ class FlashAttention4:
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
     ) -> Tensor:
-        """Varlen prefill over pages."""
+        """Varlen prefill over blocks."""
         out, _ = flash_attn_varlen_func(
             q_THD,
             k_cache,
@@ -40,9 +40,9 @@ class FlashAttention4:
         return cast(Tensor, out)
 
     def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
-        """Decode over pages as a batch of one query each, which needs no varlen scheduling.
+        """Decode over blocks as a batch of one query each, which needs no varlen scheduling.
 
-        A row without keys would make the kernel read the page table one entry before the row
+        A row without keys would make the kernel read the block table one entry before the row
         (flash_fwd_sm90.py, n_block = n_block_max - 1), so padded rows attend to one key.
         """
         out, _ = flash_attn_varlen_func(

@@ -11,9 +11,9 @@ from nanovllm_attention_flash.adapters.base import AttentionRules, DecodeBatch, 
 
 
 class TorchVarlen:
-    """Calls of `varlen_attn`, which runs flash-attn 2's kernels inside torch, pages of 256 tokens.
+    """Calls of `varlen_attn`, which runs flash-attn 2's kernels inside torch, blocks of 256 tokens.
 
-    `num_splits=1`: its split results over pages have been reported wrong.
+    `num_splits=1`: its split results over blocks have been reported wrong.
     """
 
     def __init__(self, rules: AttentionRules) -> None:
@@ -22,33 +22,28 @@ class TorchVarlen:
     def prefill(
         self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PrefillBatch
     ) -> Tensor:
-        """Varlen prefill over pages."""
+        """Varlen prefill over blocks."""
+        return self._attend(q_THD, k_cache, v_cache, batch, batch.max_query_len)
+
+    def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
+        """Decode over blocks as chunks of one query."""
+        return self._attend(q_BHD, k_cache, v_cache, batch, 1)
+
+    def _attend(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PrefillBatch | DecodeBatch,
+        max_query_len: int,
+    ) -> Tensor:
         out = varlen_attn(
             q_THD,
             k_cache,
             v_cache,
             batch.query_starts,
             None,
-            batch.max_query_len,
-            batch.max_key_len,
-            scale=self.scale,
-            window_size=self.window_size,
-            enable_gqa=True,
-            seqused_k=batch.key_lens,
-            block_table=batch.block_table,
-            num_splits=1,
-        )
-        return cast(Tensor, out)  # a pair only where return_aux asks for it
-
-    def decode(self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: DecodeBatch) -> Tensor:
-        """Decode over pages as chunks of one query."""
-        out = varlen_attn(
-            q_BHD,
-            k_cache,
-            v_cache,
-            batch.query_starts,
-            None,
-            1,
+            max_query_len,
             batch.max_key_len,
             scale=self.scale,
             window_size=self.window_size,

@@ -10,8 +10,9 @@ from rich.table import Table
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
+    NumSeqs,
+    Runs,
     engine_rows,
-    given,
     percent,
     rates,
     show_rows,
@@ -24,13 +25,13 @@ def compare(
     model: options.Model = None,
     config: options.ConfigFile = None,
     against: Annotated[Literal["hf"], typer.Option(help="hf: transformers' generate.")] = "hf",
-    num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 16,
+    num_seqs: NumSeqs = 16,
     shortest: Annotated[int, typer.Option(help="Minimum tokens of prompt and output.", min=1)] = 16,
     longest: Annotated[int, typer.Option(help="Maximum tokens of prompt and output.", min=1)] = 256,
     modes: Annotated[
         str, typer.Option(help="How transformers runs: one padded batch, single requests.")
     ] = "batch,single",
-    runs: Annotated[int, typer.Option(help="Measured runs, after one warm-up run.", min=1)] = 2,
+    runs: Runs = 2,
     threads: Annotated[int | None, typer.Option(help="CPU threads for each.", min=1)] = None,
     attention: options.Attention = None,
     load_format: LoadFormat = None,
@@ -52,7 +53,9 @@ def compare(
         None,
         device,
         dtype,
-        [*(settings or []), *given(load_format=load_format, max_model_len=max_model_len)],
+        settings,
+        load_format=load_format,
+        max_model_len=max_model_len,
     ).config
     workload = ragged_workload(num_seqs, shortest, longest)
     result = compare_with_transformers(

@@ -9,9 +9,10 @@ import typer
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
+    NumSeqs,
+    Temperature,
     above_zero,
     engine_rows,
-    given,
     memory,
     percent,
     rates,
@@ -23,7 +24,7 @@ from nanovllm_core.cli import engine_options as options
 def latency(
     model: options.Model = None,
     config: options.ConfigFile = None,
-    num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 64,
+    num_seqs: NumSeqs = 64,
     input_len: Annotated[int, typer.Option(help="Prompt tokens per request.", min=1)] = 512,
     output_len: Annotated[int, typer.Option(help="Output tokens per request.", min=2)] = 128,
     rate: Annotated[
@@ -36,7 +37,7 @@ def latency(
     attention: options.Attention = None,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
+    temperature: Temperature = 0.6,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -55,7 +56,9 @@ def latency(
         scheduler,
         device,
         dtype,
-        [*(settings or []), *given(load_format=load_format, max_model_len=max_model_len)],
+        settings,
+        load_format=load_format,
+        max_model_len=max_model_len,
     ).config
     with options.open_llm(engine_config) as llm:
         result = measure_latency(

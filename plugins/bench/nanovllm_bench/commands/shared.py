@@ -15,15 +15,12 @@ LoadFormat = Annotated[
     str | None, typer.Option(help="dummy: random weights; needs only config.json.")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Maximum sequence length, in tokens.")]
+NumSeqs = Annotated[int, typer.Option(help="Number of requests.", min=1)]
+Runs = Annotated[int, typer.Option(help="Measured runs, after one warm-up run.", min=1)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 
 MAX_NUMBER = 2**31 - 1
 """Lengths and positions are 32 bits wide on the device."""
-
-
-def given(*, load_format: str | None, max_model_len: int | None) -> list[str]:
-    """These flags as `--set` writes them, where they are given."""
-    flags = {"load_format": load_format, "limits.max_model_len": max_model_len}
-    return [f"{path}={value}" for path, value in flags.items() if value is not None]
 
 
 def above_zero(value: float) -> float:
@@ -72,7 +69,7 @@ def engine_rows(result: Mapping[str, Any]) -> dict[str, str]:
         "device": f"{result['device']}, {result['dtype']}",
         "versions": ", ".join([f"Python {environment['python']}", *versions]),
         "commit": f"{commit[:12]}, tree {state}",
-        "KV cache": f"{result['num_blocks']:,} pages of {result['block_size']} tokens",
+        "KV cache": f"{result['num_blocks']:,} blocks of {result['block_size']} tokens",
         "start": f"load {result['load_seconds']:.1f} s, capture {result['capture_seconds']:.1f} s",
     }
 

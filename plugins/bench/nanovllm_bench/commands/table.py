@@ -10,9 +10,9 @@ from rich.table import Table
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
+    Temperature,
     above_zero,
     engine_rows,
-    given as given_settings,
     names_of,
     numbers,
     wide_console,
@@ -37,7 +37,7 @@ def table(
     ] = 60.0,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
+    temperature: Temperature = 0.6,
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
@@ -55,12 +55,20 @@ def table(
         max_seconds=max_seconds,
         temperature=temperature,
     )
-    given = given_settings(load_format=load_format, max_model_len=max_model_len)
     rows = f"limits.max_num_seqs={max(cells.batches)}"
 
     def make_config(choice: Any) -> Any:
-        changed = [rows, *(settings or []), *given]
-        return options.loaded_config(model, config, choice, None, device, dtype, changed).config
+        return options.loaded_config(
+            model,
+            config,
+            choice,
+            None,
+            device,
+            dtype,
+            [rows, *(settings or [])],
+            load_format=load_format,
+            max_model_len=max_model_len,
+        ).config
 
     def on_cell(text: str, record: dict[str, Any]) -> None:
         typer.echo(text, err=True)

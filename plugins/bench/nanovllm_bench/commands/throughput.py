@@ -9,8 +9,10 @@ import typer
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
+    NumSeqs,
+    Runs,
+    Temperature,
     engine_rows,
-    given,
     memory,
     percent,
     rates,
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 def throughput(
     model: options.Model = None,
     config: options.ConfigFile = None,
-    num_seqs: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 256,
+    num_seqs: NumSeqs = 256,
     input_len: Annotated[
         int | None,
         typer.Option(help="Prompt tokens per request; default: the nano workload.", min=1),
@@ -37,8 +39,8 @@ def throughput(
     attention: options.Attention = None,
     load_format: LoadFormat = None,
     max_model_len: MaxModelLen = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
-    runs: Annotated[int, typer.Option(help="Measured runs, after one warm-up run.", min=1)] = 3,
+    temperature: Temperature = 0.6,
+    runs: Runs = 3,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -56,7 +58,9 @@ def throughput(
         scheduler,
         device,
         dtype,
-        [*(settings or []), *given(load_format=load_format, max_model_len=max_model_len)],
+        settings,
+        load_format=load_format,
+        max_model_len=max_model_len,
     ).config
     workload = _workload(num_seqs, input_len, output_len)
     with options.open_llm(engine_config) as llm:

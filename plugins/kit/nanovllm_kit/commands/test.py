@@ -55,54 +55,62 @@ class Level(StrEnum):
     FULL = "full"
 
 
+OptionFlag = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="An option of the plugin's own; may be repeated."),
+]
+ArgumentFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="What requests ask of a logits processor; may be repeated.",
+    ),
+]
+ReferenceFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="A checkpoint that a checkpoint source finds: REFERENCE in model: NAME:REFERENCE."
+    ),
+]
+TestConfigFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="A setting of the small configuration that a model is tested with; may be repeated.",
+    ),
+]
+LevelFlag = Annotated[
+    Level, typer.Option(help="full adds the checks that take minutes or many gigabytes of memory.")
+]
+SeedFlag = Annotated[
+    int, typer.Option(help="Decides the random cases; the same seed draws the same ones.")
+]
+OnlyFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--only",
+        "-k",
+        help='Run the checks whose names hold these words; "A or B", "not A" and so on.',
+    ),
+]
+VerboseFlag = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Every set of parameters and failure, in full.")
+]
+JunitFlag = Annotated[Path | None, typer.Option(help="Write a JUnit XML report here.")]
+
+
 def run_conformance_suite(
     name: Name,
     kind: KindOption = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of the plugin's own; may be repeated."),
-    ] = None,
-    argument: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="What requests ask of a logits processor; may be repeated.",
-        ),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="A checkpoint that a checkpoint source finds: REFERENCE in model: NAME:REFERENCE."
-        ),
-    ] = None,
-    test_config: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="A setting of the small configuration that a model is tested with; may be "
-            "repeated.",
-        ),
-    ] = None,
-    level: Annotated[
-        Level,
-        typer.Option(help="full adds the checks that take minutes or many gigabytes of memory."),
-    ] = Level.DEFAULT,
-    seed: Annotated[
-        int, typer.Option(help="Decides the random cases; the same seed draws the same ones.")
-    ] = 0,
-    only: Annotated[
-        str | None,
-        typer.Option(
-            "--only",
-            "-k",
-            help='Run the checks whose names hold these words; "A or B", "not A" and so on.',
-        ),
-    ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Every set of parameters and failure, in full."),
-    ] = False,
-    junit: Annotated[Path | None, typer.Option(help="Write a JUnit XML report here.")] = None,
+    option: OptionFlag = None,
+    argument: ArgumentFlag = None,
+    reference: ReferenceFlag = None,
+    test_config: TestConfigFlag = None,
+    level: LevelFlag = Level.DEFAULT,
+    seed: SeedFlag = 0,
+    only: OnlyFlag = None,
+    verbose: VerboseFlag = False,
+    junit: JunitFlag = None,
 ) -> None:
     """Run the conformance suite of its kind on an installed plugin.
 
@@ -110,15 +118,13 @@ def run_conformance_suite(
     asks for what the plugin does not declare, or what this machine does not have, is skipped with
     the reason; so is a check that is left to --level full. Exit status 1 if a check fails.
     """
-    import pytest  # It takes a while; `--help` does not need it.
-
     manager = installed_plugins()
     plugin = one_plugin(manager, name, kind)
-    options, arguments = _parse(option, "--option"), _parse(argument, "--argument")
+    options = _parse(option, "--option")
     if plugin.kind not in NO_SPEC:
         manager.resolve(plugin.kind, name, options, "--option")
     stated: dict[str, Any] = {"level": level.value, "seed": seed}
-    if arguments:
+    if arguments := _parse(argument, "--argument"):
         _check_arguments(manager, plugin, arguments)
         stated["arguments"] = (arguments,)
     if reference is not None:
@@ -130,25 +136,7 @@ def run_conformance_suite(
     suite = _suite(manager, plugin)
     typer.echo(f"{plugin.kind} {plugin}: {suite.partition(':')[2]}, seed {seed}")
     report = Report(verbose)
-    more = ["-k", _expression(only)] if only else []
-    more += [f"--junit-xml={junit.absolute()}"] if junit else []
-    status = _run(_test_file(plugin, suite, options, stated), more, report)
-    if report.interrupted:
-        raise KeyboardInterrupt
-    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
-        what = (
-            f"no check of {suite} has a name with {shown(only)}"
-            if only
-            else f"{suite} has no checks"
-        )
-        raise ConfigError(what)
-    if status == pytest.ExitCode.USAGE_ERROR and only:
-        raise ConfigError(
-            f"-k {shown(only)} cannot be read; write names, with and, or, not and brackets"
-        )
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        problems = "\n".join(report.problems)
-        raise PluginError(f"{suite} could not run (pytest's exit status {status}):\n{problems}")
+    _run(_test_file(plugin, suite, options, stated), suite, only, junit, report)
     if left := report.left_to_full():
         typer.echo(f"not tried, left to --level full: {', '.join(left)}")
     typer.echo(report.verdict(plugin))
@@ -217,7 +205,32 @@ def _expression(words: str) -> str:
     return " ".join(parts)
 
 
-def _run(source: str, more: Sequence[str], report: Report) -> int:
+def _run(source: str, suite: str, only: str | None, junit: Path | None, report: Report) -> None:
+    """Run the test file of a suite; `report` learns of each check.
+
+    Raises ConfigError where `only` chooses no check, PluginError where pytest cannot run the suite.
+    """
+    import pytest  # It takes a while; `--help` does not need it.
+
+    more = ["-k", _expression(only)] if only else []
+    more += [f"--junit-xml={junit.absolute()}"] if junit else []
+    status = _run_pytest(source, more, report)
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        if only:
+            raise ConfigError(f"no check of {suite} has a name with {shown(only)}")
+        raise ConfigError(f"{suite} has no checks")
+    if status == pytest.ExitCode.USAGE_ERROR and only:
+        raise ConfigError(
+            f"-k {shown(only)} cannot be read; write names, with and, or, not and brackets"
+        )
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        problems = "\n".join(report.problems)
+        raise PluginError(f"{suite} could not run (pytest's exit status {status}):\n{problems}")
+
+
+def _run_pytest(source: str, more: Sequence[str], report: Report) -> int:
     """Run a test file by pytest in this process; its exit status."""
     import pytest
 

@@ -1,10 +1,10 @@
-"""Paged attention in plain torch: gather a sequence's pages, then the textbook formula.
+"""Paged attention in plain torch: gather a sequence's blocks, then the textbook formula.
 
 It says what the contract means and is not fast. Replace `_attend` by your kernel; the tests tell
 whether it still computes the same.
 
 Shape suffixes: B decode rows, T packed tokens, Q queries and L keys of one sequence, H query heads,
-K KV heads, G query heads per KV head, D head size, N pages, P tokens per page, M pages at most.
+K KV heads, G query heads per KV head, D head size, N blocks, P tokens per block, M blocks at most.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class MyPluginBackend(AttentionBackend):
         """One query per row, the last position of its sequence. A row of length 0 is padding."""
         for row, num_keys in enumerate(metadata.seq_lens.tolist()):
             if num_keys:
-                pages_M = metadata.block_table[row]
+                blocks_M = metadata.block_table[row]
                 one = slice(row, row + 1)
-                out_BHD[one] = self._attend(q_BHD[one], k_cache, v_cache, pages_M, num_keys)
+                out_BHD[one] = self._attend(q_BHD[one], k_cache, v_cache, blocks_M, num_keys)
 
     def run_prefill(
         self,
@@ -69,17 +69,17 @@ class MyPluginBackend(AttentionBackend):
         seq_lens = metadata.seq_lens.tolist()
         for row, ((start, stop), num_keys) in enumerate(zip(bounds, seq_lens, strict=True)):
             if start < stop:
-                pages_M = metadata.block_table[row]
+                blocks_M = metadata.block_table[row]
                 chunk = slice(start, stop)
-                out_THD[chunk] = self._attend(q_THD[chunk], k_cache, v_cache, pages_M, num_keys)
+                out_THD[chunk] = self._attend(q_THD[chunk], k_cache, v_cache, blocks_M, num_keys)
 
     def _attend(
-        self, q_QHD: Tensor, k_cache: Tensor, v_cache: Tensor, pages_M: Tensor, num_keys: int
+        self, q_QHD: Tensor, k_cache: Tensor, v_cache: Tensor, blocks_M: Tensor, num_keys: int
     ) -> Tensor:
         """Causal attention of a sequence's last Q positions to all its keys, [Q, H, D]."""
-        used = pages_M[: -(-num_keys // self.config.block_size)].long()
+        used = blocks_M[: -(-num_keys // self.config.block_size)].long()
         k_LKD, v_LKD = (
-            # The rest of the last page may hold anything, NaN too: cut it off before computing.
+            # The rest of the last block may hold anything, NaN too: cut it off before computing.
             cache_NPKD[used].flatten(0, 1)[:num_keys].to(self._compute)
             for cache_NPKD in (k_cache, v_cache)
         )

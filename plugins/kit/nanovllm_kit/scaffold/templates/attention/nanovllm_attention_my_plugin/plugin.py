@@ -28,7 +28,7 @@ class MyPluginOptions(BaseModel):
 
 
 def kv_layouts(_requirements: AttentionRequirements, _options: BaseModel) -> Sequence[KVLayout]:
-    """Pages of 16 tokens and multiples, the preferred first: here all are alike."""
+    """Blocks of 16 tokens and multiples, the preferred first: here all are alike."""
     return (KVLayout("NPKD", 16),)
 
 

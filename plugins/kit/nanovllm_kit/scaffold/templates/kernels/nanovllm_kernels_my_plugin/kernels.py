@@ -5,7 +5,7 @@ tell whether it still computes the same. A set for GPUs states `devices={"cuda"}
 for the device: decode steps are captured in CUDA graphs.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size, H query heads, K KV heads, D head
-size, X outputs (in attention: packed q, k, v), V vocabulary, N pages, P tokens per page.
+size, X outputs (in attention: packed q, k, v), V vocabulary, N blocks, P tokens per block.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MyPluginKernels:
         k_cache_NPKD: Tensor,
         v_cache_NPKD: Tensor,
     ) -> Tensor:
-        """Norm and rotate q and k, store k and v in their pages, return q."""
+        """Norm and rotate q and k, store k and v in their blocks, return q."""
         heads_THD = qkv_TX.reshape(qkv_TX.shape[0], -1, prep.head_size)
         first_k, first_v = prep.num_heads, prep.num_heads + prep.num_kv_heads
         q_THD, k_TKD = heads_THD[:, :first_k], heads_THD[:, first_k:first_v]
@@ -74,10 +74,10 @@ class MyPluginKernels:
         k_TKD = self._prepared(k_TKD, prep.k_norm_weight, prep.eps, cos_sin_TR)
         stored_T = slot_mapping_T >= 0  # -1: nothing of this token is stored
         block_size = k_cache_NPKD.shape[1]
-        pages_T = slot_mapping_T[stored_T] // block_size
+        blocks_T = slot_mapping_T[stored_T] // block_size
         offsets_T = slot_mapping_T[stored_T] % block_size
-        k_cache_NPKD[pages_T, offsets_T] = k_TKD[stored_T].to(k_cache_NPKD.dtype)
-        v_cache_NPKD[pages_T, offsets_T] = v_TKD[stored_T].to(v_cache_NPKD.dtype)
+        k_cache_NPKD[blocks_T, offsets_T] = k_TKD[stored_T].to(k_cache_NPKD.dtype)
+        v_cache_NPKD[blocks_T, offsets_T] = v_TKD[stored_T].to(v_cache_NPKD.dtype)
         return q_THD.contiguous()
 
     def _product(self, x_TE: Tensor, weight_XE: Tensor) -> Tensor:

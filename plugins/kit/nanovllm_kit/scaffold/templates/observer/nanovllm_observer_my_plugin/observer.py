@@ -42,7 +42,7 @@ class MyPluginObserver(StepObserver):
         seconds = self._seconds or float("inf")  # a clock too coarse for these steps
         logger.info(
             "step %d: %.0f tokens/s written, %.0f tokens/s read, %.2f ms per step; %d running, "
-            "%d waiting, %d of %d pages free",
+            "%d waiting, %d of %d blocks free",
             record.step,
             self._output_tokens / seconds,
             self._prompt_tokens / seconds,

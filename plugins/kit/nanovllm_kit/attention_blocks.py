@@ -1,4 +1,4 @@
-"""Checks of what an attention backend reads and writes: pages, block tables, padding, outputs."""
+"""Checks of what an attention backend reads and writes: blocks, block tables, padding, outputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nanovllm_kit.attention_backend import (
 from nanovllm_kit.paged_attention import PagedCase
 
 
-class AttentionPages(AttentionSubject):
-    """A row reads the pages that its table names, up to its length, and writes its output."""
+class AttentionBlocks(AttentionSubject):
+    """A row reads the blocks that its table names, up to its length, and writes its output."""
 
-    def test_every_page_size_is_read(self, subject: BackendUnderTest) -> None:
-        """Any multiple of a listed page multiple is a page size, powers of two or not."""
+    def test_every_block_size_is_read(self, subject: BackendUnderTest) -> None:
+        """Any multiple of a listed block multiple is a block size, powers of two or not."""
         sizes = {n * multiple for multiple in subject.block_multiples for n in (1, 2, 3)}
         sizes |= {256} if 256 % subject.block_size == 0 else set()
         for size, dtype in product(sorted(sizes), dict.fromkeys((subject.dtype, subject.half))):
@@ -36,8 +36,8 @@ class AttentionPages(AttentionSubject):
             queries = [min(n, 20) for n in lengths]
             subject.check(subject.case(lengths, queries, **shape), "chunks")
 
-    def test_pages_may_lie_anywhere(self, subject: BackendUnderTest) -> None:
-        """A block table's order is the order of the tokens: moving pages changes no bit."""
+    def test_blocks_may_lie_anywhere(self, subject: BackendUnderTest) -> None:
+        """A block table's order is the order of the tokens: moving blocks changes no bit."""
         for query_lens in ([1, 1], [30, 70]):
             case = subject.case([130, 70], query_lens)
             moved = torch.randperm(case.k_cache.shape[0], device=case.k_cache.device)
@@ -49,29 +49,29 @@ class AttentionPages(AttentionSubject):
             )
             for phase, run in subject.ways(case):
                 out = run(case)
-                assert_near(case, out, f"{phase}, pages in any order")
+                assert_near(case, out, f"{phase}, blocks in any order")
                 if not torch.equal(out, run(elsewhere)):
-                    raise AssertionError(f"{phase}: moving the pages changed the output")
+                    raise AssertionError(f"{phase}: moving the blocks changed the output")
 
-    def test_sequences_may_share_pages(self, subject: BackendUnderTest) -> None:
-        """A prefix hit: several block tables begin with the same pages."""
+    def test_sequences_may_share_blocks(self, subject: BackendUnderTest) -> None:
+        """A prefix hit: several block tables begin with the same blocks."""
         shared = 3 * subject.block_size
         for query_lens in ([1, 1, 1], [20, 1, 33]):
             case = subject.case([shared + 52, shared + 33, shared + 49], query_lens)
             case.block_table[1:, :3] = case.block_table[0, :3]
             subject.check(case, "a shared prefix")
 
-    def test_only_the_rows_own_pages_are_read(self, subject: BackendUnderTest) -> None:
+    def test_only_the_rows_own_blocks_are_read(self, subject: BackendUnderTest) -> None:
         """The table is as wide as the longest sequence could need, and its rest is stale."""
         for query_lens in ([1, 1], [20, 33]):
             case = subject.case([50, 33], query_lens)
             width = case.block_table.shape[1]
             stale = case.block_table.new_zeros(2, width + 9)
             stale[:, :width] = case.block_table
-            subject.check(replace(case, block_table=stale), "stale entries name pages of NaN")
+            subject.check(replace(case, block_table=stale), "stale entries name blocks of NaN")
 
     def test_nothing_is_read_behind_the_last_key(self, subject: BackendUnderTest) -> None:
-        """The unused tail of a last page may hold NaN, unless the backend needs it finite."""
+        """The unused tail of a last block may hold NaN, unless the backend needs it finite."""
         if subject.capabilities.needs_finite_tail:
             pytest.skip("declares that it needs finite tails")
         lengths = [1, 17, 63, 65, 130]
@@ -80,7 +80,7 @@ class AttentionPages(AttentionSubject):
         subject.check(chunks, "NaN tails")
 
     def test_a_sequence_may_fill_the_model_length(self, subject: BackendUnderTest) -> None:
-        """Rows of exactly max_model_len tokens, which need not be whole pages, in a full batch."""
+        """Rows of exactly max_model_len tokens, which need not be whole blocks, in a full batch."""
         length = 5 * subject.block_size + 3
         for query_lens in ([1, 1, 1], [length, 1, 9]):
             case = subject.case([length] * 3, query_lens)
@@ -105,13 +105,13 @@ class AttentionPages(AttentionSubject):
             sliced = replace(case, k_cache=both[:, 0], v_cache=both[:, 1])
             subject.check(sliced, "caches that are slices of one tensor")
 
-    def test_pages_beyond_2_to_the_31_elements_are_read(self, subject: BackendUnderTest) -> None:
-        """Offsets into a large cache need 64 bits. On a CPU its untouched pages cost no memory."""
-        _check_far_pages(subject, (31,))
+    def test_blocks_beyond_2_to_the_31_elements_are_read(self, subject: BackendUnderTest) -> None:
+        """Offsets into a large cache need 64 bits. On a CPU its untouched blocks cost no memory."""
+        _check_far_blocks(subject, (31,))
 
-    def test_pages_beyond_2_to_the_32_elements_are_read(self, subject: BackendUnderTest) -> None:
-        """The same where 32 bits without a sign end, with pages on either side of it."""
-        _check_far_pages(subject, (31, 32))
+    def test_blocks_beyond_2_to_the_32_elements_are_read(self, subject: BackendUnderTest) -> None:
+        """The same where 32 bits without a sign end, with blocks on either side of it."""
+        _check_far_blocks(subject, (31, 32))
 
     def test_padded_rows_disturb_no_other_row(self, decoder: BackendUnderTest) -> None:
         """Rows of length 0, wherever they are in the batch, and a batch of nothing else."""
@@ -137,7 +137,7 @@ class AttentionPages(AttentionSubject):
     def test_only_the_output_is_written(self, subject: BackendUnderTest) -> None:
         """Every live row of it; caches, block table, lengths and what lies beside stay as they are.
 
-        So a padded row, whose table names page 0, stores nothing there.
+        So a padded row, whose table names block 0, stores nothing there.
         """
         for lengths, query_lens in (([33, 0, 70], [1, 1, 1]), ([33, 70], [20, 70])):
             case = subject.case(lengths, query_lens)
@@ -210,8 +210,8 @@ def _part(case: PagedCase, first: int, stop: int) -> PagedCase:
     )
 
 
-def _check_far_pages(subject: BackendUnderTest, bits: tuple[int, ...]) -> None:
-    """Sequences whose pages begin behind 2**bits elements, each behind one of these in turn."""
+def _check_far_blocks(subject: BackendUnderTest, bits: tuple[int, ...]) -> None:
+    """Sequences whose blocks begin behind 2**bits elements, each behind one of these in turn."""
     for query_lens in ([1, 1, 1, 1], [40, 1, 20, 33]):
         block_size = max(subject.block_multiples)
         lengths = [70, 1, 65, 33]
@@ -229,18 +229,18 @@ def _check_far_pages(subject: BackendUnderTest, bits: tuple[int, ...]) -> None:
             table[row] += firsts[row % len(firsts)]
         high = replace(case, k_cache=caches[0], v_cache=caches[1], block_table=table)
         for phase, run in subject.ways(case):
-            assert_near(high, run(high), f"{phase}, pages far into a cache of 2**{bits[-1]}")
+            assert_near(high, run(high), f"{phase}, blocks far into a cache of 2**{bits[-1]}")
 
 
-def _put_far(pages: Tensor, firsts: Sequence[int], total: int) -> Tensor:
-    """A cache of `total` pages with these behind each of `firsts`; the rest is zeros."""
-    shape = (total, *pages.shape[1:])
-    if pages.is_cuda:
-        cache = torch.zeros(shape, dtype=pages.dtype, device=pages.device)
+def _put_far(blocks: Tensor, firsts: Sequence[int], total: int) -> Tensor:
+    """A cache of `total` blocks with these behind each of `firsts`; the rest is zeros."""
+    shape = (total, *blocks.shape[1:])
+    if blocks.is_cuda:
+        cache = torch.zeros(shape, dtype=blocks.dtype, device=blocks.device)
     else:
         # The system's zero pages: memory is taken only where something is written.
-        bytes_ = np.zeros(total * pages[0].nbytes, dtype=np.uint8)
-        cache = torch.from_numpy(bytes_).view(pages.dtype).view(shape)
+        bytes_ = np.zeros(total * blocks[0].nbytes, dtype=np.uint8)
+        cache = torch.from_numpy(bytes_).view(blocks.dtype).view(shape)
     for first in firsts:
-        cache[first : first + len(pages)] = pages
+        cache[first : first + len(blocks)] = blocks
     return cache

@@ -14,7 +14,7 @@ def greedy(max_tokens: int, **fields: object) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
 
-def test_pages_with_nothing_to_find_are_used_first_then_the_longest_free() -> None:
+def test_blocks_with_nothing_to_find_are_used_first_then_the_longest_free() -> None:
     """Published content outlives blocks that hold none, and the oldest goes first."""
     pool = BlockPool(4)
     held = [pool.allocate() for _ in range(4)]
@@ -26,7 +26,7 @@ def test_pages_with_nothing_to_find_are_used_first_then_the_longest_free() -> No
     assert pool.find(b"a") is None
 
 
-def test_the_last_page_of_a_table_is_given_away_first() -> None:
+def test_the_last_block_of_a_table_is_given_away_first() -> None:
     """A prefix is cut from its end, so that what remains can still be found."""
     pool = BlockPool(3)
     held = [pool.allocate() for _ in range(3)]
@@ -36,7 +36,7 @@ def test_the_last_page_of_a_table_is_given_away_first() -> None:
     assert pool.allocate() == held[2]
 
 
-def test_a_page_is_published_under_one_name_and_a_name_has_one_page() -> None:
+def test_a_block_is_published_under_one_name_and_a_name_has_one_block() -> None:
     """Equal content in a second block stays private."""
     pool = BlockPool(2)
     first, second = pool.allocate(), pool.allocate()
@@ -54,7 +54,7 @@ def test_an_empty_pool_says_so() -> None:
         pool.allocate()
 
 
-def test_a_page_is_not_released_twice() -> None:
+def test_a_block_is_not_released_twice() -> None:
     pool = BlockPool(1)
     with pytest.raises(InconsistentStateError, match="block 0 was released by nobody"):
         pool.release([0])
@@ -81,7 +81,7 @@ def test_the_pool_notices_what_does_not_add_up() -> None:
 
 
 @pytest.mark.parametrize("length", [4, 9, 12])
-def test_samples_share_the_full_pages_of_the_prompt(length: int) -> None:
+def test_samples_share_the_full_blocks_of_the_prompt(length: int) -> None:
     """n samples take the prompt's full blocks once, and a block of their own for the rest."""
     samples, shared = 4, (length - 1) // 4
     harness = Harness(Setting(block_size=4, max_num_seqs=samples, num_blocks=60))
@@ -118,7 +118,7 @@ def test_without_prefix_caching_nothing_is_hashed() -> None:
     assert harness.engine._kv.pool._block_of == {}
 
 
-def test_what_follows_a_page_that_is_gone_is_not_found() -> None:
+def test_what_follows_a_block_that_is_gone_is_not_found() -> None:
     """A later block alone would stand in the first one's place."""
     harness = Harness()
     harness.add("a", range(9))
@@ -143,7 +143,7 @@ def test_samples_start_at_once_on_a_prompt_that_is_cached() -> None:
     harness.check_all()
 
 
-def test_a_request_that_gave_way_holds_and_shares_no_page() -> None:
+def test_a_preempted_request_holds_and_shares_no_block() -> None:
     """Until it is admitted again, with what is then found of it."""
     harness = Harness(Setting(num_blocks=6, steps_ahead=0))
     harness.add("first", range(8), greedy(12))
@@ -175,7 +175,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
     assert harness.engine.stats.prefix_hit_tokens == 8
 
 
-def test_pages_filled_while_decoding_are_found_again() -> None:
+def test_blocks_filled_while_decoding_are_found_again() -> None:
     """A conversation's next turn finds the answer's blocks, not only the prompt's."""
     harness = Harness(Setting(block_size=4))
     harness.add("turn 1", range(6), greedy(12))
@@ -201,7 +201,7 @@ def test_forgetting_the_cache_loses_nothing_that_runs() -> None:
     assert harness.engine.stats.prefix_hit_tokens == 0
 
 
-def test_rows_that_need_a_page_soon_get_it_with_the_one_that_needs_it_now() -> None:
+def test_rows_that_need_a_block_soon_get_it_with_the_one_that_needs_it_now() -> None:
     """Four rows one token apart, blocks of 16: one plan brings the blocks of all."""
     harness = Harness(Setting(block_size=16, num_blocks=64, max_model_len=128))
     for index in range(4):
@@ -212,7 +212,7 @@ def test_rows_that_need_a_page_soon_get_it_with_the_one_that_needs_it_now() -> N
     assert [len(together) for together in appends] == [4, 4]
 
 
-def test_no_page_is_given_early_where_not_every_row_could_have_another() -> None:
+def test_no_block_is_given_early_where_not_every_row_could_have_another() -> None:
     """The same four rows on a cache that is nearly full: each gets its block when it needs it."""
     harness = Harness(Setting(block_size=16, num_blocks=9, max_model_len=128))
     for index in range(4):
