@@ -73,7 +73,6 @@ from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS as MAX_DEVICE_STOP_IDS,
     PADDED as PADDED,
     Admission as Admission,
-    BlockAppend as BlockAppend,
     PrefillChunk as PrefillChunk,
     RowSampling as RowSampling,
     StepPlan as StepPlan,

@@ -74,7 +74,9 @@ class Machine:
                 token_ids=np.array(ids, dtype=np.int32),
                 num_prompt_tokens=computed,
                 num_computed=0,
-                block_ids=tuple(next(blocks) for _ in range(-(-len(ids) // size) + 1)),
+                block_ids=np.array(
+                    [next(blocks) for _ in range(-(-len(ids) // size) + 1)], np.int32
+                ),
                 max_length=self.info.max_model_len,
                 sampling=RowSampling(seed=row, **sampling),
             )
@@ -89,7 +91,7 @@ class Machine:
         rows = torch.arange(self.runner.bucket_sizes[-1], dtype=torch.int32)
         rows[num_rows:] = -1
         self.runner.tables.active_rows.copy_(rows)
-        self.runner._active = tuple(range(num_rows))  # as the runner would have it
+        self.runner._active = np.arange(num_rows, dtype=np.int32)  # as the runner would have it
 
 
 @pytest.fixture

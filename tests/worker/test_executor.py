@@ -31,6 +31,7 @@ from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.model import LoadedModel, load_model
 from nanovllm_kit.dense_attention import DenseRuntime
+from nanovllm_kit.plans import decode_plan
 
 from ..e2e.tiny import Reference, write_checkpoint, write_config
 
@@ -67,7 +68,7 @@ def plan_for(prompt: list[int], sampling: RowSampling | None = None) -> StepPlan
         token_ids=np.array(prompt, np.int32),
         num_prompt_tokens=len(prompt),
         num_computed=0,
-        block_ids=(3, 1),
+        block_ids=np.array((3, 1), np.int32),
         max_length=20,
         sampling=sampling or RowSampling(),
     )
@@ -219,7 +220,7 @@ def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
 def test_results_come_in_the_order_of_the_plans(executor: Executor, folder: Path) -> None:
     """A prompt, then two decode steps submitted before anything is collected."""
     prompt = [9, 8, 7, 6]
-    decode = StepPlan(decode_rows=(2,))
+    decode = decode_plan((2,))
     executor.submit(plan_for(prompt))
     executor.submit(decode)
     executor.submit(decode)

@@ -6,6 +6,7 @@ executor is started with the set-up that the core resolves for it, on a CPU.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from nanovllm_core.selection import start
 from nanovllm_core.worker import SingleProcessExecutor
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.model_settings import LLAMA_LIKE
+from nanovllm_kit.plans import decode_plan
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -173,8 +175,10 @@ class ExecutorConformance(SpecConformance):
         outcomes = []
         for prompts in ((PROMPTS[0], PROMPTS[1]), (PROMPTS[1],)):
             with self.started(plugin, setup) as (executor, _):
-                for prompt in prompts:
-                    result = run(executor, [admit({0: prompt}), *decodes((0,), 3)], ahead=2)
+                for epoch, prompt in enumerate(prompts):
+                    first = admit({0: prompt}, epoch=1 + 2 * epoch)
+                    plans = [first, *decodes((0,), 3, epoch=2 + 2 * epoch)]
+                    result = run(executor, plans, ahead=2)
                 outcomes.append(result)
         assert_same(*outcomes)
 
@@ -262,27 +266,32 @@ def admit(
     max_length: int = 32,
     stop: tuple[int, ...] = (),
     logprobs: int | None = None,
+    epoch: int = 1,
 ) -> StepPlan:
-    """A step that computes whole prompts, each in a row of its own with two blocks of its own."""
+    """A step that computes whole prompts, each in a row of its own with two blocks of its own.
+
+    No row decodes.
+    """
     admissions = tuple(
         Admission(
             row=row,
             token_ids=np.array(prompt, np.int32),
             num_prompt_tokens=len(prompt),
             num_computed=0,
-            block_ids=(3 + 2 * row, 2 * row),
+            block_ids=np.array((3 + 2 * row, 2 * row), np.int32),
             max_length=max_length,
             sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
         )
         for row, prompt in prompts.items()
     )
     chunks = tuple(PrefillChunk(row, 0, len(prompt), True) for row, prompt in prompts.items())
-    return StepPlan(admissions=admissions, prefill=chunks)
+    return decode_plan((), epoch, admissions=admissions, prefill=chunks)
 
 
-def decodes(rows: tuple[int, ...], count: int) -> list[StepPlan]:
-    """The same steady step, several times: one object, as the engine submits it."""
-    return [StepPlan(decode_rows=rows)] * count
+def decodes(rows: Sequence[int], count: int, epoch: int = 2) -> list[StepPlan]:
+    """The same decode step, several times: the first lists the rows, the others leave them out."""
+    first = decode_plan(rows, epoch)
+    return [first, *[replace(first, decode_rows=None)] * (count - 1)]
 
 
 def two_prompts() -> list[StepPlan]:
@@ -291,15 +300,18 @@ def two_prompts() -> list[StepPlan]:
     The second asks for log-probabilities, the first does not.
     """
     join = admit({2: PROMPTS[1]}, logprobs=2)
-    mixed = StepPlan(admissions=join.admissions, decode_rows=(0,), prefill=join.prefill)
-    return [admit({0: PROMPTS[0]}), *decodes((0,), 1), mixed, *decodes((0, 2), NUM_DECODES)]
+    mixed = replace(join, epoch=2, num_decode=1, decode_rows=None)
+    return [admit({0: PROMPTS[0]}), *decodes((0,), 1), mixed, *decodes((0, 2), NUM_DECODES, 3)]
 
 
 def run(executor: Executor, plans: Sequence[StepPlan], ahead: int) -> list[Outcome]:
-    """Submit all plans and collect all results, `ahead` steps behind."""
+    """Submit all plans and collect all results, `ahead` steps behind.
+
+    Each plan is a copy that went through pickle, so that no two are one object.
+    """
     results: list[Outcome] = []
     for number, plan in enumerate(plans):
-        executor.submit(plan)
+        executor.submit(pickle.loads(pickle.dumps(plan)))
         if number >= ahead:
             results.append(outcome_of(executor.collect()))
     results += [outcome_of(executor.collect()) for _ in range(min(ahead, len(plans)))]

@@ -87,7 +87,7 @@ def setup(tmp_path: Path) -> WorkerSetup:
 
 
 def plugin(executor: type[SingleProcessExecutor]) -> PluginUnderTest:
-    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=2)
+    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=3)
     return PluginUnderTest(spec, NoOptions(), __name__)
 
 
