@@ -59,10 +59,11 @@ class Machine:
     """A started executor and what its worker holds."""
 
     def __init__(self, executor: SingleProcessExecutor, info: WorkerInfo) -> None:
-        assert executor._runner is not None
+        assert executor._worker is not None
+        assert executor._worker._runner is not None
         self.executor = executor
         self.info = info
-        self.runner: ModelRunner = executor._runner
+        self.runner: ModelRunner = executor._worker._runner
 
     def prefill(self, prompts: list[list[int]], computed: int, **sampling: Any) -> None:
         """Put prompt i on row i, its blocks from the highest down; compute `computed` positions."""

@@ -81,7 +81,9 @@ class Started:
         assert isinstance(startup.executor, SingleProcessExecutor)
         self.executor = startup.executor
         self.executor.start(replace(startup.setup, prompt_graph_sizes=prompt_sizes))
-        runner = self.executor._runner
+        worker = self.executor._worker
+        assert worker is not None
+        runner = worker._runner
         assert runner is not None
         self.runner: ModelRunner = runner
         self.graphs = EagerGraphs(runner)
