@@ -137,7 +137,7 @@ def test_a_preempted_request_goes_on_where_it_was(steps_ahead: int) -> None:
         harness.step()
     assert second.state in (RequestState.DRAINING, RequestState.WAITING)
     assert not second.block_ids
-    sampled = sum(row in plan.sampled_rows for plan in harness.executor.plans)
+    sampled = sum(row in rows for rows in harness.executor.sampled_rows)
     harness.run()
     harness.check_all()
     admissions = [a for plan in harness.executor.plans for a in plan.admissions]
