@@ -73,17 +73,30 @@ class RowSampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
+    def is_penalised(self) -> bool:
+        """True where ids that came before become less likely."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def forbids_stop_ids(self) -> bool:
+        """True where a stop id may not come before `min_tokens`."""
+        return self.min_tokens > 0 and bool(self.stop_token_ids)
+
+    @property
+    def is_cut(self) -> bool:
+        """True where unlikely ids are cut; never for a greedy choice, whose id always stays."""
+        cut = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return cut and self.temperature > 0.0
+
+    @property
     def needs_tail(self) -> bool:
         """True where the captured greedy/temperature sampler is not enough."""
         return (
-            self.top_k > 0
-            or self.top_p < 1.0
-            or self.min_p > 0.0
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
+            self.is_cut
+            or self.is_penalised
+            or self.forbids_stop_ids
             or self.logprobs is not None
-            or self.min_tokens > 0
             or bool(self.logits_processors)
             or bool(self.logit_bias)
         )
