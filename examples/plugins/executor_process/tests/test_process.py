@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ExecutorError, WeightsError
@@ -24,6 +25,10 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 4,
 }
+ON_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+)
 PROMPTLY = 3.0
 """Seconds in which the end of a process is noticed."""
 
@@ -52,17 +57,19 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_the_tokens_are_those_of_the_core(llm: LLM) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_the_tokens_are_those_of_the_core(device: str) -> None:
     """Greedy and sampled, with log-probabilities; and closing ends the process."""
+    settings = {**SETTINGS, "device": device}
     params = [GREEDY, SamplingParams(temperature=0.9, seed=3, top_k=5, logprobs=2, max_tokens=24)]
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    with LLM("demo", **SETTINGS) as single:
+    with LLM("demo", executor="process", **settings) as llm:
+        pid = pid_of(llm)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert is_gone(pid)
+    with LLM("demo", **settings) as single:
         expected = single.generate(PROMPTS, params, use_tqdm=False)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
     assert outputs[1].logprobs == expected[1].logprobs
-    pid = pid_of(llm)
-    llm.close()
-    assert is_gone(pid)
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM], ids=lambda one: one.name)
