@@ -257,14 +257,14 @@ def test_plans_list_the_decoding_rows_only_where_these_change() -> None:
     assert len({plan.epoch for plan in plans}) == 1
     assert [plan.decode_rows is None for plan in plans] == [False] + [True] * (len(plans) - 1)
     assert sum(not plan.has_deltas for plan in plans) > 10
-    assert any(len(plan.appends) for plan in plans)
+    assert any(plan.appends is not None for plan in plans)
     epochs = [plan.epoch for plan in harness.executor.plans]
     assert epochs == sorted(epochs)
     assert epochs[0] == 1
 
 
 def test_the_bytes_of_a_steady_plan_do_not_grow_with_the_batch() -> None:
-    """One row or 512: the same few bytes, as no list of rows is repeated."""
+    """One row or 512: no list of rows is repeated; the count alone takes two bytes more."""
     sizes = []
     for num_rows in (1, 512):
         limits = {"max_num_seqs": num_rows, "num_blocks": num_rows}
@@ -274,8 +274,8 @@ def test_the_bytes_of_a_steady_plan_do_not_grow_with_the_batch() -> None:
         harness.run()
         steady = harness.executor.plans[5]
         assert (steady.num_decode, steady.has_deltas) == (num_rows, False)
-        sizes.append(len(pickle.dumps(replace(steady, num_decode=1))))
-    assert sizes[0] == sizes[1] < 400
+        sizes.append(len(pickle.dumps(steady)))
+    assert sizes[0] <= sizes[1] <= sizes[0] + 2 < 200
 
 
 def test_steady_steps_are_those_that_decode_the_rows_of_the_step_before() -> None:

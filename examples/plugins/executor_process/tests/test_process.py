@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,3 +119,45 @@ def test_an_error_of_the_start_keeps_its_type(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"rank 0 \(process \d+\): .*safetensors") as caught:
         LLM(str(tmp_path), executor="process", **SETTINGS)
     assert "in load_weights" in "".join(caught.value.__notes__)
+
+
+def test_ctrl_c_in_a_wait_loses_no_result(llm: LLM) -> None:
+    """The next call waits for the same step; the process ignores Ctrl-C."""
+    executor: Any = llm._executor
+    prompt = [5, 6, 7]
+    [expected] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    inbox = executor._inbox
+    os.kill(pid_of(llm), signal.SIGINT)
+    llm._engine.add_request("again", prompt, GREEDY)
+    executor._inbox = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        llm._engine.step()
+    executor._inbox = inbox
+    outputs = []
+    while llm._engine.has_unfinished():
+        outputs += llm._engine.step()
+    assert [one.token_ids for one in outputs] == [expected.token_ids]
+
+
+class Interrupted:
+    """An inbox at which Ctrl-C arrives."""
+
+    def get(self, timeout: float) -> None:
+        raise KeyboardInterrupt
+
+
+ENGINE = """
+import os, signal
+from nanovllm_core import LLM
+llm = LLM("demo", executor="process", device="cpu", attention="sdpa", max_num_seqs=4)
+print("started", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_ends_with_the_engine_s() -> None:
+    """Both write to one pipe, so `run` returns once neither is left."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"started\n")
