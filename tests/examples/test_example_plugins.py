@@ -78,6 +78,16 @@ def test_an_example_imports_of_nanovllm_only_what_is_public(folder: Path) -> Non
                 assert module in allowed, f"{file} imports {module}"
 
 
+def test_an_executor_of_another_process_is_as_short_as_is_said() -> None:
+    """docs/write/executor.md says 160 lines; the engine's side has under 120 of them."""
+    package = ROOT / "examples/plugins/executor_process/nanovllm_example_executor_process"
+    engine, worker = (
+        len((package / name).read_text().splitlines()) for name in ("executor.py", "process.py")
+    )
+    assert engine < 120
+    assert engine + worker <= 160
+
+
 def test_nothing_in_the_core_or_its_plugins_names_an_example() -> None:
     """Tests may, and what writes them: a new model is compared with transformers' Llama."""
     names = ["nanovllm_example", "nanovllm-example", "LlamaForCausalLM", "Qwen2ForCausalLM"]

@@ -123,6 +123,22 @@ def test_ranks_agree_on_the_number_of_blocks(setup: WorkerSetup, blocks: tuple[i
     assert run_ranks(2, on_rank) == [min(blocks)] * 2
 
 
+def test_ranks_agree_on_the_longest_sequence(folder: Path) -> None:
+    """With `fit` it follows the blocks of the rank with the fewest."""
+    overrides = {**SETTINGS, "max_model_len": "fit"}
+    setup = start(load_config(str(folder), overrides=overrides)).setup
+
+    def on_rank(rank: SimulatedRank) -> tuple[int, int]:
+        worker = Worker(with_blocks(setup, (9, 5)[rank.rank]), rank.context())
+        info = worker.start()
+        assert worker._runner is not None
+        length = worker._runner.max_model_len
+        worker.close()
+        return info.max_model_len, length
+
+    assert run_ranks(2, on_rank) == [(80, 80)] * 2
+
+
 def test_all_ranks_refuse_a_length_that_one_cannot_hold(setup: WorkerSetup) -> None:
     """With the same numbers, so that none waits for another."""
 
