@@ -89,23 +89,26 @@ def test_a_product_equals_its_reference(
 
 
 @pytest.mark.parametrize("rows", [1, 3, TILE_ROWS + 1])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
-    rows: int, dtype: torch.dtype
+    rows: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    """Its own kernel for few rows, torch's product for more."""
+    """Its own kernel for few rows, torch's product for more rows and for a bias."""
     x, norm_weight, weight, residual = problem(rows, 48, 256, dtype)
-    out = torch.full_like(residual, float("nan"))
+    out, bias = torch.full_like(residual, float("nan")), random(48, dtype=dtype, seed=4)
+    if not biased:
+        bias = None
     results = []
     for kernels in (TritonKernels(), TorchKernels()):
-        assert kernels.linear(x, weight, out) is out
+        assert kernels.linear(x, weight, bias, out) is out
         results.append(
             (
                 out.clone(),
-                kernels.linear(x, weight),
-                kernels.norm_linear(x, norm_weight, EPS, weight),
-                kernels.norm_gate_up(x, norm_weight, EPS, weight),
-                kernels.linear_add(x, weight, residual.clone()),
+                kernels.linear(x, weight, bias),
+                kernels.norm_linear(x, norm_weight, EPS, weight, bias),
+                kernels.norm_gate_up(x, norm_weight, EPS, weight, bias),
+                kernels.linear_add(x, weight, residual.clone(), bias),
             )
         )
     for actual, expected in zip(*results, strict=True):
@@ -115,8 +118,10 @@ def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
 @pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
 def test_a_residual_is_summed_in_place(rows: int) -> None:
     """What is returned is the residual itself: no other memory is written."""
-    x, _, weight, residual = problem(rows, 48, 256, torch.float16)
-    assert TritonKernels().linear_add(x, weight, residual).data_ptr() == residual.data_ptr()
+    x, bias, weight, residual = problem(rows, 256, 256, torch.float16)
+    for one in (None, bias):
+        added = TritonKernels().linear_add(x, weight, residual, one)
+        assert added.data_ptr() == residual.data_ptr()
 
 
 def test_split_parts_are_counted_anew_by_every_product() -> None:
