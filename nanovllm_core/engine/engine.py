@@ -22,7 +22,7 @@ from nanovllm_core.engine.output_processor import (
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.request_factory import RequestFactory
+from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.errors import (
     ConfigError,
@@ -129,7 +129,8 @@ class Engine:
 
         Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`,
         `InvalidLabelsError`, and `RequestTooLongError` for a request that can never fit. Other
-        requests go on; an error of the scheduler ends the engine, as in `step()`.
+        requests go on. An error of the scheduler ends the engine, as any error in `step()`,
+        `abort()` or `reset_prefix_cache()` does.
         """
         self._check_alive()
         if params.stop and detokenizer is None:
@@ -137,6 +138,12 @@ class Engine:
                 f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; give "
                 "one, or use stop_token_ids"
             )
+        for sample_id in sample_ids(request_id, params.n):
+            if sample_id in self._streams or sample_id in self._samples:
+                raise RequestError(
+                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
+                    "finishes"
+                )
         samples = self._factory.make_samples(
             request_id,
             prompt_token_ids,
@@ -147,15 +154,10 @@ class Engine:
             cache_salt=cache_salt,
             labels=labels,
         )
-        streams: dict[str, OutputStream] = {}
-        for request in samples:
-            sample_id = request.request_id
-            if sample_id in self._streams or sample_id in self._samples:
-                raise RequestError(
-                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
-                    "finishes"
-                )
-            streams[sample_id] = OutputStream(request, detokenizer() if detokenizer else None)
+        streams = {
+            request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
+            for request in samples
+        }
         with self._at_work():  # All parts are made: from here on the request is known.
             self._num_arrived += len(samples)
             self._samples[request_id] = samples

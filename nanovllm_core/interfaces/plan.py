@@ -163,11 +163,6 @@ class StepPlan(ArrayEquality):
         """Query tokens of the step, which the token budget bounds."""
         return self.num_decode + sum(chunk.length for chunk in self.prefill)
 
-    @property
-    def has_deltas(self) -> bool:
-        """True where the worker has something to apply before the step, the rows apart."""
-        return bool(self.admissions) or len(self.appends) > 0
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

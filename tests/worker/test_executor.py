@@ -111,11 +111,11 @@ def test_too_few_blocks_are_refused_before_weights_are_read(tmp_path: Path) -> N
         ("nanovllm_core.worker.worker.load_model", "the model: full; .*smaller model"),
         (
             "nanovllm_attention_sdpa.backend.SdpaAttention.allocate",
-            r"steps and their CUDA graphs: full; lower limits.max_num_seqs \(5\)",
+            r"steps: full; lower limits.max_num_seqs \(5\)",
         ),
         (
             "nanovllm_core.worker.runner.RowTables.allocate",
-            r"steps and their CUDA graphs: full; .*max_model_len \(64\), max",
+            r"steps: full; .*max_model_len \(64\), max",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_start_says_for_what_there_was_no_room_and_what_helps(
         ),
         (
             {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
-            r"no room on cpu for steps .*lower limits.max_num_seqs \(1000000000000\)",
+            r"no room on cpu for steps: .*lower limits.max_num_seqs \(1000000000000\)",
         ),
         ({"num_blocks": 2**62}, r"cache.num_blocks: \d+ blocks .*ask for fewer"),
     ],
