@@ -18,7 +18,7 @@ from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
 from nanovllm_core.errors import SchedulerError
-from nanovllm_core.interfaces.plan import NO_APPENDS, Admission, PrefillChunk, StepPlan
+from nanovllm_core.interfaces.plan import Admission, PrefillChunk, StepPlan
 from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
 
 _Append = tuple[int, int, int]
@@ -385,8 +385,8 @@ class Planner:
         return SchedulerError(f"{type(self.scheduler).__name__} {text}")
 
 
-def _array(appends: Sequence[_Append]) -> NDArray[np.int32]:
-    return np.array(appends, np.int32) if appends else NO_APPENDS
+def _array(appends: Sequence[_Append]) -> NDArray[np.int32] | None:
+    return np.array(appends, np.int32) if appends else None
 
 
 class _ValuesView(Sequence[RequestView]):

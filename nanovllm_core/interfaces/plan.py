@@ -23,10 +23,6 @@ PADDED = -1
 MAX_DEVICE_STOP_IDS = 8
 """Stop ids of a row that the device checks; where there are more, the engine checks every token."""
 
-NO_APPENDS: NDArray[np.int32] = np.zeros((0, 3), np.int32)
-NO_APPENDS.setflags(write=False)
-"""`StepPlan.appends` of a step in which no block table grows."""
-
 
 class ArrayEquality:
     """Equality by value for dataclasses (`eq=False`) whose fields may be arrays.
@@ -140,15 +136,15 @@ class StepPlan(ArrayEquality):
     worker holds them, so a plan that changes nothing has the same few bytes for any number of rows.
     A worker begins with epoch 0, which has no rows.
 
-    `appends` are new blocks, int32 [n, 3]: (row, index, block id) each, for the block to become
-    entry `index` of the row's block table. Rows of `prefill` never decode in the same step.
+    `appends` are new blocks, int32 [n, 3], or None: (row, index, block id) each, for the block to
+    become entry `index` of the row's block table. Rows of `prefill` never decode in the same step.
     """
 
     epoch: int = 0
     num_decode: int = 0
     decode_rows: NDArray[np.int32] | None = None
     admissions: tuple[Admission, ...] = ()
-    appends: NDArray[np.int32] = field(default_factory=lambda: NO_APPENDS)
+    appends: NDArray[np.int32] | None = None
     prefill: tuple[PrefillChunk, ...] = ()
 
     @property

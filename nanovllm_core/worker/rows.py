@@ -126,10 +126,9 @@ class RowUpdates:
 
     def append_blocks(self, appends: NDArray[np.int32]) -> None:
         """Add blocks to block tables; `appends` as in `StepPlan`."""
-        if len(appends):
-            start, max_blocks = self._layout["block_table"]
-            rows, indices, block_ids = appends.T
-            self._pieces.append((start + rows * max_blocks + indices, block_ids))
+        start, max_blocks = self._layout["block_table"]
+        rows, indices, block_ids = appends.T
+        self._pieces.append((start + rows * max_blocks + indices, block_ids))
 
     def set_active_rows(self, rows: NDArray[np.int32]) -> None:
         """Set the decoding rows, in batch order."""

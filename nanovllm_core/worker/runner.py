@@ -171,7 +171,8 @@ class ModelRunner:
             self._processors.admit(admission.row, admission.sampling.logits_processors)
             self._row_sampling[admission.row] = admission.sampling
             self._row_needs_tail[admission.row] = admission.sampling.needs_tail
-        self._updates.append_blocks(plan.appends)
+        if plan.appends is not None:
+            self._updates.append_blocks(plan.appends)
         if plan.decode_rows is not None:
             self._epoch = plan.epoch
             self._set_active(plan.decode_rows)

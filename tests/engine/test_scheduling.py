@@ -256,15 +256,15 @@ def test_plans_list_the_decoding_rows_only_where_these_change() -> None:
     plans = [plan for plan in harness.executor.plans if plan.num_decode == 2]
     assert len({plan.epoch for plan in plans}) == 1
     assert [plan.decode_rows is None for plan in plans] == [False] + [True] * (len(plans) - 1)
-    assert sum(not plan.admissions and not len(plan.appends) for plan in plans) > 10
-    assert any(len(plan.appends) for plan in plans)
+    assert sum(not plan.admissions and plan.appends is None for plan in plans) > 10
+    assert any(plan.appends is not None for plan in plans)
     epochs = [plan.epoch for plan in harness.executor.plans]
     assert epochs == sorted(epochs)
     assert epochs[0] == 1
 
 
 def test_the_bytes_of_a_steady_plan_do_not_grow_with_the_batch() -> None:
-    """One row or 512: the same few bytes, as no list of rows is repeated."""
+    """One row or 512: no list of rows is repeated; the count alone takes two bytes more."""
     sizes = []
     for num_rows in (1, 512):
         limits = {"max_num_seqs": num_rows, "num_blocks": num_rows}
@@ -273,10 +273,9 @@ def test_the_bytes_of_a_steady_plan_do_not_grow_with_the_batch() -> None:
             harness.add(str(index), [index % 50], greedy(12))
         harness.run()
         steady = harness.executor.plans[5]
-        assert steady.num_decode == num_rows
-        assert (steady.admissions, len(steady.appends)) == ((), 0)
-        sizes.append(len(pickle.dumps(replace(steady, num_decode=1))))
-    assert sizes[0] == sizes[1] < 400
+        assert (steady.num_decode, steady.admissions, steady.appends) == (num_rows, (), None)
+        sizes.append(len(pickle.dumps(steady)))
+    assert sizes[0] <= sizes[1] <= sizes[0] + 2 < 200
 
 
 def test_steady_steps_are_those_that_decode_the_rows_of_the_step_before() -> None:

@@ -61,8 +61,9 @@ plans = st.builds(
     num_decode=numbers,
     decode_rows=st.none() | indices,
     admissions=st.lists(admissions, max_size=3).map(tuple),
-    appends=st.lists(st.tuples(numbers, numbers, numbers), max_size=5).map(
-        lambda rows: np.array(rows, np.int32).reshape(-1, 3)
+    appends=st.none()
+    | st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=5).map(
+        lambda rows: np.array(rows, np.int32)
     ),
     prefill=st.lists(chunks, max_size=3).map(tuple),
 )

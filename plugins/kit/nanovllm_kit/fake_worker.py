@@ -135,7 +135,7 @@ class FakeExecutor(Executor):
         busy = [*decode_rows, *(chunk.row for chunk in plan.prefill)]
         assert len(set(busy)) == len(busy), "a row works twice in one step"
         assert all(0 <= row < self.num_rows for row in busy)
-        appends = plan.appends.tolist()
+        appends = [] if plan.appends is None else plan.appends.tolist()
         deltas = {a.row for a in plan.admissions} | {row for row, _, _ in appends}
         assert deltas <= set(busy), "a delta for a row that does not work"
         for admission in plan.admissions:

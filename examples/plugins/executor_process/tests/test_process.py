@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ExecutorError, WeightsError
@@ -24,6 +27,10 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 4,
 }
+ON_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+)
 PROMPTLY = 3.0
 """Seconds in which the end of a process is noticed."""
 
@@ -52,17 +59,19 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_the_tokens_are_those_of_the_core(llm: LLM) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_the_tokens_are_those_of_the_core(device: str) -> None:
     """Greedy and sampled, with log-probabilities; and closing ends the process."""
+    settings = {**SETTINGS, "device": device}
     params = [GREEDY, SamplingParams(temperature=0.9, seed=3, top_k=5, logprobs=2, max_tokens=24)]
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    with LLM("demo", **SETTINGS) as single:
+    with LLM("demo", executor="process", **settings) as llm:
+        pid = pid_of(llm)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert is_gone(pid)
+    with LLM("demo", **settings) as single:
         expected = single.generate(PROMPTS, params, use_tqdm=False)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
     assert outputs[1].logprobs == expected[1].logprobs
-    pid = pid_of(llm)
-    llm.close()
-    assert is_gone(pid)
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM], ids=lambda one: one.name)
@@ -110,3 +119,45 @@ def test_an_error_of_the_start_keeps_its_type(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"rank 0 \(process \d+\): .*safetensors") as caught:
         LLM(str(tmp_path), executor="process", **SETTINGS)
     assert "in load_weights" in "".join(caught.value.__notes__)
+
+
+def test_ctrl_c_in_a_wait_loses_no_result(llm: LLM) -> None:
+    """The next call waits for the same step; the process ignores Ctrl-C."""
+    executor: Any = llm._executor
+    prompt = [5, 6, 7]
+    [expected] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    inbox = executor._inbox
+    os.kill(pid_of(llm), signal.SIGINT)
+    llm._engine.add_request("again", prompt, GREEDY)
+    executor._inbox = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        llm._engine.step()
+    executor._inbox = inbox
+    outputs = []
+    while llm._engine.has_unfinished():
+        outputs += llm._engine.step()
+    assert [one.token_ids for one in outputs] == [expected.token_ids]
+
+
+class Interrupted:
+    """An inbox at which Ctrl-C arrives."""
+
+    def get(self, timeout: float) -> None:
+        raise KeyboardInterrupt
+
+
+ENGINE = """
+import os, signal
+from nanovllm_core import LLM
+llm = LLM("demo", executor="process", device="cpu", attention="sdpa", max_num_seqs=4)
+print("started", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_ends_with_the_engine_s() -> None:
+    """Both write to one pipe, so `run` returns once neither is left."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"started\n")

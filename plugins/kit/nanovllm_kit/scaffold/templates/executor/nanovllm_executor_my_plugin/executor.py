@@ -1,7 +1,7 @@
 """An executor around the core's own: it passes plans on and measures what comes back.
 
-An executor that reaches workers elsewhere has the same four methods; it sends `WorkerSetup` and the
-plans there, for both are plain data.
+An executor that reaches workers elsewhere has the same four methods. It sends `WorkerSetup` and
+every plan, in order, to a `nanovllm_core.worker.Worker` there: both are data that can be pickled.
 """
 
 from __future__ import annotations
