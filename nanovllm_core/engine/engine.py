@@ -22,8 +22,8 @@ from nanovllm_core.engine.output_processor import (
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.request_factory import RequestFactory
-from nanovllm_core.engine.rows import DecodeBatch, RowTable
+from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
+from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
@@ -99,7 +99,6 @@ class Engine:
         self._num_output_tokens = 0
         self._num_finished = 0
         self._host_seconds = 0.0
-        self._newest_batch: DecodeBatch | None = None
         self._steady_steps = 0
         self._steady_seconds = 0.0
         self._failure: BaseException | None = None
@@ -130,7 +129,8 @@ class Engine:
 
         Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`,
         `InvalidLabelsError`, and `RequestTooLongError` for a request that can never fit. Other
-        requests go on; an error of the scheduler ends the engine, as in `step()`.
+        requests go on. An error of the scheduler ends the engine, as any error in `step()`,
+        `abort()` or `reset_prefix_cache()` does.
         """
         self._check_alive()
         if params.stop and detokenizer is None:
@@ -138,6 +138,12 @@ class Engine:
                 f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; give "
                 "one, or use stop_token_ids"
             )
+        for sample_id in sample_ids(request_id, params.n):
+            if sample_id in self._streams or sample_id in self._samples:
+                raise RequestError(
+                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
+                    "finishes"
+                )
         samples = self._factory.make_samples(
             request_id,
             prompt_token_ids,
@@ -148,15 +154,10 @@ class Engine:
             cache_salt=cache_salt,
             labels=labels,
         )
-        streams: dict[str, OutputStream] = {}
-        for request in samples:
-            sample_id = request.request_id
-            if sample_id in self._streams or sample_id in self._samples:
-                raise RequestError(
-                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
-                    "finishes"
-                )
-            streams[sample_id] = OutputStream(request, detokenizer() if detokenizer else None)
+        streams = {
+            request.request_id: OutputStream(request, detokenizer() if detokenizer else None)
+            for request in samples
+        }
         with self._at_work():  # All parts are made: from here on the request is known.
             self._num_arrived += len(samples)
             self._samples[request_id] = samples
@@ -282,8 +283,7 @@ class Engine:
                     ids = ", ".join(self._running[row].request_id for row in error.rows)
                     raise ModelOutputError(f"request {ids}, {error}", error.rows) from error
                 self._in_flight.append(planned)
-                is_steady = planned.batch is self._newest_batch and not planned.chunks
-                self._newest_batch = planned.batch
+                is_steady = planned.plan.decode_rows is None and not planned.chunks
             elif self._in_flight or not self._streams:
                 break
             else:
@@ -301,12 +301,12 @@ class Engine:
 
     def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
         """Accept the tokens of one step; share, stream and finish what they complete."""
-        expected = len(planned.plan.sampled_rows)
+        expected = planned.plan.num_sampled
         if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
             raise InconsistentStateError(
                 f"{type(self._executor).__name__} returned {shown(result)} for a step of "
-                f"{expected} tokens; collect() must return a StepResult with one for each of "
-                "sampled_rows"
+                f"{expected} tokens; collect() must return a StepResult with one for each decoding "
+                "row and each chunk that samples"
             )
         batch, token_ids = planned.batch, result.token_ids
         ended: set[int] = set()
@@ -333,7 +333,7 @@ class Engine:
         entry = len(batch.rows)
         for decoded in sorted(ended.union(batch.watched)):
             if decoded < entry:
-                row = batch.rows[decoded]
+                row = int(batch.rows[decoded])
                 if self._rows.generation[row] == batch.generations[decoded]:
                     yield decoded, self._running[row]
         for prompt in planned.chunks:

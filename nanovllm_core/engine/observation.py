@@ -49,10 +49,6 @@ class Observation:
 
     def __init__(self, observers: Mapping[str, StepObserver]) -> None:
         self._observers = dict(observers)
-        self._wants_requests = any(
-            type(observer).on_request_finished is not StepObserver.on_request_finished
-            for observer in observers.values()
-        )
         self._step = 0
         self._before = EngineStats()
         """As things stood when the last step was collected."""
@@ -69,7 +65,7 @@ class Observation:
         record = StepRecord(
             step=self._step,
             seconds=now - (began if self._collected is None else self._collected),
-            num_decode_rows=len(taken.plan.decode_rows),
+            num_decode_rows=taken.plan.num_decode,
             num_prefill_tokens=sum(chunk.length for chunk in taken.plan.prefill),
             num_output_tokens=stats.output_tokens - before.output_tokens,
             num_finished=stats.finished - before.finished,
@@ -87,7 +83,7 @@ class Observation:
         self, request: Request, output: RequestOutput, finished_time: float
     ) -> None:
         """A request is over; its record is made where an observer wants it."""
-        if not self._wants_requests or output.finish_reason is None:
+        if output.finish_reason is None or not any(map(_reads_requests, self._observers.values())):
             return
         record = RequestRecord(
             request_id=output.request_id,
@@ -114,6 +110,10 @@ class Observation:
         """The last call: every observer that is left is closed, whatever the others raise."""
         observers, self._observers = self._observers, {}
         close_observers(observers)
+
+
+def _reads_requests(observer: StepObserver) -> bool:
+    return type(observer).on_request_finished is not StepObserver.on_request_finished
 
 
 def close_observers(observers: Mapping[str, StepObserver]) -> None:

@@ -67,12 +67,17 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int
 
     Raises ArchitectureError for head counts that cannot be shared out evenly.
     """
-    small, large = sorted((num_kv_heads, tp_size))
-    if num_heads % num_kv_heads != 0 or num_heads % tp_size != 0 or large % small != 0:
+    if num_heads % num_kv_heads != 0:
         raise ArchitectureError(
             f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
-            f"({num_kv_heads}) and by tensor_parallel_size ({tp_size}), and the larger of these "
-            "two by the smaller; check config.json, or choose another tensor_parallel_size"
+            f"({num_kv_heads}); check the checkpoint's config.json"
+        )
+    small, large = sorted((num_kv_heads, tp_size))
+    if num_heads % tp_size != 0 or large % small != 0:
+        raise ArchitectureError(
+            f"tensor_parallel_size ({tp_size}) must divide num_attention_heads ({num_heads}), and "
+            f"must divide num_key_value_heads ({num_kv_heads}) or be divisible by it; choose "
+            "another size"
         )
     return num_heads // tp_size, max(num_kv_heads // tp_size, 1)
 

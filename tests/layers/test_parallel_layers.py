@@ -281,11 +281,13 @@ SPLITS: dict[str, Callable[[LayerContext], object]] = {
     r"output size \(9\).*tensor_parallel_size \(2\)": lambda c: ColumnParallelLinear(c, 8, 9),
     r"output size 1 \(9\)": lambda c: MergedColumnParallelLinear(c, 8, (8, 9)),
     r"input size \(9\)": lambda c: RowParallelLinear(c, 9, 8),
-    r"num_attention_heads \(3\).*tensor_parallel_size": lambda c: QKVParallelLinear(c, 8, 3, 3, 4),
+    r"tensor_parallel_size \(2\).*num_attention_heads \(3\)": lambda c: QKVParallelLinear(
+        c, 8, 3, 3, 4
+    ),
     r"num_attention_heads \(8\).*num_key_value_heads \(3\)": lambda c: QKVParallelLinear(
         c, 8, 8, 3, 4
     ),
-    r"num_key_value_heads \(3\).*tensor_parallel_size \(2\).*larger": lambda c: QKVParallelLinear(
+    r"tensor_parallel_size \(2\).*num_key_value_heads \(3\) or be": lambda c: QKVParallelLinear(
         c, 8, 6, 3, 4
     ),
 }
