@@ -42,6 +42,7 @@ from nanovllm_core.layers.linear import (
 )
 from nanovllm_core.layers.matrix import (
     Piece as Piece,
+    Pieces as Pieces,
     PlainMatrix as PlainMatrix,
     WeightMatrix as WeightMatrix,
     make_split_parameter as make_split_parameter,

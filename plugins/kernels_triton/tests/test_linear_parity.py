@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kernels_triton.kernel_set import TritonKernels
@@ -122,6 +123,38 @@ def test_a_residual_is_summed_in_place(rows: int) -> None:
     for one in (None, bias):
         added = TritonKernels().linear_add(x, weight, residual, one)
         assert added.data_ptr() == residual.data_ptr()
+
+
+class Launched(TorchDispatchMode):
+    """Notes torch's products and sums; Triton's interpreter copies with other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        self.names += [name] * (name in ("mm", "addmm", "addmm_", "add", "add_"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
+def test_a_bias_is_a_launch_of_its_own_behind_a_residual_alone(rows: int) -> None:
+    """At any number of rows cuBLAS adds it in the product."""
+    x, bias, weight, residual = problem(rows, 256, 256, torch.float16)
+    kernels, out = TritonKernels(), torch.empty_like(residual)
+    for product in (
+        lambda: kernels.linear(x, weight, bias),
+        lambda: kernels.linear(x, weight, bias, out),
+        lambda: kernels.norm_linear(x, bias, EPS, weight, bias),
+        lambda: kernels.norm_gate_up(x, bias, EPS, weight, bias),
+    ):
+        with Launched() as launched:
+            product()
+        assert launched.names == ["addmm"]
+    with Launched() as launched:
+        kernels.linear_add(x, weight, residual, bias)
+    assert launched.names == (["add_"] if rows <= TILE_ROWS else ["addmm_", "add_"])
 
 
 def test_split_parts_are_counted_anew_by_every_product() -> None:
