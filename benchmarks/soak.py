@@ -168,9 +168,9 @@ def run(llm: LLM, seed: int, goes_on: Callable[[int, float], bool]) -> Run:
             if abort:
                 engine.abort(abort)
                 num_aborts += 1
-        for output in engine.step():
-            del live[output.request_id]
-            done.finish(int(output.request_id), output.finish_reason, output.token_ids)
+        for delta in engine.step():
+            del live[delta.request_id]
+            done.finish(int(delta.request_id), delta.finish_reason, delta.new_token_ids)
         done.steps += arriving
         if perf_counter() - started > len(done.memory) * SAMPLE_SECONDS:
             done.read_memory(perf_counter() - started)

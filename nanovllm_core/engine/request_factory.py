@@ -111,6 +111,7 @@ class RequestFactory:
         arrival_step: int,
         arrival_index: int,
         stream: bool,
+        searched: bool,
         cache_salt: bytes,
         labels: Mapping[str, str] | None,
     ) -> list[Request]:
@@ -146,6 +147,7 @@ class RequestFactory:
                 table=self.table,
                 labels=checked_labels,
                 stream=stream,
+                searched=searched,
                 cache_salt=cache_salt,
             )
             for index in range(params.n)

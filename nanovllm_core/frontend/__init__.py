@@ -1,5 +1,11 @@
-"""The offline front door: `LLM`, the tokenizer, and the order in which an engine is closed."""
+"""The front doors of an engine: `LLM`, texts, the tokenizer, and the order in which it closes."""
 
 from nanovllm_core.frontend.llm import (
     LLM as LLM,
+)
+from nanovllm_core.frontend.outputs import (
+    Detokenizer as Detokenizer,
+    OutputStream as OutputStream,
+    RequestOutput as RequestOutput,
+    Transcript as Transcript,
 )

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import load_config
-from nanovllm_core.engine import Engine, EngineLimits, EngineStats, RequestOutput
+from nanovllm_core.engine import Engine, EngineLimits, EngineStats
 from nanovllm_core.engine.observation import Observation
 from nanovllm_core.errors import (
     CheckpointError,
@@ -30,6 +30,7 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.frontend.closing import EngineParts, close_parts
 from nanovllm_core.frontend.gc_freeze import freeze_objects
+from nanovllm_core.frontend.outputs import OutputStream, RequestOutput
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.request_labels import Labels, labels_of_each
@@ -65,10 +66,10 @@ class LLM:
         self.config = config
         self._lock = RLock()
         self._next_id = 0
-        self._awaited: set[str] = set()
-        """Requests whose caller wants their outputs."""
-        self._kept: dict[tuple[str, int], RequestOutput] = {}
-        """By request and sample: the news that came while another caller ran the steps, as one."""
+        self._streams: dict[tuple[str, int], OutputStream] = {}
+        """By request and sample."""
+        self._kept: dict[str, list[RequestOutput]] = {}
+        """By request: the outputs that came while another caller ran the steps."""
         began = perf_counter()
         startup = start(config)
         self._executor = startup.executor
@@ -245,35 +246,28 @@ class LLM:
         """The news of the requests in `mine`, by a step if none is there; others' is kept."""
         with self._lock:
             self._check_open()
-            kept = [self._kept.pop(key) for key in tuple(self._kept) if key[0] in mine]
+            kept = [self._kept.pop(key) for key in tuple(self._kept) if key in mine]
             if kept:
-                return kept
-            news = self._engine.step()
-            for output in news:
-                if output.request_id in self._awaited and output.request_id not in mine:
-                    self._keep(output)
-            return [output for output in news if output.request_id in mine]
-
-    def _keep(self, output: RequestOutput) -> None:
-        """Add to what is kept of the same sample: an output holds all so far, and what is new."""
-        key = output.request_id, output.index
-        if earlier := self._kept.get(key):
-            output = replace(
-                output,
-                new_token_ids=earlier.new_token_ids + output.new_token_ids,
-                new_text=earlier.new_text + output.new_text,
-            )
-        self._kept[key] = output
+                return [output for outputs in kept for output in outputs]
+            news = []
+            for delta in self._engine.step():
+                stream = self._streams.get((delta.request_id, delta.index))
+                output = stream.push(delta) if stream else None
+                if output is not None and output.request_id in mine:
+                    news.append(output)
+                elif output is not None:
+                    self._kept.setdefault(output.request_id, []).append(output)
+            return news
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Abort the unfinished requests among these; their caller no longer waits."""
         with self._lock:
             for request_id in request_ids:
                 self._engine.abort(request_id)
-                self._awaited.discard(request_id)
-            for key in tuple(self._kept):
-                if key[0] not in self._awaited:
-                    self._kept.pop(key, None)
+                self._kept.pop(request_id, None)
+                for key in tuple(self._streams):
+                    if key[0] == request_id:
+                        del self._streams[key]
 
     def _add(
         self,
@@ -288,14 +282,23 @@ class LLM:
                 f"expected SamplingParams, got {type(params).__name__} {shown(params)}; make one, "
                 "as in SamplingParams(temperature=0.6)"
             )
-        detokenizer = self._tokenizer.detokenizer if self._tokenizer is not None else None
+        if params.stop and self._tokenizer is None:
+            raise InvalidSamplingError(
+                f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; give "
+                "one, or use stop_token_ids"
+            )
         with self._lock:
             request_id = str(self._next_id)
             self._next_id += 1
+            searched = bool(params.stop)
             self._engine.add_request(
-                request_id, ids, params, stream=stream, detokenizer=detokenizer, labels=labels
+                request_id, ids, params, stream=stream, searched=searched, labels=labels
             )
-            self._awaited.add(request_id)
+            for index in range(params.n):
+                detokenizer = self._tokenizer.detokenizer() if self._tokenizer else None
+                self._streams[request_id, index] = OutputStream(
+                    list(ids), params, detokenizer, self._engine.end_at
+                )
         return request_id
 
     def _template(self, variables: Mapping[str, Any] | None) -> Callable[[Any], list[int]]:

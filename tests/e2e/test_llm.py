@@ -165,14 +165,15 @@ def test_streams_and_batches_on_one_engine_do_not_take_each_others_outputs(
     assert [got[0] + rest[0], got[1] + rest[1]] == expected[:2]
 
 
-def test_what_a_stream_missed_comes_as_one(demo: LLM) -> None:
-    """An output holds all tokens so far: one is kept, not one for each step of another caller."""
+def test_a_stream_misses_nothing_while_its_caller_does_other_things(demo: LLM) -> None:
+    """Its tokens wait, each an output of its own that holds all up to it."""
     whole = demo.generate("Once upon", greedy(8))[0]
     stream = demo.stream("Once upon", greedy(8))
     parts = [next(stream)]
     demo.generate("a long time ago", SamplingParams(max_tokens=40, ignore_eos=True))
     parts += stream
-    assert len(parts) == 2
+    assert [part.token_ids for part in parts] == [whole.token_ids[:i] for i in range(1, 9)]
+    assert [whole.text.startswith(part.text) for part in parts] == [True] * 8
     assert "".join(part.new_text for part in parts) == parts[-1].text == whole.text
     assert [token for part in parts for token in part.new_token_ids] == whole.token_ids
 

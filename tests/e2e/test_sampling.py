@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.engine import RequestOutput
+from nanovllm_core.frontend import RequestOutput
 from nanovllm_core.engine.request_factory import derive_seed
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 
