@@ -81,8 +81,8 @@ def decoding_engine(
         with LLM(
             folder, load_format="dummy", device="cpu", dtype="float32", limits=limits, cache=cache
         ) as llm:
-            engine = llm._engine
-            runner = cast(SingleProcessExecutor, llm._executor)._running()
+            engine = llm.engine
+            runner = cast(SingleProcessExecutor, llm.engine._executor)._running()
             runner._graphs = cast(StepGraphs, InstantGraphs(runner._results))
             for row in range(batch):
                 add_request(engine, str(row), 8 + (row % block_size if stagger else 0))

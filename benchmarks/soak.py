@@ -151,7 +151,7 @@ def _host_bytes() -> int:
 
 def run(llm: LLM, seed: int, goes_on: Callable[[int, float], bool]) -> Run:
     """Traffic while `goes_on(steps, seconds)`, then steps until nothing is left."""
-    engine, rows = llm._engine, llm.config.limits.max_num_seqs
+    engine, rows = llm.engine, llm.config.limits.max_num_seqs
     traffic = Traffic(seed, llm.info.vocab_size, llm.info.max_model_len, rows)
     done = Run(seed, llm.config.model_dump(mode="json"))
     live: dict[str, None] = {}

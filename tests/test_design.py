@@ -253,6 +253,7 @@ def test_a_broken_plugin_that_nobody_selected_does_no_harm(install: Install) -> 
 
 def test_the_public_names_are_these() -> None:
     assert sorted(nanovllm_core.__all__) == [
+        "AsyncLLM",
         "EngineConfig",
         "LLM",
         "NanoVLLMError",

@@ -123,8 +123,9 @@ class Engine:
 
         With `stream` every new token comes at once, otherwise all of them when the sample is
         finished. `searched` streams too: the caller searches the text for stop strings, and calls
-        `end_at` for every sample that is not aborted. `cache_salt` separates requests that must not share cached blocks. `labels` are texts by
-        name for schedulers and observers; all samples carry them.
+        `end_at` for every sample that is not aborted. `cache_salt` separates requests that must not
+        share cached blocks. `labels` are texts by name for schedulers and observers; all samples
+        carry them.
 
         Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`,
         `InvalidLabelsError`, and `RequestTooLongError` for a request that can never fit. Other

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from nanovllm_core.cli import prompts as prompts_module
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.frontend import RequestOutput, Transcript
 from nanovllm_core.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from nanovllm_core.frontend import RequestOutput, Transcript
 from nanovllm_core.interfaces.plan import TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.frontend import RequestOutput, Transcript
 from nanovllm_core.errors import CheckpointError, ConfigError, InvalidSamplingError, RequestError
+from nanovllm_core.frontend import RequestOutput, Transcript
 from nanovllm_core.interfaces.sampling_params import NEUTRAL
 
 ENDS = "stop"

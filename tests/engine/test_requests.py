@@ -90,7 +90,7 @@ def test_a_scheduler_that_fails_at_a_request_ends_the_engine(
 
 
 def test_stop_strings_need_a_caller_who_searches_the_text() -> None:
-    with pytest.raises(InvalidSamplingError, match="stop is .* ids and no text; search the text"):
+    with pytest.raises(InvalidSamplingError, match=r"stop is .* ids and no text; search the text"):
         Harness().add("a", [1], greedy(stop="x"))
 
 
