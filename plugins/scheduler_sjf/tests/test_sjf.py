@@ -97,7 +97,7 @@ def test_the_spec_declares_the_bound(ageing: float, bound: float) -> None:
     """33 tokens of work: (33 - 1) / ageing steps. The conformance suite holds it."""
     engine = make_engine(ageing)
     engine.add_request("a", [1] * 33, ONE_TOKEN)
-    [request] = engine._requests.values()
+    [request] = engine._unfinished.values()
     [spec] = nanovllm_schedulers()
     assert spec.max_overtaking_steps is not None
     assert spec.max_overtaking_steps(SjfOptions(ageing=ageing), request) == bound
@@ -119,7 +119,7 @@ def test_the_latest_arrival_is_preempted_first() -> None:
     engine = make_engine(ageing=16)
     engine.add_request("old and long", [1] * 100, ONE_TOKEN)
     engine.add_request("new and short", [1], ONE_TOKEN)
-    requests = list(engine._requests.values())
+    requests = list(engine._unfinished.values())
     scheduler = TokenBudgetScheduler(SjfPolicy(SjfOptions()))
     assert scheduler.choose_victim(requests) == "new and short"
 
