@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -30,7 +30,6 @@ from rich.table import Table
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.engine import Engine
-from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.results import ResultRing
 
@@ -82,7 +81,7 @@ def decoding_engine(
             folder, load_format="dummy", device="cpu", dtype="float32", limits=limits, cache=cache
         ) as llm:
             engine = llm.engine
-            runner = cast(SingleProcessExecutor, llm.engine._executor)._running()
+            runner = cast(Any, llm.engine._executor)._worker._runner
             runner._graphs = cast(StepGraphs, InstantGraphs(runner._results))
             for row in range(batch):
                 add_request(engine, str(row), 8 + (row % block_size if stagger else 0))

@@ -28,7 +28,6 @@ from rich.table import Table
 from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.workloads import VOCABULARY
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.polling import StepWait, Wait
 from nanovllm_core.worker.runner import ModelRunner
 
@@ -108,7 +107,7 @@ def decoding(arguments: argparse.Namespace, num_steps: int) -> Iterator[tuple[LL
             llm.engine.step()
         for _ in range(40):
             llm.engine.step()
-        yield llm, cast(SingleProcessExecutor, llm.engine._executor)._running()
+        yield llm, cast(Any, llm.engine._executor)._worker._runner
 
 
 def window(llm: LLM, stopwatch: Stopwatch) -> dict[str, Any]:

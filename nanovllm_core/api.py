@@ -69,11 +69,14 @@ from nanovllm_core.interfaces.observer import (
     StepObserver as StepObserver,
     StepRecord as StepRecord,
 )
+from nanovllm_core.interfaces.parallel import (
+    SINGLE as SINGLE,
+    ParallelContext as ParallelContext,
+)
 from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS as MAX_DEVICE_STOP_IDS,
     PADDED as PADDED,
     Admission as Admission,
-    BlockAppend as BlockAppend,
     PrefillChunk as PrefillChunk,
     RowSampling as RowSampling,
     StepPlan as StepPlan,

@@ -19,7 +19,7 @@ from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.request_factory import RequestFactory
-from nanovllm_core.engine.rows import DecodeBatch, RowTable
+from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
@@ -96,7 +96,6 @@ class Engine:
         self._num_output_tokens = 0
         self._num_finished = 0
         self._host_seconds = 0.0
-        self._newest_batch: DecodeBatch | None = None
         self._steady_steps = 0
         self._steady_seconds = 0.0
         self._failure: BaseException | None = None
@@ -299,8 +298,7 @@ class Engine:
                     ids = ", ".join(self._running[row].request_id for row in error.rows)
                     raise ModelOutputError(f"request {ids}, {error}", error.rows) from error
                 self._in_flight.append(planned)
-                is_steady = planned.batch is self._newest_batch and not planned.chunks
-                self._newest_batch = planned.batch
+                is_steady = planned.plan.decode_rows is None and not planned.chunks
             elif self._in_flight or not self._unfinished:
                 break
             else:
@@ -318,12 +316,12 @@ class Engine:
 
     def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
         """Accept the tokens of one step; share, stream and finish what they complete."""
-        expected = len(planned.plan.sampled_rows)
+        expected = planned.plan.num_sampled
         if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
             raise InconsistentStateError(
                 f"{type(self._executor).__name__} returned {shown(result)} for a step of "
-                f"{expected} tokens; collect() must return a StepResult with one for each of "
-                "sampled_rows"
+                f"{expected} tokens; collect() must return a StepResult with one for each decoding "
+                "row and each chunk that samples"
             )
         batch, token_ids = planned.batch, result.token_ids
         ended: set[int] = set()
@@ -350,7 +348,7 @@ class Engine:
         entry = len(batch.rows)
         for decoded in sorted(ended.union(batch.watched)):
             if decoded < entry:
-                row = batch.rows[decoded]
+                row = int(batch.rows[decoded])
                 if self._rows.generation[row] == batch.generations[decoded]:
                     yield decoded, self._running[row]
         for prompt in planned.chunks:

@@ -68,7 +68,7 @@ class Observation:
         record = StepRecord(
             step=self._step,
             seconds=now - (began if self._collected is None else self._collected),
-            num_decode_rows=len(taken.plan.decode_rows),
+            num_decode_rows=taken.plan.num_decode,
             num_prefill_tokens=sum(chunk.length for chunk in taken.plan.prefill),
             num_output_tokens=stats.output_tokens - before.output_tokens,
             num_finished=stats.finished - before.finished,

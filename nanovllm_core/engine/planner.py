@@ -7,16 +7,22 @@ which ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
 from nanovllm_core.errors import SchedulerError
-from nanovllm_core.interfaces.plan import Admission, BlockAppend, PrefillChunk, StepPlan
+from nanovllm_core.interfaces.plan import NO_APPENDS, Admission, PrefillChunk, StepPlan
 from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
+
+_Append = tuple[int, int, int]
+"""Row, index in its block table, block id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +67,8 @@ class Planner:
         self._waiting_view = _ValuesView(self.waiting)
         self._steady: PlannedStep | None = None
         """The step to repeat while the decoding rows stay the same."""
+        self._epoch = 0
+        """That of the last planned step; the workers have its rows."""
 
     # -- the queue
 
@@ -97,16 +105,20 @@ class Planner:
         appends = self._serve_due_rows()
         if self._steady is None:
             batch = self.rows.make_batch()
-            self._steady = PlannedStep(StepPlan(decode_rows=batch.rows), batch)
+            plan = StepPlan(epoch=self._epoch + 1, num_decode=len(batch.rows))
+            self._steady = PlannedStep(plan, batch)
         planned = steady = self._steady
         if self.prefilling or (self.waiting and self.rows.free):
             planned = self._with_prompts(steady, appends)
         elif appends:
-            planned = PlannedStep(
-                StepPlan(appends=tuple(appends), decode_rows=steady.batch.rows), steady.batch
-            )
-        if not planned.batch.rows and not planned.chunks:
+            planned = replace(steady, plan=replace(steady.plan, appends=_array(appends)))
+        plan = planned.plan
+        if not plan.num_decode and not plan.prefill:
             return None
+        if plan.epoch != self._epoch:
+            self._epoch = plan.epoch
+            rows = steady.batch.rows.astype(np.int32)
+            planned = replace(planned, plan=replace(plan, decode_rows=rows))
         self.step += 1
         self.rows.scheduled += self.rows.decoding
         for prompt in planned.chunks:
@@ -145,7 +157,7 @@ class Planner:
 
     # -- decoding rows
 
-    def _serve_due_rows(self) -> Sequence[BlockAppend]:
+    def _serve_due_rows(self) -> Sequence[_Append]:
         """Stop rows whose outputs are all planned; give the others the block they have come to."""
         due = [self.running[row] for row in self.rows.rows_due()]
         for request in due:
@@ -159,21 +171,21 @@ class Planner:
         if not appends:
             return ()
         # A row may have got its block and then been preempted for a later one.
-        appends = [append for append in appends if self.rows.decoding[append.row]]
+        appends = [append for append in appends if self.rows.decoding[append[0]]]
         return appends + self._append_early()
 
-    def _append_block(self, request: Request) -> BlockAppend:
+    def _append_block(self, request: Request) -> _Append:
         index = len(request.block_ids)
         block_id = self.kv.add_block(request)
         self.rows.due_at[request.row] = self._next_due(request)
-        return BlockAppend(request.row, index, block_id)
+        return request.row, index, block_id
 
-    def _append_early(self) -> list[BlockAppend]:
+    def _append_early(self) -> list[_Append]:
         """Blocks for the rows that need one soon: one copy to the device then serves many steps.
 
         Only while there is a free block for every row: it must not preempt another request now.
         """
-        appends: list[BlockAppend] = []
+        appends: list[_Append] = []
         for row in self.rows.rows_due_within(self.kv.early_steps):
             if self.kv.pool.num_free <= self.rows.num_rows:
                 break
@@ -247,13 +259,13 @@ class Planner:
 
     # -- prompts
 
-    def _with_prompts(self, steady: PlannedStep, appends: Sequence[BlockAppend]) -> PlannedStep:
+    def _with_prompts(self, steady: PlannedStep, appends: Sequence[_Append]) -> PlannedStep:
         """The decoding rows' step plus what the scheduler gives to prompts."""
         state = SchedulerState(
             step=self.step,
             waiting=self._waiting_view,
             prefilling=tuple(self.prefilling.values()),
-            token_budget=self.max_num_batched_tokens - len(steady.batch.rows),
+            token_budget=self.max_num_batched_tokens - steady.plan.num_decode,
             free_rows=len(self.rows.free),
             free_blocks=self.kv.pool.num_free,
             num_cached_tokens=self._num_cached_tokens,
@@ -277,12 +289,12 @@ class Planner:
             else:
                 first = len(request.block_ids)
                 new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
-                all_appends += [BlockAppend(request.row, *block) for block in enumerate(new, first)]
+                all_appends += [(request.row, *block) for block in enumerate(new, first)]
             chunks.append(self._plan_chunk(request, share.num_tokens))
-        plan = StepPlan(
+        plan = replace(
+            steady.plan,
             admissions=tuple(admissions),
-            appends=tuple(all_appends),
-            decode_rows=steady.batch.rows,
+            appends=_array(all_appends),
             prefill=tuple(planned.chunk for planned in chunks),
         )
         return PlannedStep(plan, steady.batch, tuple(chunks))
@@ -318,7 +330,7 @@ class Planner:
             token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed=num_cached,
-            block_ids=tuple(request.block_ids),
+            block_ids=np.array(request.block_ids, np.int32),
             max_length=request.max_length,
             sampling=request.sampling,
         )
@@ -370,6 +382,10 @@ class Planner:
 
     def _error(self, text: str) -> SchedulerError:
         return SchedulerError(f"{type(self.scheduler).__name__} {text}")
+
+
+def _array(appends: Sequence[_Append]) -> NDArray[np.int32]:
+    return np.array(appends, np.int32) if appends else NO_APPENDS
 
 
 class _ValuesView(Sequence[RequestView]):

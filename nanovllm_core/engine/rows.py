@@ -26,8 +26,7 @@ class DecodeBatch:
     alive; `watched` are the entries whose every token needs Python (streaming, stop strings, ...).
     """
 
-    rows: tuple[int, ...]
-    row_array: NDArray[np.intp]
+    rows: NDArray[np.intp]
     generations: NDArray[np.int64]
     version: int
     watched: tuple[int, ...]
@@ -82,10 +81,9 @@ class RowTable:
 
     def make_batch(self) -> DecodeBatch:
         """The rows that decode now."""
-        rows = tuple(self.decoding_rows())
-        row_array = np.array(rows, dtype=np.intp)
-        watched = tuple(np.flatnonzero(self.watched[row_array]).tolist())
-        return DecodeBatch(rows, row_array, self.generation[row_array], self.version, watched)
+        rows = np.flatnonzero(self.decoding)
+        watched = tuple(np.flatnonzero(self.watched[rows]).tolist())
+        return DecodeBatch(rows, self.generation[rows], self.version, watched)
 
     def rows_due(self) -> Sequence[int]:
         """Decoding rows that need a block, or whose every output is planned."""
@@ -106,7 +104,7 @@ class RowTable:
 
     def accept_batch(self, batch: DecodeBatch, token_ids: NDArray[np.int32]) -> int:
         """One more id is known of every row of the batch; returns how many were not stale."""
-        rows = batch.row_array
+        rows = batch.rows
         if batch.version != self.version:
             alive = self.generation[rows] == batch.generations
             if alive.all():

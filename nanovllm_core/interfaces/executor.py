@@ -79,7 +79,9 @@ class Executor(ABC):
     def submit(self, plan: StepPlan) -> None:
         """Apply the plan's deltas, then launch its step.
 
-        The same plan object as before means that nothing changed; such a plan has no deltas.
+        Every worker needs every plan, in order: one without decoding rows refers to those that an
+        earlier plan of its epoch listed. A worker that lacks them raises InconsistentStateError,
+        here or from `collect`.
         """
 
     @abstractmethod

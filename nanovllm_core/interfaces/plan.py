@@ -3,13 +3,15 @@
 The engine owns the truth (rows, blocks, lengths, known ids); a worker mirrors it in device tables
 indexed by row. A plan carries deltas only. Plans are applied in the order they are submitted, on
 one stream, so a block freed by one plan may be given to another row by the next.
+
+All of it is data: a copy that went through pickle equals the original and means the same. Lists of
+indices are int32 arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,32 @@ PADDED = -1
 
 MAX_DEVICE_STOP_IDS = 8
 """Stop ids of a row that the device checks; where there are more, the engine checks every token."""
+
+NO_APPENDS: NDArray[np.int32] = np.zeros((0, 3), np.int32)
+NO_APPENDS.setflags(write=False)
+"""`StepPlan.appends` of a step in which no block table grows."""
+
+
+class ArrayEquality:
+    """Equality by value for dataclasses (`eq=False`) whose fields may be arrays.
+
+    Arrays are equal where their dtypes, shapes and elements are. Not hashable.
+    """
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]  # as of any mutable value
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        names = [one.name for one in fields(self)]  # type: ignore[arg-type]  # a dataclass
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,46 +73,51 @@ class RowSampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
+    def is_penalised(self) -> bool:
+        """True where ids that came before become less likely."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def forbids_stop_ids(self) -> bool:
+        """True where a stop id may not come before `min_tokens`."""
+        return self.min_tokens > 0 and bool(self.stop_token_ids)
+
+    @property
+    def is_cut(self) -> bool:
+        """True where unlikely ids are cut; never for a greedy choice, whose id always stays."""
+        cut = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return cut and self.temperature > 0.0
+
+    @property
     def needs_tail(self) -> bool:
         """True where the captured greedy/temperature sampler is not enough."""
         return (
-            self.top_k > 0
-            or self.top_p < 1.0
-            or self.min_p > 0.0
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
+            self.is_cut
+            or self.is_penalised
+            or self.forbids_stop_ids
             or self.logprobs is not None
-            or self.min_tokens > 0
             or bool(self.logits_processors)
             or bool(self.logit_bias)
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Admission(ArrayEquality):
     """A request takes a row. `token_ids` are all known ids: prompt, then outputs before preemption.
 
-    `num_computed` tokens already have KV in the first blocks (a prefix hit). `max_length` is the
-    total number of ids, prompt and output, at which the row is finished for its length.
+    `block_ids` is the row's block table. `num_computed` tokens already have KV in its first blocks
+    (a prefix hit). `max_length` is the total number of ids, prompt and output, at which the row is
+    finished for its length.
     """
 
     row: int
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int
     num_computed: int
-    block_ids: tuple[int, ...]
+    block_ids: NDArray[np.int32]
     max_length: int
     sampling: RowSampling
-
-
-@dataclass(frozen=True, slots=True)
-class BlockAppend:
-    """Block `block_id` becomes entry `index` of the row's block table."""
-
-    row: int
-    index: int
-    block_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,34 +130,43 @@ class PrefillChunk:
     samples: bool
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """One step: first the deltas, in the order of the fields, then the work.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan(ArrayEquality):
+    """One step: first the deltas, `admissions` and `appends`, then the work.
 
-    `decode_rows` each compute one position, the one after the row's last; a row that the device has
-    finished is padding. Rows of `prefill` are never in `decode_rows`. When nothing changes from one
-    step to the next the engine submits the same object again; such a plan has no deltas.
+    The decoding rows each compute one position, the one after the row's last; a row that the device
+    has finished is padding. `epoch` grows by one whenever these rows change. The first plan of an
+    epoch lists them in `decode_rows`, int32 [num_decode]. Later ones leave them out (None): the
+    worker holds them, so a plan that changes nothing has the same few bytes for any number of rows.
+    A worker begins with epoch 0, which has no rows.
+
+    `appends` are new blocks, int32 [n, 3]: (row, index, block id) each, for the block to become
+    entry `index` of the row's block table. Rows of `prefill` never decode in the same step.
     """
 
+    epoch: int = 0
+    num_decode: int = 0
+    decode_rows: NDArray[np.int32] | None = None
     admissions: tuple[Admission, ...] = ()
-    appends: tuple[BlockAppend, ...] = ()
-    decode_rows: tuple[int, ...] = ()
+    appends: NDArray[np.int32] = field(default_factory=lambda: NO_APPENDS)
     prefill: tuple[PrefillChunk, ...] = ()
 
-    @cached_property
-    def sampled_rows(self) -> tuple[int, ...]:
-        """The rows that get a token, in the order of the result."""
-        return self.decode_rows + tuple(c.row for c in self.prefill if c.samples)
+    @property
+    def num_sampled(self) -> int:
+        """The rows that get a token: those that decode, then the chunks that sample."""
+        if not self.prefill:
+            return self.num_decode
+        return self.num_decode + sum(chunk.samples for chunk in self.prefill)
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the step, which the token budget bounds."""
-        return len(self.decode_rows) + sum(chunk.length for chunk in self.prefill)
+        return self.num_decode + sum(chunk.length for chunk in self.prefill)
 
     @property
     def has_deltas(self) -> bool:
-        """True where the worker has something to apply before the step."""
-        return bool(self.admissions or self.appends)
+        """True where the worker has something to apply before the step, the rows apart."""
+        return bool(self.admissions) or len(self.appends) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +177,12 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of a step, in the order of `StepPlan.sampled_rows`.
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult(ArrayEquality):
+    """The result of a step: one entry for each decoding row, then for each chunk that samples.
 
     `token_ids` int32, `PADDED` where the row was finished before the step; `finished` bool: the
-    device ended the row at this token (stop id or length). `logprobs` only for rows that asked.
+    device ended the row at this token (stop id or length). `logprobs` by entry, of rows that asked.
     """
 
     token_ids: NDArray[np.int32]

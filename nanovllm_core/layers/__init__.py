@@ -6,6 +6,10 @@ A model written only from these never sees a kernel, a cache or a process group,
 change under it.
 """
 
+from nanovllm_core.interfaces.parallel import (
+    SingleRank as SingleRank,
+    TensorParallel as TensorParallel,
+)
 from nanovllm_core.layers.attention import (
     Attention as Attention,
     AttentionRuntime as AttentionRuntime,
@@ -17,8 +21,6 @@ from nanovllm_core.layers.blocks import (
 )
 from nanovllm_core.layers.context import (
     LayerContext as LayerContext,
-    SingleRank as SingleRank,
-    TensorParallel as TensorParallel,
 )
 from nanovllm_core.layers.decoder import (
     DecoderForCausalLM as DecoderForCausalLM,

@@ -3,50 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.kernels import KernelSet
-
-
-class TensorParallel(Protocol):
-    """The group of ranks that share every layer. All ranks call the same collectives in order.
-
-    Called inside a layer's forward, so captured in decode steps on CUDA.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on every rank; `x` may be overwritten."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' tensors, of equal shapes, side by side along the last dimension."""
-
-
-@dataclass(frozen=True, slots=True)
-class SingleRank:
-    """A group of one."""
-
-    rank: int = 0
-    size: int = 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """`x` itself."""
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """`x` itself."""
-        return x
+from nanovllm_core.interfaces.parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,10 +122,10 @@ _OURS = (
         "executor",
         specs.ExecutorSpec,
         f"{INTERFACES}.executor:Executor",
-        contract=2,
-        oldest_contract=2,
-        changed="state contract=2; plans hold BlockAppend, and plugins of the setup carry parsed "
-        "options: make them with nanovllm_core.worker.make_plugin(resolved, *arguments)",
+        contract=3,
+        oldest_contract=3,
+        changed="state contract=3; a plan lists its decoding rows only where its epoch is new, so "
+        "pass every plan to nanovllm_core.worker.Worker, in order; see StepPlan for the fields",
         choice="executor",
     ),
     Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),

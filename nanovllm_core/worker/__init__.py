@@ -14,3 +14,6 @@ from nanovllm_core.worker.weights import (
     init_dummy_weights as init_dummy_weights,
     load_weights as load_weights,
 )
+from nanovllm_core.worker.worker import (
+    Worker as Worker,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -167,10 +168,14 @@ def fitting_length(num_blocks: int, block_size: int, max_model_len: int) -> int:
 
 
 def size_cache(
-    setup: WorkerSetup, shape: ModelShape, memory: DeviceMemory | None
+    setup: WorkerSetup,
+    shape: ModelShape,
+    memory: DeviceMemory | None,
+    min_over_ranks: Callable[[int], int],
 ) -> tuple[int, int]:
-    """The blocks of the cache, and the tokens of the longest sequence that may run.
+    """The blocks of the cache, and the tokens of the longest sequence that may run; on all ranks.
 
+    Every rank has as many blocks as the rank with the fewest. A rank's `shape` has its own heads.
     The blocks are the number that the configuration gives; else on a GPU what `memory` leaves; else
     on a CPU, where it is None, as many as the rows could ever use, within `CPU_CACHE_BYTES`. Unless
     the length is to `fit`, one sequence of `max_model_len` always has room there, for blocks that
@@ -189,6 +194,7 @@ def size_cache(
         least = 1 if is_to_fit else per_sequence
         most = per_sequence * limits.max_num_seqs
         num_blocks = min(most, max(least, CPU_CACHE_BYTES // per_block))
+    num_blocks = min_over_ranks(num_blocks)
     if not is_to_fit:
         given = cache.num_blocks is not None
         check_one_sequence_fits(num_blocks, block_size, setup.max_model_len, given=given)

@@ -122,8 +122,8 @@ class MixedStep:
         return self.inputs.slice(slice(self.num_decode, None), slice(self.num_decode, None))
 
     def reported(self, plan: StepPlan) -> NDArray[np.int64]:
-        """The entries that get a token, in the order of the plan's `sampled_rows`."""
+        """The entries that get a token, in the order of the result."""
         is_reported = np.zeros(self.inputs.num_rows, dtype=np.bool_)
-        is_reported[: len(plan.decode_rows)] = True
+        is_reported[: plan.num_decode] = True
         is_reported[self.num_decode :][: len(plan.prefill)] = [c.samples for c in plan.prefill]
         return np.flatnonzero(is_reported)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers import LayerContext, SingleRank, finalize_layers
+from nanovllm_core.layers import Attention, LayerContext, TensorParallel, finalize_layers
 from nanovllm_core.registry.objects import load_object, make_plugin
 from nanovllm_core.worker.progress import counting
 from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_weights
@@ -18,7 +18,10 @@ from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights on its device. The module is a `CausalLM`."""
+    """A model with its weights on its device. The module is a `CausalLM`.
+
+    `shape` is the model plugin's, but with the heads of this rank.
+    """
 
     module: nn.Module
     shape: ModelShape
@@ -26,10 +29,10 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
+def load_model(setup: WorkerSetup, kernels: KernelSet, tp: TensorParallel) -> LoadedModel:
     """Build the model on its device, load (or invent) its weights, pack them."""
     device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
-    context = LayerContext(device=device, dtype=dtype, tp=SingleRank(), kernels=kernels)
+    context = LayerContext(device=device, dtype=dtype, tp=tp, kernels=kernels)
     shape: ModelShape = load_object(setup.model).shape(setup.model_config)
     with torch.inference_mode():
         module: nn.Module = make_plugin(setup.model, setup.model_config, context)
@@ -42,4 +45,8 @@ def load_model(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
                 )
             check_finite(module, setup.checkpoint)
         finalize_layers(module)
+    for layer in module.modules():
+        if isinstance(layer, Attention):
+            heads, kv_heads = layer.prep.num_heads, layer.prep.num_kv_heads
+            shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
     return LoadedModel(module, shape, device, dtype)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import OutOfMemoryError
-from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission, BlockAppend
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission
 
 _MAX_ELEMENTS = 2**31
 """The device addresses elements by int32 numbers."""
@@ -124,16 +124,14 @@ class RowUpdates:
         seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)
         self._set("seed", row, seed)
 
-    def append_blocks(self, appends: Sequence[BlockAppend]) -> None:
-        """Add blocks to block tables."""
-        if appends:
+    def append_blocks(self, appends: NDArray[np.int32]) -> None:
+        """Add blocks to block tables; `appends` as in `StepPlan`."""
+        if len(appends):
             start, max_blocks = self._layout["block_table"]
-            pairs = np.array(
-                [(start + a.row * max_blocks + a.index, a.block_id) for a in appends], np.int32
-            )
-            self._pieces.append((pairs[:, 0], pairs[:, 1]))
+            rows, indices, block_ids = appends.T
+            self._pieces.append((start + rows * max_blocks + indices, block_ids))
 
-    def set_active_rows(self, rows: Sequence[int]) -> None:
+    def set_active_rows(self, rows: NDArray[np.int32]) -> None:
         """Set the decoding rows, in batch order."""
         active = np.full(self._max_rows, -1, dtype=np.int32)
         active[: len(rows)] = rows

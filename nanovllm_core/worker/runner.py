@@ -15,8 +15,10 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.attention import AttentionBackend, DecodeMetadata, PrefillMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import CausalLM
@@ -100,9 +102,12 @@ class ModelRunner:
         # The last is that of row -1, which marks padding.
         self._row_sampling = [RowSampling()] * (max_rows + 1)
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
-        self._active: tuple[int, ...] = ()
+        self._epoch = 0
+        self._active = np.zeros(0, np.int32)
+        """The decoding rows of that epoch."""
+        self._tail_rows: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
-        """Of the decoding rows where one of them needs a tail, else empty."""
+        """Both of the decoding rows where one of them needs a tail, else empty."""
         self._debug = config.debug
         self._num_steps = 0
         self._graphs: StepGraphs | None = None
@@ -112,7 +117,8 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and launch its step; never waits for the device.
 
-        In debug mode it does wait, to look at the logits: raises ModelOutputError.
+        In debug mode it does wait, to look at the logits: raises ModelOutputError. Raises
+        InconsistentStateError for a plan without rows whose epoch is not the last one applied.
         """
         self._num_steps += 1
         self._apply(plan)
@@ -166,8 +172,15 @@ class ModelRunner:
             self._row_sampling[admission.row] = admission.sampling
             self._row_needs_tail[admission.row] = admission.sampling.needs_tail
         self._updates.append_blocks(plan.appends)
-        if plan.decode_rows is not self._active:
+        if plan.decode_rows is not None:
+            self._epoch = plan.epoch
             self._set_active(plan.decode_rows)
+        elif plan.epoch != self._epoch:
+            raise InconsistentStateError(
+                f"the plan is of epoch {plan.epoch} and leaves its decoding rows out, but the rows "
+                f"here are those of epoch {self._epoch}; an executor must pass every plan to every "
+                "worker, in the order of submission"
+            )
         self._send_updates()
 
     def _send_updates(self) -> None:
@@ -175,16 +188,17 @@ class ModelRunner:
         if packed is not None:
             self.ops.scatter_updates(self.tables.arena, self._staging.copy(packed))
 
-    def _set_active(self, rows: tuple[int, ...]) -> None:
+    def _set_active(self, rows: NDArray[np.int32]) -> None:
         self._active = rows
         self._updates.set_active_rows(rows)
         had_tail, needs_tail = bool(self._active_sampling), self._needs_tail(rows)
-        self._active_sampling = self._sampling_of(rows) if needs_tail else ()
+        self._tail_rows = tuple(rows.tolist()) if needs_tail else ()
+        self._active_sampling = self._sampling_of(self._tail_rows)
         if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
 
-    def _needs_tail(self, rows: tuple[int, ...]) -> bool:
-        return bool(self._row_needs_tail[list(rows)].any())
+    def _needs_tail(self, rows: NDArray[np.int32]) -> bool:
+        return bool(self._row_needs_tail[rows].any())
 
     def _sampling_of(self, rows: Iterable[int]) -> tuple[RowSampling, ...]:
         return tuple(self._row_sampling[row] for row in rows)
@@ -236,12 +250,12 @@ class ModelRunner:
             self._graphs.replay(key)
 
     def _launch_decode(self, plan: StepPlan) -> None:
-        num_rows = len(plan.decode_rows)
+        num_rows = plan.num_decode
         self._launch(StepKey.decode(self.bucket(num_rows)))
         logprobs = None
         if self._debug or self._active_sampling:
             inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
-            logprobs = self._after(inputs, plan.decode_rows, self._active_sampling)
+            logprobs = self._after(inputs, self._tail_rows, self._active_sampling)
         self._results.push(num_rows, logprobs=logprobs)
 
     def decode(self, bucket: int) -> None:
@@ -256,10 +270,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch_mixed(self, plan: StepPlan) -> None:
-        needs_tail = self._needs_tail(plan.sampled_rows)
+        new = [chunk.row for chunk in plan.prefill if chunk.samples]
+        sampled = np.concatenate([self._active, np.array(new, np.int32)])
+        needs_tail = self._needs_tail(sampled)
         key = self._mixed_key(plan)
         if key is None:
-            step = self._eager_step(plan.prefill, len(plan.decode_rows), needs_tail)
+            step = self._eager_step(plan.prefill, plan.num_decode, needs_tail)
             self._mixed(step)
         else:
             step = self._captured_step(key)
@@ -269,7 +285,7 @@ class ModelRunner:
         entries, logprobs = step.reported(plan), None
         if self._debug or needs_tail:
             rows = np.full(step.inputs.num_rows, -1)
-            rows[entries] = plan.sampled_rows
+            rows[entries] = sampled
             sampling = self._sampling_of(rows.tolist()) if needs_tail else ()
             logprobs = self._after(step.inputs, tuple(rows.tolist()), sampling)
         self._results.push(step.inputs.num_rows, entries, logprobs)
@@ -277,7 +293,7 @@ class ModelRunner:
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
         num_tokens = sum(chunk.length for chunk in plan.prefill)
-        num_rows = max(len(plan.decode_rows), len(plan.prefill))
+        num_rows = max(plan.num_decode, len(plan.prefill))
         fitting = (
             key
             for key in self._mixed_keys

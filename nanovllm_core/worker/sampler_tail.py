@@ -246,20 +246,19 @@ def _operations(one: RowSampling, vocab_size: int) -> Arguments:
     wanted: Arguments = {}
     if one.logit_bias:
         wanted[logit_ops.add_bias] = [(token_id, float(bias)) for token_id, bias in one.logit_bias]
-    penalties = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
-    if penalties != (1.0, 0.0, 0.0):
+    if one.is_penalised:
+        penalties = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
         wanted[logit_ops.penalise] = [tuple(map(float, penalties))]
     stop_ids = [stop_id for stop_id in one.stop_token_ids if stop_id < vocab_size]
-    if stop_ids and one.min_tokens > 0:
+    if one.forbids_stop_ids and stop_ids:
         wanted[logit_ops.forbid_stop_ids] = [(stop_id, one.min_tokens) for stop_id in stop_ids]
-    if one.temperature > 0.0:  # a greedy choice is the likeliest id, which no cut removes
-        if one.min_p > 0.0:
-            wanted[logit_ops.cut_min_p] = [(math.log(one.min_p),)]
-        if one.top_k > 0 or one.top_p < 1.0:
-            top_k = one.top_k if one.top_k > 0 else vocab_size
-            # Rounding may bring a sum of probabilities to 1 before the last id: 1 means no limit.
-            top_p = float(one.top_p) if one.top_p < 1.0 else 2.0
-            wanted[logit_ops.cut_top_k_top_p] = [(top_k, top_p)]
+    if one.is_cut and one.min_p > 0.0:
+        wanted[logit_ops.cut_min_p] = [(math.log(one.min_p),)]
+    if one.is_cut and (one.top_k > 0 or one.top_p < 1.0):
+        top_k = one.top_k if one.top_k > 0 else vocab_size
+        # Rounding may bring a sum of probabilities to 1 before the last id: 1 means no limit.
+        top_p = float(one.top_p) if one.top_p < 1.0 else 2.0
+        wanted[logit_ops.cut_top_k_top_p] = [(top_k, top_p)]
     return wanted
 
 

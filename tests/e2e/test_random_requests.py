@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,13 +104,31 @@ def run(llm: LLM, batch: Sequence[Asked]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+def encode_everything(llm: LLM) -> None:
+    """Plans and results reach worker and engine as copies that went through pickle."""
+    executor = llm.engine._executor
+    submit, collect = executor.submit, executor.collect
+
+    def encoded(original: Any) -> Any:
+        copy = pickle.loads(pickle.dumps(original))
+        assert copy == original
+        return copy
+
+    executor.submit = lambda plan: submit(encoded(plan))  # type: ignore[method-assign]
+    executor.collect = lambda: encoded(collect())  # type: ignore[method-assign]
+
+
 @given(changes=engine_settings, batches=st.lists(st.lists(requests(), max_size=7), max_size=2))
 @FEW
 def test_any_requests_on_any_settings_get_the_tokens_of_the_reference(
     tiny: Path, reference: Reference, changes: dict[str, Any], batches: list[list[Asked]]
 ) -> None:
-    """Shared beginnings, chunks, few blocks, depths and every mix of parameters."""
+    """Shared beginnings, chunks, few blocks, depths and every mix of parameters.
+
+    Plans and results go through pickle, as between processes.
+    """
     with open_tiny(tiny, max_model_len=120, **changes) as llm:
+        encode_everything(llm)
         for batch in batches:
             assert run(llm, batch) == [expected(reference, one) for one in batch]
         assert llm.stats.free_blocks == changes["cache"]["num_blocks"]

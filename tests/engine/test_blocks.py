@@ -208,7 +208,7 @@ def test_rows_that_need_a_block_soon_get_it_with_the_one_that_needs_it_now() -> 
         harness.add(str(index), [1] * (8 + index), greedy(36))
     harness.run()
     harness.check_all()
-    appends = [plan.appends for plan in harness.executor.plans if plan.appends]
+    appends = [plan.appends for plan in harness.executor.plans if len(plan.appends)]
     assert [len(together) for together in appends] == [4, 4]
 
 
@@ -220,5 +220,5 @@ def test_no_block_is_given_early_where_not_every_row_could_have_another() -> Non
     harness.run()
     harness.check_all()
     assert harness.engine.stats.preemptions == 0
-    appends = [plan.appends for plan in harness.executor.plans if plan.appends]
+    appends = [plan.appends for plan in harness.executor.plans if len(plan.appends)]
     assert [len(together) for together in appends] == [1, 1, 1, 1]

@@ -394,8 +394,8 @@ def test_logprobs_come_one_per_output() -> None:
 def test_missing_logprobs_are_an_error() -> None:
     harness = Harness()
     harness.add("a", [1], greedy(logprobs=1))
-    harness.executor._reply = lambda plan, _: harness.executor.results.append(  # type: ignore[method-assign]
-        StepResult(np.zeros(len(plan.sampled_rows), np.int32), np.zeros(1, np.bool_))
+    harness.executor._reply = lambda rows, _: harness.executor.results.append(  # type: ignore[method-assign]
+        StepResult(np.zeros(len(rows), np.int32), np.zeros(1, np.bool_))
     )
     with pytest.raises(InconsistentStateError, match="no logprobs for entry 0"):
         harness.step()

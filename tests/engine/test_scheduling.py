@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -241,23 +242,40 @@ def test_prompts_go_on_beside_decoding_rows() -> None:
     harness.add("second", range(20), greedy(3))
     harness.run()
     harness.check_all()
-    mixed = [plan for plan in harness.executor.plans if plan.decode_rows and plan.prefill]
+    mixed = [plan for plan in harness.executor.plans if plan.num_decode and plan.prefill]
     assert len(mixed) >= 2
     assert max(plan.num_tokens for plan in mixed) == 8
 
 
-def test_a_steady_step_submits_the_same_object_again() -> None:
-    """Nothing changed: the same plan; a block was added: a new plan with the same decode_rows."""
+def test_plans_list_the_decoding_rows_only_where_these_change() -> None:
+    """Later plans of an epoch leave them out, with a new block or without."""
     harness = Harness(Setting(block_size=4))
     harness.add("a", [1, 2], greedy(20))
     harness.add("b", [3, 4], greedy(20))
     harness.run()
-    plans = [plan for plan in harness.executor.plans if len(plan.decode_rows) == 2]
-    assert len({id(plan.decode_rows) for plan in plans}) == 1
-    steady = [plan for plan in plans if not plan.has_deltas]
-    assert len(steady) > 10
-    assert len({id(plan) for plan in steady}) == 1
-    assert any(plan.appends for plan in plans)
+    plans = [plan for plan in harness.executor.plans if plan.num_decode == 2]
+    assert len({plan.epoch for plan in plans}) == 1
+    assert [plan.decode_rows is None for plan in plans] == [False] + [True] * (len(plans) - 1)
+    assert sum(not plan.has_deltas for plan in plans) > 10
+    assert any(len(plan.appends) for plan in plans)
+    epochs = [plan.epoch for plan in harness.executor.plans]
+    assert epochs == sorted(epochs)
+    assert epochs[0] == 1
+
+
+def test_the_bytes_of_a_steady_plan_do_not_grow_with_the_batch() -> None:
+    """One row or 512: the same few bytes, as no list of rows is repeated."""
+    sizes = []
+    for num_rows in (1, 512):
+        limits = {"max_num_seqs": num_rows, "num_blocks": num_rows}
+        harness = Harness(Setting(**limits, block_size=64, max_num_batched_tokens=1024))
+        for index in range(num_rows):
+            harness.add(str(index), [index % 50], greedy(12))
+        harness.run()
+        steady = harness.executor.plans[5]
+        assert (steady.num_decode, steady.has_deltas) == (num_rows, False)
+        sizes.append(len(pickle.dumps(replace(steady, num_decode=1))))
+    assert sizes[0] == sizes[1] < 400
 
 
 def test_steady_steps_are_those_that_decode_the_rows_of_the_step_before() -> None:
@@ -266,7 +284,7 @@ def test_steady_steps_are_those_that_decode_the_rows_of_the_step_before() -> Non
     harness.add("a", [1, 2], greedy(20))
     harness.run()
     stats = harness.engine.stats
-    decode_steps = [plan for plan in harness.executor.plans if plan.decode_rows]
+    decode_steps = [plan for plan in harness.executor.plans if plan.num_decode]
     assert len(decode_steps) == 19
     assert stats.steady_steps == 18
     assert 0 < stats.steady_seconds <= stats.host_seconds

@@ -27,6 +27,7 @@ by_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder
 
 def test_the_examples_are_these() -> None:
     assert [folder.name for folder in FOLDERS] == [
+        "executor_process",
         "logits_banned_words",
         "metrics_sink",
         "model_llama",
@@ -141,6 +142,7 @@ TESTED = [
     ("observer", "metrics"),
     ("metrics_sink", "jsonl"),
     ("kind", "metrics_sink"),
+    ("executor", "process"),
     ("executor", "timed", "--option", f"path={os.devnull}"),
     ("sampler", "inverse_cdf"),
     ("kernels", "float64"),
@@ -223,12 +225,13 @@ def write(file: Path, **settings: Any) -> Path:
 
 
 def check_parts(bin_: Path, folder: Path) -> None:
-    """Scheduler, logits processor, observer and sink at once, on the embedded model."""
+    """Executor, scheduler, logits processor, observer and sink at once, on the embedded model."""
     metrics = folder / "metrics.jsonl"
     sink = {"name": "jsonl", "options": {"path": str(metrics)}}
     file = write(
         folder / "parts.yaml",
         model="demo",
+        executor="process",
         scheduler={"name": "priority", "options": {"patience": 50}},
         logits_processors=[{"name": "banned_words", "options": {"words": ["fox"]}}],
         observers=[{"name": "metrics", "options": {"every": 5, "sinks": [sink]}}],

@@ -59,10 +59,11 @@ class Machine:
     """A started executor and what its worker holds."""
 
     def __init__(self, executor: SingleProcessExecutor, info: WorkerInfo) -> None:
-        assert executor._runner is not None
+        assert executor._worker is not None
+        assert executor._worker._runner is not None
         self.executor = executor
         self.info = info
-        self.runner: ModelRunner = executor._runner
+        self.runner: ModelRunner = executor._worker._runner
 
     def prefill(self, prompts: list[list[int]], computed: int, **sampling: Any) -> None:
         """Put prompt i on row i, its blocks from the highest down; compute `computed` positions."""
@@ -74,7 +75,9 @@ class Machine:
                 token_ids=np.array(ids, dtype=np.int32),
                 num_prompt_tokens=computed,
                 num_computed=0,
-                block_ids=tuple(next(blocks) for _ in range(-(-len(ids) // size) + 1)),
+                block_ids=np.array(
+                    [next(blocks) for _ in range(-(-len(ids) // size) + 1)], np.int32
+                ),
                 max_length=self.info.max_model_len,
                 sampling=RowSampling(seed=row, **sampling),
             )
@@ -89,7 +92,7 @@ class Machine:
         rows = torch.arange(self.runner.bucket_sizes[-1], dtype=torch.int32)
         rows[num_rows:] = -1
         self.runner.tables.active_rows.copy_(rows)
-        self.runner._active = tuple(range(num_rows))  # as the runner would have it
+        self.runner._active = np.arange(num_rows, dtype=np.int32)  # as the runner would have it
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from nanovllm_core.errors import ModelOutputError
-from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
+from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.worker.graphs import StepKey
 from nanovllm_core.worker.mixed import pack_chunks
+from nanovllm_kit.plans import decode_plan
 from tests.gpu.conftest import Machine
 
 BACKENDS = ["triton", "sdpa"]
@@ -201,7 +202,7 @@ def test_debug_mode_looks_at_the_logits_that_a_graph_left(machine: Callable[...,
     made = machine(attention="triton", max_num_seqs=8, max_model_len=512, debug=True)
     assert made.runner._graphs is not None
     made.prefill(random_prompts(4, 40), computed=40)
-    plan = StepPlan(decode_rows=(0, 1, 2))
+    plan = decode_plan((0, 1, 2))
     made.executor.submit(plan)
     made.executor.collect()
     with torch.inference_mode():

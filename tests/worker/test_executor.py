@@ -26,11 +26,12 @@ from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.layers import Attention
+from nanovllm_core.layers import Attention, SingleRank, TensorParallel
 from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.model import LoadedModel, load_model
 from nanovllm_kit.dense_attention import DenseRuntime
+from nanovllm_kit.plans import decode_plan
 
 from ..e2e.tiny import Reference, write_checkpoint, write_config
 
@@ -67,7 +68,7 @@ def plan_for(prompt: list[int], sampling: RowSampling | None = None) -> StepPlan
         token_ids=np.array(prompt, np.int32),
         num_prompt_tokens=len(prompt),
         num_computed=0,
-        block_ids=(3, 1),
+        block_ids=np.array((3, 1), np.int32),
         max_length=20,
         sampling=sampling or RowSampling(),
     )
@@ -107,7 +108,7 @@ def test_too_few_blocks_are_refused_before_weights_are_read(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fails", "said"),
     [
-        ("nanovllm_core.worker.executor.load_model", "the model: full; .*smaller model"),
+        ("nanovllm_core.worker.worker.load_model", "the model: full; .*smaller model"),
         (
             "nanovllm_attention_sdpa.backend.SdpaAttention.allocate",
             r"steps and their CUDA graphs: full; lower limits.max_num_seqs \(5\)",
@@ -192,7 +193,7 @@ def test_fit_takes_the_longest_sequence_that_the_cache_holds(
     caplog.set_level("INFO")
     with LLM(str(folder), **{**SETTINGS, **changes}) as llm:
         assert (llm.info.num_blocks, llm.info.max_model_len) == (5, 80)
-        assert llm.engine._executor._runner.max_model_len == 80
+        assert llm.engine._executor._worker._runner.max_model_len == 80
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         [output] = llm.generate([[5] * 30], params, use_tqdm=False)
         assert len(output.token_ids) == 50
@@ -219,7 +220,7 @@ def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
 def test_results_come_in_the_order_of_the_plans(executor: Executor, folder: Path) -> None:
     """A prompt, then two decode steps submitted before anything is collected."""
     prompt = [9, 8, 7, 6]
-    decode = StepPlan(decode_rows=(2,))
+    decode = decode_plan((2,))
     executor.submit(plan_for(prompt))
     executor.submit(decode)
     executor.submit(decode)
@@ -291,13 +292,13 @@ def test_layers_that_no_backend_would_serve_as_they_are_are_refused(
     """A layer with a window, a soft cap or a scale of its own is refused, not ignored."""
     executor, setup = prepare(folder)
 
-    def changed(setup: WorkerSetup, kernels: KernelSet) -> LoadedModel:
-        model = load_model(setup, kernels)
+    def changed(setup: WorkerSetup, kernels: KernelSet, tp: TensorParallel) -> LoadedModel:
+        model = load_model(setup, kernels, tp)
         *_, last = (module for module in model.module.modules() if isinstance(module, Attention))
         setattr(last, name, value)
         return model
 
-    monkeypatch.setattr("nanovllm_core.worker.executor.load_model", changed)
+    monkeypatch.setattr("nanovllm_core.worker.worker.load_model", changed)
     with pytest.raises(UnsupportedError, match=rf"layer 1 has .*{name}.*, not .*{name}"):
         executor.start(setup)
 
@@ -333,7 +334,7 @@ def test_a_window_or_soft_cap_of_all_layers_is_served(
     windowed(monkeypatch, **rules)
     found = tokens()
     _, setup = prepare(folder)
-    model = load_model(setup, TorchKernels())
+    model = load_model(setup, TorchKernels(), SingleRank())
     runtime, ids = DenseRuntime(model.module, 64), list(prompt)
     with torch.inference_mode():
         fresh = ids

@@ -130,7 +130,7 @@ def test_closing_frees_the_graphs_before_blocks_and_weights(tmp_path: Path) -> N
     startup = start(load_config(str(write_config(tmp_path)), overrides=changes))
     executor: Any = startup.executor
     executor.start(startup.setup)
-    runner = weakref.ref(executor._runner)
+    runner = weakref.ref(executor._worker._runner)
     alive = []
 
     class Watching(FakeGraph):
@@ -140,7 +140,7 @@ def test_closing_frees_the_graphs_before_blocks_and_weights(tmp_path: Path) -> N
 
     graphs, _ = captured({}, debug=False)
     graphs._graphs[StepKey.decode(4)] = Watching()  # type: ignore[assignment]
-    executor._runner._graphs = graphs
+    executor._worker._runner._graphs = graphs
     del graphs
     executor.close()
     executor.close()

@@ -14,6 +14,7 @@ from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.parallel import SINGLE
 from nanovllm_core.worker import kv_cache
 from nanovllm_core.worker.kv_cache import (
     DeviceMemory,
@@ -178,7 +179,7 @@ def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
     config = EngineConfig(model="m", limits={"max_num_seqs": 3, "max_model_len": length})
     facts = {"max_model_len": 112, "block_size": 16, "dtype": "float32"}
     setup = cast(WorkerSetup, SimpleNamespace(config=config, **facts))
-    assert size_cache(setup, SHAPE, None) == (blocks, min(112, 16 * blocks))
+    assert size_cache(setup, SHAPE, None, SINGLE.min_over_ranks) == (blocks, min(112, 16 * blocks))
 
 
 def test_more_blocks_than_there_is_memory_for_are_refused_with_the_bytes() -> None:

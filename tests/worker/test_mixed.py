@@ -79,7 +79,7 @@ def test_entries_that_get_a_token_are_reported_and_no_others() -> None:
     inputs = StepInputs.allocate(20, 7, 1, torch.device("cpu"))
     table = ChunkTable(torch.from_numpy(pack_chunks(CHUNKS, 3, needs_tail=False)), 3)
     step = MixedStep(inputs, 4, table, max_query_len=7, max_seq_len=39)
-    plan = StepPlan(decode_rows=(6, 0), prefill=CHUNKS)
+    plan = StepPlan(num_decode=2, prefill=CHUNKS)
     assert step.reported(plan).tolist() == [0, 1, 5]
     assert step.reported(StepPlan(prefill=CHUNKS[1:])).tolist() == [4]
     assert (len(step.decode.input_ids), step.decode.num_rows) == (4, 4)

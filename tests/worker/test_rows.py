@@ -13,7 +13,6 @@ from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS,
     PADDED,
     Admission,
-    BlockAppend,
     RowSampling,
 )
 from nanovllm_core.worker import rows_reference
@@ -36,7 +35,9 @@ def admission(row: int, token_ids: list[int], **changes: Any) -> Admission:
         "token_ids": np.array(token_ids, dtype=np.int32),
         "num_prompt_tokens": len(token_ids),
         "num_computed": 0,
-        "block_ids": tuple(range(10 * row, 10 * row + -(-len(token_ids) // BLOCK_SIZE))),
+        "block_ids": np.arange(
+            10 * row, 10 * row + -(-len(token_ids) // BLOCK_SIZE), dtype=np.int32
+        ),
         "max_length": MAX_LEN,
         "sampling": RowSampling(),
     }
@@ -104,7 +105,7 @@ def test_blocks_are_appended_to_the_rows_they_name() -> None:
     """An append changes one entry of one block table."""
     tables = make_tables()
     updates = RowUpdates(tables)
-    updates.append_blocks((BlockAppend(1, 3, 77), BlockAppend(3, 0, 5)))
+    updates.append_blocks(np.array([(1, 3, 77), (3, 0, 5)], np.int32))
     apply(tables, updates)
     assert tables.block_table[1, 3] == 77
     assert tables.block_table[3, 0] == 5

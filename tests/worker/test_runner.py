@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.config.sources import load_config
-from nanovllm_core.errors import ExecutorError
+from nanovllm_core.errors import ExecutorError, InconsistentStateError
 from nanovllm_core.interfaces.plan import (
     PADDED,
     Admission,
-    BlockAppend,
     PrefillChunk,
     RowSampling,
     StepPlan,
@@ -32,6 +31,7 @@ from nanovllm_core.worker import logits, sampler_tail as sampler
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.runner import ModelRunner
+from nanovllm_kit.plans import decode_plan
 
 from ..e2e.tiny import Reference, write_checkpoint
 
@@ -81,7 +81,9 @@ class Started:
         assert isinstance(startup.executor, SingleProcessExecutor)
         self.executor = startup.executor
         self.executor.start(replace(startup.setup, prompt_graph_sizes=prompt_sizes))
-        runner = self.executor._runner
+        worker = self.executor._worker
+        assert worker is not None
+        runner = worker._runner
         assert runner is not None
         self.runner: ModelRunner = runner
         self.graphs = EagerGraphs(runner)
@@ -111,7 +113,7 @@ def admission(row: int, ids: list[int], first_block: int, **changes: Any) -> Adm
         "token_ids": np.array(ids, np.int32),
         "num_prompt_tokens": len(ids),
         "num_computed": 0,
-        "block_ids": (first_block, first_block + 1),
+        "block_ids": np.array((first_block, first_block + 1), np.int32),
         "max_length": 32,
         "sampling": RowSampling(),
     }
@@ -134,7 +136,7 @@ def prefill(rows: tuple[int, ...], **changes: Any) -> StepPlan:
 
 def generate(started: Started, rows: tuple[int, ...]) -> list[list[int]]:
     steps = [started.run(prefill(rows)).token_ids]
-    decode = StepPlan(decode_rows=rows)
+    decode = decode_plan(rows)
     steps += [started.run(decode).token_ids for _ in range(5)]
     return np.stack(steps, axis=1).tolist()  # type: ignore[no-any-return]
 
@@ -191,16 +193,17 @@ def test_a_finished_row_is_padding_until_it_is_admitted_again(
     short = admission(0, PROMPTS[0], 2, max_length=len(PROMPTS[0]) + 2)
     plan = StepPlan(admissions=(short, *plan.admissions[1:]), prefill=plan.prefill)
     assert not started.run(plan).finished.any()
-    decode = StepPlan(decode_rows=rows)
+    decode = decode_plan(rows)
     second = started.run(decode)
     assert second.finished.tolist() == [True, False, False]
     before = started.blocks[:, :, 2:4].clone()
     third = started.run(decode)
     assert third.token_ids.tolist() == [PADDED, expected[1][2], expected[2][2]]
     assert torch.equal(started.blocks[:, :, 2:4], before)
-    again = StepPlan(
+    again = decode_plan(
+        (1, 2),
+        epoch=2,
         admissions=(admission(0, PROMPTS[0], 2),),
-        decode_rows=(1, 2),
         prefill=(PrefillChunk(0, 0, 5, samples=True),),
     )
     assert started.run(again).token_ids.tolist() == [
@@ -220,13 +223,13 @@ def test_chunks_beside_decoding_rows_change_neither(
     )
     tokens = [int(started.run(first).token_ids[0])]
     ids = PROMPTS[1]
-    admitted = admission(3, ids, 9, block_ids=(9,))
+    admitted = admission(3, ids, 9, block_ids=np.array((9,), np.int32))
     chunks = [
-        StepPlan(admissions=(admitted,), decode_rows=(4,), prefill=(PrefillChunk(3, 0, 6, False),)),
-        StepPlan(decode_rows=(4,), prefill=(PrefillChunk(3, 6, 10, False),)),
-        StepPlan(
-            appends=(BlockAppend(3, 1, 30),),
-            decode_rows=(4,),
+        decode_plan((4,), admissions=(admitted,), prefill=(PrefillChunk(3, 0, 6, False),)),
+        decode_plan((4,), prefill=(PrefillChunk(3, 6, 10, False),)),
+        decode_plan(
+            (4,),
+            appends=np.array([(3, 1, 30)], np.int32),
             prefill=(PrefillChunk(3, 16, 1, True),),
         ),
     ]
@@ -236,7 +239,7 @@ def test_chunks_beside_decoding_rows_change_neither(
         tokens.append(int(result.token_ids[0]))
     assert tokens == expected[0][:4]
     assert result.token_ids[1] == expected[1][0]
-    both = started.run(StepPlan(decode_rows=(3, 4)))
+    both = started.run(decode_plan((3, 4)))
     assert both.token_ids.tolist() == [expected[1][1], expected[0][4]]
 
 
@@ -248,7 +251,7 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
 
     def key(lengths: list[int], num_decode: int) -> StepKey | None:
         chunks = tuple(PrefillChunk(i, 0, n, samples=True) for i, n in enumerate(lengths))
-        return runner._mixed_key(StepPlan(prefill=chunks, decode_rows=tuple(range(num_decode))))
+        return runner._mixed_key(decode_plan(range(num_decode), prefill=chunks))
 
     assert key([3, 5], 0) == StepKey("mixed", 8, 8)
     assert key([3, 6], 8) == StepKey("mixed", 32, 8)
@@ -258,7 +261,7 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
     assert key([1] * 9, 0) == StepKey("mixed", 32, 16), "more chunks than there is room beside 8"
     assert key([1] * 16, 0) == StepKey("mixed", 32, 16), "as many as there are rows"
     started.run(prefill((0, 1, 2)))
-    started.run(StepPlan(decode_rows=(0, 1, 2)))
+    started.run(decode_plan((0, 1, 2)))
     assert started.graphs.replayed == [StepKey("mixed", 32, 8), StepKey.decode(3)]
     started.executor.close()
 
@@ -301,7 +304,7 @@ def test_blocks_that_hold_a_prefix_already_are_not_computed_again(
         )
     )
     before = started.blocks[:, :, 4].clone()
-    hit = admission(6, ids, 4, num_computed=16, block_ids=(4, 20))
+    hit = admission(6, ids, 4, num_computed=16, block_ids=np.array((4, 20), np.int32))
     plan = StepPlan(admissions=(hit,), prefill=(PrefillChunk(6, 16, 1, samples=True),))
     assert started.run(plan).token_ids.tolist() == [expected[1][0]]
     assert torch.equal(started.blocks[:, :, 4], before)
@@ -313,7 +316,7 @@ def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> Non
     ids = [(7 * i) % 97 for i in range(MAX_LEN - 1)]
     started = Started(folder)
     assert started.runner.max_blocks == 4
-    admitted = admission(0, ids, 0, block_ids=(5, 9, 1, 30), max_length=MAX_LEN)
+    admitted = admission(0, ids, 0, block_ids=np.array((5, 9, 1, 30), np.int32), max_length=MAX_LEN)
     plan = StepPlan(admissions=(admitted,), prefill=(PrefillChunk(0, 0, len(ids), samples=True),))
     result = started.run(plan)
     assert result.token_ids.tolist() == Reference.of(folder).tokens(ids, 1)
@@ -330,10 +333,10 @@ def test_a_prompt_for_every_row_is_one_replay(folder: Path) -> None:
         prefill=tuple(PrefillChunk(row, 0, 3, samples=True) for row in range(11)),
     )
     tokens = [started.run(plan).token_ids]
-    late = StepPlan(
+    late = decode_plan(
+        range(11),
         admissions=(admission(11, PROMPTS[0], 22), admission(12, PROMPTS[2], 24)),
         prefill=(PrefillChunk(11, 0, 5, samples=True), PrefillChunk(12, 0, 1, samples=True)),
-        decode_rows=tuple(range(11)),
     )
     tokens.append(started.run(late).token_ids)
     reference = Reference.of(folder)
@@ -409,7 +412,7 @@ def test_a_tail_for_one_row_leaves_the_others_to_the_same_noise(
             ),
             prefill=tuple(PrefillChunk(row, 0, 17, samples=True) for row in rows),
         )
-        steps = [started.run(plan)] + [started.run(StepPlan(decode_rows=rows)) for _ in range(4)]
+        steps = [started.run(plan)] + [started.run(decode_plan(rows)) for _ in range(4)]
         for step in steps:
             asked = {i for i, sampling in enumerate(samplings) if sampling.logprobs is not None}
             assert set(step.logprobs) == asked
@@ -439,12 +442,12 @@ def test_a_tail_in_a_padded_step_works_on_the_entries_that_asked(folder: Path) -
             prefill=tuple(PrefillChunk(row, 0, 17, samples=True) for row in (4, 1, 6)),
         )
         started.run(first)
-        second = StepPlan(
+        second = decode_plan(
+            (4, 1, 6),
             admissions=tuple(
                 admission(row, PROMPTS[0], 12 + 2 * place, sampling=sampling)
                 for place, (row, sampling) in enumerate(zip((0, 7), extras[3:], strict=True))
             ),
-            decode_rows=(4, 1, 6),
             prefill=(PrefillChunk(0, 0, 3, samples=False), PrefillChunk(7, 0, 5, samples=True)),
         )
         result = started.run(second)
@@ -465,13 +468,15 @@ def test_rows_that_decoded_take_no_part_in_a_step_of_prompts_alone(
     """A step names the rows that decode in it; whoever decoded before waits, and loses nothing."""
     rows = (0, 1)
     first = prefill((0, 1, 2))
-    steps = [started.run(first).token_ids[:2], started.run(StepPlan(decode_rows=rows)).token_ids]
-    alone = StepPlan(
+    steps = [started.run(first).token_ids[:2], started.run(decode_plan(rows)).token_ids]
+    alone = decode_plan(
+        (),
+        epoch=2,
         admissions=(admission(5, PROMPTS[0], 10),),
         prefill=(PrefillChunk(5, 0, 5, samples=True),),
     )
     assert started.run(alone).token_ids.tolist() == [expected[0][0]]
-    steps += [started.run(StepPlan(decode_rows=rows)).token_ids for _ in range(2)]
+    steps += [started.run(decode_plan(rows)).token_ids for _ in range(2)]
     assert np.stack(steps, axis=1).tolist() == [tokens[:4] for tokens in expected[:2]]
 
 
@@ -484,3 +489,29 @@ def test_an_eager_step_tells_backends_the_longest_chunk_and_sequence(started: St
     )
     step = started.runner._eager_step(chunks, num_decode=0, needs_tail=False)
     assert (step.max_query_len, step.max_seq_len) == (7, 11)
+
+
+def test_a_plan_whose_epoch_the_worker_does_not_hold_is_refused(started: Started) -> None:
+    """Its rows are those of an earlier plan, which was lost or came out of order."""
+    rows = (0, 1, 2)
+    started.run(prefill(rows))
+    started.run(decode_plan(rows, epoch=4))
+    with pytest.raises(InconsistentStateError, match=r"epoch 5 .*those of epoch 4; .*every plan"):
+        started.runner.submit(StepPlan(epoch=5, num_decode=3))
+    started.run(StepPlan(epoch=4, num_decode=3))
+
+
+def test_copies_of_a_steady_plan_change_nothing(
+    started: Started, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal plans in objects of their own: no update of the tables, no new plan of the tail."""
+    rows, sampling = (0, 1, 2), RowSampling(logprobs=1)
+    steps = [started.run(prefill(rows, sampling=sampling)), started.run(decode_plan(rows))]
+    calls: list[object] = []
+    monkeypatch.setattr(started.runner.ops, "scatter_updates", lambda *update: calls.append(update))
+    monkeypatch.setattr(started.runner._tail, "_plan", lambda *plan: calls.append(plan))
+    steps += [started.run(StepPlan(epoch=1, num_decode=3)) for _ in range(3)]
+    assert np.stack([step.token_ids for step in steps], axis=1).tolist() == [
+        tokens[:5] for tokens in expected
+    ]
+    assert calls == []

@@ -201,6 +201,22 @@ def test_any_mix_of_rows_gives_each_row_its_own_token(params, group_size, data):
     assert tokens == batch.expected()
 
 
+@settings(max_examples=200, deadline=None)
+@given(ROW_SAMPLING)
+def test_a_row_needs_the_tail_where_the_tail_would_do_something_for_it(one):
+    """One rule: a greedy row with top_k=20, say, stays in the captured sampler."""
+    asked = bool(sampler_module._operations(one, VOCAB)) or one.logprobs is not None
+    assert one.needs_tail == asked
+
+
+def test_greedy_rows_with_cuts_do_not_need_the_tail():
+    """Qwen's advice of top_k 20 and top_p 0.95 costs a greedy request nothing."""
+    cuts = {"top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    assert not RowSampling(temperature=0.0, **cuts).needs_tail
+    assert RowSampling(temperature=0.6, **cuts).needs_tail
+    assert not RowSampling(min_tokens=8).needs_tail, "there is no stop id to forbid"
+
+
 def test_rows_without_extras_get_the_captured_samplers_token():
     """A neighbour's top_k does not change a row's token, to the bit."""
     plain = [RowSampling(temperature=0.9, seed=seed) for seed in range(40)]

@@ -1,17 +1,21 @@
 """The conformance suite of executors: plans in order, results in order, late or not.
 
+Plans and results are data. So the suite submits copies that went through pickle, and compares what
+it collects with such copies.
+
 A checkpoint's config.json with random weights is enough; which model it is does not matter. The
 executor is started with the set-up that the core resolves for it, on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -30,9 +34,10 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.registry import get_plugin_manager, load_object
 from nanovllm_core.selection import start
-from nanovllm_core.worker import SingleProcessExecutor
+from nanovllm_core.worker import SingleProcessExecutor, Worker
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.model_settings import LLAMA_LIKE
+from nanovllm_kit.plans import decode_plan
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -97,6 +102,7 @@ class ExecutorConformance(SpecConformance):
             assert info.vocab_size == LLAMA_LIKE["vocab_size"]
             assert info.attention
             assert info.device
+            assert copied(info) == info, "a WorkerInfo is another one after pickle"
 
     def test_results_are_those_of_the_core(
         self, plugin: PluginUnderTest, setup: WorkerSetup
@@ -115,18 +121,18 @@ class ExecutorConformance(SpecConformance):
         self, plugin: PluginUnderTest, setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A worker gives no result before `submit` has returned; so who waits, waits in vain."""
-        asked: list[SingleProcessExecutor] = []
-        waited: list[SingleProcessExecutor] = []
-        engine, returned, collect = get_ident(), Event(), SingleProcessExecutor.collect
+        asked: list[Worker] = []
+        waited: list[Worker] = []
+        engine, returned, collect = get_ident(), Event(), Worker.collect
         returned.set()
 
-        def held_back(worker: SingleProcessExecutor) -> StepResult:
+        def held_back(worker: Worker) -> StepResult:
             asked.append(worker)
             if not returned.wait(0 if get_ident() == engine else PATIENCE):
                 waited.append(worker)
             return collect(worker)
 
-        monkeypatch.setattr(SingleProcessExecutor, "collect", held_back)
+        monkeypatch.setattr(Worker, "collect", held_back)
         with self.started(plugin, setup) as (executor, _):
             for plan in two_prompts()[: SETTINGS["steps_ahead"]]:
                 returned.clear()
@@ -135,18 +141,26 @@ class ExecutorConformance(SpecConformance):
                 assert not waited, "submit waited for the result of a step: the device would idle"
             executor.collect()
         if not asked:
-            pytest.skip("its worker is no SingleProcessExecutor of this process, so out of reach")
+            pytest.skip("its worker is no Worker of this process, so out of reach")
 
     @pytest.mark.parametrize("ahead", [1, 3])
     def test_results_come_in_the_order_of_the_plans_however_late(
         self, plugin: PluginUnderTest, setup: WorkerSetup, ahead: int
     ) -> None:
         """Several steps are submitted before the first is collected; nothing changes."""
-        outcomes = []
-        for depth in (0, ahead):
-            with self.started(plugin, setup) as (executor, _):
-                outcomes.append(run(executor, two_prompts(), ahead=depth))
-        assert_same(*outcomes)
+        with self.started(plugin, setup) as (executor, _):
+            at_once = run(executor, two_prompts(), ahead=0)
+            assert_same(run(executor, two_prompts(first_epoch=4), ahead=ahead), at_once)
+
+    def test_a_plan_without_the_rows_of_its_epoch_is_refused(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """A plan was lost, or came out of order: an error with both epochs, and no wrong tokens."""
+        with self.started(plugin, setup) as (executor, _):
+            run(executor, [admit({0: PROMPTS[0]}), *decodes((0,), 2)], ahead=0)
+            [_, steady] = decodes((0,), 2, epoch=7)
+            with pytest.raises(NanoVLLMError, match=r"epoch 7\b.*epoch 2\b"):
+                run(executor, [steady], ahead=0)
 
     def test_a_row_ends_at_its_length_and_is_padding_from_then_on(
         self, plugin: PluginUnderTest, setup: WorkerSetup
@@ -162,21 +176,22 @@ class ExecutorConformance(SpecConformance):
         """The device checks the ids that the row was admitted with."""
         with self.started(plugin, setup) as (executor, _):
             [first] = run(executor, [admit({0: PROMPTS[0]})], ahead=0)
-        with self.started(plugin, setup) as (executor, _):
-            plans = [admit({0: PROMPTS[0]}, stop=first.token_ids), *decodes((0,), 1)]
-            last, padding = run(executor, plans, ahead=1)
+            again = admit({0: PROMPTS[0]}, stop=first.token_ids, epoch=2)
+            last, padding = run(executor, [again, *decodes((0,), 1, epoch=3)], ahead=1)
         assert (last.token_ids, last.finished) == (first.token_ids, (True,))
         assert padding.token_ids == (PADDED,)
 
     def test_a_row_may_change_hands(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
-        """A second request in the row and blocks of a first one: as if it ran alone."""
+        """A request in the row and blocks of two others before it: as if it ran alone."""
         outcomes = []
-        for prompts in ((PROMPTS[0], PROMPTS[1]), (PROMPTS[1],)):
-            with self.started(plugin, setup) as (executor, _):
-                for prompt in prompts:
-                    result = run(executor, [admit({0: prompt}), *decodes((0,), 3)], ahead=2)
-                outcomes.append(result)
-        assert_same(*outcomes)
+        with self.started(plugin, setup) as (executor, _):
+            for turn in range(3):
+                prompt, epoch = PROMPTS[turn % 2], 1 + 2 * turn
+                plans = [admit({0: prompt}, epoch=epoch), *decodes((0,), 3, epoch + 1)]
+                outcomes.append(run(executor, plans, ahead=2))
+        first, other, again = outcomes
+        assert_same(again, first)
+        assert other != first
 
     def test_closing_twice_is_fine(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
         """After work, with steps in flight, and before a start."""
@@ -209,19 +224,25 @@ class ExecutorConformance(SpecConformance):
         finally:
             executor.close()
 
-    @pytest.mark.parametrize("call", ["submit", "collect"])
     def test_after_closing_work_is_refused(
-        self, plugin: PluginUnderTest, setup: WorkerSetup, call: str
+        self, plugin: PluginUnderTest, setup: WorkerSetup
     ) -> None:
         """With an error of the project, not by waiting for ever."""
         with self.started(plugin, setup) as (executor, _):
             executor.close()
-            calls: dict[str, Callable[[], object]] = {
-                "submit": lambda: executor.submit(two_prompts()[0]),
-                "collect": executor.collect,
-            }
             with pytest.raises(NanoVLLMError):
-                calls[call]()
+                executor.submit(two_prompts()[0])
+            with pytest.raises(NanoVLLMError):
+                executor.collect()
+
+
+Data = TypeVar("Data", StepPlan, StepResult, WorkerInfo)
+
+
+def copied(original: Data) -> Data:
+    """What another process would receive: equal, and another object."""
+    copy: Data = pickle.loads(pickle.dumps(original))
+    return copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +258,13 @@ class Outcome:
 
 
 def outcome_of(result: StepResult) -> Outcome:
-    """The same as plain data."""
+    """The same as plain data; it must be data, of the types that `StepResult` states."""
     assert isinstance(result.logprobs, Mapping), f"logprobs is {result.logprobs!r}, not a mapping"
+    dtypes = result.token_ids.dtype, result.finished.dtype
+    assert dtypes == (np.dtype(np.int32), np.dtype(np.bool_)), (
+        f"token ids and finish flags have the dtypes {dtypes}"
+    )
+    assert copied(result) == result, "a result is another one after pickle"
     logprobs: dict[tuple[int, int | None], float] = {}
     for entry, each in result.logprobs.items():
         logprobs[entry, None] = each.token_logprob
@@ -262,44 +288,57 @@ def admit(
     max_length: int = 32,
     stop: tuple[int, ...] = (),
     logprobs: int | None = None,
+    epoch: int = 1,
 ) -> StepPlan:
-    """A step that computes whole prompts, each in a row of its own with two blocks of its own."""
+    """A step that computes whole prompts, each in a row of its own with two blocks of its own.
+
+    No row decodes.
+    """
     admissions = tuple(
         Admission(
             row=row,
             token_ids=np.array(prompt, np.int32),
             num_prompt_tokens=len(prompt),
             num_computed=0,
-            block_ids=(3 + 2 * row, 2 * row),
+            block_ids=np.array((3 + 2 * row, 2 * row), np.int32),
             max_length=max_length,
             sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
         )
         for row, prompt in prompts.items()
     )
     chunks = tuple(PrefillChunk(row, 0, len(prompt), True) for row, prompt in prompts.items())
-    return StepPlan(admissions=admissions, prefill=chunks)
+    return decode_plan((), epoch, admissions=admissions, prefill=chunks)
 
 
-def decodes(rows: tuple[int, ...], count: int) -> list[StepPlan]:
-    """The same steady step, several times: one object, as the engine submits it."""
-    return [StepPlan(decode_rows=rows)] * count
+def decodes(rows: Sequence[int], count: int, epoch: int = 2) -> list[StepPlan]:
+    """The same decode step, several times: the first lists the rows, the others leave them out."""
+    first = decode_plan(rows, epoch)
+    return [first, *[replace(first, decode_rows=None)] * (count - 1)]
 
 
-def two_prompts() -> list[StepPlan]:
+def two_prompts(first_epoch: int = 1) -> list[StepPlan]:
     """Two requests, the second joining while the first decodes, then steady steps of both.
 
     The second asks for log-probabilities, the first does not.
     """
+    alone = first_epoch + 1
     join = admit({2: PROMPTS[1]}, logprobs=2)
-    mixed = StepPlan(admissions=join.admissions, decode_rows=(0,), prefill=join.prefill)
-    return [admit({0: PROMPTS[0]}), *decodes((0,), 1), mixed, *decodes((0, 2), NUM_DECODES)]
+    return [
+        admit({0: PROMPTS[0]}, epoch=first_epoch),
+        *decodes((0,), 1, alone),
+        replace(join, epoch=alone, num_decode=1, decode_rows=None),
+        *decodes((0, 2), NUM_DECODES, alone + 1),
+    ]
 
 
 def run(executor: Executor, plans: Sequence[StepPlan], ahead: int) -> list[Outcome]:
-    """Submit all plans and collect all results, `ahead` steps behind."""
+    """Submit all plans and collect all results, `ahead` steps behind.
+
+    Each plan is a copy that went through pickle, so that no two are one object.
+    """
     results: list[Outcome] = []
     for number, plan in enumerate(plans):
-        executor.submit(plan)
+        executor.submit(copied(plan))
         if number >= ahead:
             results.append(outcome_of(executor.collect()))
     results += [outcome_of(executor.collect()) for _ in range(min(ahead, len(plans)))]

@@ -6,14 +6,17 @@ table at that step. So a block that is freed, reused, shared or published too ea
 text; `reference_tokens` says what the text must be, from the ids alone.
 
 Plans are applied when submitted, in order; results wait until they are collected, which with an
-engine that works n steps ahead is n steps later.
+engine that works n steps ahead is n steps later. Plans and results go through pickle, as between
+processes.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -32,6 +35,9 @@ from nanovllm_core.interfaces.plan import (
 from nanovllm_core.interfaces.specs import NoOptions
 
 _MASK = (1 << 64) - 1
+
+
+Sent = TypeVar("Sent", StepPlan, StepResult)
 
 
 def next_cell(previous: int, token_id: int) -> int:
@@ -103,6 +109,11 @@ class FakeExecutor(Executor):
         self.rows: dict[int, FakeRow] = {}
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
+        self.sampled_rows: list[tuple[int, ...]] = []
+        """The rows that got a token, by plan: first those that decode."""
+        self.epoch = 0
+        self.decode_rows: tuple[int, ...] = ()
+        """Those of the epoch."""
         self.most_in_flight = 0
         self.blocks_touched: set[int] = set()
 
@@ -112,26 +123,30 @@ class FakeExecutor(Executor):
     def close(self) -> None: ...
 
     def collect(self) -> StepResult:
-        return self.results.popleft()
+        return _sent(self.results.popleft())
 
     def submit(self, plan: StepPlan) -> None:
+        plan = _sent(plan)
         self.plans.append(plan)
-        assert plan.decode_rows or plan.prefill, "an empty step was submitted"
+        self._take_rows(plan)
+        decode_rows = self.decode_rows
+        assert decode_rows or plan.prefill, "an empty step was submitted"
         assert plan.num_tokens <= self.max_num_batched_tokens, "over the token budget"
-        busy = [*plan.decode_rows, *(chunk.row for chunk in plan.prefill)]
+        busy = [*decode_rows, *(chunk.row for chunk in plan.prefill)]
         assert len(set(busy)) == len(busy), "a row works twice in one step"
         assert all(0 <= row < self.num_rows for row in busy)
-        deltas = {a.row for a in plan.admissions} | {append.row for append in plan.appends}
+        appends = plan.appends.tolist()
+        deltas = {a.row for a in plan.admissions} | {row for row, _, _ in appends}
         assert deltas <= set(busy), "a delta for a row that does not work"
         for admission in plan.admissions:
             self._admit(admission)
-        for append in plan.appends:
-            table = self.rows[append.row].block_table
-            assert append.index == len(table), "a block was appended out of order"
-            table.append(append.block_id)
+        for row_index, index, block_id in appends:
+            table = self.rows[row_index].block_table
+            assert index == len(table), "a block was appended out of order"
+            table.append(block_id)
             assert len(table) <= self.max_blocks, "a block table outgrew the device's"
-            self.blocks_touched.add(append.block_id)
-        outcome = [self._decode(row) for row in plan.decode_rows]
+            self.blocks_touched.add(block_id)
+        outcome = [self._decode(row) for row in decode_rows]
         for chunk in plan.prefill:
             row = self.rows[chunk.row]
             assert chunk.start == row.computed, "a chunk does not start where the row stands"
@@ -140,7 +155,20 @@ class FakeExecutor(Executor):
             self._compute(row, chunk.length)
             if chunk.samples:
                 outcome.append(self._sample(row))
-        self._reply(plan, outcome)
+        sampled = decode_rows + tuple(chunk.row for chunk in plan.prefill if chunk.samples)
+        assert plan.num_sampled == len(sampled)
+        self.sampled_rows.append(sampled)
+        self._reply(sampled, outcome)
+
+    def _take_rows(self, plan: StepPlan) -> None:
+        """The decoding rows are those that the plan lists, else those of the plan before."""
+        if plan.decode_rows is None:
+            assert plan.epoch == self.epoch, "a plan leaves out rows that no plan listed"
+        else:
+            assert plan.epoch == self.epoch + 1, "an epoch does not follow the one before"
+            assert plan.decode_rows.dtype == np.int32
+            self.epoch, self.decode_rows = plan.epoch, tuple(plan.decode_rows.tolist())
+        assert plan.num_decode == len(self.decode_rows)
 
     def _admit(self, admission: Admission) -> None:
         assert len(admission.block_ids) <= self.max_blocks, "a block table outgrew the device's"
@@ -148,13 +176,13 @@ class FakeExecutor(Executor):
         assert admission.num_computed % self.block_size == 0
         self.rows[admission.row] = FakeRow(
             ids=admission.token_ids.tolist(),
-            block_table=list(admission.block_ids),
+            block_table=admission.block_ids.tolist(),
             computed=admission.num_computed,
             num_prompt_tokens=admission.num_prompt_tokens,
             max_length=admission.max_length,
             sampling=admission.sampling,
         )
-        self.blocks_touched.update(admission.block_ids)
+        self.blocks_touched.update(admission.block_ids.tolist())
 
     def _decode(self, row_index: int) -> tuple[int, bool]:
         row = self.rows[row_index]
@@ -194,10 +222,10 @@ class FakeExecutor(Executor):
         row.finished = stops or len(row.ids) == row.max_length
         return token_id, row.finished
 
-    def _reply(self, plan: StepPlan, outcome: list[tuple[int, bool]]) -> None:
+    def _reply(self, rows: Sequence[int], outcome: list[tuple[int, bool]]) -> None:
         logprobs = {
             entry: TokenLogprobs(-float(outcome[entry][0]), ((outcome[entry][0], -1.0),))
-            for entry, row in enumerate(plan.sampled_rows)
+            for entry, row in enumerate(rows)
             if self.rows[row].sampling.logprobs is not None and outcome[entry][0] != PADDED
         }
         self.results.append(
@@ -208,3 +236,10 @@ class FakeExecutor(Executor):
             )
         )
         self.most_in_flight = max(self.most_in_flight, len(self.results))
+
+
+def _sent(original: Sent) -> Sent:
+    """What another process would receive."""
+    received: Sent = pickle.loads(pickle.dumps(original))
+    assert received == original
+    return received

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanovllm_core.layers import TensorParallel
+from nanovllm_core.interfaces.parallel import ParallelContext
 
 Result = TypeVar("Result")
 _TIMEOUT_S = 60.0
@@ -51,8 +51,21 @@ class SimulatedRank:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.exchange.swap(self.rank, x.clone()), dim=-1)
 
+    def min_over_ranks(self, number: int) -> int:
+        """As `ParallelContext.min_over_ranks`."""
+        return min(int(one) for one in self.exchange.swap(self.rank, torch.tensor(number)))
 
-def run_ranks(size: int, function: Callable[[TensorParallel], Result]) -> list[Result]:
+    def context(self) -> ParallelContext:
+        """What a `Worker` of this rank is made with."""
+        return ParallelContext(
+            rank=self.rank,
+            world_size=self.size,
+            tensor_parallel=self,
+            min_over_ranks=self.min_over_ranks,
+        )
+
+
+def run_ranks(size: int, function: Callable[[SimulatedRank], Result]) -> list[Result]:
     """Call `function` once per rank, at the same time; the results in the order of the ranks.
 
     The first rank's error that is not a broken barrier is raised.

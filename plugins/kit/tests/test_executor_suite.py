@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.plan import StepPlan, StepResult
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.interfaces.specs import ExecutorSpec, NoOptions
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_kit import ExecutorConformance, PluginUnderTest, executor as suite
@@ -75,8 +78,75 @@ class Elsewhere(Waits):
     """A worker that the suite cannot see."""
 
     def submit(self, plan: StepPlan) -> None:
-        self._running().submit(plan)
-        self.results.append(self._running().collect())
+        worker: Any = self._worker
+        worker.submit(plan)
+        self.results.append(worker._runner.collect())
+
+
+class KnowsByIdentity(SingleProcessExecutor):
+    """Encodes a plan once for each object, for the engine submits the same one again."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.encoded: dict[int, bytes] = {}
+
+    def submit(self, plan: StepPlan) -> None:
+        encoded = self.encoded.setdefault(id(plan), pickle.dumps(plan))
+        super().submit(pickle.loads(encoded))
+
+
+class IgnoresEpochs(SingleProcessExecutor):
+    """Takes the first rows that it sees, once and for all."""
+
+    rows: StepPlan | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.num_decode and self.rows is not None:
+            rows = self.rows
+            plan = replace(
+                plan, epoch=rows.epoch, num_decode=rows.num_decode, decode_rows=rows.decode_rows
+            )
+        elif plan.num_decode:
+            self.rows = plan
+        super().submit(plan)
+
+
+class Mends(SingleProcessExecutor):
+    """Has the rows of some epoch, so it serves any."""
+
+    epoch = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.decode_rows is not None:
+            self.epoch = plan.epoch
+        super().submit(replace(plan, epoch=self.epoch))
+
+
+class Widens(SingleProcessExecutor):
+    """Sends ids as Python's encoders like them."""
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        return replace(result, token_ids=result.token_ids.astype(np.int64))
+
+
+class Lends(SingleProcessExecutor):
+    """Results and the answer to the start hold what no other process can have."""
+
+    def start(self, setup: WorkerSetup) -> WorkerInfo:
+        info = super().start(setup)
+        return replace(info, start_seconds=Shown(info.start_seconds))
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        return replace(result, logprobs=Shown(result.logprobs))
+
+
+class Shown(UserDict[Any, Any]):
+    """A mapping that arrives empty."""
+
+    def __reduce__(self) -> Any:
+        return Shown, ()
 
 
 @pytest.fixture
@@ -87,7 +157,7 @@ def setup(tmp_path: Path) -> WorkerSetup:
 
 
 def plugin(executor: type[SingleProcessExecutor]) -> PluginUnderTest:
-    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=2)
+    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=3)
     return PluginUnderTest(spec, NoOptions(), __name__)
 
 
@@ -108,6 +178,39 @@ def test_lost_logprobs_are_caught(
     SUITE.test_results_are_those_of_the_core(plugin(Right), setup)
 
 
+@pytest.mark.parametrize(
+    ("executor", "said"),
+    [
+        (KnowsByIdentity, "token ids of step"),
+        (IgnoresEpochs, "token ids of step"),
+        (Widens, "dtypes"),
+        (Lends, "a result is another one after pickle"),
+    ],
+)
+def test_plans_and_results_that_are_no_data_are_caught(
+    executor: type[SingleProcessExecutor], said: str, setup: WorkerSetup
+) -> None:
+    """They work in one process with one engine, and nowhere else."""
+    with pytest.raises(AssertionError, match=said):
+        SUITE.test_results_are_those_of_the_core(plugin(executor), setup)
+
+
+def test_an_answer_to_the_start_that_is_no_data_is_caught(setup: WorkerSetup) -> None:
+    with pytest.raises(AssertionError, match="a WorkerInfo is another one"):
+        SUITE.test_started_it_says_what_it_offers(plugin(Lends), setup)
+    SUITE.test_started_it_says_what_it_offers(plugin(Right), setup)
+
+
+@pytest.mark.parametrize("executor", [Mends, IgnoresEpochs])
+def test_a_worker_that_serves_an_epoch_whose_rows_it_lacks_is_caught(
+    executor: type[SingleProcessExecutor], setup: WorkerSetup
+) -> None:
+    """Its tokens would be those of other rows."""
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        SUITE.test_a_plan_without_the_rows_of_its_epoch_is_refused(plugin(executor), setup)
+    SUITE.test_a_plan_without_the_rows_of_its_epoch_is_refused(plugin(Right), setup)
+
+
 @pytest.mark.parametrize("executor", [Waits, WaitsForAThread])
 def test_waiting_in_submit_is_caught(
     executor: type[SingleProcessExecutor], setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
@@ -121,5 +224,5 @@ def test_waiting_in_submit_is_caught(
 def test_a_worker_that_is_out_of_reach_proves_nothing(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(pytest.skip.Exception, match="no SingleProcessExecutor of this process"):
+    with pytest.raises(pytest.skip.Exception, match="no Worker of this process"):
         SUITE.test_submit_does_not_wait_for_the_step(plugin(Elsewhere), setup, monkeypatch)

@@ -34,7 +34,7 @@ class OneTokenWorker(Executor):
         raise NotImplementedError("the tests build the engine by hand")
 
     def submit(self, plan: StepPlan) -> None:
-        self.sizes.append(len(plan.sampled_rows))
+        self.sizes.append(plan.num_sampled)
         self.admitted += [len(admission.token_ids) for admission in plan.admissions]
 
     def collect(self) -> StepResult:

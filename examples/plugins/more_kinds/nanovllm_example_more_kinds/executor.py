@@ -64,7 +64,7 @@ class TimedExecutor(Executor):
                 self._file = None
 
     def _write(self, plan: StepPlan, seconds: float) -> None:
-        decode = len(plan.decode_rows)
-        step = Step(prefill=plan.num_tokens - decode, decode=decode, seconds=seconds)
+        prefill = plan.num_tokens - plan.num_decode
+        step = Step(prefill=prefill, decode=plan.num_decode, seconds=seconds)
         if self._file is not None:
             self._file.write(step.model_dump_json() + "\n")

@@ -57,7 +57,7 @@ class MyPluginExecutor(Executor):
         self._steps += 1
         self._seconds += seconds
         if self._file is not None:
-            self._file.write(f"{plan.num_tokens},{len(plan.sampled_rows)},{seconds:.6f}\n")
+            self._file.write(f"{plan.num_tokens},{plan.num_sampled},{seconds:.6f}\n")
         return result
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""An executor that runs the worker in a process of its own."""

@@ -1,0 +1,72 @@
+"""A worker's place among the ranks that run one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TensorParallel(Protocol):
+    """The group of ranks that share every layer. All ranks call the same collectives in order.
+
+    Called inside a layer's forward, so captured in decode steps on CUDA.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, on every rank; `x` may be overwritten."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' tensors, of equal shapes, side by side along the last dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRank:
+    """A group of one."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+
+def _own(number: int) -> int:
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelContext:
+    """What a worker knows of the other ranks; made in its own process.
+
+    `rank` is this worker's number, from 0, of `world_size`. `device` ("cuda:1") is where it runs;
+    None: where the set-up says. `tensor_parallel` is the group that shares the model's layers.
+    `min_over_ranks` returns the smallest of the numbers that all ranks pass; every rank calls it
+    equally often. The group and it must raise ExecutorError where a rank does not come in time.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: str | None = None
+    tensor_parallel: TensorParallel = field(default_factory=SingleRank)
+    min_over_ranks: Callable[[int], int] = field(default=_own, repr=False)
+
+
+SINGLE = ParallelContext()
+"""One rank alone."""

@@ -1,0 +1,189 @@
+"""The worker: one rank's whole, from the device to the results. Executors are topology only."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from nanovllm_core.config.settings import FIT
+from nanovllm_core.errors import (
+    EngineClosedError,
+    ModelOutputError,
+    NanoVLLMError,
+    OutOfMemoryError,
+)
+from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.objects import make_plugin
+from nanovllm_core.worker.attention import PagedAttention
+from nanovllm_core.worker.kv_cache import DeviceMemory, size_cache
+from nanovllm_core.worker.model import load_model
+from nanovllm_core.worker.progress import Laps
+from nanovllm_core.worker.row_ops import require_triton
+from nanovllm_core.worker.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_CLOSED = "the worker has not started, or is closed; create a new LLM"
+_CUT = "limits.max_model_len: fit: the KV cache holds %d of the %d tokens of the model's own limit"
+
+
+class Worker:
+    """Owns one rank's device, model, KV cache, graphs and model runner.
+
+    An executor starts it in any process, passes it every plan, in order, and closes it. All ranks
+    of an engine get the same `setup` and plans, and give the same results. `parallel` is this
+    rank's place among them.
+    """
+
+    def __init__(self, setup: WorkerSetup, parallel: ParallelContext = SINGLE) -> None:
+        self.setup = setup if parallel.device is None else replace(setup, device=parallel.device)
+        self.parallel = parallel
+        self._runner: ModelRunner | None = None
+        self._on_device: AbstractContextManager[object] = nullcontext()
+        """Makes the GPU the current one: kernels are launched there, whatever else is going on."""
+        attention = setup.prefill_attention, setup.decode_attention
+        parts = setup.model, *attention, setup.kernels, setup.sampler
+        self._parts = ", ".join(dict.fromkeys(map(describe, parts)))
+        """The plugins whose code runs in a step, but for processors, which name themselves."""
+
+    def start(self) -> WorkerInfo:
+        """Load the model, size the KV cache by a trial step, capture the graphs.
+
+        The number of blocks, and so the longest sequence, is the smallest of all ranks. Raises
+        WeightsError, OutOfMemoryError or whatever a plugin raises.
+        """
+        setup, parallel = self.setup, self.parallel
+        laps, limits = Laps(), setup.config.limits
+        device, memory = torch.device(setup.device), None
+        with _memory_for(
+            device, "the model", "free it of others, or take a smaller model or dtype"
+        ):
+            require_triton(device)
+            if device.type == "cuda":
+                memory = DeviceMemory.open(device)
+                self._on_device = torch.cuda.device(device)
+            laps.end("device")
+            kernels: KernelSet = make_plugin(setup.kernels, device)
+            model = load_model(setup, kernels, parallel.tensor_parallel)
+            laps.end("model")
+        longest = setup.max_model_len
+        if limits.max_model_len == FIT:
+            # A bound, so that tables are not made for a longer sequence: the blocks beside the
+            # weights alone. Workspaces and steps take their part when they can be measured.
+            now = memory and memory.measure(device)
+            _, length = size_cache(setup, model.shape, now, parallel.min_over_ranks)
+            setup = replace(setup, max_model_len=length)
+        with _memory_for(
+            device,
+            "steps and their CUDA graphs",
+            f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len "
+            f"({setup.max_model_len}), max_num_batched_tokens ({limits.max_num_batched_tokens}) or "
+            f"cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), shorten "
+            "cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}",
+        ):
+            attention = PagedAttention(setup, kernels, model)
+            laps.end("attention")
+            runner = self._runner = ModelRunner(setup, model, attention)
+            if memory is not None:
+                memory = _try_steps(setup, runner, memory)
+            num_blocks, length = size_cache(setup, model.shape, memory, parallel.min_over_ranks)
+            if length < longest:
+                logger.info(_CUT, length, longest)
+            runner.allocate_cache(num_blocks)
+            laps.end("cache")
+            load_seconds = sum(laps.seconds.values())
+            if setup.cuda_graphs:
+                runner.capture(laps)
+        return WorkerInfo(
+            num_blocks=num_blocks,
+            block_size=setup.block_size,
+            max_model_len=length,
+            vocab_size=model.shape.vocab_size,
+            attention=attention.describe(),
+            kernels=f"{setup.kernels.name} {setup.kernels.version}",
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            dtype=setup.dtype,
+            cuda_graphs=setup.cuda_graphs,
+            load_seconds=load_seconds,
+            capture_seconds=sum(laps.seconds.values()) - load_seconds,
+            bucket_sizes=runner.bucket_sizes,
+            prompt_graph_sizes=runner.prompt_sizes if setup.cuda_graphs else (),
+            start_seconds=laps.seconds,
+        )
+
+    def submit(self, plan: StepPlan) -> None:
+        """Apply the plan and launch its step; never waits for the device, but in debug mode.
+
+        Raises EngineClosedError before a start and after `close`, InconsistentStateError for a plan
+        whose decoding rows it does not have, ModelOutputError in debug mode.
+        """
+        if self._runner is None:
+            raise EngineClosedError(_CLOSED)
+        try:
+            with self._on_device:
+                self._runner.submit(plan)
+        except ModelOutputError as error:
+            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
+        except NanoVLLMError:
+            raise
+        except Exception as error:
+            error.add_note(f"in a step of {self._parts}")
+            raise
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight; ExecutorError where none is."""
+        if self._runner is None:
+            raise EngineClosedError(_CLOSED)
+        return self._runner.collect()
+
+    def close(self) -> None:
+        """Free the device. May be called twice, and without a start."""
+        if self._runner is None:
+            return
+        device = self._runner.device
+        try:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        finally:
+            self._runner.close()
+            self._runner = None
+        gc.collect()  # model, runner and cache refer to one another
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next engine, or the neighbours, find the memory free
+
+
+@contextmanager
+def _memory_for(device: torch.device, what: str, remedy: str) -> Iterator[None]:
+    """Say what there was no room for, and what helps."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not full and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
+
+
+def _try_steps(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory) -> DeviceMemory:
+    """Run the largest steps there can be, so that the allocator's peak is the true one.
+
+    They run on a given number of blocks too: no request shall be the first to have them compiled.
+    Captured steps keep the bytes of the largest, for all share one pool.
+    """
+    runner.allocate_cache(1)
+    runner.trial_step(setup.config.limits.max_num_batched_tokens)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(runner.device)
+    runner.trial_captured_step()
+    kept = torch.cuda.memory_reserved(runner.device) - before
+    torch.cuda.empty_cache()
+    return memory.measure(runner.device, graphs=kept if setup.cuda_graphs else 0)

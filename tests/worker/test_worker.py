@@ -1,0 +1,144 @@
+"""A worker is one rank's whole: two of them, each with half the heads, are one engine's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanovllm_core.config.sources import load_config
+from nanovllm_core.errors import EngineClosedError, OutOfMemoryError
+from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.parallel import SINGLE
+from nanovllm_core.interfaces.plan import (
+    Admission,
+    PrefillChunk,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    WorkerInfo,
+)
+from nanovllm_core.selection.startup import start
+from nanovllm_core.worker import Worker
+from nanovllm_kit.plans import decode_plan
+from nanovllm_kit.ranks import SimulatedRank, run_ranks
+
+from ..e2e.tiny import Reference, write_checkpoint
+
+for plugin in ("model_qwen3", "attention_sdpa"):
+    pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+
+PROMPT = [9, 8, 7, 6, 5, 4]
+SETTINGS = {"device": "cpu", "attention": "sdpa", "max_model_len": 64, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def setup(folder: Path) -> WorkerSetup:
+    return start(load_config(str(folder), overrides=SETTINGS)).setup
+
+
+def with_blocks(setup: WorkerSetup, num_blocks: int) -> WorkerSetup:
+    cache = setup.config.cache.model_copy(update={"num_blocks": num_blocks})
+    return replace(setup, config=setup.config.model_copy(update={"cache": cache}))
+
+
+def plans() -> Iterator[StepPlan]:
+    """A prompt, then five decode steps."""
+    admission = Admission(
+        row=2,
+        token_ids=np.array(PROMPT, np.int32),
+        num_prompt_tokens=len(PROMPT),
+        num_computed=0,
+        block_ids=np.array((3, 1), np.int32),
+        max_length=20,
+        sampling=RowSampling(logprobs=2),
+    )
+    chunk = PrefillChunk(2, 0, len(PROMPT), samples=True)
+    yield StepPlan(admissions=(admission,), prefill=(chunk,))
+    yield (first := decode_plan((2,)))
+    yield from [replace(first, decode_rows=None)] * 4
+
+
+def run(worker: Worker) -> list[StepResult]:
+    results = []
+    for plan in plans():
+        worker.submit(plan)
+        results.append(worker.collect())
+    return results
+
+
+def test_a_worker_runs_plans_and_closes(setup: WorkerSetup, folder: Path) -> None:
+    """Without an executor; before a start and after closing it refuses work."""
+    worker = Worker(setup)
+    worker.close()
+    with pytest.raises(EngineClosedError, match="not started, or is closed"):
+        worker.collect()
+    worker.start()
+    tokens = [int(result.token_ids[0]) for result in run(worker)]
+    assert tokens == Reference.of(folder).tokens(PROMPT, 6)
+    worker.close()
+    worker.close()
+    with pytest.raises(EngineClosedError, match="not started, or is closed"):
+        worker.submit(next(plans()))
+
+
+def test_two_ranks_give_the_results_of_one(setup: WorkerSetup, folder: Path) -> None:
+    """Each caches the keys and values of its own heads, and both see the same tokens."""
+
+    def on_rank(rank: SimulatedRank) -> tuple[WorkerInfo, tuple[int, ...], list[StepResult]]:
+        worker = Worker(setup, rank.context())
+        info = worker.start()
+        assert worker._runner is not None
+        shape = tuple(worker._runner.attention.cache.shape)
+        results = run(worker)
+        worker.close()
+        return info, shape, results
+
+    (info, shape, results), (other, its_shape, its_results) = run_ranks(2, on_rank)
+    assert shape == its_shape == (2, 2, info.num_blocks, 16, 1, 16), "one of two KV heads each"
+    assert info.num_blocks == other.num_blocks
+    assert results == its_results
+    tokens = [int(result.token_ids[0]) for result in results]
+    assert tokens == Reference.of(folder).tokens(PROMPT, 6)
+
+
+@pytest.mark.parametrize("blocks", [(9, 7), (5, 8)])
+def test_ranks_agree_on_the_number_of_blocks(setup: WorkerSetup, blocks: tuple[int, int]) -> None:
+    """All have as many as the rank with the fewest."""
+
+    def on_rank(rank: SimulatedRank) -> int:
+        worker = Worker(with_blocks(setup, blocks[rank.rank]), rank.context())
+        num_blocks = worker.start().num_blocks
+        worker.close()
+        return num_blocks
+
+    assert run_ranks(2, on_rank) == [min(blocks)] * 2
+
+
+def test_all_ranks_refuse_a_length_that_one_cannot_hold(setup: WorkerSetup) -> None:
+    """With the same numbers, so that none waits for another."""
+
+    def on_rank(rank: SimulatedRank) -> str:
+        worker = Worker(with_blocks(setup, (9, 3)[rank.rank]), rank.context())
+        with pytest.raises(OutOfMemoryError) as caught:
+            worker.start()
+        return str(caught.value)
+
+    first, second = run_ranks(2, on_rank)
+    assert first == second
+    assert "holds 3 blocks" in first
+
+
+def test_a_rank_runs_on_its_own_device(setup: WorkerSetup) -> None:
+    """The set-up names the device of rank 0; a rank's context overrides it."""
+    worker = Worker(replace(setup, device="cuda:7"), replace(SINGLE, device="cpu"))
+    assert worker.start().device == "cpu"
+    worker.close()
