@@ -116,6 +116,7 @@ class RequestFactory:
         arrival_step: int,
         arrival_index: int,
         stream: bool,
+        searched: bool,
         cache_salt: bytes,
         labels: Mapping[str, str] | None,
     ) -> list[Request]:
@@ -151,6 +152,7 @@ class RequestFactory:
                 table=self.table,
                 labels=checked_labels,
                 stream=stream,
+                searched=searched,
                 cache_salt=cache_salt,
             )
             for index, sample_id in enumerate(sample_ids(request_id, params.n))

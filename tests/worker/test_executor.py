@@ -193,7 +193,7 @@ def test_fit_takes_the_longest_sequence_that_the_cache_holds(
     caplog.set_level("INFO")
     with LLM(str(folder), **{**SETTINGS, **changes}) as llm:
         assert (llm.info.num_blocks, llm.info.max_model_len) == (5, 80)
-        assert llm._executor._worker._runner.max_model_len == 80
+        assert llm.engine._executor._worker._runner.max_model_len == 80
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         [output] = llm.generate([[5] * 30], params, use_tqdm=False)
         assert len(output.token_ids) == 50

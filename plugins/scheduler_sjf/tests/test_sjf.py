@@ -17,7 +17,7 @@ from nanovllm_core.api import (
     WorkerInfo,
     WorkerSetup,
 )
-from nanovllm_core.engine import Engine, EngineLimits, RequestOutput, TokenBudgetScheduler
+from nanovllm_core.engine import Engine, EngineLimits, OutputDelta, TokenBudgetScheduler
 from nanovllm_scheduler_sjf.plugin import SjfOptions, nanovllm_schedulers
 from nanovllm_scheduler_sjf.policy import SjfPolicy
 
@@ -75,7 +75,7 @@ def passed_over(engine: Engine, long: int, short: int, per_step: int, steps: int
         arrived = engine.stats.steps
         for i in range(per_step):
             engine.add_request(f"{arrived}.{i}.{len(before)}", [1] * short, ONE_TOKEN)
-        done: list[RequestOutput] = engine.step()
+        done: list[OutputDelta] = engine.step()
         names = [output.request_id for output in done]
         if "long" in names:
             return before
