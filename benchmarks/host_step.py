@@ -80,8 +80,8 @@ def decoding_engine(
         with LLM(
             folder, load_format="dummy", device="cpu", dtype="float32", limits=limits, cache=cache
         ) as llm:
-            engine = llm._engine
-            runner = cast(Any, llm._executor)._worker._runner
+            engine = llm.engine
+            runner = cast(Any, llm.engine._executor)._worker._runner
             runner._graphs = cast(StepGraphs, InstantGraphs(runner._results))
             for row in range(batch):
                 add_request(engine, str(row), 8 + (row % block_size if stagger else 0))

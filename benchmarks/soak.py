@@ -151,7 +151,7 @@ def _host_bytes() -> int:
 
 def run(llm: LLM, seed: int, goes_on: Callable[[int, float], bool]) -> Run:
     """Traffic while `goes_on(steps, seconds)`, then steps until nothing is left."""
-    engine, rows = llm._engine, llm.config.limits.max_num_seqs
+    engine, rows = llm.engine, llm.config.limits.max_num_seqs
     traffic = Traffic(seed, llm.info.vocab_size, llm.info.max_model_len, rows)
     done = Run(seed, llm.config.model_dump(mode="json"))
     live: dict[str, None] = {}
@@ -168,9 +168,9 @@ def run(llm: LLM, seed: int, goes_on: Callable[[int, float], bool]) -> Run:
             if abort:
                 engine.abort(abort)
                 num_aborts += 1
-        for output in engine.step():
-            del live[output.request_id]
-            done.finish(int(output.request_id), output.finish_reason, output.token_ids)
+        for delta in engine.step():
+            del live[delta.request_id]
+            done.finish(int(delta.request_id), delta.finish_reason, delta.new_token_ids)
         done.steps += arriving
         if perf_counter() - started > len(done.memory) * SAMPLE_SECONDS:
             done.read_memory(perf_counter() - started)

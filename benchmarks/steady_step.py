@@ -102,17 +102,17 @@ def decoding(arguments: argparse.Namespace, num_steps: int) -> Iterator[tuple[LL
             length = PROMPT_LEN + index % llm.info.block_size
             prompt = rng.integers(0, min(VOCABULARY, llm.info.vocab_size), length)
             params = SamplingParams(temperature=0.6, max_tokens=num_steps + 100, ignore_eos=True)
-            llm._engine.add_request(str(index), prompt.astype(np.int32), params)
+            llm.engine.add_request(str(index), prompt.astype(np.int32), params)
         while llm.stats.waiting:
-            llm._engine.step()
+            llm.engine.step()
         for _ in range(40):
-            llm._engine.step()
-        yield llm, cast(Any, llm._executor)._worker._runner
+            llm.engine.step()
+        yield llm, cast(Any, llm.engine._executor)._worker._runner
 
 
 def window(llm: LLM, stopwatch: Stopwatch) -> dict[str, Any]:
     """Mean, median and 99th percentile of each part, over STEPS steps."""
-    engine = llm._engine
+    engine = llm.engine
     stopwatch.steps.clear()
     stopwatch.current.clear()
     started = perf_counter()
@@ -155,11 +155,11 @@ def main() -> None:
     results = []
     with decoding(arguments, STEPS * arguments.windows * len(ways)) as (llm, runner):
         stopwatch = Stopwatch()
-        stopwatch.time(llm._engine._planner, "plan", "plan")
-        stopwatch.time(llm._executor, "submit", "submit")
+        stopwatch.time(llm.engine._planner, "plan", "plan")
+        stopwatch.time(llm.engine._executor, "submit", "submit")
         if runner._graphs is not None:
             stopwatch.time(runner._graphs, "replay", "replay")
-        stopwatch.time(llm._engine, "_absorb", "absorb")
+        stopwatch.time(llm.engine, "_absorb", "absorb")
         for _ in range(arguments.windows):
             for name, wait in ways.items():
                 runner._results.wait = wait

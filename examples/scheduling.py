@@ -14,8 +14,7 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.engine import RequestOutput
+from nanovllm_core import LLM, RequestOutput, SamplingParams
 
 LONG, SHORT = 600, 12
 

@@ -50,13 +50,18 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._interrupt)
             sys.unraisablehook = _on_unraisable
 
-    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self.came = True
-        while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
-            frame = frame.f_back
-        if frame is not None or self.is_over:
+        # An engine starts on a thread of its own, which imports too.
+        if self.is_over or any(map(_is_importing, sys._current_frames().values())):
             os._exit(INTERRUPTED)
         raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _on_unraisable(unraisable: sys.UnraisableHookArgs) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, linear
+from torch.nn.functional import gelu, layer_norm
 
 from nanovllm_core.api import ModelShape, QKPrep
 from nanovllm_core.layers import (
@@ -61,7 +61,7 @@ class InterleavedQKVLinear(Layer):
         param.copy_(heads.transpose(0, 1).flatten(0, 2))  # all of q, then all of k, then all of v
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return linear(x_TE, self.weight, self.bias)
+        return self.context.kernels.linear(x_TE, self.weight, self.bias)
 
 
 class GPTNeoXAttention(nn.Module):

@@ -93,7 +93,7 @@ def test_the_top_level_of_the_core_holds_rooms_and_four_files() -> None:
     assert {path.name for path in top if path.is_dir()} == {*rooms, "diagnostics", "cli", "testing"}
 
 
-MAX_CORE_LINES = 15_700
+MAX_CORE_LINES = 17_000
 """Lines of Python in the core. Raise it on purpose only, and not by shortening a docstring."""
 
 
@@ -253,6 +253,7 @@ def test_a_broken_plugin_that_nobody_selected_does_no_harm(install: Install) -> 
 
 def test_the_public_names_are_these() -> None:
     assert sorted(nanovllm_core.__all__) == [
+        "AsyncLLM",
         "EngineConfig",
         "LLM",
         "NanoVLLMError",

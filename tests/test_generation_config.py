@@ -138,4 +138,4 @@ def test_fields_that_a_request_does_not_state_come_from_the_checkpoint(tmp_path:
         assert next(llm.stream(prompts[0])).new_token_ids == right[0][:1]
         llm.engine.add_request("own", prompts[1], SamplingParams())
         news = [output for _ in range(100) for output in llm.engine.step()]
-        assert [one.token_ids for one in news if one.request_id == "own"] == right[1:]
+        assert [one.new_token_ids for one in news if one.request_id == "own"] == right[1:]

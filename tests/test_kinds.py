@@ -48,13 +48,13 @@ def test_a_plugin_of_an_older_contract_is_refused_by_name_with_what_to_change(
     kind: Any, install: Install
 ) -> None:
     """Where calls changed, nothing would tell until the call itself failed."""
-    more = "capabilities=None, kv_layouts=None" if kind.name == "attention" else ""
+    needed = {"attention": "capabilities=None, kv_layouts=None", "kernels": "devices={'cpu'}"}
     source = f"""
 from nanovllm_core import api
 @api.hookimpl
 def {kind.hook}():
     return [api.{kind.spec.__name__}(
-        name="old", impl="x:X", contract={kind.oldest_contract - 1}, {more}
+        name="old", impl="x:X", contract={kind.oldest_contract - 1}, {needed.get(kind.name, "")}
     )]
 """
     install("older", {kind.group: {"old": f"old_{kind.name}"}}, {f"old_{kind.name}": source})

@@ -283,4 +283,4 @@ def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(tmp_path
         assert text == "42"
     (tmp_path / "engine.yaml").write_text("model: demo\nattention: flash\n")
     refused = fails(nanovllm, "generate", "--config", tmp_path / "engine.yaml", "Hello")
-    assert "attention backend 'flash' (nanovllm-attention-flash" in refused
+    assert "attention 'flash' (nanovllm-attention-flash" in refused

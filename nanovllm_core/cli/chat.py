@@ -101,7 +101,7 @@ def answer(llm: nanovllm_core.LLM, history: list[dict[str, str]], params: Sampli
 
 @contextmanager
 def interruptions() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of raising inside a step, which would end the engine."""
+    """Ctrl-C sets the event, so that an answer ends behind a whole output."""
     event = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda _signal, _frame: event.set())
     try:

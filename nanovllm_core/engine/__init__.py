@@ -1,5 +1,8 @@
 """Requests, KV blocks, scheduling and the loop one step ahead. Nothing here imports torch."""
 
+from nanovllm_core.engine.deltas import (
+    OutputDelta as OutputDelta,
+)
 from nanovllm_core.engine.engine import (
     Engine as Engine,
 )
@@ -9,11 +12,6 @@ from nanovllm_core.engine.limits import (
 from nanovllm_core.engine.observation import (
     EngineStats as EngineStats,
     Observation as Observation,
-)
-from nanovllm_core.engine.output_processor import (
-    Detokenizer as Detokenizer,
-    DetokenizerFactory as DetokenizerFactory,
-    RequestOutput as RequestOutput,
 )
 from nanovllm_core.engine.request import (
     Request as Request,

@@ -12,17 +12,13 @@ from numpy.typing import NDArray
 
 from nanovllm_core.engine.block_pool import BlockPool
 from nanovllm_core.engine.consistency import assert_consistent
+from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.observation import EngineStats, Observation
-from nanovllm_core.engine.output_processor import (
-    DetokenizerFactory,
-    OutputStream,
-    RequestOutput,
-)
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
-from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.request_factory import RequestFactory
+from nanovllm_core.engine.request import Request, RequestState
+from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.errors import (
     ConfigError,
@@ -34,6 +30,7 @@ from nanovllm_core.errors import (
     shown,
 )
 from nanovllm_core.interfaces.executor import Executor
+from nanovllm_core.interfaces.observer import FinishReason
 from nanovllm_core.interfaces.plan import StepResult
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
@@ -90,11 +87,11 @@ class Engine:
         self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
         self._running = self._planner.running
         self._in_flight: deque[PlannedStep] = deque()
-        self._streams: dict[str, OutputStream] = {}
-        """The outputs of unfinished requests, by the request's id."""
+        self._unfinished: dict[str, Request] = {}
+        """The samples that are not finished, by their own ids."""
         self._samples: dict[str, list[Request]] = {}
-        """The unfinished samples of each id that was given to `add_request`."""
-        self._outputs: list[RequestOutput] = []
+        """By the id that was given to `add_request`: its samples that have no record yet."""
+        self._deltas: list[OutputDelta] = []
         self._num_arrived = 0
         self._num_output_tokens = 0
         self._num_finished = 0
@@ -117,26 +114,35 @@ class Engine:
         params: SamplingParams,
         *,
         stream: bool = False,
-        detokenizer: DetokenizerFactory | None = None,
+        searched: bool = False,
         cache_salt: bytes = b"",
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """Queue a request; its outputs come from `step()`, one per sample.
+        """Queue a request; its deltas come from `step()`, for each sample its own.
 
-        With `stream` every new token comes at once, otherwise only finished outputs do.
-        `cache_salt` separates requests that must not share cached blocks. `labels` are texts by
-        name for schedulers and observers; all samples carry them.
+        With `stream` every new token comes at once, otherwise all of them when the sample is
+        finished. `searched` streams too: the caller searches the text for stop strings, and calls
+        `end_at` for every sample that is not aborted. `cache_salt` separates requests that must not
+        share cached blocks. `labels` are texts by name for schedulers and observers; all samples
+        carry them.
 
         Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`,
         `InvalidLabelsError`, and `RequestTooLongError` for a request that can never fit. Other
-        requests go on; an error of the scheduler ends the engine, as in `step()`.
+        requests go on. An error of the scheduler ends the engine, as any error in `step()`,
+        `abort()` or `reset_prefix_cache()` does.
         """
         self._check_alive()
-        if params.stop and detokenizer is None:
+        if params.stop and not searched:
             raise InvalidSamplingError(
-                f"stop is {shown(params.stop_strings)}, but the request has no detokenizer; give "
-                "one, or use stop_token_ids"
+                f"stop is {shown(params.stop_strings)}, but the engine knows ids and no text; "
+                "search the text (`searched`), or use stop_token_ids"
             )
+        for sample_id in sample_ids(request_id, params.n):
+            if sample_id in self._unfinished or sample_id in self._samples:
+                raise RequestError(
+                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
+                    "finishes"
+                )
         samples = self._factory.make_samples(
             request_id,
             prompt_token_ids,
@@ -144,22 +150,14 @@ class Engine:
             arrival_step=self._planner.step,
             arrival_index=self._num_arrived,
             stream=stream,
+            searched=searched,
             cache_salt=cache_salt,
             labels=labels,
         )
-        streams: dict[str, OutputStream] = {}
-        for request in samples:
-            sample_id = request.request_id
-            if sample_id in self._streams or sample_id in self._samples:
-                raise RequestError(
-                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
-                    "finishes"
-                )
-            streams[sample_id] = OutputStream(request, detokenizer() if detokenizer else None)
         with self._at_work():  # All parts are made: from here on the request is known.
             self._num_arrived += len(samples)
-            self._samples[request_id] = samples
-            self._streams |= streams
+            self._samples[request_id] = list(samples)
+            self._unfinished |= {request.request_id: request for request in samples}
             first, *others = samples
             first.held_samples = others
             self._planner.enqueue(first)
@@ -183,8 +181,28 @@ class Engine:
         while self._to_abort:
             self._now = perf_counter()
             for request in tuple(self._samples.get(self._to_abort.popleft(), ())):
-                self._streams[request.request_id].abort()
-                self._finish(request)
+                if request.state is not RequestState.FINISHED:
+                    self._finish(request, "abort")
+                self._record(request)  # Nobody searches its text any more.
+
+    def end_at(self, request_id: str, index: int, num_tokens: int, stop: str | None) -> None:
+        """The caller has searched a sample's text: `stop` ends it at its `num_tokens`-th id.
+
+        With None no stop string was found, and the sample is finished. Ids beyond `num_tokens` are
+        dropped: the engine may have computed some, or even finished the sample, before the caller
+        had read the id that completes a stop string. The sample's record is made now, and counts as
+        the caller does. A sample that is not there, because it was aborted, is no error.
+        """
+        with self._at_work():
+            for request in tuple(self._samples.get(request_id, ())):
+                if request.index == index:
+                    if request.state is not RequestState.FINISHED:
+                        self._now = perf_counter()
+                        self._finish(request, "stop", stop)
+                    elif stop is not None:
+                        request.finish_reason = "stop"
+                    request.num_output_tokens = num_tokens
+                    self._record(request)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -206,7 +224,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True while `step()` has something to do or to return."""
-        return bool(self._streams or self._outputs or self._in_flight)
+        return bool(self._unfinished or self._deltas or self._in_flight)
 
     @property
     def stats(self) -> EngineStats:
@@ -219,7 +237,7 @@ class Engine:
             output_tokens=self._num_output_tokens,
             finished=self._num_finished,
             running=running,
-            waiting=len(self._streams) - running,
+            waiting=len(self._unfinished) - running,
             free_blocks=self._kv.pool.num_free,
             blocks=self._kv.pool.num_blocks,
             host_seconds=self._host_seconds,
@@ -229,12 +247,11 @@ class Engine:
 
     def assert_consistent(self) -> None:
         """Check every invariant; raises `InconsistentStateError`."""
-        requests = [stream.request for stream in self._streams.values()]
-        assert_consistent(self._planner, requests, self._steps_ahead + 1)
+        assert_consistent(self._planner, self._unfinished.values(), self._steps_ahead + 1)
 
     # -- the loop
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[OutputDelta]:
         """Submit steps until enough are in flight, take the oldest result in, return the news.
 
         Any error here ends the engine: later calls raise `EngineClosedError`. Only Ctrl-C while
@@ -261,13 +278,13 @@ class Engine:
             self._carry_out_aborts()
             if self._debug:
                 self.assert_consistent()
-            outputs, self._outputs = self._outputs, []
+            deltas, self._deltas = self._deltas, []
             seconds = perf_counter() - started
             self._host_seconds += seconds
             if is_steady:
                 self._steady_steps += 1
                 self._steady_seconds += seconds
-            return outputs
+            return deltas
 
     def _submit_ahead(self) -> bool:
         """Fill the depth; True if the last step submitted decodes the rows of the one before."""
@@ -282,7 +299,7 @@ class Engine:
                     raise ModelOutputError(f"request {ids}, {error}", error.rows) from error
                 self._in_flight.append(planned)
                 is_steady = planned.plan.decode_rows is None and not planned.chunks
-            elif self._in_flight or not self._streams:
+            elif self._in_flight or not self._unfinished:
                 break
             else:
                 self._planner.unblock()
@@ -364,31 +381,61 @@ class Engine:
             self._planner.release_samples(request)
 
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
-        """Hand a new token to the request's output, and the output to the caller."""
-        stream = self._streams[request.request_id]
+        """Finish the request at its newest token, or hand the token out if it is streamed."""
         if request.params.logprobs is not None:
             if entry not in result.logprobs:
                 raise InconsistentStateError(
                     f"{type(self._executor).__name__} returned no logprobs for entry {entry}, "
                     "which asked for them"
                 )
-            stream.logprobs.append(result.logprobs[entry])
-        new = (int(result.token_ids[entry]),) if request.is_watched else request.output_ids()
-        stream.push(new, ended)
-        if stream.finish_reason is not None:
-            self._finish(request)
-        elif request.stream:
-            self._outputs.append(stream.take())
+            request.new_logprobs.append(result.logprobs[entry])
+        newest, sampling = int(result.token_ids[entry]), request.sampling
+        # The device does not check all of many stop ids.
+        if newest in sampling.stop_token_ids and request.num_output_ids >= sampling.min_tokens:
+            self._finish(request, "stop", newest)
+        elif ended:
+            self._finish(request, "length")
+        elif request.is_streamed:
+            self._deltas.append(self._delta(request))
 
-    def _finish(self, request: Request) -> None:
-        """The request is over: hand its output out and forget it."""
+    def _delta(
+        self, request: Request, reason: FinishReason | None = None, stop: int | str | None = None
+    ) -> OutputDelta:
+        """The ids that are known and were not handed out."""
+        new_ids: list[int] = request.known_ids()[request.num_handed_out :].tolist()
+        request.num_handed_out += len(new_ids)
+        logprobs, request.new_logprobs = request.new_logprobs, []
+        return OutputDelta(
+            request_id=request.group_id,
+            index=request.index,
+            new_token_ids=new_ids,
+            new_logprobs=None if request.params.logprobs is None else logprobs,
+            finish_reason=reason,
+            stop_reason=stop,
+            num_cached_tokens=request.num_cached_tokens,
+            wait_steps=request.wait_steps,
+        )
+
+    def _finish(
+        self, request: Request, reason: FinishReason, stop: int | str | None = None
+    ) -> None:
+        """The request is over: its last delta, and its record unless its caller is to say more."""
         self._num_finished += 1
+        del self._unfinished[request.request_id]
+        request.finish_reason, request.finished_time = reason, self._now
+        request.num_output_tokens = request.num_output_ids
+        self._deltas.append(self._delta(request, reason, stop))
         self._planner.retire(request)
-        output = self._streams.pop(request.request_id).take()
-        self._outputs.append(output)
-        samples = self._samples[request.group_id]
+        if not request.searched:
+            self._record(request)
+
+    def _record(self, request: Request) -> None:
+        """Forget a finished request, and report it to the observers."""
+        samples = self._samples.get(request.group_id, [])
+        if request not in samples:
+            return
         samples.remove(request)
         if not samples:
             del self._samples[request.group_id]
         if self._observation is not None:
-            self._observation.observe_request(request, output, self._now)
+            self._observation.observe_request(request)

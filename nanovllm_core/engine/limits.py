@@ -33,9 +33,10 @@ class EngineLimits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            # The length has to hold a prompt token and an output token.
-            value, least = getattr(self, name), 2 if name == "max_model_len" else 1
-            if value < least:
+            value, least = getattr(self, name), "1"
+            if name == "max_model_len":
+                least = "2, a prompt token and an output token"
+            if value < int(least[0]):
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -81,10 +82,11 @@ class EngineLimits:
         name = "min_tokens" if params.max_tokens is None else "max_tokens"
         length = num_prompt_tokens + getattr(params, name)
         if length > self.max_model_len:
+            or_none = "" if params.max_tokens is None else "; max_tokens=None gives as many as fit"
             raise RequestTooLongError(
                 f"{num_prompt_tokens} prompt tokens and {name}={getattr(params, name)} make "
                 f"{length}; max_model_len is {self.max_model_len}, so use {name} of at most "
-                f"{self.max_model_len - num_prompt_tokens}; max_tokens=None gives as many as fit"
+                f"{self.max_model_len - num_prompt_tokens}{or_none}"
             )
         max_length = self.max_model_len if params.max_tokens is None else length
         # The last token is never fed back, so it needs no place in the cache.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
-from nanovllm_core.engine.output_processor import RequestOutput
 from nanovllm_core.engine.planner import PlannedStep
 from nanovllm_core.engine.request import Request
 from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
@@ -49,10 +48,6 @@ class Observation:
 
     def __init__(self, observers: Mapping[str, StepObserver]) -> None:
         self._observers = dict(observers)
-        self._wants_requests = any(
-            type(observer).on_request_finished is not StepObserver.on_request_finished
-            for observer in observers.values()
-        )
         self._step = 0
         self._before = EngineStats()
         """As things stood when the last step was collected."""
@@ -83,25 +78,24 @@ class Observation:
         self._collected = now if num_in_flight else None
         self._tell("on_step", record)
 
-    def observe_request(
-        self, request: Request, output: RequestOutput, finished_time: float
-    ) -> None:
+    def observe_request(self, request: Request) -> None:
         """A request is over; its record is made where an observer wants it."""
-        if not self._wants_requests or output.finish_reason is None:
+        wanted = any(map(_reads_requests, self._observers.values()))
+        if request.finish_reason is None or not wanted:
             return
         record = RequestRecord(
-            request_id=output.request_id,
-            index=output.index,
+            request_id=request.group_id,
+            index=request.index,
             labels=request.labels,
-            finish_reason=output.finish_reason,
+            finish_reason=request.finish_reason,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=len(output.token_ids),
+            num_output_tokens=request.num_output_tokens,
             num_preemptions=request.num_preemptions,
             arrival_time=request.arrival_time,
             first_scheduled_time=request.first_scheduled_time,
             first_token_time=request.first_token_time,
-            finished_time=finished_time,
+            finished_time=request.finished_time,
         )
         self._tell("on_request_finished", record)
 
@@ -114,6 +108,10 @@ class Observation:
         """The last call: every observer that is left is closed, whatever the others raise."""
         observers, self._observers = self._observers, {}
         close_observers(observers)
+
+
+def _reads_requests(observer: StepObserver) -> bool:
+    return type(observer).on_request_finished is not StepObserver.on_request_finished
 
 
 def close_observers(observers: Mapping[str, StepObserver]) -> None:

@@ -163,13 +163,14 @@ class Planner:
         for request in due:
             if self._next_due(request) == request.max_length - 1:
                 self._stop_decoding(request)
+        growing = [request for request in due if request.state is RequestState.DECODING]
+        if not growing:
+            return ()
         appends = [
             self._append_block(request)
-            for request in due
+            for request in growing
             if request.state is RequestState.DECODING and self._make_room(request)
         ]
-        if not appends:
-            return ()
         # A row may have got its block and then been preempted for a later one.
         appends = [append for append in appends if self.rows.decoding[append[0]]]
         return appends + self._append_early()

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.engine.rows import RowTable
-from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, RowSampling
+from nanovllm_core.interfaces.observer import FinishReason
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, RowSampling, TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -62,6 +63,8 @@ class Request:
     table: RowTable
     labels: Mapping[str, str]
     stream: bool = False
+    searched: bool = False
+    """The caller searches the text for stop strings, and has the last word on the end."""
     cache_salt: bytes = b""
 
     state: RequestState = RequestState.HELD
@@ -78,8 +81,19 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     num_preemptions: int = 0
+    num_handed_out: int = field(init=False)
+    """Leading ids, the prompt's among them, that the caller has."""
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Those of output ids that were not handed out."""
+    finish_reason: FinishReason | None = None
+    finished_time: float = 0.0
+    num_output_tokens: int = 0
+    """Set when the request finishes: output ids that count."""
     held_samples: list[Request] = field(default_factory=list)
     """Samples that wait for this request's prompt blocks."""
+
+    def __post_init__(self) -> None:
+        self.num_handed_out = self.num_prompt_tokens
 
     @property
     def priority(self) -> int:
@@ -94,16 +108,25 @@ class Request:
         return len(self.token_ids) if self.row < 0 else int(self.table.known[self.row])
 
     @property
+    def num_output_ids(self) -> int:
+        """Output ids known on the host."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
     def num_scheduled(self) -> int:
         return 0 if self.row < 0 else int(self.table.scheduled[self.row])
 
     @property
+    def is_streamed(self) -> bool:
+        """True where every token is handed out at once."""
+        return self.stream or self.searched
+
+    @property
     def is_watched(self) -> bool:
-        """True where every single token needs the output processor."""
+        """True where every single token needs Python."""
         params = self.params
         return (
-            self.stream
-            or bool(params.stop)
+            self.is_streamed
             or params.logprobs is not None
             or len(self.sampling.stop_token_ids) > MAX_DEVICE_STOP_IDS
         )
@@ -118,8 +141,3 @@ class Request:
     def known_ids(self) -> NDArray[np.int32]:
         """All ids known on the host: prompt, then outputs. A view where the request has a row."""
         return self.token_ids if self.row < 0 else self.table.token_ids[self.row, : self.num_tokens]
-
-    def output_ids(self) -> list[int]:
-        """The output ids known on the host."""
-        ids: list[int] = self.known_ids()[self.num_prompt_tokens :].tolist()
-        return ids

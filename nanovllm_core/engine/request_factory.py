@@ -86,6 +86,11 @@ def read_arguments(
     return plain
 
 
+def sample_ids(request_id: str, n: int) -> list[str]:
+    """The ids of a request's samples: its own for the first, one made of it for each other."""
+    return [request_id, *(f"{request_id}#{index}" for index in range(1, n))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFactory:
     """Makes the requests of one engine, whose rows they will stand in.
@@ -111,6 +116,7 @@ class RequestFactory:
         arrival_step: int,
         arrival_index: int,
         stream: bool,
+        searched: bool,
         cache_salt: bytes,
         labels: Mapping[str, str] | None,
     ) -> list[Request]:
@@ -132,7 +138,7 @@ class RequestFactory:
         arrival_time = perf_counter()
         return [
             Request(
-                request_id=f"{request_id}#{index}" if index else request_id,
+                request_id=sample_id,
                 group_id=request_id,
                 index=index,
                 params=params,
@@ -146,9 +152,10 @@ class RequestFactory:
                 table=self.table,
                 labels=checked_labels,
                 stream=stream,
+                searched=searched,
                 cache_salt=cache_salt,
             )
-            for index in range(params.n)
+            for index, sample_id in enumerate(sample_ids(request_id, params.n))
         ]
 
     def _row_sampling(self, params: SamplingParams, seed: int) -> RowSampling:

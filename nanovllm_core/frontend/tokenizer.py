@@ -48,7 +48,8 @@ class Tokenizer:
         self._config = read_json(folder / "tokenizer_config.json")
         self._template = _find_template(folder, self._config)
         self._template_kwargs = dict(chat_template_kwargs or {})
-        own = backend.token_to_id(_content(self._config.get("eos_token")) or "")
+        eos = _content(self._config.get("eos_token"))
+        own = backend.token_to_id(eos) if eos else None
         self.eos_token_ids = checkpoint_eos_token_ids(folder, () if own is None else (own,))
 
     @classmethod

@@ -1,6 +1,6 @@
 """The contract of an executor: it connects the engine to its worker or workers.
 
-Who calls what, and when, all on the engine's thread:
+Who calls what, and when, all on the engine's own thread:
 
     Executor(options)     once, at start, before anything is loaded
     start(setup)          once

@@ -1,8 +1,9 @@
 """The contract of a kernel set: the fused operations that layers are built on.
 
-A set is made once per worker, before the model. Layers and block operations call it: once per layer
-and step for most, once per step for `embed`, the last norm and the head; on CUDA captured in decode
-steps and small steps with prompts, else eagerly.
+A set is made once per worker, before the model. Every product and lookup of the core's layers is a
+call of it, with a bias and on every rank: once per layer and step for most, once per step for
+`embed`, the last norm and the head; on CUDA captured in decode steps and small steps with prompts,
+else eagerly.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
 heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV blocks, P tokens
@@ -46,6 +47,9 @@ class KernelSet(Protocol):
     All compute in float32 and round once to the dtype of their input, unless said otherwise. On
     CUDA none waits for the device, so all may be captured in a graph. Weights are contiguous.
     Equal inputs give equal bits; another number of rows may be summed in another order.
+
+    A product has a bias [X], in its weight's dtype, or None for none. Which products and biases
+    share a kernel is the set's decision.
     """
 
     @property
@@ -55,7 +59,7 @@ class KernelSet(Protocol):
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         """Rows `ids_T` (int32 or int64, below V) of a contiguous weight [V, E] -> [T, E].
 
-        A copy, never a view of the weight: layers add to it.
+        A copy, never a view of the weight: layers write to it.
         """
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -68,21 +72,46 @@ class KernelSet(Protocol):
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         """silu(gate) * up -> [T, F]; the gate is the first half."""
 
-    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-        """x W^T -> [T, X]. Written to `out_TX` and returned, if it is given."""
+    def linear(
+        self,
+        x_TE: Tensor,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
+        out_TX: Tensor | None = None,
+    ) -> Tensor:
+        """x W^T + b -> [T, X], rounded once. Written to `out_TX` and returned, if it is given."""
 
     def norm_linear(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
     ) -> Tensor:
         """linear(rms_norm(x)) -> [T, X]. The normed x is rounded as `rms_norm` rounds it."""
 
     def norm_gate_up(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_2FE: Tensor,
+        bias_2F: Tensor | None = None,
     ) -> Tensor:
         """silu_and_mul(norm_linear(x)) -> [T, F]. Gate and up are rounded before the activation."""
 
-    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
-        """residual + x W^T, rounded once. The residual is overwritten: use what is returned."""
+    def linear_add(
+        self,
+        x_TF: Tensor,
+        weight_EF: Tensor,
+        residual_TE: Tensor,
+        bias_E: Tensor | None = None,
+    ) -> Tensor:
+        """residual + x W^T + b. The residual is overwritten: use what is returned.
+
+        Rounded once; a bias may be added to the rounded sum, which rounds again.
+        """
 
     def prepare_qkv(
         self,

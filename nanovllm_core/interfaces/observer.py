@@ -4,12 +4,13 @@ Who calls what, and when:
 
     Observer(options, context)     once, at start, before the model is loaded
     on_request_finished(record)    once per request (each sample is one) that ended or was aborted,
-                                   before the record of the step that ended it; optional
+                                   before the record of the step that ended it; optional. With
+                                   stop strings: once its text was searched, a few steps later
     on_step(record)                once per collected step
     close()                        once, when the engine is closed or its start fails
 
-Both are called on the thread that runs the engine at that time, one call after another. A request
-that is unfinished when the engine is closed or fails has no record.
+All are called on the engine's thread, one call after another. A request that is
+unfinished when the engine is closed or fails has no record.
 
 An observer changes nothing that the engine does. One that raises is reported to the log, with its
 distribution's name, closed and not called again; the engine goes on.

@@ -159,11 +159,6 @@ class StepPlan(ArrayEquality):
         """Query tokens of the step, which the token budget bounds."""
         return self.num_decode + sum(chunk.length for chunk in self.prefill)
 
-    @property
-    def has_deltas(self) -> bool:
-        """True where the worker has something to apply before the step, the rows apart."""
-        return bool(self.admissions) or self.appends is not None
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -34,21 +34,46 @@ class TorchKernels(KernelSet):
         gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
         return silu(gate_TF).mul_(up_TF).to(gate_up_T2F.dtype)
 
-    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-        return torch.mm(x_TE, weight_XE.t(), out=out_TX)
+    def linear(
+        self,
+        x_TE: Tensor,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
+        out_TX: Tensor | None = None,
+    ) -> Tensor:
+        if bias_X is None:
+            return torch.mm(x_TE, weight_XE.t(), out=out_TX)
+        return torch.addmm(bias_X, x_TE, weight_XE.t(), out=out_TX)
 
     def norm_linear(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
     ) -> Tensor:
-        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
+        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
 
     def norm_gate_up(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_2FE: Tensor,
+        bias_2F: Tensor | None = None,
     ) -> Tensor:
-        return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE))
+        return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE, bias_2F))
 
-    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
-        return residual_TE.addmm_(x_TF, weight_EF.t())
+    def linear_add(
+        self,
+        x_TF: Tensor,
+        weight_EF: Tensor,
+        residual_TE: Tensor,
+        bias_E: Tensor | None = None,
+    ) -> Tensor:
+        residual_TE.addmm_(x_TF, weight_EF.t())
+        return residual_TE if bias_E is None else residual_TE.add_(bias_E)
 
     def prepare_qkv(
         self,

@@ -67,7 +67,7 @@ def gumbel_noise(seed_B: Tensor, output_index_B: Tensor, vocab_size: int) -> Ten
 
 def random_bits(seed_B: Tensor, output_index_B: Tensor, vocab_size: int) -> Tensor:
     """32 random bits per vocabulary id as int32 [B, vocab_size]."""
-    halves = seed_B.view(torch.int32)
+    halves = seed_B.contiguous().view(torch.int32)
     low, high = halves[0::2], halves[1::2]
     index = output_index_B.to(torch.int32)
     key_1 = _mix(_mix(_mix(low ^ _signed(KEY_1)) ^ high) ^ index).unsqueeze(1)

@@ -40,6 +40,13 @@ from nanovllm_core.layers.linear import (
     RowParallelLinear as RowParallelLinear,
     heads_per_rank as heads_per_rank,
 )
+from nanovllm_core.layers.matrix import (
+    Piece as Piece,
+    Pieces as Pieces,
+    PlainMatrix as PlainMatrix,
+    WeightMatrix as WeightMatrix,
+    make_split_parameter as make_split_parameter,
+)
 from nanovllm_core.layers.module import (
     Layer as Layer,
     ModelParameter as ModelParameter,

@@ -16,10 +16,8 @@ from nanovllm_core.layers.norm import RMSNorm
 
 
 def norm_linear(x_TE: Tensor, norm: RMSNorm, linear: ColumnParallelLinear) -> Tensor:
-    """linear(norm(x)); x is left as it is. With a bias, norm and product are not fused."""
-    if linear.bias is not None:
-        return linear(norm(x_TE))
-    return norm.context.kernels.norm_linear(x_TE, norm.weight, norm.eps, linear.weight)
+    """linear(norm(x)); x is left as it is."""
+    return linear.matrix.norm_linear(x_TE, norm.weight, norm.eps, linear.bias)
 
 
 def linear_add(x_TF: Tensor, linear: RowParallelLinear, residual_TE: Tensor) -> Tensor:
@@ -32,11 +30,7 @@ def gated_mlp(
 ) -> Tensor:
     """residual + down(silu(gate) * up) with gate, up = gate_up(norm(residual)).
 
-    The residual is overwritten: use only what is returned. With a bias, gate_up is not fused.
+    The residual is overwritten: use only what is returned.
     """
-    kernels = norm.context.kernels
-    if gate_up.bias is not None:
-        hidden_TF = kernels.silu_and_mul(gate_up(norm(residual_TE)))
-    else:
-        hidden_TF = kernels.norm_gate_up(residual_TE, norm.weight, norm.eps, gate_up.weight)
+    hidden_TF = gate_up.matrix.norm_gate_up(residual_TE, norm.weight, norm.eps, gate_up.bias)
     return linear_add(hidden_TF, down, residual_TE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.parallel import TensorParallel
+from nanovllm_core.layers.matrix import Piece, Pieces, PlainMatrix, WeightMatrix
+from nanovllm_core.layers.module import Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +19,15 @@ class LayerContext:
     """Everything a layer needs to know of the world when it is built.
 
     Made once per worker. `device` and `dtype` are those of weights and activations; `tp` is the
-    group of ranks (`SingleRank()` alone), `kernels` the configured kernel set.
+    group of ranks (`SingleRank()` alone), `kernels` the configured kernel set. `make_matrix` makes
+    the weight of each layer that has one, from the arguments of `WeightMatrix`: its format.
     """
 
     device: torch.device
     dtype: torch.dtype
     tp: TensorParallel
     kernels: KernelSet
+    make_matrix: Callable[[Layer, Pieces, Piece], WeightMatrix] = PlainMatrix
 
     def share(self, total: int, what: str) -> int:
         """This rank's part of `total`; ArchitectureError where it cannot be split evenly."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import embedding, linear
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.layers.context import LayerContext
-from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, make_parameter
+from nanovllm_core.layers.matrix import Piece, Pieces, WeightMatrix
+from nanovllm_core.layers.module import Layer
 
 
 class _VocabParallel(Layer):
@@ -16,39 +16,36 @@ class _VocabParallel(Layer):
     All ranks hold as many rows, so that the last one's may end in rows of padding, which are zero.
     """
 
-    def __init__(self, context: LayerContext, vocab_size: int, size: int) -> None:
+    def __init__(self, context: LayerContext, vocab_size: int) -> None:
         super().__init__(context)
         self.vocab_size = vocab_size
         self.rows = -(-vocab_size // context.tp.size)
         self.first = context.tp.rank * self.rows
-        self.real_rows = min(max(vocab_size - self.first, 0), self.rows)
 
-    def _make_weight(self, size: int) -> ModelParameter:
-        shape, full_shape = (self.rows, size), (self.vocab_size, size)
-        weight = make_parameter(self.context, shape, self._load, {None: full_shape})
-        weight[self.real_rows :].zero_()
-        return weight
-
-    def _load(self, param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-        param[: self.real_rows].copy_(tensor[self.first : self.first + self.real_rows])
+    def _make_matrix(self, size: int) -> WeightMatrix:
+        rows: Pieces = {None: Piece(self.rows, self.first, self.vocab_size)}
+        return self.context.make_matrix(self, rows, Piece(size, 0, size))
 
 
 class VocabParallelEmbedding(_VocabParallel):
     """Token ids int32 or int64 [T] -> [T, size]. An id belongs to one rank; the others add zero."""
 
     def __init__(self, context: LayerContext, vocab_size: int, size: int) -> None:
-        super().__init__(context, vocab_size, size)
-        self.weight = self._make_weight(size)
+        super().__init__(context, vocab_size)
+        self.matrix = self._make_matrix(size)
+
+    def finalize(self) -> None:
+        self.matrix.finalize()
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
         """Ids below `vocab_size` [T] -> rows of the matrix [T, size], whole on every rank."""
         tp = self.context.tp
         if tp.size == 1:
-            return self.context.kernels.embed(input_ids_T, self.weight)
+            return self.matrix.embed(input_ids_T)
         local_T = input_ids_T - self.first
         elsewhere_T = (local_T < 0) | (local_T >= self.rows)
-        out_TE = embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
-        return tp.all_reduce(out_TE.masked_fill(elsewhere_T.unsqueeze(-1), 0))
+        out_TE = self.matrix.embed(local_T.masked_fill_(elsewhere_T, 0))
+        return tp.all_reduce(out_TE.masked_fill_(elsewhere_T.unsqueeze(-1), 0))
 
 
 class ParallelLMHead(_VocabParallel):
@@ -65,13 +62,23 @@ class ParallelLMHead(_VocabParallel):
         *,
         tied_to: VocabParallelEmbedding | None = None,
     ) -> None:
-        super().__init__(context, vocab_size, size)
-        if tied_to is not None and tied_to.vocab_size != vocab_size:
+        super().__init__(context, vocab_size)
+        self.tied = tied_to is not None
+        if tied_to is None:
+            self.matrix = self._make_matrix(size)
+            return
+        if tied_to.vocab_size != vocab_size:
             raise ArchitectureError(
                 f"the head's vocabulary ({vocab_size}) is not that of the embedding it is tied to "
                 f"({tied_to.vocab_size}); set tie_word_embeddings to false"
             )
-        self.weight = self._make_weight(size) if tied_to is None else tied_to.weight
+        self.matrix = tied_to.matrix
+        for name, parameter in tied_to.named_parameters():
+            self.register_parameter(name, parameter)
+
+    def finalize(self) -> None:
+        if not self.tied:  # or the embedding's layer does it
+            self.matrix.finalize()
 
     def forward(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
         """Hidden states [T, size] -> logits [T, vocab_size].
@@ -79,7 +86,7 @@ class ParallelLMHead(_VocabParallel):
         `out_TV`: where the logits go; captured graphs share one buffer instead of one each.
         """
         if self.context.tp.size == 1:
-            return self.context.kernels.linear(hidden_TE, self.weight, out_TV)
-        gathered_TV = self.context.tp.all_gather(linear(hidden_TE, self.weight))
+            return self.matrix.linear(hidden_TE, out_TX=out_TV)
+        gathered_TV = self.context.tp.all_gather(self.matrix.linear(hidden_TE))
         logits_TV = gathered_TV[:, : self.vocab_size]
         return logits_TV if out_TV is None else out_TV.copy_(logits_TV)

@@ -6,30 +6,17 @@ it splits its inputs and sums the ranks' results. Weights are [out, in], as in c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.layers.context import LayerContext
-from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, make_parameter
+from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
+from nanovllm_core.layers.module import Layer, ShardId, make_parameter
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One shard of a packed layer: `size` rows here are rows [source, …) of `full_size` there."""
-
-    size: int
-    source: int
-    full_size: int
-
-
-def _even_piece(context: LayerContext, full_size: int, what: str) -> _Piece:
+def _even_piece(context: LayerContext, full_size: int, what: str) -> Piece:
     size = context.share(full_size, what)
-    return _Piece(size, context.tp.rank * size, full_size)
+    return Piece(size, context.tp.rank * size, full_size)
 
 
 class ColumnParallelLinear(Layer):
@@ -41,28 +28,17 @@ class ColumnParallelLinear(Layer):
         piece = _even_piece(context, output_size, "output size")
         self._build(context, input_size, {None: piece}, bias)
 
-    def _build(
-        self, context: LayerContext, input_size: int, pieces: Mapping[ShardId, _Piece], bias: bool
-    ) -> None:
+    def _build(self, context: LayerContext, input_size: int, outputs: Pieces, bias: bool) -> None:
         super().__init__(context)
-        self.pieces = pieces
-        rows = sum(piece.size for piece in pieces.values())
+        self.matrix = context.make_matrix(self, outputs, Piece(input_size, 0, input_size))
+        self.bias = make_split_parameter(context, outputs) if bias else None
 
-        def make(*columns: int) -> ModelParameter:
-            shapes = {shard: (piece.full_size, *columns) for shard, piece in pieces.items()}
-            return make_parameter(context, (rows, *columns), self._load, shapes)
-
-        self.weight = make(input_size)
-        self.bias = make() if bias else None
-
-    def _load(self, param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-        parts = torch.split(param, [piece.size for piece in self.pieces.values()])
-        piece, part = self.pieces[shard_id], dict(zip(self.pieces, parts, strict=True))[shard_id]
-        part.copy_(tensor.narrow(0, piece.source, piece.size))
+    def finalize(self) -> None:
+        self.matrix.finalize()
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> this rank's outputs [T, out / ranks], in the dtype of the weight."""
-        return linear(x, self.weight, self.bias)
+        return self.matrix.linear(x, self.bias)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -79,11 +55,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         *,
         bias: bool = False,
     ) -> None:
-        pieces: dict[ShardId, _Piece] = {
+        outputs: dict[ShardId, Piece] = {
             shard: _even_piece(context, output_size, f"output size {shard}")
             for shard, output_size in enumerate(output_sizes)
         }
-        self._build(context, input_size, pieces, bias)
+        self._build(context, input_size, outputs, bias)
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int, int]:
@@ -91,12 +67,17 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int
 
     Raises ArchitectureError for head counts that cannot be shared out evenly.
     """
-    small, large = sorted((num_kv_heads, tp_size))
-    if num_heads % num_kv_heads != 0 or num_heads % tp_size != 0 or large % small != 0:
+    if num_heads % num_kv_heads != 0:
         raise ArchitectureError(
             f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
-            f"({num_kv_heads}) and by tensor_parallel_size ({tp_size}), and the larger of these "
-            "two by the smaller; check config.json, or choose another tensor_parallel_size"
+            f"({num_kv_heads}); check the checkpoint's config.json"
+        )
+    small, large = sorted((num_kv_heads, tp_size))
+    if num_heads % tp_size != 0 or large % small != 0:
+        raise ArchitectureError(
+            f"tensor_parallel_size ({tp_size}) must divide num_attention_heads ({num_heads}), and "
+            f"must divide num_key_value_heads ({num_kv_heads}) or be divisible by it; choose "
+            "another size"
         )
     return num_heads // tp_size, max(num_kv_heads // tp_size, 1)
 
@@ -122,8 +103,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         q_heads, kv_heads = heads_per_rank(num_heads, num_kv_heads, tp.size)
         first_kv_head = tp.rank * num_kv_heads // tp.size
         q_size, kv_size = q_heads * head_size, kv_heads * head_size
-        q = _Piece(q_size, tp.rank * q_size, num_heads * head_size)
-        kv = _Piece(kv_size, first_kv_head * head_size, num_kv_heads * head_size)
+        q = Piece(q_size, tp.rank * q_size, num_heads * head_size)
+        kv = Piece(kv_size, first_kv_head * head_size, num_kv_heads * head_size)
         self._build(context, input_size, {"q": q, "k": kv, "v": kv}, bias)
         self.num_heads, self.num_kv_heads, self.head_size = q_heads, kv_heads, head_size
 
@@ -131,34 +112,29 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(Layer):
     """x W^T + b with the columns of W, the inputs, split over ranks: [T, in / ranks] -> [T, out].
 
-    The ranks' products are summed; the bias is added once, after the sum.
+    The ranks' products are summed; the first rank's has the bias in it.
     """
 
     def __init__(
         self, context: LayerContext, input_size: int, output_size: int, *, bias: bool = False
     ) -> None:
         super().__init__(context)
-        size = context.share(input_size, "input size")
-        self.weight = make_parameter(
-            context, (output_size, size), self._load, {None: (output_size, input_size)}
+        outputs: Pieces = {None: Piece(output_size, 0, output_size)}
+        self.matrix = context.make_matrix(
+            self, outputs, _even_piece(context, input_size, "input size")
         )
         self.bias = make_parameter(context, (output_size,)) if bias else None
 
-    def _load(self, param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-        size = param.shape[1]
-        param.copy_(tensor.narrow(1, self.context.tp.rank * size, size))
+    def finalize(self) -> None:
+        self.matrix.finalize()
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's inputs [T, in / ranks] -> the sum over ranks [T, out], whole on each."""
-        if self.context.tp.size == 1:
-            return linear(x, self.weight, self.bias)
-        out = self.context.tp.all_reduce(linear(x, self.weight))
-        return out if self.bias is None else out.add_(self.bias)
+        tp = self.context.tp
+        return tp.all_reduce(self.matrix.linear(x, self.bias if tp.rank == 0 else None))
 
     def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b. The residual is overwritten: use only what is returned."""
         if self.context.tp.size == 1:
-            residual = self.context.kernels.linear_add(x, self.weight, residual)
-        else:
-            residual.add_(self.context.tp.all_reduce(linear(x, self.weight)))
-        return residual if self.bias is None else residual.add_(self.bias)
+            return self.matrix.linear_add(x, residual, self.bias)
+        return residual.add_(self(x))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.layers.context import LayerContext
+if TYPE_CHECKING:
+    from nanovllm_core.layers.context import LayerContext
 
 ShardId = str | int | None
 """The part of a packed parameter that a checkpoint tensor is: "q", 0, or None for a whole one."""

@@ -63,7 +63,7 @@ class RopeConfig:
         if kind not in _FREQUENCIES:
             raise ArchitectureError(
                 f"rope type {shown(kind)} is not supported; supported are "
-                f"{', '.join(_FREQUENCIES)}, whose rotation of a cached key never changes"
+                f"{', '.join(_FREQUENCIES)}, and no kind whose rotation changes under cached keys"
             )
         if "mrope_section" in rope:
             raise ArchitectureError("mrope_section (multimodal rope) is not supported")

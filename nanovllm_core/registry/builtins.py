@@ -76,7 +76,7 @@ def nanovllm_kernels() -> Sequence[specs.KernelSetSpec]:
         specs.KernelSetSpec(
             name="torch",
             impl="nanovllm_core.kernels.reference:TorchKernels",
-            contract=1,
+            contract=2,
             summary="The reference: one torch operation after another, on any device.",
             devices=frozenset({"cpu", "cuda"}),
             rank=10,

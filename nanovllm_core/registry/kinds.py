@@ -101,6 +101,10 @@ _OURS = (
         specs.KernelSetSpec,
         f"{INTERFACES}.kernels:KernelSet",
         plural="kernels",
+        contract=2,
+        oldest_contract=2,
+        changed="state contract=2, and add a bias (None for none) in linear(x, weight, bias, out), "
+        "and as the last argument of norm_linear, norm_gate_up and linear_add",
         choice="kernels",
         extras={"triton": "triton"},
     ),

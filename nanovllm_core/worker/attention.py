@@ -116,7 +116,7 @@ def _common_facts(layers: Sequence[Attention], shape: ModelShape) -> dict[str, A
     asked = ("head_size", "sliding_window", "soft_cap")
     common = facts[0] | {name: getattr(shape, name) for name in asked}
     for index, one in enumerate(facts):
-        if differing := dict(one.items() - common.items()):
+        if differing := {name: fact for name, fact in one.items() if fact != common[name]}:
             raise UnsupportedError(
                 f"attention layer {index} has {differing}, not "
                 f"{ {name: common[name] for name in differing} } as layer 0 or the model plugin's "

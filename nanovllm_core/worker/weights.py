@@ -90,13 +90,15 @@ def check_finite(model: nn.Module, checkpoint_dir: str | Path) -> None:
 
 
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter with random numbers of a sane scale, on its device.
+    """Fill every parameter with random numbers of a sane scale. All lie on one device.
 
     The same seed gives the same weights on the same kind of device. Norms are 1, the rest is
     normal with a standard deviation of 0.02, so that hidden states stay finite.
     """
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    device = next((one.device for one in parameters.values()), torch.device("cpu"))
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in parameters.items():
         one = _checked(name, parameter)
         one.normal_(one.dummy_mean, one.dummy_std, generator=generator)
 

@@ -82,14 +82,18 @@ class Worker:
             now = memory and memory.measure(device)
             _, length = size_cache(setup, model.shape, now, parallel.min_over_ranks)
             setup = replace(setup, max_model_len=length)
-        with _memory_for(
-            device,
-            "steps and their CUDA graphs",
+        what = "steps"
+        remedy = (
             f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len "
-            f"({setup.max_model_len}), max_num_batched_tokens ({limits.max_num_batched_tokens}) or "
-            f"cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), shorten "
-            "cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}",
-        ):
+            f"({setup.max_model_len}) or max_num_batched_tokens ({limits.max_num_batched_tokens})"
+        )
+        if setup.cuda_graphs:
+            what = "steps and their CUDA graphs"
+            remedy += (
+                f", or cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), "
+                "shorten cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
+            )
+        with _memory_for(device, what, remedy):
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, model, attention)

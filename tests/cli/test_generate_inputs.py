@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from nanovllm_core.cli import prompts as prompts_module
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.engine import RequestOutput
 from nanovllm_core.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from nanovllm_core.frontend import RequestOutput, Transcript
 from nanovllm_core.interfaces.plan import TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
@@ -79,9 +79,9 @@ class FakeLLM:
         known = TokenLogprobs(-0.5, ((4, -0.25), (6, float("-inf"))))
         text = f"-> {prompt}\u2028é"
         return RequestOutput(
-            request_id="0", index=sample, prompt_token_ids=[1, 2], token_ids=[4],
-            new_token_ids=[4], text=text, new_text=text, finish_reason="stop", stop_reason=4,
-            logprobs=[known] if params.logprobs is not None else None,
+            request_id="0", index=sample, prompt_token_ids=[1, 2], new_token_ids=[4],
+            new_text=text, finish_reason="stop", stop_reason=4, num_token_ids=1, num_texts=1,
+            transcript=Transcript([4], [text], [known] if params.logprobs is not None else None),
         )  # fmt: skip
 
 

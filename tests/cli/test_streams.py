@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from nanovllm_core.cli.main import main
-from nanovllm_core.engine import RequestOutput
+from nanovllm_core.frontend import RequestOutput, Transcript
 
 
 class Echo:
@@ -37,9 +37,10 @@ class Echo:
 
     @staticmethod
     def _answer(text: str) -> RequestOutput:
-        fields: Any = {"text": text, "new_text": text, "finish_reason": "stop"}
-        tokens: Any = {"prompt_token_ids": [1], "token_ids": [1], "new_token_ids": [1]}
-        return RequestOutput(request_id="0", index=0, **tokens, **fields)
+        fields: Any = {"new_text": text, "finish_reason": "stop"}
+        tokens: Any = {"prompt_token_ids": [1], "new_token_ids": [1], "num_token_ids": 1}
+        so_far: Any = {"transcript": Transcript([1], [text]), "num_texts": 1}
+        return RequestOutput(request_id="0", index=0, **tokens, **so_far, **fields)
 
 
 @pytest.fixture

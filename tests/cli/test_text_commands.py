@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.engine import RequestOutput
 from nanovllm_core.errors import CheckpointError, ConfigError, InvalidSamplingError, RequestError
+from nanovllm_core.frontend import RequestOutput, Transcript
 from nanovllm_core.interfaces.sampling_params import NEUTRAL
 
 ENDS = "stop"
@@ -28,9 +28,10 @@ def output(words: list[str], upto: int) -> RequestOutput:
         request_id="0",
         index=0,
         prompt_token_ids=[1],
-        token_ids=list(range(upto)),
         new_token_ids=[upto - 1],
-        text="".join(words[:upto]),
+        num_token_ids=upto,
+        num_texts=upto,
+        transcript=Transcript(list(range(len(words))), words),
         new_text=words[upto - 1],
         finish_reason=ENDS if done else None,
     )

@@ -32,6 +32,7 @@ NORM = "test_rms_norm_equals_the_reference"
 FLOAT32_NORM = "test_rms_norm_is_computed_in_float32"
 ACTIVATION = "test_silu_and_mul_equals_the_reference"
 PRODUCTS = "test_products_equal_the_reference"
+BIASED = "test_products_with_a_bias_equal_the_reference"
 OUT = "test_linear_writes_where_it_is_told"
 ADDED = "test_linear_add_adds_to_the_residual"
 QKV = "test_qkv_is_prepared_as_by_the_reference"
@@ -47,7 +48,10 @@ def bug(name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
 EMBEDDED = "return embedding(ids_T, weight_VE)"
 NORMED = "return _normalised(x_TE.float(), eps).to(x_TE.dtype).mul_(weight_E)"
 MULTIPLIED = "return torch.mm(x_TE, weight_XE.t(), out=out_TX)"
-SUMMED = "return residual_TE.addmm_(x_TF, weight_EF.t())"
+SUMMED = "return residual_TE if bias_E is None else residual_TE.add_(bias_E)"
+WITH_BIAS = "return torch.addmm(bias_X, x_TE, weight_XE.t(), out=out_TX)"
+NORMED_PRODUCT = "return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)"
+GATED = "self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE, bias_2F)"
 SCALED = "return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)"
 SCALED_IN_PLACE = "return x.mul_(torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps))"
 STORED = "stored_T = slot_mapping_T >= 0"
@@ -91,7 +95,10 @@ ENDS_EARLY = [
     bug(
         "linear_add ends after 128 rows",
         ADDED,
-        (SUMMED, "residual_TE[:128].addmm_(x_TF[:128], weight_EF.t()); return residual_TE"),
+        (
+            "residual_TE.addmm_(x_TF, weight_EF.t())",
+            "residual_TE[:128].addmm_(x_TF[:128], weight_EF.t())",
+        ),
     ),
     bug(
         "prepare_qkv stores 128 tokens", MANY_TOKENS, (STORED, f"{STORED}; stored_T[128:] = False")
@@ -147,7 +154,59 @@ ROUNDS_EARLY = [
     ),
 ]
 
-MUTATIONS = ENDS_EARLY + SIDE_EFFECTS + ROUNDS_EARLY
+BIASES = [
+    bug("linear forgets the bias", BIASED, (WITH_BIAS, WITH_BIAS.replace("bias_X", "bias_X * 0"))),
+    bug("norm_linear forgets the bias", BIASED, (NORMED_PRODUCT, NORMED_PRODUCT[:-9] + ")")),
+    bug("norm_gate_up forgets the bias", BIASED, (GATED, GATED.replace(", bias_2F", ""))),
+    bug("linear_add forgets the bias", BIASED, (SUMMED, "return residual_TE")),
+    bug(
+        "linear adds the bias twice", BIASED, (WITH_BIAS, WITH_BIAS.replace("bias_X", "2 * bias_X"))
+    ),
+    bug(
+        "linear_add adds the bias twice", BIASED, (SUMMED, SUMMED.replace("bias_E)", "2 * bias_E)"))
+    ),
+    bug(
+        "norm_linear adds the bias before the norm",
+        BIASED,
+        (
+            NORMED_PRODUCT,
+            "if bias_X is not None:\n"
+            "            inputs = x_TE.shape[1]\n"
+            "            x_TE = x_TE + bias_X.repeat(2 + inputs // len(bias_X))[:inputs]\n"
+            "        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)",
+        ),
+    ),
+    bug(
+        "norm_gate_up adds the bias after the activation",
+        BIASED,
+        (
+            f"return self.silu_and_mul({GATED})",
+            f"y = self.silu_and_mul({GATED.replace(', bias_2F', '')})\n"
+            "        return y if bias_2F is None else y.add_(bias_2F[: y.shape[1]])",
+        ),
+    ),
+    bug(
+        "linear adds the bias to the first row",
+        BIASED,
+        (
+            WITH_BIAS,
+            "out_TX = torch.mm(x_TE, weight_XE.t(), out=out_TX)\n"
+            "        out_TX[0] += bias_X\n"
+            "        return out_TX",
+        ),
+    ),
+    bug(
+        "linear leaves a bias out where it is told where to write",
+        BIASED,
+        (
+            "if bias_X is None:\n            return torch.mm",
+            "if bias_X is None or out_TX is not None:\n            return torch.mm",
+        ),
+    ),
+    bug("linear adds to the bias itself", BIASED, before(WITH_BIAS, "bias_X.mul_(1.5)")),
+]
+
+MUTATIONS = ENDS_EARLY + SIDE_EFFECTS + ROUNDS_EARLY + BIASES
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)

@@ -122,10 +122,9 @@ MUTATIONS = [
         (
             MODEL_CLASS,
             "class FewRanks(QKVParallelLinear):\n"
-            "    def _load(self, param, tensor, shard_id):\n"
-            "        super()._load(param, tensor, shard_id)\n"
+            "    def finalize(self):\n"
             "        if self.context.tp.size > 4 and self.context.tp.rank > 3:\n"
-            "            param.zero_()\n\n\n" + MODEL_CLASS,
+            "            self.weight.zero_()\n\n\n" + MODEL_CLASS,
         ),
         ("self.qkv_proj = QKVParallelLinear(", "self.qkv_proj = FewRanks("),
     ),

@@ -16,7 +16,10 @@ pytest.importorskip("nanovllm_model_qwen3", reason="needs the qwen3 plugin")
 
 QWEN3 = Subject(
     package="nanovllm_model_qwen3",
-    inlined=("nanovllm_core.layers.decoder", "nanovllm_core.layers.decoder_config"),
+    inlined=tuple(
+        f"nanovllm_core.layers.{module}"
+        for module in ("decoder", "decoder_config", "linear", "embedding")
+    ),
     suite="""
 import pytest
 from nanovllm_kit import ModelConformance, PluginUnderTest
@@ -42,6 +45,7 @@ REFUSED = "test_a_setting_that_cannot_be_served_is_refused"
 WEIGHTS = "test_every_weight_is_needed"
 CAPTURED = "test_a_pass_can_be_captured_and_replayed"
 HALF = "test_half_precision_is_computed_in_its_own_dtype"
+KERNELS = "test_the_kernel_set_alone_reads_the_weight_matrices"
 CHUNKS = "test_chunks_and_single_tokens_equal_one_prefill"
 
 
@@ -56,20 +60,12 @@ def planted_in(file: str) -> Callable[..., Mutation]:
 
 model = planted_in("decoder.py")
 config = planted_in("decoder_config.py")
+linear = planted_in("linear.py")
+embedding = planted_in("embedding.py")
 own = planted_in("model.py")
 
 ROPE_LINE = "rope = RopeConfig.from_config(config, head_dim)"
 MODEL_CLASS = "class SelfAttention(nn.Module):"
-PER_RANK = """
-class BiasPerRank(RowParallelLinear):
-    def add_to(self, x, residual):
-        out = x @ self.weight.T
-        if self.bias is not None:
-            out = out + self.bias
-        return residual.add_(self.context.tp.all_reduce(out))
-
-
-"""
 
 MUTATIONS = [
     config(
@@ -133,11 +129,10 @@ MUTATIONS = [
         ("scale=head_dim**-0.5", "scale=head_dim**-1.0"),
         peers=15,
     ),
-    model(
+    linear(
         "the bias of the row-parallel layer added on every rank",
         SPLIT,
-        (MODEL_CLASS, PER_RANK.lstrip("\n") + MODEL_CLASS),
-        ("self.o_proj = RowParallelLinear(", "self.o_proj = BiasPerRank("),
+        ("self.bias if tp.rank == 0 else None", "self.bias"),
         peers=16,
     ),
     model(
@@ -349,6 +344,31 @@ MUTATIONS = [
         (
             "attention.attn(qkv_TX, positions_T)",
             "attention.attn(qkv_TX, positions_T.clamp(max=40))",
+        ),
+    ),
+    linear(
+        "a split product takes torch's own",
+        KERNELS,
+        (
+            "tp.all_reduce(self.matrix.linear(x, self.bias if tp.rank == 0 else None))",
+            "tp.all_reduce(x @ self.weight.t())",
+        ),
+    ),
+    embedding(
+        "a split embedding takes torch's lookup",
+        KERNELS,
+        (
+            "self.matrix.embed(local_T.masked_fill_(elsewhere_T, 0))",
+            "self.weight[local_T.masked_fill_(elsewhere_T, 0)]",
+        ),
+    ),
+    embedding(
+        "the head's product takes torch's own",
+        KERNELS,
+        (
+            "return self.matrix.linear(hidden_TE, out_TX=out_TV)",
+            "logits_TV = hidden_TE @ self.weight.t()\n"
+            "            return logits_TV if out_TV is None else out_TV.copy_(logits_TV)",
         ),
     ),
     config(

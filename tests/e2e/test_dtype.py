@@ -22,7 +22,7 @@ def test_the_cache_has_the_dtype_of_the_model(
 ) -> None:
     """And the log-probabilities stay near those of float64 (bug 15 of peers: fp16 KV for bf16)."""
     with open_tiny(tiny, dtype=dtype) as llm:
-        runner = llm._executor._worker._runner  # type: ignore[attr-defined]
+        runner = llm.engine._executor._worker._runner  # type: ignore[attr-defined]
         assert runner.attention.cache.dtype == getattr(torch, dtype)
         assert runner.model.dtype == runner.logits.dtype == getattr(torch, dtype)
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)

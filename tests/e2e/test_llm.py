@@ -165,14 +165,15 @@ def test_streams_and_batches_on_one_engine_do_not_take_each_others_outputs(
     assert [got[0] + rest[0], got[1] + rest[1]] == expected[:2]
 
 
-def test_what_a_stream_missed_comes_as_one(demo: LLM) -> None:
-    """An output holds all tokens so far: one is kept, not one for each step of another caller."""
+def test_a_stream_misses_nothing_while_its_caller_does_other_things(demo: LLM) -> None:
+    """Its tokens wait, each an output of its own that holds all up to it."""
     whole = demo.generate("Once upon", greedy(8))[0]
     stream = demo.stream("Once upon", greedy(8))
     parts = [next(stream)]
     demo.generate("a long time ago", SamplingParams(max_tokens=40, ignore_eos=True))
     parts += stream
-    assert len(parts) == 2
+    assert [part.token_ids for part in parts] == [whole.token_ids[:i] for i in range(1, 9)]
+    assert [whole.text.startswith(part.text) for part in parts] == [True] * 8
     assert "".join(part.new_text for part in parts) == parts[-1].text == whole.text
     assert [token for part in parts for token in part.new_token_ids] == whole.token_ids
 
@@ -292,11 +293,12 @@ def test_stats_count_what_was_done(tiny: Path) -> None:
 def busy(tiny: Path, expected: list[list[int]]) -> Iterator[LLM]:
     """An engine with a stream under way, which must end as if nothing had happened."""
     with open_tiny(tiny, max_model_len=64) as llm:
-        stream = llm.stream(PROMPTS[0], greedy())
+        stream = llm.stream(PROMPTS[0], greedy(60, ignore_eos=True))
         tokens = next(stream).new_token_ids
         yield llm
         tokens += [output.new_token_ids[0] for output in stream]
-        assert tokens == expected[0]
+        assert len(tokens) == 60
+        assert tokens[:6] == expected[0]
         assert llm.stats.running == llm.stats.waiting == 0
 
 
@@ -326,11 +328,12 @@ def test_a_bad_prompt_is_refused_before_any_is_run(
 
     The error says which of the prompts it is.
     """
-    steps = busy.stats.steps
     with pytest.raises(error, match=r"^prompts\[1\]: .*" + message):
         busy.generate([PROMPTS[0], prompt], greedy())  # type: ignore[arg-type]  # on purpose
-    assert busy.stats.steps == steps
-    assert busy.stats.waiting == 0
+    stats = busy.stats
+    assert stats.waiting == 0
+    assert stats.output_tokens <= 60, "the stream's alone"
+    assert stats.running <= 1
 
 
 def test_an_error_of_the_only_prompt_needs_no_number(shared_engine: LLM) -> None:

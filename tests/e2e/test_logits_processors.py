@@ -298,7 +298,7 @@ def test_a_bad_argument_harms_only_its_request(
     finished = []
     while llm.engine.has_unfinished():
         finished += llm.engine.step()
-    assert [len(output.token_ids) for output in finished] == [LENGTH]
+    assert [len(delta.new_token_ids) for delta in finished] == [LENGTH]
 
 
 def test_a_check_that_raises_harms_only_its_request(open_engine: Callable[..., LLM]) -> None:
@@ -307,7 +307,7 @@ def test_a_check_that_raises_harms_only_its_request(open_engine: Callable[..., L
     with pytest.raises(PluginFailedError, match=r"the check of 'ban' failed: KeyError: 'beast'"):
         llm.engine.add_request("bad", PROMPT, greedy({"ban": {"ids": [666]}}))
     [finished] = [output for _ in range(LENGTH + 2) for output in llm.engine.step()]
-    assert len(finished.token_ids) == LENGTH
+    assert len(finished.new_token_ids) == LENGTH
 
 
 @pytest.mark.parametrize("asked", [3, ["ban"], {"ban": None}, {1: {}}])

@@ -127,6 +127,7 @@ def test_the_records_of_requests_carry_what_the_caller_said(
         stream = llm.stream(PROMPT, SamplingParams(max_tokens=300), labels=other)
         next(stream)
         stream.close()
+        assert llm.stats.running == 0
         ended = perf_counter()
         [observer] = made()
         for wrong, told in (

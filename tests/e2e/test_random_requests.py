@@ -106,7 +106,7 @@ def run(llm: LLM, batch: Sequence[Asked]) -> list[list[int]]:
 
 def encode_everything(llm: LLM) -> None:
     """Plans and results reach worker and engine as copies that went through pickle."""
-    executor = llm._executor
+    executor = llm.engine._executor
     submit, collect = executor.submit, executor.collect
 
     def encoded(original: Any) -> Any:

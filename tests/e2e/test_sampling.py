@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.engine import RequestOutput
 from nanovllm_core.engine.request_factory import derive_seed
+from nanovllm_core.frontend import RequestOutput
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 
 from .tiny import VOCAB_SIZE, Reference, open_tiny, write_checkpoint

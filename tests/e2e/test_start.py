@@ -61,7 +61,7 @@ def test_what_a_closing_engine_drops_is_collected(tmp_path: Path, before: str) -
         "class Cycle: pass\n"
         f"{before}\n"
         "cycle = Cycle(); cycle.itself = cycle\n"
-        "llm = start(); llm._executor._worker._runner.cycle = cycle\n"
+        "llm = start(); llm.engine._executor._worker._runner.cycle = cycle\n"
         "gone = weakref.ref(cycle); del cycle; llm.close(); print(gone() is None)"
     )
     assert printed(write_config(tmp_path / "model"), code) == ["True"]

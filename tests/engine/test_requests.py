@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from types import FrameType, SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from nanovllm_core.engine import EngineLimits, FcfsPolicy, RequestOutput
+from nanovllm_core.engine import EngineLimits, FcfsPolicy, Observation
 from nanovllm_core.engine.request import RequestState
 from nanovllm_core.engine.request_factory import derive_seed
 from nanovllm_core.errors import (
@@ -24,6 +25,7 @@ from nanovllm_core.errors import (
     RequestError,
     RequestTooLongError,
 )
+from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, StepPlan, StepResult
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Letters, Setting, letters
@@ -75,20 +77,6 @@ def test_a_top_k_that_cuts_nothing_reaches_the_device_as_off(top_k: int, sent: i
     assert request.sampling.needs_tail == (sent > 0)
 
 
-def test_a_detokenizer_that_cannot_be_made_leaves_no_request_behind() -> None:
-    """The error is the caller's; the id is free and the engine goes on."""
-
-    def broken() -> NoReturn:
-        raise ValueError("no decoder here")
-
-    harness = Harness()
-    with pytest.raises(ValueError, match="no decoder here"):
-        harness.add("a", [1], greedy(n=2), detokenizer=broken)
-    assert not harness.engine.has_unfinished()
-    harness.add("a", [1])
-    assert harness.run().keys() == {("a", 0)}
-
-
 def test_a_scheduler_that_fails_at_a_request_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,8 +89,8 @@ def test_a_scheduler_that_fails_at_a_request_ends_the_engine(
         harness.engine.step()
 
 
-def test_stop_strings_need_a_detokenizer() -> None:
-    with pytest.raises(InvalidSamplingError, match="no detokenizer"):
+def test_stop_strings_need_a_caller_who_searches_the_text() -> None:
+    with pytest.raises(InvalidSamplingError, match=r"stop is .* ids and no text; search the text"):
         Harness().add("a", [1], greedy(stop="x"))
 
 
@@ -255,7 +243,8 @@ def test_only_streaming_requests_give_outputs_on_the_way() -> None:
 def test_nothing_is_streamed_unless_it_is_asked_for() -> None:
     harness = Harness()
     harness.engine.add_request("a", [1, 2], greedy(6))
-    assert [output.finished for _ in range(9) for output in harness.engine.step()] == [True]
+    deltas = [delta for _ in range(9) for delta in harness.engine.step()]
+    assert [delta.finish_reason for delta in deltas] == ["length"]
 
 
 def test_only_requests_that_python_must_look_at_are_watched_token_by_token() -> None:
@@ -462,20 +451,6 @@ def test_samples_differ_and_a_seed_repeats_them() -> None:
     assert len({tuple(ids) for ids in outputs[0]}) == 3
 
 
-def test_an_output_answers_as_nano_vllms_do() -> None:
-    output = RequestOutput(
-        request_id="a",
-        index=0,
-        prompt_token_ids=[1],
-        token_ids=[2],
-        new_token_ids=[2],
-        text="t",
-    )
-    assert (output["text"], output["token_ids"], output.finished) == ("t", [2], False)
-    with pytest.raises(KeyError, match="'text' and 'token_ids'"):
-        output["prompt"]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_aborted_request_returns_what_it_had(stream: bool) -> None:
     """Its ids and its text so far, with the true reason."""
@@ -570,3 +545,86 @@ def test_an_interrupt_in_the_middle_of_the_work_ends_the_engine(
         harness.engine.step()
     with pytest.raises(EngineClosedError, match="ended with KeyboardInterrupt"):
         harness.engine.step()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_delta_holds_only_what_is_new(stream: bool) -> None:
+    """Ids and log-probabilities of all deltas, one behind the other, are those of the output."""
+    harness = Harness(Setting(num_blocks=6, block_size=4))
+    for name, start in (("a", 0), ("b", 20)):
+        harness.engine.add_request(
+            name, range(start, start + 8), greedy(12, logprobs=1), stream=stream
+        )
+    deltas = [delta for _ in range(60) for delta in harness.engine.step()]
+    assert harness.engine.stats.preemptions >= 1
+    for name in "ab":
+        mine = [delta for delta in deltas if delta.request_id == name]
+        assert len(mine) == (12 if stream else 1)
+        ids = [token_id for delta in mine for token_id in delta.new_token_ids]
+        logprobs = [one for delta in mine for one in delta.new_logprobs or ()]
+        assert len(ids) == 12
+        assert [-int(one.token_logprob) for one in logprobs] == ids
+        assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_deltas_survive_encoding() -> None:
+    harness = Harness()
+    harness.engine.add_request("a", [1, 2], greedy(4, logprobs=1), stream=True)
+    deltas = [delta for _ in range(9) for delta in harness.engine.step()]
+    assert pickle.loads(pickle.dumps(deltas)) == deltas
+
+
+class Records(StepObserver):
+    """Keeps the records of finished requests."""
+
+    def __init__(self) -> None:
+        self.finished: list[RequestRecord] = []
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_request_finished(self, record: RequestRecord) -> None:
+        self.finished.append(record)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 9])
+def test_a_stop_string_that_is_found_late_ends_the_request_where_it_stands(late: int) -> None:
+    """The engine may have gone on, or even finished: the record counts as the caller does."""
+    records = Records()
+    harness = Harness(observation=Observation({"records": records}))
+    harness.engine.add_request("a", [1, 2], greedy(8, stop="x"), searched=True)
+    for _ in range(3 + late):
+        harness.engine.step()
+    assert not records.finished
+    harness.engine.end_at("a", 0, 3, "x")
+    assert harness.engine.stats.free_blocks == harness.setting.num_blocks
+    (record,) = records.finished
+    assert (record.finish_reason, record.num_output_tokens) == ("stop", 3)
+    deltas = harness.engine.step()
+    if late < 6:
+        assert [(d.finish_reason, d.stop_reason, d.new_token_ids) for d in deltas] == [
+            ("stop", "x", [])
+        ]
+    for _ in range(3):
+        harness.engine.step()
+    assert not harness.engine.has_unfinished()
+    harness.engine.end_at("a", 0, 3, "x")  # once is enough
+    assert len(records.finished) == 1
+
+
+def test_a_searched_request_without_a_stop_string_keeps_its_reason() -> None:
+    records = Records()
+    harness = Harness(observation=Observation({"records": records}))
+    harness.add("whole", [1, 2], greedy(4, stop="..."), detokenizer=Letters)
+    harness.engine.add_request("gone", [1, 2], greedy(4, stop="x"), searched=True)
+    harness.engine.add_request("aborted", [1, 2], greedy(20, stop="x"), searched=True)
+    for name in ("gone", "aborted"):
+        harness._streams[name, 0] = SimpleNamespace(push=lambda _: None)  # type: ignore[assignment]
+    for _ in range(9):
+        harness.step()
+    assert [record.request_id for record in records.finished] == ["whole"]
+    harness.engine.abort("gone")  # it has finished, and nobody searches its text any more
+    harness.engine.abort("aborted")
+    harness.engine.end_at("aborted", 0, 3, "x")  # too late
+    harness.engine.step()
+    found = {record.request_id: record.finish_reason for record in records.finished}
+    assert found == {"whole": "length", "gone": "length", "aborted": "abort"}

@@ -256,7 +256,7 @@ def test_plans_list_the_decoding_rows_only_where_these_change() -> None:
     plans = [plan for plan in harness.executor.plans if plan.num_decode == 2]
     assert len({plan.epoch for plan in plans}) == 1
     assert [plan.decode_rows is None for plan in plans] == [False] + [True] * (len(plans) - 1)
-    assert sum(not plan.has_deltas for plan in plans) > 10
+    assert sum(not plan.admissions and plan.appends is None for plan in plans) > 10
     assert any(plan.appends is not None for plan in plans)
     epochs = [plan.epoch for plan in harness.executor.plans]
     assert epochs == sorted(epochs)
@@ -273,7 +273,7 @@ def test_the_bytes_of_a_steady_plan_do_not_grow_with_the_batch() -> None:
             harness.add(str(index), [index % 50], greedy(12))
         harness.run()
         steady = harness.executor.plans[5]
-        assert (steady.num_decode, steady.has_deltas) == (num_rows, False)
+        assert (steady.num_decode, steady.admissions, steady.appends) == (num_rows, (), None)
         sizes.append(len(pickle.dumps(steady)))
     assert sizes[0] <= sizes[1] <= sizes[0] + 2 < 200
 

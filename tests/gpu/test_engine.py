@@ -98,7 +98,7 @@ def test_a_prompt_beside_decoding_rows_is_one_replay_and_never_waits(
 ) -> None:
     """With a backend whose prefill can be captured; with and without a tail of the sampler."""
     with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:
-        engine = llm._engine
+        engine = llm.engine
         for index in range(4):
             engine.add_request(str(index), [1 + index, 2, 3], SamplingParams(max_tokens=300))
         for _ in range(5):
@@ -118,7 +118,7 @@ def test_a_prompt_beside_decoding_rows_is_one_replay_and_never_waits(
 def test_a_steady_step_is_one_replay_and_never_waits(replays: list[StepKey]) -> None:
     """50 steps under the sync debug mode "error", each with exactly one replay."""
     with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:
-        engine = llm._engine
+        engine = llm.engine
         params = SamplingParams(temperature=0.8, max_tokens=400, ignore_eos=True)
         for index in range(32):
             engine.add_request(str(index), [1 + index, 2, 3], params)

@@ -110,8 +110,14 @@ def test_a_set_derived_from_torchs_replaces_an_operation_in_the_fused_ones_too()
     """As its docstring says: `norm_linear` and `norm_gate_up` are made of the others."""
 
     class Doubled(TorchKernels):
-        def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-            return 2 * super().linear(x_TE, weight_XE, out_TX)
+        def linear(
+            self,
+            x_TE: Tensor,
+            weight_XE: Tensor,
+            bias_X: Tensor | None = None,
+            out_TX: Tensor | None = None,
+        ) -> Tensor:
+            return 2 * super().linear(x_TE, weight_XE, bias_X, out_TX)
 
     x, norm, weight = torch.randn(3, 8), torch.rand(8), torch.randn(12, 8)
     plain, doubled = TorchKernels(), Doubled()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from nanovllm_core.layers import (
     norm_linear,
 )
 from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers
+from nanovllm_kit.kernel_watch import KernelWatch
 from nanovllm_kit.numerics import assert_close_report
 from nanovllm_kit.ranks import run_ranks
 
@@ -130,8 +130,14 @@ def test_the_sum_of_a_kernel_set_is_what_it_returns(bias: bool) -> None:
     """A set may give new memory: the contract promises nothing about the residual's."""
 
     class NewMemory(TorchKernels):
-        def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
-            return super().linear_add(x_TF, weight_EF, residual_TE.clone())
+        def linear_add(
+            self,
+            x_TF: Tensor,
+            weight_EF: Tensor,
+            residual_TE: Tensor,
+            bias_E: Tensor | None = None,
+        ) -> Tensor:
+            return super().linear_add(x_TF, weight_EF, residual_TE.clone(), bias_E)
 
     layer = RowParallelLinear(
         LayerContext(CPU, torch.float32, SingleRank(), NewMemory()), 8, 6, bias=bias
@@ -207,49 +213,48 @@ def test_block_operations_equal_their_formulas(size: int) -> None:
         assert_close_report(out, x_TE + hidden @ down.T, rel_norm=1e-6)
 
 
-class RecordingKernels(TorchKernels):
-    """Notes which of the fused products a layer asked for."""
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_layer_reads_its_matrix_through_the_kernel_set(size: int, bias: bool) -> None:
+    """With a bias and without, alone and split, in every block operation."""
+    ids_T, x_TE = torch.arange(5), random(5, 8)
 
-    def __init__(self) -> None:
-        self.fused: list[str] = []
-
-    def norm_linear(self, *args: Any) -> Tensor:
-        self.fused.append("norm_linear")
-        return super().norm_linear(*args)
-
-    def norm_gate_up(self, *args: Any) -> Tensor:
-        self.fused.append("norm_gate_up")
-        normed = self.rms_norm(*args[:3])
-        return self.silu_and_mul(self.linear(normed, args[3]))
-
-    def linear_add(self, *args: Any) -> Tensor:
-        self.fused.append("linear_add")
-        return super().linear_add(*args)
-
-
-def test_a_bias_takes_the_plain_path() -> None:
-    """The fused products add none, so a layer with a bias does not ask for them."""
-    x_TE, results = random(3, 8), []
-    for bias in (False, True):
-        kernels = RecordingKernels()
-        here = LayerContext(CPU, torch.float32, SingleRank(), kernels)
-        norm, down = RMSNorm(here, 8, 1e-6), RowParallelLinear(here, 12, 8)
+    def on_rank(tp: TensorParallel) -> list[str]:
+        watch = KernelWatch(TorchKernels())
+        here = LayerContext(CPU, torch.float32, tp, watch.kernels)
+        embedding, norm = VocabParallelEmbedding(here, 5, 8), RMSNorm(here, 8, 1e-6)
+        qkv = QKVParallelLinear(here, 8, 4, 2, 4, bias=bias)
         gate_up = MergedColumnParallelLinear(here, 8, (12, 12), bias=bias)
-        for layer in (norm, down, gate_up):
-            fill(layer)
-        if gate_up.bias is not None:
-            gate_up.bias.zero_()
-        out = (norm_linear(x_TE, norm, gate_up), gated_mlp(x_TE.clone(), norm, gate_up, down))
-        results.append((out, kernels.fused))
-    (fused_out, fused), (plain_out, plain) = results
-    assert fused == ["norm_linear", "norm_gate_up", "linear_add"]
-    assert plain == ["linear_add"]
-    for actual, expected in zip(fused_out, plain_out, strict=True):
-        assert_close_report(actual, expected, rel_norm=1e-6)
+        down = RowParallelLinear(here, 12, 8, bias=bias)
+        head = ParallelLMHead(here, 5, 8)
+        with watch.over(torch.nn.ModuleList([embedding, norm, qkv, gate_up, down, head])):
+            embedding(ids_T)
+            qkv(x_TE)
+            norm_linear(x_TE, norm, qkv)
+            gated_mlp(x_TE.clone(), norm, gate_up, down)
+            down(gate_up(x_TE)[:, : 12 // size])
+            head(x_TE)
+        return watch.found
+
+    assert run_ranks(size, on_rank) == [[]] * size
 
 
-def test_a_bias_of_the_plain_path_is_added() -> None:
-    """Before the activation, in a gated block."""
+def test_a_product_outside_the_kernel_set_is_noted() -> None:
+    """By the operation and the name of the weight; norms and biases are not matrices."""
+    watch, x_TE = KernelWatch(TorchKernels()), random(3, 8)
+    layer = ColumnParallelLinear(
+        LayerContext(CPU, torch.float32, SingleRank(), watch.kernels), 8, 4, bias=True
+    )
+    with watch.over(layer):
+        layer(x_TE).add_(layer.bias)
+        assert not watch.found
+        torch.mm(x_TE, layer.weight.t())
+        layer.weight[torch.tensor([1])]
+    assert watch.found == ["aten.t.default: weight", "aten.mm.default: weight",
+                           "aten.index.Tensor: weight"]  # fmt: skip
+
+
+def test_a_bias_of_a_gated_block_is_added_before_the_activation() -> None:
     here, x_TE = context(SingleRank()), random(3, 8)
     norm, down = RMSNorm(here, 8, 1e-6), RowParallelLinear(here, 12, 8)
     gate_up = MergedColumnParallelLinear(here, 8, (12, 12), bias=True)
@@ -276,11 +281,13 @@ SPLITS: dict[str, Callable[[LayerContext], object]] = {
     r"output size \(9\).*tensor_parallel_size \(2\)": lambda c: ColumnParallelLinear(c, 8, 9),
     r"output size 1 \(9\)": lambda c: MergedColumnParallelLinear(c, 8, (8, 9)),
     r"input size \(9\)": lambda c: RowParallelLinear(c, 9, 8),
-    r"num_attention_heads \(3\).*tensor_parallel_size": lambda c: QKVParallelLinear(c, 8, 3, 3, 4),
+    r"tensor_parallel_size \(2\).*num_attention_heads \(3\)": lambda c: QKVParallelLinear(
+        c, 8, 3, 3, 4
+    ),
     r"num_attention_heads \(8\).*num_key_value_heads \(3\)": lambda c: QKVParallelLinear(
         c, 8, 8, 3, 4
     ),
-    r"num_key_value_heads \(3\).*tensor_parallel_size \(2\).*larger": lambda c: QKVParallelLinear(
+    r"tensor_parallel_size \(2\).*num_key_value_heads \(3\) or be": lambda c: QKVParallelLinear(
         c, 8, 6, 3, 4
     ),
 }

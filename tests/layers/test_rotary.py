@@ -143,8 +143,8 @@ def test_part_of_a_head_can_rotate() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "'dynamic'.*supported are default.*cached key": {"rope_type": "dynamic", "factor": 2.0},
-    "'longrope'.*cached key": {"rope_type": "longrope"},
+    "'dynamic'.*supported are default.*cached keys": {"rope_type": "dynamic", "factor": 2.0},
+    "'longrope'.*cached keys": {"rope_type": "longrope"},
     "'spiral' is not supported": {"type": "spiral"},
     "differ between layer types": {"full_attention": {"rope_type": "default"}},
     "mrope_section": {"rope_type": "default", "mrope_section": [8, 12, 12]},

@@ -111,11 +111,11 @@ def test_too_few_blocks_are_refused_before_weights_are_read(tmp_path: Path) -> N
         ("nanovllm_core.worker.worker.load_model", "the model: full; .*smaller model"),
         (
             "nanovllm_attention_sdpa.backend.SdpaAttention.allocate",
-            r"steps and their CUDA graphs: full; lower limits.max_num_seqs \(5\)",
+            r"steps: full; lower limits.max_num_seqs \(5\)",
         ),
         (
             "nanovllm_core.worker.runner.RowTables.allocate",
-            r"steps and their CUDA graphs: full; .*max_model_len \(64\), max",
+            r"steps: full; .*max_model_len \(64\) or max",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_start_says_for_what_there_was_no_room_and_what_helps(
         ),
         (
             {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
-            r"no room on cpu for steps .*lower limits.max_num_seqs \(1000000000000\)",
+            r"no room on cpu for steps: .*lower limits.max_num_seqs \(1000000000000\)",
         ),
         ({"num_blocks": 2**62}, r"cache.num_blocks: \d+ blocks .*ask for fewer"),
     ],
@@ -193,7 +193,7 @@ def test_fit_takes_the_longest_sequence_that_the_cache_holds(
     caplog.set_level("INFO")
     with LLM(str(folder), **{**SETTINGS, **changes}) as llm:
         assert (llm.info.num_blocks, llm.info.max_model_len) == (5, 80)
-        assert llm._executor._worker._runner.max_model_len == 80
+        assert llm.engine._executor._worker._runner.max_model_len == 80
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         [output] = llm.generate([[5] * 30], params, use_tqdm=False)
         assert len(output.token_ids) == 50

@@ -21,7 +21,7 @@ from nanovllm_bench.device import GpuUtilisation
 from nanovllm_bench.record import describe_engine
 from nanovllm_bench.throughput import Gauge, timed_generate
 from nanovllm_bench.workloads import Workload
-from nanovllm_core.engine import Engine, RequestOutput
+from nanovllm_core.engine import Engine, OutputDelta
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.frontend import LLM
 from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
@@ -96,7 +96,7 @@ def trace_requests(
     return trace
 
 
-def _note(trace: Trace, outputs: Sequence[RequestOutput], now: float) -> None:
+def _note(trace: Trace, outputs: Sequence[OutputDelta], now: float) -> None:
     for output in outputs:
         index = int(output.request_id.removeprefix("bench-"))
         trace.seen[index] += [now] * len(output.new_token_ids)

@@ -64,34 +64,60 @@ class TritonKernels:
         )  # fmt: skip
         return out_TF
 
-    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x_TE: Tensor,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
+        out_TX: Tensor | None = None,
+    ) -> Tensor:
+        if bias_X is not None:
+            return torch.addmm(bias_X, x_TE, weight_XE.t(), out=out_TX)
         plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
         if plan is None:
             return torch.mm(x_TE, weight_XE.t(), out=out_TX)
         return self._linears.run(plan, x_TE, weight_XE, out_TN=out_TX)
 
     def norm_linear(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
     ) -> Tensor:
         plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
-        if plan is None:
-            return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
+        if plan is None or bias_X is not None:
+            return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_XE, gated=False)
 
     def norm_gate_up(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_2FE: Tensor,
+        bias_2F: Tensor | None = None,
     ) -> Tensor:
         plan = choose(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
-        if plan is None:
+        if plan is None or bias_2F is not None:
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
-            return self.silu_and_mul(linear(normed_TE, weight_2FE))
+            return self.silu_and_mul(linear(normed_TE, weight_2FE, bias_2F))
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, gated=True)
 
-    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
+    def linear_add(
+        self,
+        x_TF: Tensor,
+        weight_EF: Tensor,
+        residual_TE: Tensor,
+        bias_E: Tensor | None = None,
+    ) -> Tensor:
         plan = choose(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
         if plan is None:
-            return residual_TE.addmm_(x_TF, weight_EF.t())
-        return self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE)
+            residual_TE.addmm_(x_TF, weight_EF.t())
+        else:
+            self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE)
+        return residual_TE if bias_E is None else residual_TE.add_(bias_E)
 
     def prepare_qkv(
         self,

@@ -12,7 +12,8 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 
 Whole rows of more than MAX_VECTOR_INPUTS take the line below; so does float32 from 3 rows on.
 
-A layer with a bias takes the last line, whatever its rows: these kernels add none.
+These kernels add no bias: a product with one takes the last line, whatever its rows. One that is
+added to the residual takes its line, and the bias a kernel of its own behind it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kernels_triton.kernel_set import TritonKernels
@@ -89,23 +90,26 @@ def test_a_product_equals_its_reference(
 
 
 @pytest.mark.parametrize("rows", [1, 3, TILE_ROWS + 1])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
-    rows: int, dtype: torch.dtype
+    rows: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    """Its own kernel for few rows, torch's product for more."""
+    """Its own kernel for few rows, torch's product for more rows and for a bias."""
     x, norm_weight, weight, residual = problem(rows, 48, 256, dtype)
-    out = torch.full_like(residual, float("nan"))
+    out, bias = torch.full_like(residual, float("nan")), random(48, dtype=dtype, seed=4)
+    if not biased:
+        bias = None
     results = []
     for kernels in (TritonKernels(), TorchKernels()):
-        assert kernels.linear(x, weight, out) is out
+        assert kernels.linear(x, weight, bias, out) is out
         results.append(
             (
                 out.clone(),
-                kernels.linear(x, weight),
-                kernels.norm_linear(x, norm_weight, EPS, weight),
-                kernels.norm_gate_up(x, norm_weight, EPS, weight),
-                kernels.linear_add(x, weight, residual.clone()),
+                kernels.linear(x, weight, bias),
+                kernels.norm_linear(x, norm_weight, EPS, weight, bias),
+                kernels.norm_gate_up(x, norm_weight, EPS, weight, bias),
+                kernels.linear_add(x, weight, residual.clone(), bias),
             )
         )
     for actual, expected in zip(*results, strict=True):
@@ -115,8 +119,42 @@ def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
 @pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
 def test_a_residual_is_summed_in_place(rows: int) -> None:
     """What is returned is the residual itself: no other memory is written."""
-    x, _, weight, residual = problem(rows, 48, 256, torch.float16)
-    assert TritonKernels().linear_add(x, weight, residual).data_ptr() == residual.data_ptr()
+    x, bias, weight, residual = problem(rows, 256, 256, torch.float16)
+    for one in (None, bias):
+        added = TritonKernels().linear_add(x, weight, residual, one)
+        assert added.data_ptr() == residual.data_ptr()
+
+
+class Launched(TorchDispatchMode):
+    """Notes torch's products and sums; Triton's interpreter copies with other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        self.names += [name] * (name in ("mm", "addmm", "addmm_", "add", "add_"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
+def test_a_bias_is_a_launch_of_its_own_behind_a_residual_alone(rows: int) -> None:
+    """At any number of rows cuBLAS adds it in the product."""
+    x, bias, weight, residual = problem(rows, 256, 256, torch.float16)
+    kernels, out = TritonKernels(), torch.empty_like(residual)
+    for product in (
+        lambda: kernels.linear(x, weight, bias),
+        lambda: kernels.linear(x, weight, bias, out),
+        lambda: kernels.norm_linear(x, bias, EPS, weight, bias),
+        lambda: kernels.norm_gate_up(x, bias, EPS, weight, bias),
+    ):
+        with Launched() as launched:
+            product()
+        assert launched.names == ["addmm"]
+    with Launched() as launched:
+        kernels.linear_add(x, weight, residual, bias)
+    assert launched.names == (["add_"] if rows <= TILE_ROWS else ["addmm_", "add_"])
 
 
 def test_split_parts_are_counted_anew_by_every_product() -> None:

@@ -11,9 +11,16 @@ from pkgutil import iter_modules
 
 import lazy_loader
 
-if "pytest" in sys.modules:  # a failing check then shows the values that it compared
-    beside = (f"{__name__}.{module.name}" for module in iter_modules(__path__))
-    sys.modules["pytest"].register_assert_rewrite(*beside)
+
+def rewrite_asserts() -> None:
+    """Inside a run of pytest: a failing check shows the values that it compared."""
+    names = (f"{__name__}.{module.name}" for module in iter_modules(__path__))
+    new = [name for name in names if name not in sys.modules]
+    sys.modules["pytest"].register_assert_rewrite(*new)
+
+
+if "pytest" in sys.modules:
+    rewrite_asserts()
 
 # The public names are in __init__.pyi. Each is imported on first use: some suites need torch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

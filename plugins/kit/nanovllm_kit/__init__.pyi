@@ -28,3 +28,5 @@ from .scheduler import (
     SchedulerConformance as SchedulerConformance,
     SchedulingPolicyConformance as SchedulingPolicyConformance,
 )
+
+def rewrite_asserts() -> None: ...

@@ -8,19 +8,18 @@ harness.check_all()   # every output is what its ids alone decide
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nanovllm_core.engine import (
-    DetokenizerFactory,
     Engine,
     EngineLimits,
     FcfsPolicy,
     Observation,
     Request,
-    RequestOutput,
     TokenBudgetScheduler,
 )
+from nanovllm_core.frontend import Detokenizer, OutputStream, RequestOutput
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_kit.fake_worker import FakeExecutor, reference_tokens
@@ -106,6 +105,7 @@ class Harness:
         self.outputs: list[RequestOutput] = []
         self.finished: dict[tuple[str, int], RequestOutput] = {}
         self.requests: dict[tuple[str, int], Request] = {}
+        self._streams: dict[tuple[str, int], OutputStream] = {}
 
     def add(
         self,
@@ -114,33 +114,48 @@ class Harness:
         params: SamplingParams | None = None,
         *,
         stream: bool = False,
-        detokenizer: DetokenizerFactory | None = None,
+        detokenizer: Callable[[], Detokenizer] | None = None,
         cache_salt: bytes = b"",
         labels: Mapping[str, str] | None = None,
     ) -> list[Request]:
-        """Add a request; greedy and without a stop unless `params` say otherwise."""
+        """Add a request; greedy and without a stop unless `params` say otherwise.
+
+        `detokenizer` makes the one of each sample; stop strings need it.
+        """
+        params = params or SamplingParams(temperature=0, max_tokens=8)
         self.engine.add_request(
             request_id,
             prompt,
-            params or SamplingParams(temperature=0, max_tokens=8),
+            params,
             stream=stream,
-            detokenizer=detokenizer,
+            searched=bool(params.stop) and detokenizer is not None,
             cache_salt=cache_salt,
             labels=labels,
         )
         samples = list(self.engine._samples[request_id])
-        self.requests.update({(request_id, sample.index): sample for sample in samples})
+        for sample in samples:
+            key = (request_id, sample.index)
+            self.requests[key] = sample
+            text = detokenizer() if detokenizer else None
+            self._streams[key] = OutputStream(
+                sample.prompt_token_ids, params, text, self.engine.end_at
+            )
         return samples
 
     def step(self) -> list[RequestOutput]:
+        """One step of the engine; the outputs of its streams, and those that are finished."""
         __tracebackhide__ = True
-        outputs = self.engine.step()
-        self.outputs += outputs
-        for output in outputs:
+        outputs = []
+        for delta in self.engine.step():
+            key = (delta.request_id, delta.index)
+            output = self._streams[key].push(delta)
+            if output is None or not (output.finished or self.requests[key].stream):
+                continue
+            outputs.append(output)
             if output.finished:
-                key = (output.request_id, output.index)
                 assert key not in self.finished, f"{key} finished twice"
                 self.finished[key] = output
+        self.outputs += outputs
         return outputs
 
     def run(self) -> dict[tuple[str, int], RequestOutput]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from inspect import signature
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -144,6 +146,31 @@ class KernelSetConformance(SpecConformance):
             assert_equal(run(kernels, name, *arguments), expected)
 
     @pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
+    def test_products_with_a_bias_equal_the_reference(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
+    ) -> None:
+        """It is added once, behind the product: before the activation, and to the residual too."""
+        rows, inputs, outputs = shape
+        x_TE = random(rows, inputs, device=device, dtype=dtype)
+        weight_XE = random(outputs, inputs, device=device, dtype=dtype, seed=1) * 0.1
+        norm_E = random(inputs, device=device, dtype=dtype, seed=2)
+        bias_X = random(outputs, device=device, dtype=dtype, seed=3)
+        residual_TE = random(rows, outputs, device=device, dtype=dtype, seed=4)
+        out_TX = torch.full_like(residual_TE, float("nan"))
+        for name, arguments in {
+            "linear": (x_TE, weight_XE, bias_X),
+            "norm_linear": (x_TE, norm_E, 1e-2, weight_XE, bias_X),
+            "norm_gate_up": (x_TE, norm_E, 1e-2, weight_XE, bias_X),
+        }.items():
+            expected = getattr(REFERENCE, name)(*arguments)
+            assert_equal(run(kernels, name, *arguments), expected)
+        expected = REFERENCE.linear(x_TE, weight_XE, bias_X)
+        run(kernels, "linear", x_TE, weight_XE, bias_X, out_TX)
+        assert_equal(out_TX, expected)
+        expected = REFERENCE.linear_add(x_TE, weight_XE, residual_TE.clone(), bias_X)
+        assert_equal(run(kernels, "linear_add", x_TE, weight_XE, residual_TE, bias_X), expected)
+
+    @pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
     def test_linear_writes_where_it_is_told(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
     ) -> None:
@@ -152,7 +179,7 @@ class KernelSetConformance(SpecConformance):
         x_TE = random(rows, inputs, device=device, dtype=dtype)
         weight_XE = random(outputs, inputs, device=device, dtype=dtype, seed=1)
         out_TX = torch.full((rows + 1, outputs), float("nan"), device=device, dtype=dtype)
-        returned_TX = run(kernels, "linear", x_TE, weight_XE, out_TX[:rows])
+        returned_TX = run(kernels, "linear", x_TE, weight_XE, None, out_TX[:rows])
         assert_equal(out_TX[:rows], REFERENCE.linear(x_TE, weight_XE))
         assert torch.equal(returned_TX, out_TX[:rows]), "it returned something else"
         assert out_TX[rows].isnan().all(), "it wrote behind its rows"
@@ -228,15 +255,14 @@ class KernelSetConformance(SpecConformance):
     def test_equal_inputs_give_equal_bits(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Called twice; so a replayed step repeats itself."""
+        """Called twice, with a bias and without; so a replayed step repeats itself."""
         x_TE = random(5, 64, device=device, dtype=dtype)
         weight_XE = random(48, 64, device=device, dtype=dtype, seed=1)
         norm_E = random(64, device=device, dtype=dtype, seed=2)
-        for name in ("norm_linear", "norm_gate_up"):
-            first, second = (
-                getattr(kernels, name)(x_TE, norm_E, 1e-6, weight_XE).clone() for _ in range(2)
-            )
-            assert torch.equal(first, second), name
+        bias_X = random(48, device=device, dtype=dtype, seed=3)
+        for name, bias in product(("norm_linear", "norm_gate_up"), (None, bias_X)):
+            operation = partial(getattr(kernels, name), x_TE, norm_E, 1e-6, weight_XE, bias)
+            assert torch.equal(operation().clone(), operation()), name
 
 
 def random(

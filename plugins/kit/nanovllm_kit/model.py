@@ -30,9 +30,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import TensorParallel
 from nanovllm_core.worker import init_dummy_weights
 from nanovllm_kit.conformance import SpecConformance
+from nanovllm_kit.kernel_watch import KernelWatch
 from nanovllm_kit.model_drawn import DrawnChecks
 from nanovllm_kit.model_draws import draw_rope
 from nanovllm_kit.model_runtime import CaptureChecks
@@ -286,3 +288,20 @@ class ModelConformance(
 
         for logits in run_ranks(size, on_rank):
             assert_same_logits(logits, reference.logits(ids))
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_the_kernel_set_alone_reads_the_weight_matrices(
+        self, model_class: Any, reference: ReferenceCheckpoint, size: int, ids: Tensor
+    ) -> None:
+        """On one rank and on two: every product and lookup is one of the configured set."""
+        folder, config = reference.folder, reference.config
+
+        def on_rank(tp: TensorParallel) -> list[str]:
+            watch = KernelWatch(TorchKernels())
+            model = load_model(model_class, folder, config, tp=tp, kernels=watch.kernels)
+            with watch.over(model):
+                run_model(model, ids)
+            return watch.found
+
+        found = sorted({read for reads in run_ranks(size, on_rank) for read in reads})
+        assert not found, f"read outside the kernel set: {', '.join(found[:4])}"

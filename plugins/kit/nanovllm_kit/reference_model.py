@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel, finalize_layers
@@ -24,6 +25,7 @@ from nanovllm_kit.dense_attention import DenseRuntime, SparseRuntime
 from nanovllm_kit.numerics import relative_norm_error
 
 CPU = torch.device("cpu")
+TORCH = TorchKernels()
 WEIGHTS = "model.safetensors"
 
 
@@ -124,9 +126,10 @@ def build_model(
     *,
     tp: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
+    kernels: KernelSet = TORCH,
 ) -> Any:
     """A plugin's model on the CPU, whole or one rank of it, every weight NaN until it is loaded."""
-    context = LayerContext(CPU, dtype, tp or SingleRank(), TorchKernels())
+    context = LayerContext(CPU, dtype, tp or SingleRank(), kernels)
     with torch.inference_mode():
         model = model_class(NoOptions(), config, context)
         for parameter in model.parameters():
@@ -141,9 +144,10 @@ def load_model(
     *,
     tp: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
+    kernels: KernelSet = TORCH,
 ) -> Any:
     """A plugin's model with a folder's weights, as the worker loads it."""
-    model = build_model(model_class, config, tp=tp, dtype=dtype)
+    model = build_model(model_class, config, tp=tp, dtype=dtype, kernels=kernels)
     with torch.inference_mode():
         load_weights(model, folder, tied=model_class.shape(config).tied_embeddings)
         finalize_layers(model)

@@ -326,6 +326,20 @@ def in_its_own_process(*arguments: str) -> str:
     ).stdout
 
 
+def test_a_failed_assert_beside_a_suite_shows_the_values(install: Install) -> None:
+    """Suites call checks of other modules of the kit, whose values are shown as well."""
+    newest_first = UNEVEN.replace(
+        "(0,) * (1 + request.num_prompt_tokens % 2)", "(-request.arrival_index,)"
+    ).replace('level="policy"', 'level="policy", max_overtaking_steps=lambda options, request: 0')
+    install(
+        "uneven",
+        {"nanovllm.schedulers": {"uneven": "uneven_plugin"}},
+        {"uneven_plugin": newest_first},
+    )
+    shown = in_its_own_process("uneven", "-k", "passed over")
+    assert re.search(r"^E? *assert \d+ <= \d+$", shown, re.MULTILINE), shown
+
+
 def test_a_failed_assert_of_a_suite_shows_the_values(install: Install) -> None:
     """Of the core's suites, and of a suite that belongs to a declared kind."""
     install(

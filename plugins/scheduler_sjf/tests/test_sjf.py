@@ -17,7 +17,7 @@ from nanovllm_core.api import (
     WorkerInfo,
     WorkerSetup,
 )
-from nanovllm_core.engine import Engine, EngineLimits, RequestOutput, TokenBudgetScheduler
+from nanovllm_core.engine import Engine, EngineLimits, OutputDelta, TokenBudgetScheduler
 from nanovllm_scheduler_sjf.plugin import SjfOptions, nanovllm_schedulers
 from nanovllm_scheduler_sjf.policy import SjfPolicy
 
@@ -75,7 +75,7 @@ def passed_over(engine: Engine, long: int, short: int, per_step: int, steps: int
         arrived = engine.stats.steps
         for i in range(per_step):
             engine.add_request(f"{arrived}.{i}.{len(before)}", [1] * short, ONE_TOKEN)
-        done: list[RequestOutput] = engine.step()
+        done: list[OutputDelta] = engine.step()
         names = [output.request_id for output in done]
         if "long" in names:
             return before
@@ -97,7 +97,7 @@ def test_the_spec_declares_the_bound(ageing: float, bound: float) -> None:
     """33 tokens of work: (33 - 1) / ageing steps. The conformance suite holds it."""
     engine = make_engine(ageing)
     engine.add_request("a", [1] * 33, ONE_TOKEN)
-    [request] = engine._requests.values()
+    [request] = engine._planner.waiting.values()
     [spec] = nanovllm_schedulers()
     assert spec.max_overtaking_steps is not None
     assert spec.max_overtaking_steps(SjfOptions(ageing=ageing), request) == bound
@@ -119,7 +119,7 @@ def test_the_latest_arrival_is_preempted_first() -> None:
     engine = make_engine(ageing=16)
     engine.add_request("old and long", [1] * 100, ONE_TOKEN)
     engine.add_request("new and short", [1], ONE_TOKEN)
-    requests = list(engine._requests.values())
+    requests = list(engine._planner.waiting.values())
     scheduler = TokenBudgetScheduler(SjfPolicy(SjfOptions()))
     assert scheduler.choose_victim(requests) == "new and short"
 

@@ -41,7 +41,7 @@ def open_llm(**options: float) -> LLM:
 
 def pid_of(llm: LLM) -> int:
     """The process that the engine has started."""
-    process = llm._executor._process  # type: ignore[attr-defined]
+    process = llm.engine._executor._process  # type: ignore[attr-defined]
     return int(process.pid)
 
 
@@ -95,7 +95,7 @@ def test_a_process_that_hangs_is_noticed_and_killed(llm: LLM) -> None:
     pid = pid_of(llm)
     os.kill(pid, signal.SIGSTOP)
     started = time.perf_counter()
-    llm._executor._send("x" * 1_000_000)  # type: ignore[attr-defined]  # more than a pipe holds
+    llm.engine._executor._send("x" * 1_000_000)  # type: ignore[attr-defined]  # more than a pipe holds
     with pytest.raises(ExecutorError, match=rf"process {pid}\) gave no answer for 2.0 s.*step_sec"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     llm.close()
@@ -105,7 +105,7 @@ def test_a_process_that_hangs_is_noticed_and_killed(llm: LLM) -> None:
 
 def test_an_error_in_a_step_names_rank_process_and_cause(llm: LLM) -> None:
     """It is raised here as what it is, with the traceback of the process as a note."""
-    executor: Any = llm._executor
+    executor: Any = llm.engine._executor
     executor._send("no plan")
     with pytest.raises(ExecutorError, match=r"rank 0 \(process \d+\): AttributeError: ") as caught:
         llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)

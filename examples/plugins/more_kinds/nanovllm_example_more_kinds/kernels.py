@@ -27,13 +27,24 @@ class Float64Kernels(TorchKernels):
         gate_TF, up_TF = gate_up_T2F.double().chunk(2, dim=-1)
         return (silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
 
-    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-        y_TX = (x_TE.double() @ weight_XE.double().t()).to(x_TE.dtype)
+    def linear(
+        self,
+        x_TE: Tensor,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
+        out_TX: Tensor | None = None,
+    ) -> Tensor:
+        y_TX = product(x_TE, weight_XE, bias_X).to(x_TE.dtype)
         return y_TX if out_TX is None else out_TX.copy_(y_TX)
 
-    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
-        y_TE = x_TF.double() @ weight_EF.double().t()
-        return residual_TE.copy_(y_TE + residual_TE)
+    def linear_add(
+        self,
+        x_TF: Tensor,
+        weight_EF: Tensor,
+        residual_TE: Tensor,
+        bias_E: Tensor | None = None,
+    ) -> Tensor:
+        return residual_TE.copy_(product(x_TF, weight_EF, bias_E) + residual_TE)
 
     def prepare_qkv(
         self,
@@ -56,6 +67,12 @@ class Float64Kernels(TorchKernels):
         k_cache_NPKD[places] = k_TKD[stored_T].to(k_cache_NPKD.dtype)
         v_cache_NPKD[places] = v_TKD[stored_T].to(v_cache_NPKD.dtype)
         return q_THD.to(qkv_TX.dtype).contiguous()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b in float64."""
+    y = x.double() @ weight.double().t()
+    return y if bias is None else y + bias
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:

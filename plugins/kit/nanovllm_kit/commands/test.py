@@ -37,6 +37,8 @@ from nanovllm_kit.commands.report import Report
 # Rewritten asserts show the values that they compared, wherever the suite is.
 TEST_FILE = """
 import pytest
+import nanovllm_kit
+nanovllm_kit.rewrite_asserts()  # the command imported the package before pytest
 pytest.register_assert_rewrite({module!r})
 from nanovllm_kit import installed_plugin
 from {module} import {suite}

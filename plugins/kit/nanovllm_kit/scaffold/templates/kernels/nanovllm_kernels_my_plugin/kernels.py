@@ -37,23 +37,46 @@ class MyPluginKernels:
         gate_TF, up_TF = gate_up_T2F.to(self._compute).chunk(2, dim=-1)
         return (silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
 
-    def linear(self, x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor | None = None) -> Tensor:
-        y_TX = self._product(x_TE, weight_XE).to(x_TE.dtype)
+    def linear(
+        self,
+        x_TE: Tensor,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
+        out_TX: Tensor | None = None,
+    ) -> Tensor:
+        """Rounded once, after the bias."""
+        y_TX = self._product(x_TE, weight_XE, bias_X).to(x_TE.dtype)
         return y_TX if out_TX is None else out_TX.copy_(y_TX)
 
     def norm_linear(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_XE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_XE: Tensor,
+        bias_X: Tensor | None = None,
     ) -> Tensor:
-        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE)
+        return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
 
     def norm_gate_up(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_2FE: Tensor
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_2FE: Tensor,
+        bias_2F: Tensor | None = None,
     ) -> Tensor:
-        return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE))
+        return self.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, weight_2FE, bias_2F))
 
-    def linear_add(self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor) -> Tensor:
+    def linear_add(
+        self,
+        x_TF: Tensor,
+        weight_EF: Tensor,
+        residual_TE: Tensor,
+        bias_E: Tensor | None = None,
+    ) -> Tensor:
         """Rounded once, after the addition. The residual's memory is used for the result."""
-        return residual_TE.copy_(self._product(x_TF, weight_EF) + residual_TE)
+        return residual_TE.copy_(self._product(x_TF, weight_EF, bias_E) + residual_TE)
 
     def prepare_qkv(
         self,
@@ -80,8 +103,9 @@ class MyPluginKernels:
         v_cache_NPKD[blocks_T, offsets_T] = v_TKD[stored_T].to(v_cache_NPKD.dtype)
         return q_THD.contiguous()
 
-    def _product(self, x_TE: Tensor, weight_XE: Tensor) -> Tensor:
-        return x_TE.to(self._compute) @ weight_XE.to(self._compute).t()
+    def _product(self, x_TE: Tensor, weight_XE: Tensor, bias_X: Tensor | None) -> Tensor:
+        y_TX = x_TE.to(self._compute) @ weight_XE.to(self._compute).t()
+        return y_TX if bias_X is None else y_TX + bias_X
 
     def _normed(self, x: Tensor, eps: float) -> Tensor:
         x = x.to(self._compute)

@@ -1,0 +1,121 @@
+"""The front door for programs with an event loop: servers, and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.engine import EngineStats, OutputDelta
+from nanovllm_core.frontend.client import EngineClient
+from nanovllm_core.frontend.door import Door
+from nanovllm_core.frontend.messages import AddRequests, Answer, Ended, NewRequest, Refused
+from nanovllm_core.frontend.outputs import RequestOutput
+from nanovllm_core.frontend.prompts import Message, Prompt
+from nanovllm_core.interfaces.request_labels import Labels
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+
+Answers = asyncio.Queue[OutputDelta | Refused | Ended]
+
+
+class AsyncLLM(Door):
+    """An engine with its model loaded, for programs with an event loop.
+
+    The arguments are those of `LLM`. Loading the model blocks the loop, so make it before the loop
+    serves anybody, or in a thread (`await asyncio.to_thread(AsyncLLM, "demo")`). Tasks of several
+    loops may share one. Use it as an asynchronous context manager, or call `close()`.
+    """
+
+    def _open(self, config: EngineConfig) -> None:
+        super()._open(config)
+        self._mailboxes: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        labels: Labels | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
+
+        The arguments are those of `LLM.stream`. Cancelling the task aborts the request: its blocks
+        are free before the engine's next step. So does `aclose()`; a loop that is left by `break`
+        without it aborts when Python collects the generator.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        ids = self._encode_one(prompt, chat_template_kwargs)
+        request = self._new_request(ids, params, labels, stream=True)
+        streams = self._streams(request)
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is None:
+            mailbox = self._mailboxes[loop] = LoopMailbox(self._client, loop)
+        try:
+            answers = mailbox.add(request)
+            while streams.num_unfinished:
+                answer = await answers.get()
+                if not isinstance(answer, OutputDelta):
+                    raise answer.error
+                output = streams.push(answer)
+                if output is not None:
+                    yield output
+        finally:
+            mailbox.remove(request.request_id, is_over=not streams.num_unfinished)
+            if mailbox.is_empty and self._mailboxes.get(loop) is mailbox:
+                del self._mailboxes[loop]
+                mailbox.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+
+class LoopMailbox:
+    """The answers for all requests of one event loop, which is woken once for each step."""
+
+    def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+        self._answers: dict[str, Answers] = {}
+        """By request."""
+        self._number = client.subscribe(self._wake)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._answers
+
+    def add(self, request: NewRequest) -> Answers:
+        """Send a request; where its answers come."""
+        answers = self._answers[request.request_id] = Answers()
+        self._client.send(AddRequests(self._number, (request,)))
+        return answers
+
+    def remove(self, request_id: str, is_over: bool) -> None:
+        """Forget a request, and abort it unless it is over."""
+        del self._answers[request_id]
+        if not is_over:
+            self._client.abort([request_id])
+
+    def close(self) -> None:
+        self._client.unsubscribe(self._number)
+
+    def _wake(self, answer: Answer) -> None:
+        """On the engine's thread; RuntimeError where the loop is closed."""
+        self._loop.call_soon_threadsafe(self._sort, answer)
+
+    def _sort(self, answer: Answer) -> None:
+        """Give every request its own; those that were removed want none."""
+        if isinstance(answer, list):
+            for delta in answer:
+                if delta.request_id in self._answers:
+                    self._answers[delta.request_id].put_nowait(delta)
+            return
+        names = answer.request_ids if isinstance(answer, Refused) else tuple(self._answers)
+        for name in names:
+            if name in self._answers and not isinstance(answer, EngineStats):
+                self._answers[name].put_nowait(answer)

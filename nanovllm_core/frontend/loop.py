@@ -1,0 +1,237 @@
+"""The thread that owns an engine: it starts it, takes its steps, and closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from time import perf_counter
+
+from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.engine import Engine, EngineLimits, EngineStats, Observation, OutputDelta
+from nanovllm_core.errors import EngineClosedError
+from nanovllm_core.frontend.closing import EngineParts, close_parts
+from nanovllm_core.frontend.gc_freeze import freeze_objects
+from nanovllm_core.frontend.messages import (
+    Abort,
+    AddRequests,
+    Answer,
+    Close,
+    EndAt,
+    Ended,
+    GetStats,
+    Message,
+    Refused,
+    ResetPrefixCache,
+)
+from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
+from nanovllm_core.interfaces.plan import WorkerInfo
+from nanovllm_core.selection.startup import Startup, start
+
+Deliver = Callable[[Answer], None]
+"""Called on the engine's thread: it must not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The facts of a started engine that its doors need."""
+
+    info: WorkerInfo
+    tokenizer: Tokenizer | None
+    sampling_defaults: dict[str, float]
+
+
+class EngineLoop:
+    """An engine, its inbox, and where its answers go.
+
+    `run` is the body of the engine's thread. Everything else may be called on any thread. The loop
+    holds no door, so that a door that nobody holds can close it.
+    """
+
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        self.config = config
+        self.name = name
+        self.inbox: SimpleQueue[Message] = SimpleQueue()
+        self.started: Future[Started] = Future()
+        self.is_starting = True
+        self.is_open = True
+        self.subscribers: dict[int, Deliver] = {}
+        """A door registers before it looks at `is_open`, so that the last answer reaches it."""
+        self.close_error: BaseException | None = None
+        self.engine: Engine
+        self.last_stats: EngineStats
+        self._parts: EngineParts
+        self._samples: dict[str, tuple[int, int]] = {}
+        """By request: its subscriber, and how many samples are not finished."""
+
+    def run(self) -> None:
+        """Start, serve until `Close`, free the device. Every error goes to callers that wait."""
+        try:
+            started = self._start()
+        except BaseException as error:
+            self.is_starting = self.is_open = False
+            self.started.set_exception(error)
+            return
+        self.started.set_result(started)
+        if not self._serve().free:
+            return  # The process ends: whoever waits for an answer ends with it.
+        try:
+            close_parts(self._parts)
+        except BaseException as error:
+            self.close_error = error
+        finally:
+            self.last_stats = self.engine.stats
+            self.is_open = False
+            self._end_all(EngineClosedError(f"this {self.name} is closed; create a new one"))
+
+    # -- the start
+
+    def _start(self) -> Started:
+        began = perf_counter()
+        startup = start(self.config)
+        observation = Observation(startup.observers) if startup.observers else None
+        parts = self._parts = EngineParts(startup.plugins, startup.executor, observation)
+        try:
+            tokenizer = Tokenizer.find(startup.setup.tokenizer, self.config.chat_template_kwargs)
+            planned = perf_counter() - began
+            info = startup.executor.start(startup.setup)
+            seconds = {"plan": planned, **info.start_seconds}
+            info = replace(info, choices=startup.choices, start_seconds=seconds)
+            # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
+            own_ids = () if tokenizer is None else tokenizer.eos_token_ids
+            eos = checkpoint_eos_token_ids(startup.setup.checkpoint, own_ids)
+            self.engine = make_engine(self.config, startup, info, eos, observation)
+            freeze_objects()
+            parts.is_ready = True
+            startup.plugins.hook.nanovllm_engine_started(info=info)
+            self.is_starting = False
+        except BaseException:
+            self.is_starting = False
+            close_parts(parts)
+            raise
+        return Started(info, tokenizer, dict(startup.sampling_defaults))
+
+    # -- serving
+
+    def _serve(self) -> Close:
+        """Handle messages, and take steps while requests are unfinished; asleep otherwise.
+
+        An error of the engine reaches every caller; later requests are then refused by the engine.
+        """
+        while True:
+            try:
+                while self._samples and self.inbox.empty():
+                    if deltas := self.engine.step():
+                        self._deliver(deltas)
+                message = self.inbox.get()
+                if isinstance(message, Close):
+                    return message
+                self._handle(message)
+            except BaseException as error:
+                self._samples.clear()
+                self._end_all(error)
+
+    def _end_all(self, error: BaseException) -> None:
+        for number in tuple(self.subscribers):
+            self._answer(number, Ended(error))
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        """Give each subscriber its deltas of this step, all at once."""
+        by_subscriber: dict[int, list[OutputDelta]] = {}
+        for delta in deltas:
+            if delta.request_id not in self._samples:
+                continue  # It was added by hand, or refused.
+            number, left = self._samples[delta.request_id]
+            by_subscriber.setdefault(number, []).append(delta)
+            if delta.finish_reason is None:
+                continue
+            if left > 1:
+                self._samples[delta.request_id] = number, left - 1
+            else:
+                del self._samples[delta.request_id]
+        for number, its_deltas in by_subscriber.items():
+            self._answer(number, its_deltas)
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        """Hand an answer to a subscriber; the requests of one that cannot take it are aborted."""
+        deliver = self.subscribers.get(number)
+        if deliver is None:
+            return
+        try:
+            deliver(answer)
+        except Exception:  # such as an event loop that is closed
+            self.subscribers.pop(number, None)
+            for request_id, (owner, _) in tuple(self._samples.items()):
+                if owner == number:
+                    self.engine.abort(request_id)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case AddRequests():
+                self._add(message)
+            case Abort():
+                for request_id in message.request_ids:
+                    self.engine.abort(request_id)
+            case EndAt():
+                self.engine.end_at(
+                    message.request_id, message.index, message.num_tokens, message.stop
+                )
+            case GetStats():
+                self._answer(message.subscriber, self.engine.stats)
+            case ResetPrefixCache():
+                self.engine.reset_prefix_cache()
+                self._answer(message.subscriber, self.engine.stats)
+
+    def _add(self, message: AddRequests) -> None:
+        """Add all requests of a message, or none."""
+        added: list[str] = []
+        try:
+            for new in message.requests:
+                self.engine.add_request(
+                    new.request_id,
+                    new.prompt_token_ids,
+                    new.params,
+                    stream=new.stream,
+                    searched=bool(new.params.stop),
+                    labels=new.labels,
+                )
+                added.append(new.request_id)
+        except Exception as error:
+            for request_id in added:
+                self.engine.abort(request_id)
+            names = tuple(new.request_id for new in message.requests)
+            self._answer(message.subscriber, Refused(error, names, len(added)))
+        else:
+            for new in message.requests:
+                self._samples[new.request_id] = message.subscriber, new.params.n
+
+
+def make_engine(
+    config: EngineConfig,
+    startup: Startup,
+    info: WorkerInfo,
+    eos_token_ids: tuple[int, ...],
+    observation: Observation | None,
+) -> Engine:
+    """The engine of a started executor."""
+    return Engine(
+        startup.executor,
+        startup.scheduler,
+        EngineLimits(
+            max_num_seqs=config.limits.max_num_seqs,
+            max_num_batched_tokens=config.limits.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+        ),
+        eos_token_ids=eos_token_ids,
+        sampling_defaults=startup.sampling_defaults,
+        logits_processors=startup.logits_processors,
+        observation=observation,
+        prefix_caching=config.cache.prefix_caching,
+        steps_ahead=config.steps_ahead,
+        seed=config.seed,
+        debug=config.debug,
+    )

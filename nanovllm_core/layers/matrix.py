@@ -1,0 +1,132 @@
+"""Weights as objects: a matrix of a layer knows how it is stored, filled and multiplied.
+
+A format of weights is a class of its own, which `LayerContext.make_matrix` makes for each layer:
+layers, block operations and models call its methods and never see a tensor. `PlainMatrix` is the
+format of checkpoints in floating point.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, make_parameter
+
+if TYPE_CHECKING:
+    from nanovllm_core.layers.context import LayerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's part of one shard: `size` rows (or columns) of `full_size`, from `source` on.
+
+    What lies beyond `full_size` is padding.
+    """
+
+    size: int
+    source: int
+    full_size: int
+
+
+Pieces = Mapping[ShardId, Piece]
+"""By shard of the checkpoint, in the order in which they lie here, one below the other."""
+
+
+def make_split_parameter(
+    context: LayerContext, rows: Pieces, columns: Piece | None = None
+) -> ModelParameter:
+    """This rank's pieces of a matrix, or without `columns` of a vector; padding is loaded as 0."""
+
+    def load(parameter: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
+        parts = torch.split(parameter, [piece.size for piece in rows.values()])
+        piece, part = rows[shard_id], dict(zip(rows, parts, strict=True))[shard_id]
+        loaded = tensor[piece.source : piece.source + piece.size]
+        if columns is not None:
+            loaded = loaded.narrow(1, columns.source, columns.size)
+        part[: len(loaded)].copy_(loaded)
+        part[len(loaded) :].zero_()
+
+    size = sum(piece.size for piece in rows.values())
+    here = () if columns is None else (columns.size,)
+    there = () if columns is None else (columns.full_size,)
+    shapes = {shard_id: (piece.full_size, *there) for shard_id, piece in rows.items()}
+    return make_parameter(context, (size, *here), load, shapes)
+
+
+class WeightMatrix(ABC):
+    """The weight W [out, in] of one layer, in some format, on this rank.
+
+    Made by its layer's constructor. A subclass puts its parameters on the layer, named as in the
+    checkpoint (`layer.weight = …`), so that they are found and filled as all others are. It must
+    define `linear` and `embed`; the rest is made of these and of the kernel set, for a format to
+    fuse. All methods promise of W what the kernel set's operations of the same names promise, and
+    are captured as they are.
+    """
+
+    def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
+        """`outputs` and `inputs` say which part of the checkpoint's W this rank holds."""
+        self.kernels = layer.context.kernels
+
+    def finalize(self) -> None:  # noqa: B027 - most formats store what was loaded
+        """Called once, after the weights are loaded: the place to repack them for a kernel."""
+
+    @abstractmethod
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Rows of W, int32 or int64 ids below out -> [T, in]."""
+
+    @abstractmethod
+    def linear(
+        self, x_TE: Tensor, bias_X: Tensor | None = None, out_TX: Tensor | None = None
+    ) -> Tensor:
+        """x W^T + b -> [T, out], in `out_TX` if it is given."""
+
+    def norm_linear(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, bias_X: Tensor | None = None
+    ) -> Tensor:
+        """linear(rms_norm(x)) -> [T, out]."""
+        return self.linear(self.kernels.rms_norm(x_TE, norm_weight_E, eps), bias_X)
+
+    def norm_gate_up(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, bias_2F: Tensor | None = None
+    ) -> Tensor:
+        """silu(gate) * up with gate, up = norm_linear(x), the gate first -> [T, out / 2]."""
+        return self.kernels.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, bias_2F))
+
+    def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """residual + linear(x). The residual is overwritten: use what is returned."""
+        return residual_TE.add_(self.linear(x_TF, bias_E))
+
+
+class PlainMatrix(WeightMatrix):
+    """One tensor in the model's dtype, as in the checkpoint: every method is a kernel's call."""
+
+    def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
+        super().__init__(layer, outputs, inputs)
+        self.tensor = make_split_parameter(layer.context, outputs, inputs)
+        layer.weight = self.tensor
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        return self.kernels.embed(ids_T, self.tensor)
+
+    def linear(
+        self, x_TE: Tensor, bias_X: Tensor | None = None, out_TX: Tensor | None = None
+    ) -> Tensor:
+        return self.kernels.linear(x_TE, self.tensor, bias_X, out_TX)
+
+    def norm_linear(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, bias_X: Tensor | None = None
+    ) -> Tensor:
+        return self.kernels.norm_linear(x_TE, norm_weight_E, eps, self.tensor, bias_X)
+
+    def norm_gate_up(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, bias_2F: Tensor | None = None
+    ) -> Tensor:
+        return self.kernels.norm_gate_up(x_TE, norm_weight_E, eps, self.tensor, bias_2F)
+
+    def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        return self.kernels.linear_add(x_TF, self.tensor, residual_TE, bias_E)

@@ -1,0 +1,174 @@
+"""The door for event loops: many tasks, one wake-up for each step, and tasks that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_core import AsyncLLM, SamplingParams
+from nanovllm_core.errors import EngineClosedError, InvalidPromptError, RequestTooLongError
+
+from .tiny import CONFIG, Reference
+
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5] * 20]
+
+
+def greedy(max_tokens: int = 6, **fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[AsyncLLM]:
+    small = {"max_model_len": 512, "max_num_seqs": 8, "cache.num_blocks": 64}
+    llm = AsyncLLM(str(tiny), device="cpu", attention="sdpa", debug=True, **small)
+    yield llm
+    llm.close()
+
+
+async def tokens(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> list[int]:
+    return [
+        token async for output in llm.generate(prompt, params) for token in output.new_token_ids
+    ]
+
+
+def test_tasks_of_one_loop_get_their_own_outputs(llm: AsyncLLM, reference: Reference) -> None:
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(tokens(llm, one, greedy()) for one in PROMPTS * 3))
+
+    expected = [reference.tokens(prompt, 6) for prompt in PROMPTS]
+    for _ in range(2):  # each time in a loop of its own
+        assert asyncio.run(main()) == expected * 3
+    assert not llm._mailboxes
+
+
+def test_outputs_come_as_they_grow_and_the_loop_serves_others_meanwhile(llm: AsyncLLM) -> None:
+    async def main() -> tuple[int, list[int]]:
+        ticks, running = 0, True
+
+        async def tick() -> None:
+            nonlocal ticks
+            while running:
+                ticks += 1
+                await asyncio.sleep(0.001)
+
+        ticking = asyncio.create_task(tick())
+        sizes = [o.num_token_ids async for o in llm.generate([1, 2], greedy(200, ignore_eos=True))]
+        running = False
+        await ticking
+        return ticks, sizes
+
+    ticks, sizes = asyncio.run(main())
+    assert sizes == list(range(1, 201))
+    assert ticks > 10
+
+
+def test_a_loop_is_woken_once_for_each_step_whatever_it_brings(llm: AsyncLLM) -> None:
+    """Eight streams of thirty tokens: not one wake-up for each token."""
+    wakes = 0
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+
+        def counting(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal wakes
+            wakes += 1
+            return call(*arguments, **keywords)
+
+        loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
+        params = greedy(30, ignore_eos=True)
+        await asyncio.gather(*(tokens(llm, [7 + i], params) for i in range(8)))
+        loop.call_soon_threadsafe = call  # type: ignore[method-assign]
+
+    steps = llm.stats.steps
+    asyncio.run(main())
+    assert 30 <= wakes <= llm.stats.steps - steps
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_cancelled_task_aborts_its_request_and_frees_its_blocks(
+    samples: int, llm: AsyncLLM
+) -> None:
+    """At once: the next look at the engine sees them free. Other tasks go on."""
+
+    async def main() -> None:
+        other = asyncio.create_task(tokens(llm, [1, 2], greedy(300, ignore_eos=True)))
+        while not llm.stats.running:
+            await asyncio.sleep(0)
+        before = llm.stats.finished
+        params = greedy(400, ignore_eos=True, n=samples)
+        gone = asyncio.create_task(tokens(llm, PROMPTS[2], params))
+        while llm.stats.running < 1 + samples:
+            await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        stats = llm.stats
+        assert (stats.running, stats.waiting, stats.finished) == (1, 0, before + samples)
+        assert len(await other) == 300
+        assert llm.stats.free_blocks == llm.stats.blocks
+
+    asyncio.run(main())
+
+
+def test_what_is_refused_harms_only_its_task(llm: AsyncLLM) -> None:
+    async def main() -> list[Any]:
+        wrong = [
+            tokens(llm, [], greedy()),
+            tokens(llm, [1] * 510, greedy()),
+            tokens(llm, 5, greedy()),
+        ]
+        good = tokens(llm, PROMPTS[0], greedy(ignore_eos=True))
+        return await asyncio.gather(*wrong, good, return_exceptions=True)
+
+    empty, long, none, good = asyncio.run(main())
+    assert isinstance(empty, InvalidPromptError)
+    assert isinstance(long, RequestTooLongError)
+    assert isinstance(none, InvalidPromptError)
+    assert len(good) == 6
+    assert not llm._mailboxes
+
+
+def test_leaving_the_generator_aborts_its_request(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        outputs = llm.generate(PROMPTS[0], greedy(400, ignore_eos=True))
+        await anext(outputs)
+        await outputs.aclose()
+        assert (llm.stats.running, llm.stats.waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ends_with_requests_unfinished_leaves_the_engine_to_others(
+    llm: AsyncLLM,
+) -> None:
+    """The engine cannot wake a loop that is closed: it aborts what that asked for."""
+    loop = asyncio.new_event_loop()
+    outputs = llm.generate([1, 2], greedy(400, ignore_eos=True))
+    loop.run_until_complete(anext(outputs))
+    loop.close()
+    assert len(asyncio.run(tokens(llm, [3], greedy(6, ignore_eos=True)))) == 6
+    while llm.stats.running:
+        pass
+    assert llm.stats.free_blocks == llm.stats.blocks
+
+
+def test_a_closed_engine_wakes_its_tasks_and_refuses_others(tiny: Path) -> None:
+    async def main() -> None:
+        async with AsyncLLM(
+            str(tiny), device="cpu", attention="sdpa", max_model_len=512, **{"cache.num_blocks": 64}
+        ) as llm:
+            waiting = asyncio.create_task(tokens(llm, [1, 2], greedy(500, ignore_eos=True)))
+            while not llm.stats.running:
+                await asyncio.sleep(0)
+        with pytest.raises(EngineClosedError, match="this AsyncLLM is closed; create a new one"):
+            await waiting
+        with pytest.raises(EngineClosedError, match="this AsyncLLM is closed"):
+            await tokens(llm, [1], greedy())
+
+    assert CONFIG["max_position_embeddings"] >= 512
+    asyncio.run(main())

@@ -1,0 +1,229 @@
+"""The thread that owns an engine: messages, errors, Ctrl-C, and the end of a program."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.errors import EngineClosedError
+from nanovllm_core.frontend.loop import EngineLoop
+from nanovllm_core.interfaces.plan import StepResult
+
+from .tiny import open_tiny
+
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5] * 20]
+
+
+def greedy(max_tokens: int = 6, **fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+class EncodingQueue(SimpleQueue):  # type: ignore[type-arg]  # no base class where it has one
+    """Encodes and decodes what is put in, as if a process lay between."""
+
+    def put(self, item: Any, *_: Any, **__: Any) -> None:
+        super().put(pickle.loads(pickle.dumps(item)))
+
+
+def test_messages_and_answers_survive_encoding(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens, texts and stops over an engine whose every message is encoded."""
+    biased = greedy(12, logit_bias={3: 1.0}, logprobs=1, n=2)
+    stopping = greedy(24, stop=["e", "."], min_tokens=6)
+
+    def answers(llm: LLM) -> list[Any]:
+        outputs = llm.generate(["Once upon", "The"], [biased, stopping], labels={"a": "b"})
+        parts = list(llm.stream("Once upon", stopping))
+        llm.reset_prefix_cache()
+        return [
+            (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs)
+            for one in (*outputs, *parts)
+        ]
+
+    expected = answers(demo)
+    answer = EngineLoop._answer
+    monkeypatch.setattr("nanovllm_core.frontend.loop.SimpleQueue", EncodingQueue)
+    monkeypatch.setattr(
+        EngineLoop,
+        "_answer",
+        lambda loop, number, what: answer(loop, number, pickle.loads(pickle.dumps(what))),
+    )
+    with LLM("demo", device="cpu", attention="sdpa", max_model_len=256) as llm:
+        assert isinstance(llm._client._loop.inbox, EncodingQueue)
+        assert answers(llm) == expected
+
+
+def test_an_error_that_ends_the_engine_reaches_every_caller_that_waits(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with the error itself; who calls later learns of it as the cause."""
+    with open_tiny(tiny) as llm:
+        executor = llm.engine._executor
+        collect, steps = executor.collect, iter(range(12))
+
+        def failing() -> StepResult:
+            if next(steps, None) is None:
+                raise OSError("the device is gone")
+            time.sleep(0.01)
+            return collect()
+
+        monkeypatch.setattr(executor, "collect", failing)
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(llm.generate, [one], greedy(200)) for one in PROMPTS]
+            for call in calls:
+                with pytest.raises(OSError, match="the device is gone"):
+                    call.result(timeout=60)
+        with pytest.raises(EngineClosedError, match="ended with OSError: the device is") as raised:
+            llm.generate(PROMPTS)
+        assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_closing_wakes_a_caller_that_waits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread, in the middle of its requests."""
+    with open_tiny(tiny) as llm, ThreadPoolExecutor(1) as pool:
+        executor = llm.engine._executor
+        collect = executor.collect
+        monkeypatch.setattr(executor, "collect", lambda: (time.sleep(0.01), collect())[1])
+        call = pool.submit(llm.generate, PROMPTS, greedy(200))
+        while not llm.stats.running:
+            time.sleep(0.01)
+        llm.close()
+        with pytest.raises(EngineClosedError, match="this LLM is closed; create a new one"):
+            call.result(timeout=60)
+        assert llm.stats.steps > 0, "the last counters"
+
+
+def test_an_idle_engine_takes_no_processor_time(tiny: Path) -> None:
+    with open_tiny(tiny) as llm:
+        llm.generate(PROMPTS, greedy())
+        began = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - began < 0.05
+
+
+def test_an_answer_that_cannot_be_taken_aborts_the_requests_of_its_caller_alone(
+    tiny: Path,
+) -> None:
+    """As where the event loop of a caller is closed: the others' requests go on."""
+    from nanovllm_core.frontend.messages import AddRequests, NewRequest
+
+    with open_tiny(tiny) as llm:
+        client = llm._client
+
+        def gone(_: object) -> None:
+            raise RuntimeError("Event loop is closed")
+
+        request = NewRequest(
+            request_id="gone", prompt_token_ids=[1], params=greedy(300), stream=True
+        )
+        client.send(AddRequests(client.subscribe(gone), (request,)))
+        assert len(llm.generate([[7]], greedy(20, ignore_eos=True))[0].token_ids) == 20
+        assert (llm.stats.running, llm.stats.waiting) == (0, 0)
+
+
+def take_ctrl_c() -> None:
+    """A test run in the background of a script ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_script(body: str, interrupt_after: str = "") -> tuple[int, str, str]:
+    """Run a program; with `interrupt_after`, SIGINT follows that line of its output."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", body],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_ctrl_c,
+    )
+    head = ""
+    if interrupt_after:
+        assert process.stdout is not None
+        while interrupt_after not in head:
+            head += process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+    rest, told = process.communicate(timeout=60)
+    return process.returncode, head + rest, told
+
+
+INTERRUPTED = """
+from nanovllm_core import LLM, SamplingParams
+llm = LLM("demo", device="cpu", attention="sdpa", max_model_len=2048, max_num_seqs=4)
+params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+print("ready")
+try:
+    llm.generate([[1, 2, 3]] * 8, params)
+except KeyboardInterrupt:
+    print("interrupted")
+stats = llm.stats
+print(stats.running, stats.waiting, stats.free_blocks == stats.blocks)
+few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+print(len(llm.generate([[1, 2, 3]], few)[0].token_ids))
+llm.close()
+"""
+
+
+def test_ctrl_c_in_generate_aborts_its_requests_and_leaves_the_engine_usable() -> None:
+    """As Stop in a notebook: the model stays loaded."""
+    status, written, told = run_script(INTERRUPTED, interrupt_after="ready")
+    assert written.split() == ["ready", "interrupted", "0", "0", "True", "3"], told
+    assert (status, told) == (0, "")
+
+
+ENDINGS = {
+    "with an engine that is not closed": "",
+    "with a stream that is not finished": "stream = llm.stream([1, 2], many); next(stream)",
+    "with a stream that nobody holds": "next(llm.stream([1, 2], many))",
+    "by an error": "stream = llm.stream([1, 2], many); next(stream); raise SystemExit(3)",
+    "while a thread waits for its outputs": """
+import threading, time
+threading.Thread(target=llm.generate, args=([[1, 2]], many), daemon=True).start()
+while not llm.stats.running: time.sleep(0.01)
+""",
+}
+
+
+@pytest.mark.parametrize("body", ENDINGS.values(), ids=ENDINGS)
+def test_no_program_hangs_at_its_end(body: str) -> None:
+    """It ends at once and in silence, whatever the engine is at."""
+    begin = """
+from nanovllm_core import LLM, SamplingParams
+llm = LLM("demo", device="cpu", attention="sdpa", max_model_len=2048, max_num_seqs=4)
+many = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+"""
+    status, _, told = run_script(begin + body)
+    assert (status, told) == (3 if "SystemExit" in body else 0, "")
+
+
+STARTING = """
+import os, signal, threading, time
+from nanovllm_core import LLM
+from nanovllm_core.worker.executor import SingleProcessExecutor
+start = SingleProcessExecutor.start
+closed = []
+def slow(executor, setup):
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    for _ in range(600):
+        time.sleep(0.1)
+SingleProcessExecutor.start = slow
+SingleProcessExecutor.close = lambda executor: closed.append(executor)
+try:
+    LLM("demo", device="cpu", attention="sdpa", max_model_len=64)
+except KeyboardInterrupt:
+    print("interrupted", len(closed))
+"""
+
+
+def test_ctrl_c_ends_a_start_and_closes_what_it_had_opened() -> None:
+    """Though the start runs on a thread, which Ctrl-C does not reach by itself."""
+    status, written, told = run_script(STARTING)
+    assert (status, written.split(), told) == (0, ["interrupted", "1"], "")
