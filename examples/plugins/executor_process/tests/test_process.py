@@ -70,7 +70,7 @@ def test_the_tokens_are_those_of_the_core(device: str) -> None:
     assert is_gone(pid)
     with LLM("demo", **settings) as single:
         expected = single.generate(PROMPTS, params, use_tqdm=False)
-    assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
+    assert [one.new_token_ids for one in outputs] == [one.token_ids for one in expected]
     assert outputs[1].logprobs == expected[1].logprobs
 
 
@@ -123,20 +123,20 @@ def test_an_error_of_the_start_keeps_its_type(tmp_path: Path) -> None:
 
 def test_ctrl_c_in_a_wait_loses_no_result(llm: LLM) -> None:
     """The next call waits for the same step; the process ignores Ctrl-C."""
-    executor: Any = llm._executor
+    executor: Any = llm.engine._executor
     prompt = [5, 6, 7]
     [expected] = llm.generate([prompt], GREEDY, use_tqdm=False)
     inbox = executor._inbox
     os.kill(pid_of(llm), signal.SIGINT)
-    llm._engine.add_request("again", prompt, GREEDY)
+    llm.engine.add_request("again", prompt, GREEDY)
     executor._inbox = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        llm._engine.step()
+        llm.engine.step()
     executor._inbox = inbox
     outputs = []
-    while llm._engine.has_unfinished():
-        outputs += llm._engine.step()
-    assert [one.token_ids for one in outputs] == [expected.token_ids]
+    while llm.engine.has_unfinished():
+        outputs += llm.engine.step()
+    assert [one.new_token_ids for one in outputs] == [expected.token_ids]
 
 
 class Interrupted:
