@@ -194,7 +194,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
         PluginNotFoundError,
         r"no scheduler 'fcsf' is installed; did you mean fcfs\?",
     ),
-    "an unknown executor": ({"executor": "ray"}, PluginNotFoundError, "installed: single"),
+    "an unknown executor": ({"executor": "ray"}, PluginNotFoundError, "installed: .*single"),
     "an unknown attention backend": (
         {"attention": "sdap"},
         PluginNotFoundError,
