@@ -181,9 +181,11 @@ def test_ctrl_c_in_generate_aborts_its_requests_and_leaves_the_engine_usable() -
 
 ENDINGS = {
     "with an engine that is not closed": "",
-    "with a stream that is not finished": "stream = llm.stream([1, 2], many); next(stream)",
-    "with a stream that nobody holds": "next(llm.stream([1, 2], many))",
-    "by an error": "stream = llm.stream([1, 2], many); next(stream); raise SystemExit(3)",
+    "by an error, with a stream that is not finished": """
+stream = llm.stream([1, 2], many)
+next(stream)
+raise SystemExit(3)
+""",
     "while a thread waits for its outputs": """
 import threading, time
 threading.Thread(target=llm.generate, args=([[1, 2]], many), daemon=True).start()

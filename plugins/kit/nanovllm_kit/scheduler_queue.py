@@ -82,13 +82,15 @@ class SchedulerQueue(SchedulingConformance):
     def test_a_preempted_request_waits_again_and_ends(
         self, plugin: PluginUnderTest, steps_ahead: int
     ) -> None:
-        """Four answers outgrow the cache together; not one token of any is lost."""
+        """Four answers outgrow the cache together; no token is lost, none computed twice."""
         setting = Setting(num_blocks=14, prefix_caching=False, steps_ahead=steps_ahead)
         harness = self.harness(plugin, setting)
         for name in "abcd":
             answer = SamplingParams(temperature=0, max_tokens=30)
             harness.add(name, [ord(name) % 50] * 8, answer, stream=name in "ac")
         assert_all_end(harness)
+        computed = harness.engine.stats.output_tokens
+        assert computed == 4 * 30, f"{computed} tokens were computed for 120 of output"
 
     @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
     def test_a_request_as_large_as_the_cache_ends(
