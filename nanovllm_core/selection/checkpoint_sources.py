@@ -19,10 +19,10 @@ def from_folder(options: BaseModel, reference: str) -> Path:
     """The folder itself; CheckpointNotFoundError if there is none, or it is a file."""
     folder = os.path.expanduser(reference)
     if not os.path.isdir(folder):
-        what = "is a file, not a folder" if os.path.isfile(folder) else "does not exist"
+        what = "is a file" if os.path.isfile(folder) else "does not exist"
         raise CheckpointNotFoundError(
-            f"model: the folder {shown(reference)} {what}; give the folder that holds config.json "
-            "and the safetensors files"
+            f"model: {shown(reference)} {what}; give the folder that holds config.json and the "
+            "safetensors files"
         )
     return Path(folder).resolve()
 

@@ -60,7 +60,7 @@ def select(
         losers = [f"{name}: {why}" for name, why in others.items()]
         raise UnsupportedError(
             f"no {kind} plugin can serve {target}. {'; '.join(losers) or 'None is installed'}. "
-            f"{remedy}",
+            f"{remedy[0].upper()}{remedy[1:]}",
             losers,
         )
     return able[0], others | beaten(able[0], able)
