@@ -104,7 +104,7 @@ def load_with_sources(
 
 
 def parse_flags(texts: Iterable[str] = (), **fields: Any) -> list[Given]:
-    """Read `--set cache.block_size=32`, whose values are YAML, and fields with flags of their own."""
+    """Read `--set cache.block_size=32`, whose values are YAML, and fields of flags of their own."""
     settings = []
     for text in texts:
         path, equals, value = text.partition("=")
