@@ -59,8 +59,8 @@ def select(
     if not able:
         losers = [f"{name}: {why}" for name, why in others.items()]
         raise UnsupportedError(
-            f"no {kind} plugin can serve {target}. {'; '.join(losers) or 'None is installed'}. "
-            f"{remedy[0].upper()}{remedy[1:]}",
+            f"no {kind} plugin can serve {target}. {'; '.join(losers) or 'None is installed'}; "
+            f"{remedy}",
             losers,
         )
     return able[0], others | beaten(able[0], able)
