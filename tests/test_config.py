@@ -120,10 +120,13 @@ def test_a_section_that_is_there_but_empty_means_the_defaults() -> None:
             {"cuda_graphs": {"prompt_sizes": [64, 16385]}},
             r"prompt_sizes \[64, 16385\] must not go beyond .*max_num_batched_tokens \(16384\)",
         ),
-        ({"cuda_graphs": {"sizes": []}}, r"sizes \[\] must end with limits.max_num_seqs"),
+        (
+            {"cuda_graphs": {"sizes": []}},
+            r"sizes \[\] must increase and end with limits.max_num_seqs",
+        ),
         (
             {"cuda_graphs": {"sizes": [1, 2]}},
-            r"sizes \[1, 2\] must end with limits.max_num_seqs \(256\)",
+            r"sizes \[1, 2\] must increase and end with limits.max_num_seqs \(256\)",
         ),
         ({"device": "gpu"}, "must be auto, cpu, cuda or cuda:N"),
         ({"dtype": "int8"}, "bfloat16"),

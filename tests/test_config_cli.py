@@ -194,11 +194,16 @@ def test_a_file_is_named_by_place_or_by_flag_and_not_by_both(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["config", "show", "--set", "seed=1", "--set", "seed=2"], "seed: given twice, 1 by"),
-        (["explain", "--set", "seed=1", "--set", "seed=2"], "seed: given twice, 1 by"),
+        (["config", "show", "--set", "seed=1", "--set", "seed=2"], "seed: .* 1 by --set seed and"),
+        (["config", "show", "--set", "model=m"], "'m' by --set model and 'demo' by --model"),
+        (["explain", "--set", "seed=1", "--set", "seed=2"], "seed: given twice, 1 by --set seed"),
         (
             ["explain", "--scheduler", "sjf", "--set", "scheduler=fcfs"],
-            "scheduler.name: given twice",
+            "scheduler: given twice, 'fcfs' by --set scheduler and 'sjf' by --scheduler; give",
+        ),
+        (
+            ["generate", "hi", "--generation-config", "none", "--set", "generation_config=none"],
+            "by --set generation_config and 'none' by --generation-config",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import (
     load_config,
     load_with_sources,
-    parse_settings,
+    parse_flags,
 )
 from nanovllm_core.errors import ConfigError
 
@@ -131,13 +131,14 @@ def test_every_flat_keyword_is_tested_above() -> None:
 
 
 def test_a_dotted_path_sets_a_nested_field() -> None:
-    assert load(**dict(parse_settings(["cache.block_size=32"]))).cache.block_size == 32
+    settings = parse_flags(["cache.block_size=32"])
+    assert load_with_sources("m", overrides=settings, env={}).config.cache.block_size == 32
 
 
 @pytest.mark.parametrize("text", ["cache.block_size", "=3", " =3"])
 def test_a_setting_without_a_path_or_a_value_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected path=value"):
-        parse_settings([text])
+        parse_flags([text])
 
 
 @pytest.mark.parametrize("name_first", [True, False])
@@ -157,12 +158,34 @@ def test_the_same_field_given_twice_is_refused() -> None:
         load(limits={"max_num_seqs": 3}, max_num_seqs=4)
 
 
+KWARGS = "chat_template_kwargs"
+
+
 def test_one_path_set_twice_is_refused() -> None:
     """As an option that is given twice is."""
     for again, said in ((" seed =x", "'x'"), ("seed=1", "1")):
-        settings = parse_settings(["seed=1", "debug=true", again])
-        with pytest.raises(ConfigError, match=f"seed: given twice, 1 by seed and {said} by seed"):
+        settings = parse_flags(["seed=1", "debug=true", again])
+        with pytest.raises(
+            ConfigError, match=f"seed: given twice, 1 by --set seed and {said} by --set seed;"
+        ):
             load_with_sources("demo", env={}, overrides=settings)
+    for texts in (["scheduler=", "scheduler=sjf"], [f"{KWARGS}={{}}", f"{KWARGS}={{a: 1}}"]):
+        with pytest.raises(ConfigError, match=r"given twice, (None|\{\}) by --set"):
+            load_with_sources("demo", env={}, overrides=parse_flags(texts))
+
+
+def test_one_key_as_a_number_and_as_text_is_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"kwargs\.3: given twice, 1 by chat.* and 2 by chat"):
+        load(**{KWARGS: {3: 1, "3": 2}})
+
+
+def test_an_iterator_is_read_once_and_whole() -> None:
+    config = load(
+        observers=({"name": name} for name in "ab"),
+        cuda_graphs={"prompt_sizes": (size for size in (128, 256))},
+    )
+    assert [one.name for one in config.observers] == ["a", "b"]
+    assert config.cuda_graphs.prompt_sizes == (128, 256)
 
 
 def test_a_field_given_twice_in_the_environment_is_refused() -> None:
@@ -197,13 +220,16 @@ def test_keywords_without_a_field_say_what_to_do(keyword: str) -> None:
          "max_num_seqs: unknown key (value 4); did you mean limits.max_num_seqs?"),
         ("block_size: 16", "did you mean cache.block_size?"),
         ("blok_size: 16", "did you mean cache.block_size?"),
+        ("backend: triton", "did you mean attention.backend?"),
+        ("prefill: triton", "did you mean attention.prefill?"),
         ("attention: {bakend: triton}", "attention.bakend: unknown key (value 'triton'); "
          "did you mean backend?"),
         ("attention: {prefill: {bakend: 1}}", "attention.prefill.bakend: unknown key"),
         ("cache.block_size: 32", "cache.block_size: unknown key (value 32); in a file, write "
-         "cache: {block_size: ...} ["),
-        ("attention.decode.backend: flash", "write attention: {decode: {backend: ...}} ["),
-        ("scheduler.options.x: [1]", "write scheduler: {options: {x: ...}} ["),
+         "cache: {block_size: 32} ["),
+        ("attention.decode.backend: flash", 'write attention: {decode: {backend: "flash"}} ['),
+        ("scheduler.options.x: [1]", "write scheduler: {options: {x: [1]}} ["),
+        ("cache.block_siz: 3", "unknown key (value 3); did you mean cache.block_size?"),
         ("cache.blok: 32", "cache.blok: unknown key (value 32); "),
         ("cache: {zzz: 1}", "known here: block_size, gpu_memory_utilization"),
         ("dtype: bfloat61", "dtype: 'bfloat61' must be 'auto', 'float32', 'float16' or 'bfloat16'; "
@@ -222,6 +248,8 @@ def test_keywords_without_a_field_say_what_to_do(keyword: str) -> None:
         ("seed: '5'", "seed: '5' must be a whole number; write 5 ["),
         ("seed: '0.5'", "seed: '0.5' must be a whole number ["),
         ("cache: {gpu_memory_utilization: '9e-1'}", "'9e-1' must be a number; write 0.9 ["),
+        ("cache: {gpu_memory_utilization: 'nan'}", "'nan' must be a number ["),
+        ("cache: {num_blocks: '-1'}", "'-1' must be a whole number; leave it out for as many as"),
         ("seed: 1:30", "seed: '1:30' must be a whole number"),
         ("seed: 2024-13-45", "seed: '2024-13-45' must be a whole number"),
         ("seed: 1_000", "seed: '1_000' must be a whole number"),
@@ -245,7 +273,9 @@ def test_keywords_without_a_field_say_what_to_do(keyword: str) -> None:
         ("limits: {max_num_seqs: 9, max_num_batched_tokens: 8}",
          "limits: max_num_batched_tokens (8) must be at least max_num_seqs (9)"),
         ("cuda_graphs: {sizes: [1, x]}", "cuda_graphs.sizes[1]: 'x' must be a whole number"),
-        ("cuda_graphs: {sizes: [1]}", "cuda_graphs.sizes [1] must end with limits.max_num_seqs ("),
+        ("cuda_graphs: {sizes: []}",
+         "cuda_graphs.sizes [] must increase and end with limits.max_num_seqs (256) ["),
+        ("cuda_graphs: {prompt_sizes: [16385]}", "no step has more prompt tokens ["),
     ],
 )  # fmt: skip
 def test_an_error_names_path_value_remedy_and_file(write: WriteYaml, text: str, said: str) -> None:
@@ -253,8 +283,7 @@ def test_an_error_names_path_value_remedy_and_file(write: WriteYaml, text: str, 
         load(write(text))
     message = str(caught.value)
     assert said in message
-    if "must end" not in said:
-        assert "engine.yaml" in message
+    assert "engine.yaml" in message
     assert message.count("\n") == 0, "one mistake is told once"
 
 
@@ -343,19 +372,18 @@ def circle() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"seed": 10**5000}, "seed: <a whole number of 16610 bits> must hold texts, numbers"),
-        ({"observers": [10**5000]}, r"observers: \[<a whole number of 16610 bits>\] must hold"),
-        (
-            {"scheduler": {"options": {10**5000: 1}}},
-            "scheduler: .*<a whole number of 16610 bits>: 1}} must hold",
-        ),
+        ({"seed": 10**5000}, "seed: <a whole number of 16610 bits> does not fit in 64 bits"),
+        ({"seed": 2**70}, f"seed: {2**70} does not fit in 64 bits; write a smaller number .arg"),
+        ({"observers": [10**5000]}, r"observers\[0\]: <a whole number of 16610 bits> does not fit"),
+        ({"scheduler": {"options": {10**5000: 1}}}, r"options: <a whole .* bits> does not fit"),
         ({"scheduler": {"options": {None: 1}}}, "options: the key None must be text"),
         ({"observers": [{"options": {0.5: 1}}]}, r"observers\[0\].options: the key 0.5 must"),
-        ({"cache": circle()}, "must hold .*Circular reference.* .argument"),
-        ({"observers": [circle()]}, "observers: .* must hold .*Circular reference"),
-        ({"a." * 1000: 1}, "must hold .*depth exceeded"),
-        ({"model": "\ud800"}, "model: .* must hold .*surrogates not allowed.*argument"),
-        ({"\ud800": 1}, "must hold .*surrogates not allowed"),
+        ({"scheduler.options.x": {True: 1}}, "options.x: the key True must be text; put it in qu"),
+        ({"cache": circle()}, "cache.again.* nested too deeply, beyond 32 levels .argument"),
+        ({"observers": [circle()]}, r"observers\[0\].again.* nested too deeply"),
+        ({"a." * 1000: 1}, "nested too deeply, beyond 32 levels"),
+        ({"model": "\ud800"}, "model: .* has half of a surrogate pair; write .*argument"),
+        ({"\ud800": 1}, r"^'.ud800' has half of a surrogate pair"),
         ({5: 1}, "the argument 5 must be text: the name of a field"),
     ],
 )
@@ -366,10 +394,10 @@ def test_what_no_text_could_say_is_refused(overrides: dict[Any, Any], said: str)
 
 
 def test_a_path_of_a_thousand_parts_is_refused_by_each_door() -> None:
-    with pytest.raises(ConfigError, match=r"must hold .*depth exceeded.* \[NANOVLLM_A__A"):
+    with pytest.raises(ConfigError, match=r"nested too deeply, .* \[NANOVLLM_A__A"):
         load(env={"NANOVLLM_" + "A__" * 1000: "1"})
-    with pytest.raises(ConfigError, match=r"must hold .*depth exceeded"):
-        load(**dict(parse_settings(["a." * 1000 + "=1"])))
+    with pytest.raises(ConfigError, match=r"nested too deeply, beyond 32 levels"):
+        load_with_sources(env={}, overrides=parse_flags(["a." * 1000 + "=1"]))
 
 
 @pytest.mark.parametrize(
@@ -383,9 +411,9 @@ def test_a_path_of_a_thousand_parts_is_refused_by_each_door() -> None:
             "? [a]\n: 1\n",
             "line 1, column 3: not valid YAML: a key must be text or a whole number",
         ),
-        ("limits: &a {x: *a}", "line 1, column 13: not valid YAML: nested too deeply"),
-        ("observers: &a [*a]", "line 1, column 12: not valid YAML: nested too deeply"),
-        ("[" * 3000, "engine.yaml: not valid YAML: nested too deeply, beyond 32 levels"),
+        ("limits: &a {x: *a}", "line 1, column 16: not valid YAML: the anchor 'a' holds itself"),
+        ("observers: &a [*a]", "line 1, column 16: not valid YAML: the anchor 'a' holds itself"),
+        ("[" * 3000, "line 1, column 33: not valid YAML: nested too deeply, beyond 32 levels"),
         ("a: " + "{a: " * 400 + "}" * 400, "not valid YAML: nested too deeply, beyond 32 levels"),
     ],
 )
@@ -443,7 +471,9 @@ def test_an_empty_file_means_the_defaults(write: WriteYaml) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml' cannot be read: .*No such file"):
+    with pytest.raises(
+        ConfigError, match=r"none\.yaml' cannot be read: No such file or directory$"
+    ):
         load(tmp_path / "none.yaml")
 
 

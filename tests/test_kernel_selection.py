@@ -157,7 +157,8 @@ def test_without_any_set_the_remedy_is_the_reference(manager: Manager) -> None:
     unranked = kernel_set("strange", devices=frozenset({"cpu"}))
     plugins = manager(unranked, disable=["kernels:torch"])
     with pytest.raises(
-        UnsupportedError, match=r"no kernels plugin can serve cpu in float32.*'torch'"
+        UnsupportedError,
+        match=r"no kernels plugin can serve cpu in float32.*; the core's own, 'torch'",
     ):
         select_kernels(plugins, AUTO, CPU)
 

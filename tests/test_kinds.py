@@ -121,6 +121,8 @@ def test_every_error_of_making_names_kind_name_distribution_and_version(sized: N
     who = r"scheduler 'sized' \(nanovllm-sized 1\.2\.3\)"
     cases: list[tuple[dict[str, Any], tuple[object, ...], str]] = [
         ({"impl": "no_such:X"}, (), f"cannot load 'no_such:X' of {who}: ModuleNotFoundError"),
+        ({}, (int,), f"{who}: make takes no type any more: leave <class 'int'> out, and state"),
+        ({}, (int | str,), f"{who}: make takes no type any more: "),
         ({}, (1,), f"{who}: sized:Policy cannot be made: TypeError: .*positional argument"),
         ({"impl": "sized:Options.model_copy"}, (), f"{who}: .* made Options.*, which is no Sched"),
         ({"interface": "no_such:X"}, (), f"{who}: the interface 'no_such:X' .* is no type: "),

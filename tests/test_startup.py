@@ -345,8 +345,16 @@ def test_what_names_no_device_is_not_taken_for_a_gpu(device: str) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_beyond_the_last_is_named_with_their_number() -> None:
-    with pytest.raises(DeviceError, match=r"'cuda:2', but torch .* sees 2 CUDA devices"):
+    with pytest.raises(
+        DeviceError, match=r"'cuda:2', but torch sees only cuda:0, cuda:1; use one of these$"
+    ):
         resolve_device("cuda:2")
+
+
+def test_a_gpu_where_there_is_none_gets_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"'cuda:1', but .* sees no CUDA device; use device: cpu"):
+        resolve_device("cuda:1")
 
 
 @pytest.mark.usefixtures("two_gpus")

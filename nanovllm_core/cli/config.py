@@ -13,7 +13,7 @@ from nanovllm_core.cli.engine_options import ConfigFile, FileArgument, Model, Se
 from nanovllm_core.config.choices import plugins_named
 from nanovllm_core.config.errors import MAX_ERRORS
 from nanovllm_core.config.settings import EngineConfig
-from nanovllm_core.config.sources import load_with_sources, parse_settings
+from nanovllm_core.config.sources import load_with_sources, parse_flags
 from nanovllm_core.config.yaml_reader import flow_yaml
 from nanovllm_core.diagnostics.schema import config_schema
 from nanovllm_core.errors import ConfigError, NanoVLLMError
@@ -39,7 +39,8 @@ def show(
 ) -> None:
     """Print the values in effect as YAML, and where each comes from."""
     path = one_file(file, config)
-    loaded = load_with_sources(model, file=path, overrides=parse_settings(settings or ()))
+    flags = parse_flags(settings or (), model=model)
+    loaded = load_with_sources(file=path, overrides=flags)
     for line in render(loaded.config.model_dump(), loaded.sources):
         print(line)
 

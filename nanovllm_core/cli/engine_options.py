@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_core.config.settings import EngineConfig
-from nanovllm_core.config.sources import LoadedConfig, load_with_sources, parse_settings
+from nanovllm_core.config.sources import LoadedConfig, load_with_sources, parse_flags
 
 if TYPE_CHECKING:
     from nanovllm_core.frontend.llm import LLM
@@ -110,8 +110,8 @@ def loaded_config(
     if isinstance(attention, str) and "+" in attention:
         attention = dict(zip(("prefill", "decode"), attention.split("+", 1), strict=True))
     fields |= {"attention": attention, "scheduler": scheduler, "device": device, "dtype": dtype}
-    flags = [(name, value) for name, value in fields.items() if value is not None]
-    return load_with_sources(model, file=config, overrides=parse_settings(settings or ()) + flags)
+    flags = parse_flags(settings or (), model=model, **fields)
+    return load_with_sources(file=config, overrides=flags)
 
 
 def open_llm(config: EngineConfig) -> LLM:

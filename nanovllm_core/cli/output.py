@@ -84,7 +84,9 @@ class Work:
         if self.echo:
             one = self.inputs[index]
             text = one.shown(self.llm) + ("" if one.messages is None else "\n")
-            write_text(typer.style(text, bold=True) if sys.stdout.isatty() else text)
+            # rich knows the terminals without styles; its print would expand tabs.
+            has_styles = sys.stdout.isatty() and Console().color_system is not None
+            write_text(typer.style(text, bold=True) if has_styles else text)
 
 
 def stream_each(work: Work) -> None:

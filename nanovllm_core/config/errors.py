@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,12 +98,13 @@ def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
 
     def line(detail: ErrorDetails) -> str:
         path = dotted(place(detail))
-        parts = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+        # A rule about several sections has no path; its message begins with one.
+        location = detail["loc"] or (str(detail["ctx"]["error"]).partition(" ")[0],)
+        parts = ".".join(str(part) for part in location if part != "[key]")
         in_a_phase = parts.replace("attention.", "attention.prefill.", 1)
         source = _source_of(parts, sources) or _source_of(in_a_phase, sources)
         text = explain(detail, path, _hint).removeprefix(": ")
-        remedy = f"; {REMEDIES[path]}" if path in REMEDIES else ""
-        return text + remedy + (f" [{clip(source)}]" if source else "")
+        return text + (f" [{clip(source)}]" if source else "")
 
     return one_line_each(_once_for_both_phases(error.errors(include_url=False)), line)
 
@@ -150,7 +152,8 @@ def explain(
         said = f"must be {expected.format(**detail.get('ctx', {}))}"
     else:
         said = clip(detail["msg"].replace("Input should", "must"), 500)
-    return f"{subject} {said[0].lower()}{said[1:]}{_as_meant(kind, value)}"
+    remedy = f"; {REMEDIES[path]}" if path in REMEDIES else _as_meant(kind, value)
+    return f"{subject} {said[0].lower()}{said[1:]}{remedy}"
 
 
 def _as_meant(kind: str, value: object) -> str:
@@ -160,9 +163,10 @@ def _as_meant(kind: str, value: object) -> str:
     if kind not in LAX or isinstance(value, bool):
         return ""
     try:
-        return f"; write {flow_yaml(LAX[kind].validate_python(value))}"
+        meant = LAX[kind].validate_python(value)
     except ValidationError:
         return ""
+    return f"; write {flow_yaml(meant)}" if abs(meant) < 2**63 else ""
 
 
 def _once_for_both_phases(details: Iterable[ErrorDetails]) -> list[ErrorDetails]:
@@ -187,10 +191,12 @@ def _sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, lis
 
 
 SECTIONS = dict(_sections(EngineConfig))
+PLACES = [f"{path}.{key}".removeprefix(".") for path, keys in SECTIONS.items() for key in keys]
 PATHS = {
-    key: f"{path}.{key}".removeprefix(".") for path, keys in SECTIONS.items() for key in keys
+    place.rpartition(".")[2]: place
+    for place in sorted(PLACES[::-1], key=lambda place: -place.count("."))
 } | dict(FLAT_KEYWORDS)
-"""Where each key belongs, by its last part or nano-vllm's name; of several places the last."""
+"""Where each key belongs, by its last part or nano-vllm's name: the first of the shortest."""
 
 
 def _hint(detail: ErrorDetails) -> str:
@@ -198,10 +204,9 @@ def _hint(detail: ErrorDetails) -> str:
     key = str(detail["loc"][-1])
     if detail["type"] == "missing":
         return f"; {MODEL_HINT if key == 'model' else PLUGIN_HINT}"
-    section, dot, rest = key.partition(".")
-    if dot and section in SECTIONS:
-        inside = rest.replace(".", ": {")
-        return f"; in a file, write {section}: {{{inside}: ...{'}' * key.count('.')}"
+    if f"{key}.".startswith(tuple(f"{place}." for place in PLACES if "." in place)):
+        value = clip(json.dumps(detail["input"], default=shown))
+        return f"; in a file, write {key.replace('.', ': {')}: {value}{'}' * key.count('.')}"
     # What is no section is an item of a list of plugins.
     known = SECTIONS.get(dotted(detail["loc"][:-1]), [*NamedPlugin.model_fields])
     match = PATHS.get(key) or nearest(key, known) or PATHS.get(nearest(key, PATHS) or "")

@@ -235,7 +235,8 @@ class EngineConfig(Section):
         sizes, maximum = self.cuda_graphs.sizes, self.limits.max_num_seqs
         if sizes is not None and sizes[-1:] != (maximum,):
             raise ValueError(
-                f"cuda_graphs.sizes {shown([*sizes])} must end with limits.max_num_seqs ({maximum})"
+                f"cuda_graphs.sizes {shown([*sizes])} must increase and end with "
+                f"limits.max_num_seqs ({maximum})"
             )
         prompts, most = self.cuda_graphs.prompt_sizes, self.limits.max_num_batched_tokens
         if prompts and prompts[-1] > most:

@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import from_json, to_json
 
 from nanovllm_core.config.choices import choice_models, expand_attention, expand_name
 from nanovllm_core.config.errors import FLAT_KEYWORDS, SECTION, dotted, explain_config
 from nanovllm_core.config.settings import EngineConfig
-from nanovllm_core.config.yaml_reader import parse_yaml, read_yaml
+from nanovllm_core.config.yaml_reader import MAX_DEPTH, has_64_bits, is_text, parse_yaml, read_yaml
 from nanovllm_core.errors import ConfigError, clip, shown
 
 TreePath = tuple[int | str, ...]
@@ -79,16 +78,18 @@ def load_with_sources(
     model: str | None = None,
     *,
     file: str | os.PathLike[str] | None = None,
-    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+    overrides: Mapping[str, Any] | Iterable[Given] | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> LoadedConfig:
-    """As `load_config`, and tell where each value came from. `overrides` may be pairs."""
-    arguments = [*(overrides.items() if isinstance(overrides, Mapping) else overrides or ())]
+    """As `load_config`, and tell where each value came from. `overrides` may be flags."""
+    if isinstance(overrides, Mapping):
+        overrides = [argument(*one) for one in overrides.items()]
+    arguments = [*(overrides or ())]
     if model is not None:
-        arguments.append(("model", model))
+        arguments.append(argument("model", model))
     content = [] if file is None else [Given(str(file), (), read_yaml(file), str(file))]
     tree: dict[str, Any] = {}
-    for entries in (content, from_environment(env), from_arguments(arguments)):
+    for entries in (content, from_environment(env), arguments):
         tree = merge(tree, layer(entries))
     sources = {".".join(map(str, leaf.path)): leaf.source for leaf in leaves(tree)}
     try:
@@ -102,16 +103,20 @@ def load_with_sources(
 # ------------------------------------------------------------------------------------ reading
 
 
-def parse_settings(texts: Iterable[str]) -> list[tuple[str, Any]]:
-    """Read flags `cache.block_size=32` as (path, value); the values are YAML."""
+def parse_flags(texts: Iterable[str] = (), **fields: Any) -> list[Given]:
+    """Read `--set cache.block_size=32`, whose values are YAML, and fields of flags of their own."""
     settings = []
     for text in texts:
         path, equals, value = text.partition("=")
         path = path.strip()
         if not equals or not path:
             raise ConfigError(f"{shown(text)}: expected path=value, such as cache.block_size=32")
-        settings.append((path, parse_yaml(value, f"--set {path}")))
-    return settings
+        flag = f"--set {path}"
+        settings.append(argument(path, parse_yaml(value, flag), flag))
+    flags = ((f"--{name.replace('_', '-')}", name, value) for name, value in fields.items())
+    return settings + [
+        argument(name, value, flag) for flag, name, value in flags if value is not None
+    ]
 
 
 def from_environment(env: Mapping[str, str]) -> Iterator[Given]:
@@ -122,16 +127,14 @@ def from_environment(env: Mapping[str, str]) -> Iterator[Given]:
             yield Given(name, tuple(path), parse_yaml(env[name], name), name)
 
 
-def from_arguments(arguments: Iterable[tuple[str, Any]]) -> Iterator[Given]:
-    """Fields, dotted paths and nano-vllm's flat keywords."""
-    for name, value in arguments:
-        if not isinstance(name, str):
-            raise ConfigError(f"the argument {shown(name)} must be text: the name of a field")
-        if name in REFUSED_KEYWORDS:
-            raise ConfigError(
-                f"{name}: not a setting (value {shown(value)}); {REFUSED_KEYWORDS[name]}"
-            )
-        yield Given(name, tuple(FLAT_KEYWORDS.get(name, name).split(".")), value, "argument")
+def argument(name: str, value: Any, flag: str = "") -> Given:
+    """A field, a dotted path or a flat keyword of nano-vllm's; and the flag that gave it."""
+    if not isinstance(name, str):
+        raise ConfigError(f"the argument {shown(name)} must be text: the name of a field")
+    if name in REFUSED_KEYWORDS:
+        raise ConfigError(f"{name}: not a setting (value {shown(value)}); {REFUSED_KEYWORDS[name]}")
+    path = tuple(FLAT_KEYWORDS.get(name, name).split("."))
+    return Given(flag or name, path, value, "argument")
 
 
 # ------------------------------------------------------------------------------------ merging
@@ -143,33 +146,49 @@ def layer(entries: Iterable[Given]) -> dict[str, Any]:
     seen: dict[TreePath, Given] = {}
     for given in entries:
         branch = _branch(given)
-        for leaf in leaves(branch):
-            if first := seen.get(leaf.path):
+        # An empty section has no leaves, and is given all the same.
+        for one in (given, *(leaf for leaf in leaves(branch) if leaf.path != given.path)):
+            if first := seen.get(one.path):
                 raise ConfigError(
-                    f"{dotted(leaf.path)}: given twice, {shown(first.value)} by {clip(first.name)} "
-                    f"and {shown(leaf.value)} by {clip(leaf.name)}; give it once"
+                    f"{dotted(one.path)}: given twice, {shown(first.value)} by {clip(first.name)} "
+                    f"and {shown(one.value)} by {clip(one.name)}; give it once"
                 )
-            seen[leaf.path] = leaf
+            seen[one.path] = one
         tree = merge(tree, branch)
     return tree
 
 
 def _branch(given: Given) -> dict[str, Any]:
-    """A value in its sections, with short forms written out: else one would replace its options.
-
-    Raises ConfigError for what no text could say, such as values that hold themselves.
-    """
+    """A value in its sections, with short forms written out: else one would replace its options."""
     values = given.value
     for key in reversed(given.path):
         values = {key: values}
-    try:
-        from_json(to_json(values, inf_nan_mode="constants", fallback=lambda other: None))
-    except ValueError as error:
-        raise ConfigError(
-            f"{dotted(given.path)}: {shown(given.value)} must hold texts, numbers, true, false, "
-            f"null, lists and mappings alone ({clip(str(error))}) [{clip(given.source)}]"
-        ) from None
+    for path, problem in _problems(values, ()):
+        where = f"{dotted(path)}: " if path else ""
+        raise ConfigError(f"{where}{problem} [{clip(given.source)}]")
     return {key: _leaf(value, given, (key,)) for key, value in values.items()}
+
+
+def _problems(value: object, path: TreePath) -> Iterator[tuple[TreePath, str]]:
+    """What no YAML could say: values that hold themselves, other keys, huge numbers.
+
+    Other objects are left to pydantic; so are iterators, which can be read only once.
+    """
+    if len(path) > MAX_DEPTH:
+        yield path, f"nested too deeply, beyond {MAX_DEPTH} levels"
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                yield path, f"the key {shown(key)} must be text; put it in quotes"
+            yield from _problems(key, path)
+            yield from _problems(child, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, child in enumerate(value):
+            yield from _problems(child, (*path, index))
+    elif isinstance(value, int) and not has_64_bits(value):
+        yield path, f"{shown(value)} does not fit in 64 bits; write a smaller number"
+    elif isinstance(value, str) and not is_text(value):
+        yield path, f"{shown(value)} has half of a surrogate pair; write the whole character"
 
 
 def _leaf(value: Any, given: Given, path: TreePath) -> Any:
@@ -179,7 +198,7 @@ def _leaf(value: Any, given: Given, path: TreePath) -> Any:
     elif path in CHOICES:
         value = expand_name(value, CHOICES[path])
     if isinstance(value, Mapping):
-        return {key: _leaf(child, given, (*path, key)) for key, child in value.items()}
+        return {key: _leaf(child, given, (*path, str(key))) for key, child in value.items()}
     return replace(given, path=path, value=value)
 
 

@@ -293,7 +293,8 @@ def check_defaults(
         if kind.is_needed and name not in ready
     ]
     overrides = {"device": typical.device, "dtype": typical.dtype}
-    decisions = Decisions(load_config("none", overrides=overrides), manager)
+    # Of the environment `manager` has read plugins.disable; no other variable is a default.
+    decisions = Decisions(load_config("none", overrides=overrides, env={}), manager)
     for kind in NAMED_KINDS.values():
         try:
             decisions.named(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,14 +49,18 @@ def check_token_ids(prompt: Sequence[int]) -> list[int]:
         raise InvalidPromptError(
             f"a prompt is text or a list of token ids; got {type(prompt).__name__} {shown(prompt)}"
         ) from None
-    types = set(map(type, ids))  # two or three, so that no Python loop runs over the ids
-    wrong = {each for each in types if each is bool or not hasattr(each, "__index__")}
-    if wrong:
-        index = next(index for index, each in enumerate(ids) if type(each) in wrong)
-        raise InvalidPromptError(
-            f"a prompt is a flat list of whole token ids; got {type(ids[index]).__name__} "
-            f"{shown(ids[index])} at index {index}"
-        )
+    if set(map(type, ids)) <= {int}:  # nearly always, and in no Python loop
+        return ids
+    for index, token_id in enumerate(ids):
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            ids[index] = operator.index(token_id)  # the integers of numpy and torch too
+        except TypeError:
+            raise InvalidPromptError(
+                f"a prompt is a flat list of whole token ids; got {type(token_id).__name__} "
+                f"{shown(token_id)} at index {index}"
+            ) from None
     return ids
 
 

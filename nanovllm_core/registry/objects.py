@@ -41,6 +41,11 @@ def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
     name, distribution and version, where the code cannot be imported, the call fails, or what it
     returns is of another type. The plugin's own NanoVLLMErrors pass.
     """
+    if arguments and (isinstance(arguments[0], type) or get_args(arguments[0])):
+        raise PluginLoadError(
+            f"{describe(resolved)}: make takes no type any more: leave {shown(arguments[0])} out, "
+            "and state `interface` in the kind's declaration"
+        )
     implementation = load_object(resolved)
     try:
         made = implementation(resolved.options, *arguments)

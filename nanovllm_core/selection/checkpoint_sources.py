@@ -19,10 +19,11 @@ def from_folder(options: BaseModel, reference: str) -> Path:
     """The folder itself; CheckpointNotFoundError if there is none, or it is a file."""
     folder = os.path.expanduser(reference)
     if not os.path.isdir(folder):
-        what = "is a file, not a folder" if os.path.isfile(folder) else "does not exist"
+        name = shown(reference)
+        missing = f"the folder {name} does not exist"
+        what = f"{name} is a file" if os.path.isfile(folder) else missing
         raise CheckpointNotFoundError(
-            f"model: the folder {shown(reference)} {what}; give the folder that holds config.json "
-            "and the safetensors files"
+            f"model: {what}; give the folder that holds config.json and the safetensors files"
         )
     return Path(folder).resolve()
 

@@ -253,12 +253,14 @@ def resolve_device(device: str) -> str:
     if device == AUTO:
         return "cuda:0" if count else "cpu"
     index = int(device.partition(":")[2] or 0)
-    if index >= count:
+    if not count:
         raise DeviceError(
-            f"device: {shown(device)}, but torch {torch.__version__} sees {count or 'no'} CUDA "
-            "devices, counted from cuda:0; use device: cpu (or auto), or install a CUDA build of "
-            "torch and the driver"
+            f"device: {shown(device)}, but torch {torch.__version__} sees no CUDA device; use "
+            "device: cpu (or auto), or install a CUDA build of torch and the driver"
         )
+    if index >= count:
+        seen = ", ".join(f"cuda:{each}" for each in range(count))
+        raise DeviceError(f"device: {shown(device)}, but torch sees only {seen}; use one of these")
     return f"cuda:{index}"
 
 

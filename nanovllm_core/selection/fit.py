@@ -59,7 +59,7 @@ def select(
     if not able:
         losers = [f"{name}: {why}" for name, why in others.items()]
         raise UnsupportedError(
-            f"no {kind} plugin can serve {target}. {'; '.join(losers) or 'None is installed'}. "
+            f"no {kind} plugin can serve {target}. {'; '.join(losers) or 'None is installed'}; "
             f"{remedy}",
             losers,
         )

@@ -119,6 +119,13 @@ def test_a_default_that_is_disabled_stops_generation(
     assert repr(name) in check.detail
 
 
+def test_a_variable_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start that it stops names it; the remedies here would be wrong."""
+    monkeypatch.setenv("NANOVLLM_TENSOR_PARALLEL_SIZE", "2")
+    monkeypatch.setenv("NANOVLLM_SCHEDULER", "nope")
+    assert not {"executor", "scheduler"} & examine().keys()
+
+
 def test_a_name_in_plugins_disable_that_fits_nothing_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,9 +15,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.cli.output import Work
+from nanovllm_core.cli.prompts import PromptInput
 from nanovllm_core.errors import CheckpointError, ConfigError, InvalidSamplingError, RequestError
 from nanovllm_core.frontend import RequestOutput, Transcript
-from nanovllm_core.interfaces.sampling_params import NEUTRAL
+from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
 
 ENDS = "stop"
 WORDS = ["Hel", "lo ", "[bold]", "you"]
@@ -360,3 +363,16 @@ def test_eval_without_questions_says_where_to_name_them(tmp_path):
     error = run("eval", "-m", str(tmp_path), "--data", str(tmp_path / "none")).exception
     assert isinstance(error, CheckpointError)
     assert "--data" in str(error)
+
+
+@pytest.mark.parametrize(("term", "echo"), [("xterm", "\x1b[1m\thi\x1b[0m"), ("dumb", "\thi")])
+def test_a_prompt_is_bold_on_a_terminal_that_has_styles(
+    term: str, echo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", term)
+    one = PromptInput(SamplingParams(), "\thi")
+    Work(None, [one], echo=True).show_prompt(0)  # type: ignore[arg-type]
+    assert terminal.getvalue() == echo

@@ -213,7 +213,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
     "graph sizes that do not end at the maximum": (
         {"cuda_graphs": {"sizes": (1, 4)}},
         ConfigError,
-        r"sizes \[1, 4\] must end with limits\.max_num_seqs \(8\)",
+        r"sizes \[1, 4\] must increase and end with limits\.max_num_seqs \(8\)",
     ),
     "an unknown key": (
         {"max_num_sequences": 3},

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import nanovllm_core
 from nanovllm_core import LLM, SamplingParams
@@ -313,6 +314,9 @@ def busy(tiny: Path, expected: list[list[int]]) -> Iterator[LLM]:
         ([True, False], InvalidPromptError, "whole token ids; got bool True at index 0"),
         ([5, "a"], InvalidPromptError, "whole token ids; got str 'a' at index 1"),
         ([1, [2, 3]], InvalidPromptError, r"flat list of .*; got list \[2, 3\] at index 1"),
+        (torch.tensor([[1, 2, 3]]), InvalidPromptError, r"got Tensor tensor\(.* at index 0"),
+        (torch.tensor([0.5]), InvalidPromptError, r"got Tensor tensor\(0.5.* at index 0"),
+        (np.ones((1, 2), np.int64), InvalidPromptError, r"got ndarray array\(.* at index 0"),
         (2.5, InvalidPromptError, "got float 2.5"),
         (None, InvalidPromptError, "got NoneType None"),
         ({"prompt": "hello"}, InvalidPromptError, "text or a list of token ids; got dict"),

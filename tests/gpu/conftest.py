@@ -84,7 +84,14 @@ class Machine:
             for row, ids in enumerate(prompts)
         )
         chunks = tuple(PrefillChunk(row, 0, computed, samples=True) for row in range(len(prompts)))
-        self.executor.submit(StepPlan(admissions=admissions, prefill=chunks))
+        # A new epoch without decoding rows: `activate` may have set some behind the runner's back.
+        plan = StepPlan(
+            epoch=self.runner._epoch + 1,
+            decode_rows=np.zeros(0, np.int32),
+            admissions=admissions,
+            prefill=chunks,
+        )
+        self.executor.submit(plan)
         self.executor.collect()
 
     def activate(self, num_rows: int) -> None:
