@@ -28,6 +28,7 @@ from nanovllm_core.frontend.messages import (
     NewRequest,
     Refused,
     ResetPrefixCache,
+    WaitIdle,
 )
 
 EXIT_SECONDS = 10.0
@@ -73,7 +74,12 @@ class EngineClient:
 
     @property
     def engine(self) -> Engine:
-        """The engine itself. Its thread takes steps only for requests that came by messages."""
+        """The engine itself, once no request is unfinished that came by messages.
+
+        Its thread takes steps only for those, so that the caller may take steps of its own.
+        """
+        if self._loop.is_open:
+            self._ask(WaitIdle)
         return self._loop.engine
 
     # -- messages
@@ -113,7 +119,9 @@ class EngineClient:
     def reset_prefix_cache(self) -> None:
         self._ask(ResetPrefixCache)
 
-    def _ask(self, question: Callable[[int], GetStats | ResetPrefixCache]) -> EngineStats:
+    def _ask(
+        self, question: Callable[[int], GetStats | WaitIdle | ResetPrefixCache]
+    ) -> EngineStats:
         with Mailbox(self) as mailbox:
             self.send(question(mailbox.number))
             stats: EngineStats = mailbox.wait()

@@ -59,7 +59,8 @@ class Door:
     def engine(self) -> Engine:
         """The engine itself, for programs that add requests to it and take its steps themselves.
 
-        Only while no request of this door is unfinished: its thread takes the steps of those.
+        Waits until no request of this door is unfinished, for its thread takes the steps of those;
+        add none through the door meanwhile.
         """
         return self._client.engine
 

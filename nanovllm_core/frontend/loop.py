@@ -24,6 +24,7 @@ from nanovllm_core.frontend.messages import (
     Message,
     Refused,
     ResetPrefixCache,
+    WaitIdle,
 )
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
@@ -64,6 +65,8 @@ class EngineLoop:
         self._parts: EngineParts
         self._samples: dict[str, tuple[int, int]] = {}
         """By request: its subscriber, and how many samples are not finished."""
+        self._waiting_for_idle: list[int] = []
+        """Subscribers."""
 
     def run(self) -> None:
         """Start, serve until `Close`, free the device. Every error goes to callers that wait."""
@@ -124,6 +127,8 @@ class EngineLoop:
                 while self._samples and self.inbox.empty():
                     if deltas := self.engine.step():
                         self._deliver(deltas)
+                while self._waiting_for_idle and not self._samples:
+                    self._answer(self._waiting_for_idle.pop(), self.engine.stats)
                 message = self.inbox.get()
                 if isinstance(message, Close):
                     return message
@@ -179,6 +184,8 @@ class EngineLoop:
                 )
             case GetStats():
                 self._answer(message.subscriber, self.engine.stats)
+            case WaitIdle():
+                self._waiting_for_idle.append(message.subscriber)
             case ResetPrefixCache():
                 self.engine.reset_prefix_cache()
                 self._answer(message.subscriber, self.engine.stats)

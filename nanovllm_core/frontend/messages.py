@@ -58,6 +58,13 @@ class GetStats:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitIdle:
+    """Answer with `EngineStats` once no request is unfinished: the thread then takes no step."""
+
+    subscriber: int
+
+
+@dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
     """Forget every cached prefix; the answer is the `EngineStats` after it."""
 
@@ -71,7 +78,7 @@ class Close:
     free: bool = True
 
 
-Message = AddRequests | Abort | EndAt | GetStats | ResetPrefixCache | Close
+Message = AddRequests | Abort | EndAt | GetStats | WaitIdle | ResetPrefixCache | Close
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,3 +229,16 @@ def test_ctrl_c_ends_a_start_and_closes_what_it_had_opened() -> None:
     """Though the start runs on a thread, which Ctrl-C does not reach by itself."""
     status, written, told = run_script(STARTING)
     assert (status, written.split(), told) == (0, ["interrupted", "1"], "")
+
+
+def test_the_engine_is_handed_out_once_the_door_has_no_unfinished_request(tiny: Path) -> None:
+    """Its thread takes steps for those, and two threads must never be in a step together."""
+    with open_tiny(tiny) as llm:
+        stream = llm.stream(PROMPTS[0], greedy(40))
+        next(stream)
+        engine = llm.engine
+        assert not engine.has_unfinished()
+        engine.add_request("own", PROMPTS[1], greedy(3))
+        own = [delta for _ in range(10) for delta in engine.step()]
+        assert [len(delta.new_token_ids) for delta in own] == [3]
+        assert sum(len(output.new_token_ids) for output in stream) == 39
