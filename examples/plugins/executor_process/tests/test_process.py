@@ -40,8 +40,8 @@ def open_llm(**options: float) -> LLM:
 
 
 def pid_of(llm: LLM) -> int:
-    """The process that the engine has started."""
-    process = llm.engine._executor._process  # type: ignore[attr-defined]
+    """The process that the engine has started; `llm.engine` would wait for running requests."""
+    process = llm._client._loop.engine._executor._process  # type: ignore[attr-defined]
     return int(process.pid)
 
 
