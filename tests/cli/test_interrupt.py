@@ -50,7 +50,10 @@ def interrupted(command: Sequence[str | Path], delay: float) -> tuple[int, str] 
     time.sleep(delay)
     ended = process.poll() is not None
     process.send_signal(signal.SIGINT)
+    sent = time.perf_counter()
     _, told = process.communicate(timeout=120)
+    # It was leaving when the signal came. One that lost the signal would go on with its work.
+    ended |= process.returncode == 0 and time.perf_counter() - sent < 0.1
     not_ours = process.returncode == -signal.SIGINT or (told and OWN_CODE not in told)
     return None if ended or not_ours else (process.returncode, told)
 
