@@ -291,6 +291,8 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
          " min_compute_capability=90)", "min_compute_capability 90 is neither None nor a pair"),
         ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=2, devices={'cuda'},"
          " rank='high')", "rank 'high' is not an integer"),
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=2, devices={'cuda'},"
+         " rank=True)", "rank True is not an integer"),
         ("scheduler", "schedulers", "SchedulerSpec(name='x', impl='x:X', contract=1, level='p')",
          "level 'p' is none of policy, scheduler"),
         ("model", "models", "ModelSpec(name='x', impl='x:X', contract=2, options=O)",

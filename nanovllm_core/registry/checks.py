@@ -118,7 +118,10 @@ def _problems(spec: PluginSpec, kind: Kind) -> Iterator[str]:
     if isinstance(spec, LogitsProcessorSpec):
         yield from _model_problems("arguments", spec.arguments)
     for owner, field, wanted, described in _FIELDS:
-        if isinstance(spec, owner) and not isinstance(found := getattr(spec, field), wanted):
+        if not isinstance(spec, owner):
+            continue
+        found = getattr(spec, field)
+        if not isinstance(found, wanted) or isinstance(found, bool):
             yield f"{field} {found!r:.80} is not {described}"
     if isinstance(spec, KernelSetSpec):
         low = spec.min_compute_capability
