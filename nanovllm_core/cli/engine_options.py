@@ -115,14 +115,15 @@ def loaded_config(
 
 
 def open_llm(config: EngineConfig) -> LLM:
-    """Start an engine; what is heavy is imported only now.
-
-    On a terminal the log of the choices is shown: what `auto` took, and why the others lost.
-    """
+    """Start an engine and show its choices; what is heavy is imported only now."""
     from nanovllm_core.frontend.llm import LLM
 
+    show_choices()
+    return LLM.from_config(config)
+
+
+def show_choices() -> None:
+    """On a terminal, log the choices of a start: what `auto` took, and why the others lost."""
     if sys.stderr.isatty():
         logging.basicConfig(format="%(message)s")
         logging.getLogger("nanovllm_core").setLevel(logging.INFO)
-
-    return LLM.from_config(config)

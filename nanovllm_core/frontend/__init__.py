@@ -8,6 +8,9 @@ from nanovllm_core.frontend.client import (
     Mailbox as Mailbox,
     open_engine as open_engine,
 )
+from nanovllm_core.frontend.door import (
+    Door as Door,
+)
 from nanovllm_core.frontend.llm import (
     LLM as LLM,
 )

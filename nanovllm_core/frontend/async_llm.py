@@ -48,22 +48,23 @@ class AsyncLLM(Door):
         params = SamplingParams() if sampling_params is None else sampling_params
         ids = self._encode_one(prompt, chat_template_kwargs)
         request = self._new_request(ids, params, labels, stream=True)
-        streams = self._streams(request)
+        streams, left = self._streams(request), params.n
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)
         if mailbox is None:
             mailbox = self._mailboxes[loop] = LoopMailbox(self._client, loop)
         try:
             answers = mailbox.add(request)
-            while streams.num_unfinished:
+            while left:
                 answer = await answers.get()
                 if not isinstance(answer, OutputDelta):
                     raise answer.error
-                output = streams.push(answer)
+                left -= answer.finish_reason is not None
+                output = streams[answer.index].push(answer)
                 if output is not None:
                     yield output
         finally:
-            mailbox.remove(request.request_id, is_over=not streams.num_unfinished)
+            mailbox.remove(request.request_id, is_over=not left)
             if mailbox.is_empty and self._mailboxes.get(loop) is mailbox:
                 del self._mailboxes[loop]
                 mailbox.close()

@@ -152,8 +152,8 @@ class Mailbox:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._unfinished: dict[str, int] = {}
-        """By request: samples that are not finished."""
+        self.unfinished: dict[str, int] = {}
+        """By request: samples whose last delta has not come."""
         self._ended: Ended | None = None
         self.refused = 0
         """Which of the requests was refused."""
@@ -161,7 +161,7 @@ class Mailbox:
 
     def add(self, requests: Sequence[NewRequest]) -> None:
         """Send requests, all of which are added before the next step."""
-        self._unfinished.update((new.request_id, new.params.n) for new in requests)
+        self.unfinished.update((new.request_id, new.params.n) for new in requests)
         self._client.send(AddRequests(self.number, tuple(requests)))
 
     def deltas(self) -> list[OutputDelta]:
@@ -172,7 +172,9 @@ class Mailbox:
         deltas: list[OutputDelta] = self.wait()
         for delta in deltas:
             if delta.finish_reason is not None:
-                self._unfinished[delta.request_id] -= 1
+                self.unfinished[delta.request_id] -= 1
+                if not self.unfinished[delta.request_id]:
+                    del self.unfinished[delta.request_id]
         return deltas
 
     def wait(self) -> Any:
@@ -181,7 +183,7 @@ class Mailbox:
         answer = self._ended or self._answers.get()
         if isinstance(answer, Refused):
             self.refused = answer.index
-            self._unfinished.clear()
+            self.unfinished.clear()
             raise answer.error
         if isinstance(answer, Ended):
             self._ended = answer
@@ -193,7 +195,7 @@ class Mailbox:
 
     def __exit__(self, *_: object) -> None:
         self._client.unsubscribe(self.number)
-        self._client.abort([name for name, left in self._unfinished.items() if left])
+        self._client.abort(tuple(self.unfinished))
 
 
 def _close(loop: EngineLoop, thread: threading.Thread, pid: int) -> None:

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import load_config
-from nanovllm_core.engine import Engine, EngineStats, OutputDelta
+from nanovllm_core.engine import Engine, EngineStats
 from nanovllm_core.errors import CheckpointError, InvalidPromptError, shown
 from nanovllm_core.frontend.client import open_engine
 from nanovllm_core.frontend.messages import NewRequest
-from nanovllm_core.frontend.outputs import OutputStream, RequestOutput
+from nanovllm_core.frontend.outputs import OutputStream
 from nanovllm_core.frontend.prompts import Message, Prompt, check_params, check_token_ids
 from nanovllm_core.frontend.tokenizer import Tokenizer
 from nanovllm_core.interfaces.request_labels import Labels
@@ -112,32 +112,15 @@ class Door:
             labels=labels,
         )
 
-    def _streams(self, request: NewRequest) -> OutputStreams:
-        """Where the outputs of a request are made."""
+    def _streams(self, request: NewRequest) -> list[OutputStream]:
+        """Where the outputs of a request are made: one for each of its samples."""
         tokenizer = self._client.tokenizer
-        return OutputStreams(
-            [
-                OutputStream(
-                    request.prompt_token_ids,
-                    request.params,
-                    None if tokenizer is None else tokenizer.detokenizer(),
-                    self._client.end_at,
-                )
-                for _ in range(request.params.n)
-            ]
-        )
-
-
-class OutputStreams:
-    """The outputs of all samples of one request."""
-
-    def __init__(self, streams: list[OutputStream]) -> None:
-        self._streams = streams
-        self.num_unfinished = len(streams)
-
-    def push(self, delta: OutputDelta) -> RequestOutput | None:
-        """The next output of the sample that a delta is for, if there is one."""
-        output = self._streams[delta.index].push(delta)
-        if output is not None and output.finish_reason is not None:
-            self.num_unfinished -= 1
-        return output
+        return [
+            OutputStream(
+                request.prompt_token_ids,
+                request.params,
+                None if tokenizer is None else tokenizer.detokenizer(),
+                self._client.end_at,
+            )
+            for _ in range(request.params.n)
+        ]

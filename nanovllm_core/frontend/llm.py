@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from nanovllm_core.errors import InvalidSamplingError, RequestError
 from nanovllm_core.frontend.client import Mailbox
-from nanovllm_core.frontend.door import Door, OutputStreams
+from nanovllm_core.frontend.door import Door
 from nanovllm_core.frontend.messages import NewRequest
 from nanovllm_core.frontend.outputs import RequestOutput
 from nanovllm_core.frontend.prompts import Message, Prompt, as_list, spread
@@ -90,9 +90,9 @@ class LLM(Door):
         streams = self._streams(request)
         with Mailbox(self._client) as mailbox:
             mailbox.add([request])
-            while streams.num_unfinished:
+            while mailbox.unfinished:
                 for delta in mailbox.deltas():
-                    output = streams.push(delta)
+                    output = streams[delta.index].push(delta)
                     if output is not None:
                         yield output
 
@@ -131,23 +131,17 @@ class LLM(Door):
         if not requests:
             return []
         order = {request.request_id: index for index, request in enumerate(requests)}
-        streams: dict[str, OutputStreams] = {
-            request.request_id: self._streams(request) for request in requests
-        }
+        streams = {request.request_id: self._streams(request) for request in requests}
         finished: list[RequestOutput] = []
         mailbox.add(requests)
         with progress_bar(use_tqdm) as progress:
             task = progress.add_task("", total=sum(request.params.n for request in requests))
-            while streams:
+            while mailbox.unfinished:
                 for delta in mailbox.deltas():
-                    its_streams = streams[delta.request_id]
-                    output = its_streams.push(delta)
-                    if output is None or output.finish_reason is None:
-                        continue
-                    finished.append(output)
-                    progress.advance(task)
-                    if not its_streams.num_unfinished:
-                        del streams[delta.request_id]
+                    output = streams[delta.request_id][delta.index].push(delta)
+                    if output is not None and output.finished:
+                        finished.append(output)
+                        progress.advance(task)
         return sorted(finished, key=lambda output: (order[output.request_id], output.index))
 
     def __enter__(self) -> LLM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from time import perf_counter
@@ -11,8 +12,7 @@ from time import perf_counter
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine import Engine, EngineLimits, EngineStats, Observation, OutputDelta
 from nanovllm_core.errors import EngineClosedError
-from nanovllm_core.frontend.closing import EngineParts, close_parts
-from nanovllm_core.frontend.gc_freeze import freeze_objects
+from nanovllm_core.frontend.gc_freeze import freeze_objects, thawed_objects
 from nanovllm_core.frontend.messages import (
     Abort,
     AddRequests,
@@ -62,7 +62,9 @@ class EngineLoop:
         self.close_error: BaseException | None = None
         self.engine: Engine
         self.last_stats: EngineStats
-        self._parts: EngineParts
+        self._startup: Startup
+        self._observation: Observation | None = None
+        self._is_ready = False
         self._samples: dict[str, tuple[int, int]] = {}
         """By request: its subscriber, and how many samples are not finished."""
         self._waiting_for_idle: list[int] = []
@@ -80,7 +82,7 @@ class EngineLoop:
         if not self._serve().free:
             return  # The process ends: whoever waits for an answer ends with it.
         try:
-            close_parts(self._parts)
+            self._close()
         except BaseException as error:
             self.close_error = error
         finally:
@@ -92,9 +94,9 @@ class EngineLoop:
 
     def _start(self) -> Started:
         began = perf_counter()
-        startup = start(self.config)
+        startup = self._startup = start(self.config)
         observation = Observation(startup.observers) if startup.observers else None
-        parts = self._parts = EngineParts(startup.plugins, startup.executor, observation)
+        self._observation = observation
         try:
             tokenizer = Tokenizer.find(startup.setup.tokenizer, self.config.chat_template_kwargs)
             planned = perf_counter() - began
@@ -106,14 +108,25 @@ class EngineLoop:
             eos = checkpoint_eos_token_ids(startup.setup.checkpoint, own_ids)
             self.engine = make_engine(self.config, startup, info, eos, observation)
             freeze_objects()
-            parts.is_ready = True
+            self._is_ready = True
             startup.plugins.hook.nanovllm_engine_started(info=info)
             self.is_starting = False
         except BaseException:
             self.is_starting = False
-            close_parts(parts)
+            self._close()
             raise
         return Started(info, tokenizer, dict(startup.sampling_defaults))
+
+    def _close(self) -> None:
+        """Free the device and close the observers; extensions hear of an engine that was ready."""
+        with thawed_objects() if self._is_ready else nullcontext():
+            try:
+                self._startup.executor.close()
+            finally:
+                if self._observation is not None:
+                    self._observation.close()
+        if self._is_ready:
+            self._startup.plugins.hook.nanovllm_engine_closed()
 
     # -- serving
 

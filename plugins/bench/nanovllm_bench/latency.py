@@ -1,17 +1,19 @@
 """Latency under a steady arrival of requests: time to first token, and time between tokens.
 
-One thread adds what has arrived and takes step after step, as a server's loop does; tokens count as
-seen when the step that brought them returns. A request's clock starts when it arrives, also when
-the engine is busy in a step at that moment.
+The requests go through `AsyncLLM`, as a server's do: one event loop serves them all, beside the
+thread that takes the steps. A token counts as seen when the loop has its output. A request's clock
+starts when it arrives, also when the engine or the loop is busy at that moment.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -19,11 +21,10 @@ import numpy as np
 
 from nanovllm_bench.device import GpuUtilisation
 from nanovllm_bench.record import describe_engine
-from nanovllm_bench.throughput import Gauge, timed_generate
+from nanovllm_bench.throughput import Gauge
 from nanovllm_bench.workloads import Workload
-from nanovllm_core.engine import Engine, OutputDelta
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.frontend import LLM
+from nanovllm_core.frontend import AsyncLLM
 from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
 
 Arrivals = Literal["fixed", "poisson"]
@@ -53,8 +54,6 @@ class Trace:
 
     arrivals: list[float]
     seen: list[list[float]]
-    running: list[int] = field(default_factory=list)
-    """Requests that were running, after each step."""
 
     def first_token_ms(self) -> list[float]:
         """Time to first token of every request."""
@@ -66,40 +65,39 @@ class Trace:
         return [1e3 * (later - earlier) for seen in self.seen for earlier, later in pairwise(seen)]
 
 
-def trace_requests(
-    engine: Engine,
-    workload: Workload,
-    arrivals: Sequence[float],
-    temperature: float,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
+async def trace_requests(
+    llm: AsyncLLM, workload: Workload, arrivals: Sequence[float], temperature: float
 ) -> Trace:
-    """Send the requests at their times and take steps until all are answered."""
-    trace = Trace(list(arrivals), [[] for _ in arrivals])
-    started = clock()
-    sent = 0
-    while sent < len(arrivals) or engine.has_unfinished():
-        while sent < len(arrivals) and arrivals[sent] <= clock() - started:
-            params = SamplingParams(
-                **{**NEUTRAL, "temperature": temperature},
-                max_tokens=workload.output_lens[sent],
-                ignore_eos=True,
-            )
-            engine.add_request(f"bench-{sent}", workload.prompts[sent], params, stream=True)
-            sent += 1
-        if not engine.has_unfinished():
-            sleep(max(0.0, arrivals[sent] - (clock() - started)))
-            continue
-        outputs = engine.step()
-        _note(trace, outputs, clock() - started)
-        trace.running.append(engine.stats.running)
-    return trace
+    """Send the requests at their times and note when each of their tokens is seen."""
+    loop, is_over = asyncio.get_running_loop(), threading.Event()
+    arrived = [loop.create_future() for _ in arrivals]
+    started = time.perf_counter()
 
+    def send() -> None:
+        # On a thread, for an event loop's own timers are up to a millisecond late.
+        for arrival, future in zip(arrivals, arrived, strict=True):
+            if is_over.wait(max(0.0, started + arrival - time.perf_counter())):
+                return
+            loop.call_soon_threadsafe(future.set_result, None)
 
-def _note(trace: Trace, outputs: Sequence[OutputDelta], now: float) -> None:
-    for output in outputs:
-        index = int(output.request_id.removeprefix("bench-"))
-        trace.seen[index] += [now] * len(output.new_token_ids)
+    async def follow(index: int) -> list[float]:
+        params = SamplingParams(
+            **{**NEUTRAL, "temperature": temperature},
+            max_tokens=workload.output_lens[index],
+            ignore_eos=True,
+        )
+        seen: list[float] = []
+        await arrived[index]
+        async for output in llm.generate(workload.prompts[index], params):
+            seen += [time.perf_counter() - started] * len(output.new_token_ids)
+        return seen
+
+    try:
+        sending = asyncio.to_thread(send)
+        seen, _ = await asyncio.gather(asyncio.gather(*map(follow, range(len(arrivals)))), sending)
+    finally:
+        is_over.set()
+    return Trace(list(arrivals), seen)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -108,7 +106,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure_latency(
-    llm: LLM,
+    llm: AsyncLLM,
     workload: Workload,
     *,
     rate: float,
@@ -119,8 +117,8 @@ def measure_latency(
     """One run of the workload at `rate` requests per second; the record of a result file.
 
     A few of the requests run first, all at once, and are not counted. `rate` is None in the record
-    where all arrive at once. The share is the floor of a
-    decode step of the mean running batch and context, over the median time between tokens.
+    where all arrive at once. `mean_running` is output tokens per step. The share is the floor of a
+    decode step of that batch and the mean context, over the median time between tokens.
     """
     shortest = min(workload.output_lens)
     if shortest < 2:
@@ -131,14 +129,15 @@ def measure_latency(
     workload = workload.within(llm.info.vocab_size)
     gauge = Gauge.measure(llm)
     few = slice(0, WARM_UP_REQUESTS)
-    timed_generate(llm, Workload("", workload.prompts[few], workload.output_lens[few]), temperature)
+    warm_up = Workload("", workload.prompts[few], workload.output_lens[few])
+    asyncio.run(trace_requests(llm, warm_up, [0.0] * len(warm_up.prompts), temperature))
     llm.reset_prefix_cache()
     times = arrival_times(len(workload.prompts), rate, arrivals, seed)
+    steps = llm.stats.steps
     with GpuUtilisation(gauge.device) as utilisation:
-        trace = trace_requests(llm.engine, workload, times, temperature)
+        trace = asyncio.run(trace_requests(llm, workload, times, temperature))
     first, between = trace.first_token_ms(), trace.inter_token_ms()
-    running = [rows for rows in trace.running if rows]
-    mean_rows = sum(running) / max(1, len(running))
+    mean_rows = workload.num_output_tokens / (llm.stats.steps - steps)
     context = sum(p + o / 2 for p, o in workload.lengths) / len(workload.lengths)
     seconds = max(seen[-1] for seen in trace.seen)
     return {

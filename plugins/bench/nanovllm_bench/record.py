@@ -12,12 +12,12 @@ from nanovllm_bench.environment import describe_environment
 
 if TYPE_CHECKING:
     from nanovllm_core.config import EngineConfig
-    from nanovllm_core.frontend import LLM
+    from nanovllm_core.frontend import Door
 
 _NUMBERS = re.compile(r"\[\s*(-?\d[-+.\deE,\s]*)\]")
 
 
-def describe_engine(llm: LLM) -> dict[str, Any]:
+def describe_engine(llm: Door) -> dict[str, Any]:
     """What really ran: backends asked for and taken, device, graphs, blocks, versions, commit."""
     info = llm.info
     return {

@@ -21,7 +21,7 @@ from nanovllm_bench.roofline import (
 from nanovllm_bench.workloads import Workload
 from nanovllm_core.engine import EngineStats
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.frontend import LLM
+from nanovllm_core.frontend import LLM, Door
 from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
 
 
@@ -35,7 +35,7 @@ class Gauge:
     peak_at_start: int | None
 
     @classmethod
-    def measure(cls, llm: LLM) -> Gauge:
+    def measure(cls, llm: Door) -> Gauge:
         """Measure the device that `llm` runs on, beside its idle engine."""
         on_cpu = llm.info.device == "cpu"
         # An engine makes its GPU the current one.

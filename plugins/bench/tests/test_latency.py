@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,7 +14,9 @@ from nanovllm_bench.latency import Trace, arrival_times, percentiles, trace_requ
 from nanovllm_bench.throughput import timed_generate
 from nanovllm_bench.workloads import fixed_workload
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.interfaces.sampling_params import NEUTRAL
+from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
+
+STEP_SECONDS = 0.05
 
 
 def test_fixed_arrivals_are_evenly_spaced() -> None:
@@ -37,53 +42,69 @@ def test_a_rate_must_be_positive(rate: float) -> None:
         arrival_times(3, rate, "fixed")
 
 
-class OneSecondSteps:
-    """An engine whose steps take a second and give every request its next token."""
+class SlowSteps:
+    """A door whose steps take 50 ms of the event loop's time, one for each token."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.left: dict[str, int] = {}
-        self.asked: list[Any] = []
+        self.asked: list[SamplingParams] = []
 
-    def add_request(self, name: str, prompt: Any, params: Any, *, stream: bool) -> None:
-        assert stream, "tokens must be seen as they come"
-        self.left[name] = params.max_tokens
+    async def generate(
+        self, prompt: list[int], params: SamplingParams
+    ) -> AsyncIterator[SimpleNamespace]:
         self.asked.append(params)
-
-    def has_unfinished(self) -> bool:
-        return bool(self.left)
-
-    @property
-    def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(running=len(self.left))
-
-    def step(self) -> list[SimpleNamespace]:
-        self.now += 1.0
-        outputs = [SimpleNamespace(request_id=name, new_token_ids=[7]) for name in self.left]
-        self.left = {name: count - 1 for name, count in self.left.items() if count > 1}
-        return outputs
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        for _ in range(params.max_tokens):
+            time.sleep(STEP_SECONDS)  # not asyncio's: the loop is busy
+            yield SimpleNamespace(new_token_ids=[7])
+            await asyncio.sleep(0)
 
 
-def test_a_clock_starts_at_the_arrival_also_while_the_engine_is_busy() -> None:
+def traced(llm: object, arrivals: list[float]) -> Trace:
+    workload = fixed_workload(len(arrivals), 4, 2)
+    return asyncio.run(trace_requests(cast(Any, llm), workload, arrivals, 0.6))
+
+
+def test_a_clock_starts_at_the_arrival_also_while_the_loop_is_busy() -> None:
     """The second request arrives in the middle of a step, and its wait counts."""
-    engine: Any = OneSecondSteps()
-    workload = fixed_workload(3, 4, 2)
-    trace = trace_requests(
-        engine, workload, [0.0, 0.25, 10.0], 0.0, clock=lambda: engine.now, sleep=engine.sleep
-    )
-    assert trace.seen == [[1.0, 2.0], [2.0, 3.0], [11.0, 12.0]]
-    assert trace.first_token_ms() == [1000.0, 1750.0, 1000.0]
-    assert trace.inter_token_ms() == [1000.0] * 3
+    trace = traced(SlowSteps(), [0.0, 0.01, 0.3])
+    assert trace.arrivals == [0.0, 0.01, 0.3]
+    assert trace.first_token_ms()[1] >= 2 * 50 - 10
+    assert trace.seen[2][0] >= 0.3 + STEP_SECONDS
+    assert min(trace.inter_token_ms()) >= 50
+
+
+def test_no_request_waits_for_the_answer_to_another() -> None:
+    """The first one is answered only after the second one has come."""
+
+    class Meeting:
+        def __init__(self) -> None:
+            self.both = asyncio.Barrier(2)
+
+        async def generate(
+            self, prompt: list[int], params: SamplingParams
+        ) -> AsyncIterator[SimpleNamespace]:
+            await self.both.wait()
+            yield SimpleNamespace(new_token_ids=[7])
+
+    trace = traced(Meeting(), [0.0, 0.01])
+    assert min(seen[0] for seen in trace.seen) >= 0.01
+
+
+def test_an_error_ends_the_run_without_waiting_for_later_arrivals() -> None:
+    class Refusing:
+        async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[None]:
+            raise OSError("the device is gone")
+            yield
+
+    started = time.perf_counter()
+    with pytest.raises(OSError, match="the device is gone"):
+        traced(Refusing(), [0.0, 60.0])
+    assert time.perf_counter() - started < 30
 
 
 def test_no_default_of_a_checkpoint_changes_what_is_measured() -> None:
     """Latency and throughput state every field that a checkpoint may have a default for."""
-    engine: Any = OneSecondSteps()
-    workload = fixed_workload(2, 4, 2)
-    trace_requests(engine, workload, [0.0, 0.0], 0.6, clock=lambda: engine.now, sleep=engine.sleep)
+    door = SlowSteps()
+    traced(door, [0.0, 0.0])
     asked: list[Any] = []
 
     def generate(prompts: Any, params: Any, use_tqdm: bool) -> list[SimpleNamespace]:
@@ -91,9 +112,9 @@ def test_no_default_of_a_checkpoint_changes_what_is_measured() -> None:
         return [SimpleNamespace(token_ids=[7] * one.max_tokens) for one in params]
 
     llm: Any = SimpleNamespace(reset_prefix_cache=lambda: None, generate=generate)
-    timed_generate(llm, workload, 0.6)
-    assert len(asked + engine.asked) == 4
-    for params in asked + engine.asked:
+    timed_generate(llm, fixed_workload(2, 4, 2), 0.6)
+    assert len(asked + door.asked) == 4
+    for params in asked + door.asked:
         assert params.choice(dict.fromkeys(NEUTRAL, 0.5)) == {**NEUTRAL, "temperature": 0.6}
 
 

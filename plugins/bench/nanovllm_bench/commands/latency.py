@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Annotated, Any, Literal
 
 import typer
@@ -48,6 +49,7 @@ def latency(
     from nanovllm_bench.latency import measure_latency
     from nanovllm_bench.record import write_record
     from nanovllm_bench.workloads import fixed_workload
+    from nanovllm_core.frontend import AsyncLLM
 
     engine_config = options.loaded_config(
         model,
@@ -60,7 +62,8 @@ def latency(
         load_format=load_format,
         max_model_len=max_model_len,
     ).config
-    with options.open_llm(engine_config) as llm:
+    options.show_choices()
+    with closing(AsyncLLM.from_config(engine_config)) as llm:
         result = measure_latency(
             llm,
             fixed_workload(num_seqs, input_len, output_len),
