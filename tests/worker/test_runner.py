@@ -316,7 +316,9 @@ def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> Non
     ids = [(7 * i) % 97 for i in range(MAX_LEN - 1)]
     started = Started(folder)
     assert started.runner.max_blocks == 4
-    admitted = admission(0, ids, 0, block_ids=np.array([(5, 9, 1, 30)], np.int32), max_length=MAX_LEN)
+    admitted = admission(
+        0, ids, 0, block_ids=np.array([(5, 9, 1, 30)], np.int32), max_length=MAX_LEN
+    )
     plan = StepPlan(admissions=(admitted,), prefill=(PrefillChunk(0, 0, len(ids), samples=True),))
     result = started.run(plan)
     assert result.token_ids.tolist() == Reference.of(folder).tokens(ids, 1)
