@@ -241,7 +241,7 @@ def test_blocks_come_early_also_where_the_row_that_is_due_was_preempted() -> Non
         assert soon.num_blocks == 3
         planned = planner.plan()
     assert planner.num_preemptions == 1
-    assert soon.num_scheduled < 48
+    assert soon.num_scheduled == 48  # its third block is just full
     assert planned is not None
     assert planned.plan.appends is not None
     assert planned.plan.appends.tolist() == [[soon.row, 0, 3, soon.block_tables[0][3]]]
