@@ -69,7 +69,7 @@ def peak_blocks(
     """
     whole = -(-num_tokens // block_size)
     return sum(
-        whole if window is None else min(whole, -(-(window - 1 + max_chunk) // block_size) + 1)
+        whole if window is None else min(whole, -(-(window + max_chunk - 2) // block_size) + 1)
         for window in windows
     )
 
