@@ -138,7 +138,7 @@ def block_offsets(
     `first` as in `load_block_ids`: a block that holds the whole tile is the sequence's own.
     """
     lanes = tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:  # noqa: SIM108 - a compile-time branch, easier to see as one
+    if BLOCK_SIZE % TILE == 0:
         slots = start % BLOCK_SIZE + lanes
     else:
         tokens = start + lanes

@@ -147,7 +147,7 @@ def prefill_kernel(
         acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
     if whole_end < end:
         live = whole_end + keys < end
-        if LEFT >= 0:
+        if LEFT >= 0 and BLOCK_SIZE % BLOCK_N != 0:
             live = live & (whole_end + keys >= first_key)
         block_ids = load_block_ids(table_row, whole_end, end, BLOCK_SIZE, BLOCK_N)
         offsets = block_offsets(

@@ -97,7 +97,7 @@ class AttentionBlocks(AttentionSubject):
         for size, window in product(sizes, (1, 16, 40, 129)):
             for query_lens in ([1] * 5, [1, 20, 70, 33, 7]):
                 shape = {"block_size": size, "sliding_window": window}
-                case = subject.case([290, 200, 130, 33, 257], query_lens, **shape)
+                case = subject.case([250, 200, 130, 33, 286], query_lens, **shape)
                 freed, expected = with_freed_blocks(case, held, draws), case.expected()
                 for phase, run in subject.ways(case):
                     what = f"{phase}, {held} in blocks before the window"
