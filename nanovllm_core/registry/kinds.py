@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from nanovllm_core.interfaces import specs
+from nanovllm_core.interfaces import constraint, specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,12 @@ _OURS = (
         choice="logits_processors",
     ),
     Kind(
+        "constraint",
+        constraint.ConstraintSpec,
+        f"{INTERFACES}.constraint:Constraint",
+        choice="constraints",
+    ),
+    Kind(
         "scheduler",
         specs.SchedulerSpec,
         f"{INTERFACES}.scheduler:PolicyOrScheduler",
@@ -126,10 +132,11 @@ _OURS = (
         "executor",
         specs.ExecutorSpec,
         f"{INTERFACES}.executor:Executor",
-        contract=3,
-        oldest_contract=3,
-        changed="state contract=3; a plan lists its decoding rows only where its epoch is new, so "
-        "pass every plan to nanovllm_core.worker.Worker, in order; see StepPlan for the fields",
+        contract=4,
+        oldest_contract=4,
+        changed="state contract=4, and add sample(masks): a step whose plan samples_later is "
+        "submitted in two parts, so pass the masks to every nanovllm_core.worker.Worker too, in "
+        "order; see StepPlan and TokenMasks for the fields",
         choice="executor",
     ),
     Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
@@ -31,6 +32,8 @@ from nanovllm_core.worker.row_ops import require_triton
 from nanovllm_core.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _CLOSED = "the worker has not started, or is closed; create a new LLM"
 _CUT = "limits.max_model_len: fit: the KV cache holds %d of the %d tokens of the model's own limit"
@@ -132,9 +135,22 @@ class Worker:
         """
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
+        self._launch(self._runner.submit, plan)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Launch the sampling of the step submitted last; never waits, but in debug mode.
+
+        Raises EngineClosedError as `submit` does, InconsistentStateError where that step does not
+        wait for these masks, ModelOutputError in debug mode.
+        """
+        if self._runner is None:
+            raise EngineClosedError(_CLOSED)
+        self._launch(self._runner.sample, masks)
+
+    def _launch(self, launch: Callable[[T], None], data: T) -> None:
         try:
             with self._on_device:
-                self._runner.submit(plan)
+                launch(data)
         except ModelOutputError as error:
             raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
         except NanoVLLMError:
