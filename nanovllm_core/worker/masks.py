@@ -58,6 +58,14 @@ def constrained_rows(rows: Sequence[int], sampling: Sequence[RowSampling]) -> tu
     return tuple(row for row, one in zip(rows, sampling, strict=False) if one.constrained)
 
 
+def unexpected(masks: TokenMasks) -> InconsistentStateError:
+    """The error of masks that no step waits for."""
+    return InconsistentStateError(
+        f"masks for rows {shown(masks.rows.tolist())} came, but no step waits for masks; sample() "
+        "belongs to the plan before it, where that plan samples_later"
+    )
+
+
 class MaskTable:
     """The ids that each row may choose, on the device: int32 [R, W], W = ceil(V / 32) words."""
 

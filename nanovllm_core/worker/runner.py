@@ -36,7 +36,7 @@ from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
-from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows
+from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
 from nanovllm_core.worker.mixed import ChunkTable, MixedStep, aligned, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.plugins import make_processors
@@ -44,22 +44,7 @@ from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
-from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
-
-_EVERYTHING_ASKED = RowSampling(
-    temperature=1.0,
-    top_k=2,
-    top_p=0.5,
-    min_p=0.1,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    min_tokens=1,
-    stop_token_ids=(0,),
-    logprobs=2,
-    logit_bias=((0, 1.0),),
-    constrained=True,
-)
+from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, LogprobTensors, SamplerTail
 
 
 class ModelRunner:
@@ -145,10 +130,7 @@ class ModelRunner:
     def sample(self, masks: TokenMasks) -> None:
         """Launch the sampling of the step submitted last; InconsistentStateError for others."""
         if self._waiting is None:
-            raise InconsistentStateError(
-                f"masks for rows {masks.rows.tolist()} came, but no step waits for masks; sample() "
-                "belongs to the plan before it, where that plan samples_later"
-            )
+            raise unexpected(masks)
         self._masks.load(masks, self._waiting)
         waiting, self._waiting = self._waiting, None
         self._sample_tail(waiting)
@@ -181,7 +163,7 @@ class ModelRunner:
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
             padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
-            self._after(padding, tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows)
+            self._after(padding, tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows)
         self._results.reset()
 
     def trial_captured_step(self) -> None:

@@ -33,6 +33,22 @@ from nanovllm_core.worker.processors import RowProcessors, run_processor
 TRANSIENT_BYTES = 256 << 20
 """The memory of the tail beyond its inputs: it computes as many rows at a time as fit."""
 
+EVERYTHING_ASKED = RowSampling(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.5,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    min_tokens=1,
+    stop_token_ids=(0,),
+    logprobs=2,
+    logit_bias=((0, 1.0),),
+    constrained=True,
+)
+"""A row that needs every kernel of the tail, but for processors."""
+
 Operation = Callable[..., None]
 """A function of `worker.logits`, or a processor: it changes the logits of some `StepRows`."""
 

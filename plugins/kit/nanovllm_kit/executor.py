@@ -374,18 +374,15 @@ def two_prompts(first_epoch: int = 1) -> list[StepPlan]:
 
 def only_id(step: int) -> int:
     """The one id that row 0 may choose in this step: of another word of the mask each time."""
-    return (37 * step + 5) % LLAMA_LIKE["vocab_size"]
+    return (37 * step + 5) % int(LLAMA_LIKE["vocab_size"])
 
 
 def constrained_plans() -> list[StepPlan]:
     """A constrained request in row 0; one in row 2, which is free, joins while it decodes."""
-    first, *others = [
-        admit({0: PROMPTS[0]}, constrained=True),
-        *decodes((0,), 2),
-        replace(admit({2: PROMPTS[1]}, logprobs=2), epoch=2, num_decode=1, decode_rows=None),
-        *decodes((0, 2), NUM_DECODES, 3),
-    ]
-    return [first, *(replace(plan, samples_later=True) for plan in others)]
+    joins = replace(admit({2: PROMPTS[1]}, logprobs=2), epoch=2, num_decode=1, decode_rows=None)
+    later = [*decodes((0,), 2), joins, *decodes((0, 2), NUM_DECODES, 3)]
+    first = admit({0: PROMPTS[0]}, constrained=True)
+    return [first, *(replace(plan, samples_later=True) for plan in later)]
 
 
 def only(ids: Mapping[int, int]) -> TokenMasks:
