@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-import numpy as np
-
 from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.errors import InconsistentStateError, shown
 from nanovllm_core.interfaces.executor import Executor
-from nanovllm_core.interfaces.plan import StepPlan, StepResult
+from nanovllm_core.interfaces.plan import StepPlan
 
 
 def assert_consistent(planner: Planner, requests: Collection[Request], max_in_flight: int) -> None:
@@ -19,15 +17,13 @@ def assert_consistent(planner: Planner, requests: Collection[Request], max_in_fl
         raise InconsistentStateError(fault)
 
 
-def assert_result(plan: StepPlan, result: object, executor: Executor) -> None:
-    """Raises `InconsistentStateError` where a result is not that of the plan."""
-    expected = plan.num_sampled
-    if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
-        raise InconsistentStateError(
-            f"{type(executor).__name__} returned {shown(result)} for a step of {expected} tokens; "
-            "collect() must return a StepResult with one for each decoding row and each chunk that "
-            "samples"
-        )
+def wrong_result(plan: StepPlan, result: object, executor: Executor) -> InconsistentStateError:
+    """The error of a result that is not that of the plan."""
+    return InconsistentStateError(
+        f"{type(executor).__name__} returned {shown(result)} for a step of {plan.num_sampled} "
+        "tokens; collect() must return a StepResult with one for each decoding row and each chunk "
+        "that samples"
+    )
 
 
 def _faults(planner: Planner, requests: Collection[Request], max_in_flight: int) -> Iterator[str]:

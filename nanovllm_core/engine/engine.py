@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.engine.block_pool import BlockPool
-from nanovllm_core.engine.consistency import assert_consistent, assert_result
+from nanovllm_core.engine.consistency import assert_consistent, wrong_result
 from nanovllm_core.engine.constraints import LoadedConstraint
 from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.limits import EngineLimits
@@ -38,8 +37,6 @@ from nanovllm_core.interfaces.plan import StepResult
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -97,8 +94,8 @@ class Engine:
         self._running = self._planner.running
         self._masking = Masking(self._planner, limits.vocab_size, constraint_seconds)
         self._in_flight: deque[PlannedStep] = deque()
-        self._unsampled: PlannedStep | None = None
-        """The newest step in flight, while only its forward pass is launched."""
+        self._is_unsampled = False
+        """Only the forward pass of the newest step in flight is launched."""
         self._unfinished: dict[str, Request] = {}
         """The samples that are not finished, by their own ids."""
         self._samples: dict[str, list[Request]] = {}
@@ -278,7 +275,8 @@ class Engine:
                 started += self._now - waiting
                 taken = self._in_flight.popleft()
                 self._absorb(taken, result)
-                self._sample()
+                if self._is_unsampled:
+                    self._sample()
                 if self._planner.draining:
                     self._planner.requeue_drained()
                 if self._observation is not None:
@@ -297,13 +295,16 @@ class Engine:
     def _submit_ahead(self) -> bool:
         """Fill the depth; True if the last step submitted decodes the rows of the one before."""
         is_steady = False
-        while len(self._in_flight) <= self._steps_ahead and self._unsampled is None:
+        while len(self._in_flight) <= self._steps_ahead and not self._is_unsampled:
             planned = self._planner.plan()
             if planned is not None:
-                self._launch(self._executor.submit, planned.plan)
+                try:
+                    self._executor.submit(planned.plan)
+                except ModelOutputError as error:
+                    raise self._named(error) from error
                 self._in_flight.append(planned)
                 if planned.plan.samples_later:
-                    self._unsampled = planned
+                    self._is_unsampled = True
                     self._sample()
                 is_steady = planned.plan.decode_rows is None and not planned.chunks
             elif self._in_flight or not self._unfinished:
@@ -314,21 +315,21 @@ class Engine:
 
     def _sample(self) -> None:
         """Launch the sampling that waits for masks, once every id before it is known."""
-        if self._unsampled is None or len(self._in_flight) > 1:
+        if len(self._in_flight) > 1:
             return
-        masks, failed = self._masking.make(self._unsampled)
-        self._launch(self._executor.sample, masks)
-        self._unsampled = None
-        for request, error in failed:
-            self._now = perf_counter()
-            self._finish(request, "error", error=error)
-
-    def _launch(self, launch: Callable[[T], None], data: T) -> None:
+        masks, failed = self._masking.make(self._in_flight[0])
         try:
-            launch(data)
+            self._executor.sample(masks)
         except ModelOutputError as error:
-            ids = ", ".join(self._running[row].request_id for row in error.rows)
-            raise ModelOutputError(f"request {ids}, {error}", error.rows) from error
+            raise self._named(error) from error
+        self._is_unsampled = False
+        for request, fault in failed:
+            self._now = perf_counter()
+            self._finish(request, "error", error=fault)
+
+    def _named(self, error: ModelOutputError) -> ModelOutputError:
+        ids = ", ".join(self._running[row].request_id for row in error.rows)
+        return ModelOutputError(f"request {ids}, {error}", error.rows)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -341,7 +342,9 @@ class Engine:
 
     def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
         """Accept the tokens of one step; share, stream and finish what they complete."""
-        assert_result(planned.plan, result, self._executor)
+        plan = planned.plan
+        if not isinstance(result, StepResult) or np.shape(result.token_ids) != (plan.num_sampled,):
+            raise wrong_result(plan, result, self._executor)
         batch, token_ids = planned.batch, result.token_ids
         ended: set[int] = set()
         if np.count_nonzero(result.finished):
@@ -352,7 +355,7 @@ class Engine:
             news = tuple(self._news(planned, token_ids, ended))
         for row in self._rows.rows_with_full_block(self._kv.block_size):
             request = self._running[row]
-            self._publish(request, (request.num_published + 1) * self._kv.block_size)
+            self._planner.publish(request, (request.num_published + 1) * self._kv.block_size)
         for entry, request in news:
             self._deliver(request, entry, entry in ended, result)
 
@@ -374,7 +377,7 @@ class Engine:
             request, chunk = prompt.request, prompt.chunk
             if self._rows.generation[chunk.row] == prompt.generation:
                 if request.block_ids:  # It may have been preempted while this step was in flight.
-                    self._publish(request, chunk.start + chunk.length)
+                    self._planner.publish(request, chunk.start + chunk.length)
                 if chunk.samples:
                     self._accept_first(request, int(token_ids[entry]))
                     if entry in ended or request.is_watched:
@@ -388,12 +391,6 @@ class Engine:
         self._num_output_tokens += 1
         if request.first_token_time is None:
             request.first_token_time = self._now
-
-    def _publish(self, request: Request, num_computed: int) -> None:
-        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
-        self._kv.publish(request, num_computed)
-        if request.held_samples:
-            self._planner.release_samples(request)
 
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
         """Finish the request at its newest token, or hand the token out if it is streamed."""

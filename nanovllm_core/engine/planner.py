@@ -90,6 +90,12 @@ class Planner:
         request.state = RequestState.FINISHED
         self.release_samples(request)
 
+    def publish(self, request: Request, num_computed: int) -> None:
+        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
+        self.kv.publish(request, num_computed)
+        if request.held_samples:
+            self.release_samples(request)
+
     def release_samples(self, request: Request) -> None:
         """Queue the further samples once the prompt's blocks can be shared, or never will be."""
         sharable = self.kv.num_sharable(request.num_prompt_tokens)

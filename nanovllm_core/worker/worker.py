@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -32,8 +31,6 @@ from nanovllm_core.worker.row_ops import require_triton
 from nanovllm_core.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _CLOSED = "the worker has not started, or is closed; create a new LLM"
 _CUT = "limits.max_model_len: fit: the KV cache holds %d of the %d tokens of the model's own limit"
@@ -135,7 +132,12 @@ class Worker:
         """
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
-        self._launch(self._runner.submit, plan)
+        try:
+            with self._on_device:
+                self._runner.submit(plan)
+        except Exception as error:
+            self._explain(error)
+            raise
 
     def sample(self, masks: TokenMasks) -> None:
         """Launch the sampling of the step submitted last; never waits, but in debug mode.
@@ -145,19 +147,19 @@ class Worker:
         """
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
-        self._launch(self._runner.sample, masks)
-
-    def _launch(self, launch: Callable[[T], None], data: T) -> None:
         try:
             with self._on_device:
-                launch(data)
-        except ModelOutputError as error:
-            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
-        except NanoVLLMError:
-            raise
+                self._runner.sample(masks)
         except Exception as error:
-            error.add_note(f"in a step of {self._parts}")
+            self._explain(error)
             raise
+
+    def _explain(self, error: Exception) -> None:
+        """Say whose code ran in the step: in a new ModelOutputError, or in a note."""
+        if isinstance(error, ModelOutputError):
+            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
+        if not isinstance(error, NanoVLLMError):
+            error.add_note(f"in a step of {self._parts}")
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight; ExecutorError where none is."""

@@ -139,6 +139,16 @@ def follows(first: int, ids: list[int]) -> bool:
     return True
 
 
+def noted(name: str, call: Callable[..., object], events: list[str]) -> Callable[..., object]:
+    """The call, which also notes its name."""
+
+    def noting(*data: object) -> object:
+        events.append(name)
+        return call(*data)
+
+    return noting
+
+
 @pytest.fixture
 def constrained(install: Install, tmp_path: Path) -> Path:
     install(
@@ -196,15 +206,7 @@ def test_the_forward_pass_is_launched_before_the_masks_and_nothing_waits_but_col
         events = range_constraint.EVENTS
         executor = llm.engine._executor
         for name in ("submit", "collect", "sample"):
-            call = getattr(executor, name)
-
-            def noted(
-                *data: object, name: str = name, call: Callable[..., object] = call
-            ) -> object:
-                events.append(name)
-                return call(*data)
-
-            monkeypatch.setattr(executor, name, noted)
+            monkeypatch.setattr(executor, name, noted(name, getattr(executor, name), events))
         llm.engine.add_request("a", PROMPTS[0], constrained_params(5))
         for _ in range(8):
             llm.engine.step()
