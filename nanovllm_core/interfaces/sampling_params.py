@@ -247,7 +247,7 @@ def _check_plugin_arguments(field: str, value: object) -> None:
         for name, arguments in value.items()
     ):
         raise InvalidSamplingError(
-            f"{field} is {shown(value)}; it must map names of plugins to their "
+            f"{field} is {shown(value)}; it must map names of {field.rpartition('_')[2]} to their "
             'arguments, as in {"name": {"key": "value"}} ({} for none)'
         )
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nanovllm_core.engine import LoadedConstraint
-from nanovllm_core.engine.constraints import MAX_STUCK
-from nanovllm_core.errors import InvalidSamplingError, PluginFailedError
+from nanovllm_core.engine.constraints import MAX_STUCK, SampleConstraints
+from nanovllm_core.errors import InvalidSamplingError, ModelOutputError, PluginFailedError
 from nanovllm_core.interfaces.constraint import (
     Constraint,
     ConstraintContext,
@@ -304,3 +304,36 @@ def test_bits_of_a_mask_are_ids(ids: set[int]) -> None:
     assert {one for one in range(100) if allows(mask, one)} == ids
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert {*np.flatnonzero(bits).tolist()} == ids
+
+
+def test_logits_that_no_model_may_give_are_named_in_the_second_part_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debug mode looks at them when the masks are there; the error names the request."""
+
+    def broken(masks: Any) -> None:
+        raise ModelOutputError("NaN", rows=masks.rows.tolist())
+
+    harness = make()
+    monkeypatch.setattr(harness.executor, "sample", broken)
+    harness.add("asks", [1, 2], params(1))
+    with pytest.raises(ModelOutputError, match="request asks, NaN"):
+        harness.run()
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 33, 64])
+def test_bits_beyond_the_vocabulary_count_for_nothing(vocab: int) -> None:
+    """A plugin may set whole words."""
+
+    class All(Rising):
+        def start(self, arguments: Any, prompt_ids: Any) -> Any:
+            return None
+
+        def fill(self, state: Any, mask: NDArray[np.int32]) -> None:
+            mask[:] = -1
+
+    one = loaded()["rising"]
+    context = one.constraint.context
+    every = LoadedConstraint("all", one.spec, All(NoOptions(), context))
+    mask = SampleConstraints([(every, Step(step=1))], np.array([1], np.int32), vocab).next_mask([])
+    assert np.unpackbits(mask.view(np.uint8)).sum() == vocab
