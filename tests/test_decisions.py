@@ -58,6 +58,7 @@ CHOICES: dict[str, list[Any]] = {
     "executor": ["single", "nosuch"],
     "observers": [[], ["nosuch"]],
     "logits_processors": [[], ["nosuch"]],
+    "constraints": [[], ["nosuch"]],
     "generation_config": ["checkpoint", "none"],
     "tensor_parallel_size": [1, 2],
     "limits.max_model_len": [None, 64, 100_000, "fit"],

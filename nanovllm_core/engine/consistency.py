@@ -8,13 +8,24 @@ from nanovllm_core.engine.block_pool import NO_BLOCK
 from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
-from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.errors import InconsistentStateError, shown
+from nanovllm_core.interfaces.executor import Executor
+from nanovllm_core.interfaces.plan import StepPlan
 
 
 def assert_consistent(planner: Planner, requests: Collection[Request], max_in_flight: int) -> None:
     """Raises `InconsistentStateError` naming the first invariant that is broken."""
     for fault in _faults(planner, requests, max_in_flight):
         raise InconsistentStateError(fault)
+
+
+def wrong_result(plan: StepPlan, result: object, executor: Executor) -> InconsistentStateError:
+    """The error of a result that is not that of the plan."""
+    return InconsistentStateError(
+        f"{type(executor).__name__} returned {shown(result)} for a step of {plan.num_sampled} "
+        "tokens; collect() must return a StepResult with one for each decoding row and each chunk "
+        "that samples"
+    )
 
 
 def _faults(planner: Planner, requests: Collection[Request], max_in_flight: int) -> Iterator[str]:

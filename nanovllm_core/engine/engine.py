@@ -10,10 +10,12 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.engine.consistency import assert_consistent
+from nanovllm_core.engine.consistency import assert_consistent, wrong_result
+from nanovllm_core.engine.constraints import LoadedConstraint
 from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.intake import Intake
 from nanovllm_core.engine.limits import EngineLimits
+from nanovllm_core.engine.masking import Masking
 from nanovllm_core.engine.observation import EngineStats, Observation
 from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
@@ -25,8 +27,8 @@ from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
     InconsistentStateError,
-    InvalidSamplingError,
     ModelOutputError,
+    NanoVLLMError,
     RequestError,
     shown,
 )
@@ -45,7 +47,8 @@ class Engine:
     for each step. The tokens do not depend on it. `eos_token_ids` end a request unless it ignores
     them. `sampling_defaults` are the checkpoint's, for fields of `sampling_params.NEUTRAL` that a
     request does not state. `logits_processors` are what requests may ask for, by name; the executor
-    runs them.
+    runs them. `constraints` are too; the engine runs them, and waits at most `constraint_seconds`
+    for a mask.
     `observation` receives a record of every step. `debug` checks every invariant at every step.
 
     The executor and the observers stay the caller's to close.
@@ -60,6 +63,8 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         sampling_defaults: Mapping[str, float] | None = None,
         logits_processors: Mapping[str, LogitsProcessorSpec] | None = None,
+        constraints: Mapping[str, LoadedConstraint] | None = None,
+        constraint_seconds: float = 5.0,
         observation: Observation | None = None,
         prefix_caching: bool = True,
         steps_ahead: int = 1,
@@ -81,6 +86,7 @@ class Engine:
             table=self._rows,
             eos_token_ids=tuple(eos_token_ids),
             processors=logits_processors or {},
+            constraints=constraints or {},
             sampling_defaults=sampling_defaults or {},
             seed=seed,
         )
@@ -88,7 +94,10 @@ class Engine:
         self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
         self._running = self._planner.running
         self._intake = Intake(self._planner)
+        self._masking = Masking(self._planner, limits.vocab_size, constraint_seconds)
         self._in_flight: deque[PlannedStep] = deque()
+        self._is_unsampled = False
+        """Only the forward pass of the newest step in flight is launched."""
         self._unfinished: dict[str, Request] = {}
         """The samples that are not finished, by their own ids."""
         self._samples: dict[str, list[Request]] = {}
@@ -133,11 +142,6 @@ class Engine:
         `abort()` or `reset_prefix_cache()` does.
         """
         self._check_alive()
-        if params.stop and not searched:
-            raise InvalidSamplingError(
-                f"stop is {shown(params.stop_strings)}, but the engine knows ids and no text; "
-                "search the text (`searched`), or use stop_token_ids"
-            )
         for sample_id in sample_ids(request_id, params.n):
             if sample_id in self._unfinished or sample_id in self._samples:
                 raise RequestError(
@@ -272,6 +276,8 @@ class Engine:
                 started += self._now - waiting
                 taken = self._in_flight.popleft()
                 self._absorb(taken, result)
+                if self._is_unsampled:
+                    self._sample()
                 if self._planner.draining:
                     self._planner.requeue_drained()
                 if self._observation is not None:
@@ -290,21 +296,41 @@ class Engine:
     def _submit_ahead(self) -> bool:
         """Fill the depth; True if the last step submitted decodes the rows of the one before."""
         is_steady = False
-        while len(self._in_flight) <= self._steps_ahead:
+        while len(self._in_flight) <= self._steps_ahead and not self._is_unsampled:
             planned = self._planner.plan()
             if planned is not None:
                 try:
                     self._executor.submit(planned.plan)
                 except ModelOutputError as error:
-                    ids = ", ".join(self._running[row].request_id for row in error.rows)
-                    raise ModelOutputError(f"request {ids}, {error}", error.rows) from error
+                    raise self._named(error) from error
                 self._in_flight.append(planned)
+                if planned.plan.samples_later:
+                    self._is_unsampled = True
+                    self._sample()
                 is_steady = planned.plan.decode_rows is None and not planned.chunks
             elif self._in_flight or not self._unfinished:
                 break
             else:
                 self._planner.unblock()
         return is_steady
+
+    def _sample(self) -> None:
+        """Launch the sampling that waits for masks, once every id before it is known."""
+        if len(self._in_flight) > 1:
+            return
+        masks, failed = self._masking.make(self._in_flight[0])
+        try:
+            self._executor.sample(masks)
+        except ModelOutputError as error:
+            raise self._named(error) from error
+        self._is_unsampled = False
+        for request, fault in failed:
+            self._now = perf_counter()
+            self._finish(request, "error", error=fault)
+
+    def _named(self, error: ModelOutputError) -> ModelOutputError:
+        ids = ", ".join(self._running[row].request_id for row in error.rows)
+        return ModelOutputError(f"request {ids}, {error}", error.rows)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -317,13 +343,9 @@ class Engine:
 
     def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
         """Accept the tokens of one step; share, stream and finish what they complete."""
-        expected = planned.plan.num_sampled
-        if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
-            raise InconsistentStateError(
-                f"{type(self._executor).__name__} returned {shown(result)} for a step of "
-                f"{expected} tokens; collect() must return a StepResult with one for each decoding "
-                "row and each chunk that samples"
-            )
+        plan = planned.plan
+        if not isinstance(result, StepResult) or np.shape(result.token_ids) != (plan.num_sampled,):
+            raise wrong_result(plan, result, self._executor)
         ended: set[int] = set()
         if np.count_nonzero(result.finished):
             ended.update(np.flatnonzero(result.finished).tolist())
@@ -340,41 +362,30 @@ class Engine:
                 )
             request.new_logprobs.append(result.logprobs[entry])
         newest, sampling = int(result.token_ids[entry]), request.sampling
+        if request.constraints is not None and (error := request.constraints.refused(newest)):
+            self._finish(request, "error", error=error)
+            return
         # The device does not check all of many stop ids.
         if newest in sampling.stop_token_ids and request.num_output_ids >= sampling.min_tokens:
             self._finish(request, "stop", newest)
         elif ended:
             self._finish(request, "length")
         elif request.is_streamed:
-            self._deltas.append(self._delta(request))
-
-    def _delta(
-        self, request: Request, reason: FinishReason | None = None, stop: int | str | None = None
-    ) -> OutputDelta:
-        """The ids that are known and were not handed out."""
-        new_ids: list[int] = request.known_ids()[request.num_handed_out :].tolist()
-        request.num_handed_out += len(new_ids)
-        logprobs, request.new_logprobs = request.new_logprobs, []
-        return OutputDelta(
-            request_id=request.group_id,
-            index=request.index,
-            new_token_ids=new_ids,
-            new_logprobs=None if request.params.logprobs is None else logprobs,
-            finish_reason=reason,
-            stop_reason=stop,
-            num_cached_tokens=request.num_cached_tokens,
-            wait_steps=request.wait_steps,
-        )
+            self._deltas.append(request.take_delta())
 
     def _finish(
-        self, request: Request, reason: FinishReason, stop: int | str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop: int | str | None = None,
+        error: NanoVLLMError | None = None,
     ) -> None:
         """The request is over: its last delta, and its record unless its caller is to say more."""
         self._num_finished += 1
         del self._unfinished[request.request_id]
         request.finish_reason, request.finished_time = reason, self._now
         request.num_output_tokens = request.num_output_ids
-        self._deltas.append(self._delta(request, reason, stop))
+        self._deltas.append(request.take_delta(reason, stop, error))
         self._planner.retire(request)
         if not request.searched:
             self._record(request)

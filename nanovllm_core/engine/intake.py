@@ -37,7 +37,7 @@ class Intake:
             news = tuple(self._news(planned, token_ids, ended, now))
         for row in self._rows.rows_with_full_block(self._kv.block_size):
             request = self._planner.running[row]
-            self._publish(request, int(self._rows.known[row]) - 1)
+            self._planner.publish(request, int(self._rows.known[row]) - 1)
         return news
 
     def _news(
@@ -55,7 +55,7 @@ class Intake:
             request, chunk = prompt.request, prompt.chunk
             if self._rows.generation[chunk.row] == prompt.generation:
                 if request.block_tables:  # It may have been preempted while this was in flight.
-                    self._publish(request, chunk.start + chunk.length)
+                    self._planner.publish(request, chunk.start + chunk.length)
                 if chunk.samples:
                     self._accept_first(request, int(token_ids[entry]), now)
                     if entry in ended or request.is_watched:
@@ -64,18 +64,8 @@ class Intake:
 
     def _accept_first(self, request: Request, token_id: int, now: float) -> None:
         """The prompt is computed and gave a token; from now on decoding fills the blocks."""
-        rows, row, num_computed = self._rows, request.row, request.num_tokens
-        rows.token_ids[row, num_computed] = token_id
-        rows.known[row] += 1
+        publishes = request.block_tables and self._kv.prefix_caching
+        self._rows.accept_first(request.row, token_id, self._kv.block_size if publishes else 0)
         self.num_output_tokens += 1
         if request.first_token_time is None:
             request.first_token_time = now
-        if request.block_tables and self._kv.prefix_caching:
-            size = self._kv.block_size
-            rows.publish_at[row] = (num_computed // size + 1) * size + 1
-
-    def _publish(self, request: Request, num_computed: int) -> None:
-        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
-        self._kv.publish(request, num_computed)
-        if request.held_samples:
-            self._planner.release_samples(request)

@@ -70,6 +70,12 @@ class Planner:
         request.state = RequestState.FINISHED
         self.release_samples(request)
 
+    def publish(self, request: Request, num_computed: int) -> None:
+        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
+        self.kv.publish(request, num_computed)
+        if request.held_samples:
+            self.release_samples(request)
+
     def release_samples(self, request: Request) -> None:
         """Queue the further samples once the prompt's blocks can be shared, or never will be."""
         sharable = self.kv.num_sharable(request.num_prompt_tokens)
@@ -85,7 +91,11 @@ class Planner:
         appends = self._serve_due_rows()
         if self._steady is None:
             batch = self.rows.make_batch()
-            plan = StepPlan(epoch=self._epoch + 1, num_decode=len(batch.rows))
+            plan = StepPlan(
+                epoch=self._epoch + 1,
+                num_decode=len(batch.rows),
+                samples_later=bool(self.rows.constrained[batch.rows].any()),
+            )
             self._steady = PlannedStep(plan, batch)
         planned = steady = self._steady
         if self.prefilling or (self.waiting and self.rows.free):
@@ -279,6 +289,8 @@ class Planner:
             admissions=tuple(admissions),
             appends=_array(all_appends),
             prefill=tuple(planned.chunk for planned in chunks),
+            samples_later=steady.plan.samples_later
+            or any(one.chunk.samples and one.request.sampling.constrained for one in chunks),
         )
         return PlannedStep(plan, steady.batch, tuple(chunks))
 
@@ -303,6 +315,7 @@ class Planner:
             request.num_cached_tokens = num_cached
             request.first_scheduled_time = perf_counter()
         request.row = self.rows.acquire(request.token_ids, num_cached, request.is_watched)
+        self.rows.constrained[request.row] = request.sampling.constrained
         self.running[request.row] = request
         request.state = RequestState.PREFILLING
         self.prefilling[request.request_id] = request

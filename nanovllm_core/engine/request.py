@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.engine.constraints import SampleConstraints
+from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.rows import RowTable
+from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.observer import FinishReason
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, RowSampling, TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -66,6 +69,7 @@ class Request:
     searched: bool = False
     """The caller searches the text for stop strings, and has the last word on the end."""
     cache_salt: bytes = b""
+    constraints: SampleConstraints | None = None
 
     state: RequestState = RequestState.HELD
     row: int = NO_ROW
@@ -134,6 +138,7 @@ class Request:
         return (
             self.is_streamed
             or params.logprobs is not None
+            or self.constraints is not None
             or len(self.sampling.stop_token_ids) > MAX_DEVICE_STOP_IDS
         )
 
@@ -147,3 +152,25 @@ class Request:
     def known_ids(self) -> NDArray[np.int32]:
         """All ids known on the host: prompt, then outputs. A view where the request has a row."""
         return self.token_ids if self.row < 0 else self.table.token_ids[self.row, : self.num_tokens]
+
+    def take_delta(
+        self,
+        reason: FinishReason | None = None,
+        stop: int | str | None = None,
+        error: NanoVLLMError | None = None,
+    ) -> OutputDelta:
+        """The ids that are known and were not handed out."""
+        new_ids: list[int] = self.known_ids()[self.num_handed_out :].tolist()
+        self.num_handed_out += len(new_ids)
+        logprobs, self.new_logprobs = self.new_logprobs, []
+        return OutputDelta(
+            request_id=self.group_id,
+            index=self.index,
+            new_token_ids=new_ids,
+            new_logprobs=None if self.params.logprobs is None else logprobs,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=error,
+            num_cached_tokens=self.num_cached_tokens,
+            wait_steps=self.wait_steps,
+        )

@@ -52,6 +52,7 @@ class RowSampling:
 
     `logits_processors` holds (name, arguments) pairs; the engine has checked the arguments.
     `logit_bias` holds (token id, bias) pairs, each id of the vocabulary at most once.
+    `constrained`: the host says before each choice which ids are allowed (`TokenMasks`).
     """
 
     temperature: float = 0.0
@@ -67,6 +68,7 @@ class RowSampling:
     stop_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    constrained: bool = False
 
     @property
     def is_penalised(self) -> bool:
@@ -95,6 +97,7 @@ class RowSampling:
             or self.logprobs is not None
             or bool(self.logits_processors)
             or bool(self.logit_bias)
+            or self.constrained
         )
 
 
@@ -141,10 +144,14 @@ class StepPlan(ArrayEquality):
     `appends` are new blocks, int32 [n, 4], or None: (row, group, index, block id) each, for the
     block to become entry `index` of the row's block table in that cache group. Rows of `prefill`
     never decode in the same step.
+
+    `samples_later` where a row that gets a token is constrained: the step is submitted in two
+    parts. This plan launches the forward pass; `TokenMasks` follow and launch the sampling.
     """
 
     epoch: int = 0
     num_decode: int = 0
+    samples_later: bool = False
     decode_rows: NDArray[np.int32] | None = None
     admissions: tuple[Admission, ...] = ()
     appends: NDArray[np.int32] | None = None
@@ -161,6 +168,24 @@ class StepPlan(ArrayEquality):
     def num_tokens(self) -> int:
         """Query tokens of the step, which the token budget bounds."""
         return self.num_decode + sum(chunk.length for chunk in self.prefill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenMasks(ArrayEquality):
+    """The second part of a step: the ids that its constrained rows may choose.
+
+    `rows` int32 [n], and `allowed` int32 [n, W], a row of W = ceil(V / 32) words each: bit i of
+    word j stands for id 32 j + i, the layout of xgrammar and llguidance. Bits beyond the vocabulary
+    mean nothing. A constrained row that is left out has ended on the host: its choice is dropped.
+    """
+
+    rows: NDArray[np.int32]
+    allowed: NDArray[np.int32]
+
+
+def mask_words(vocab_size: int) -> int:
+    """The int32 words of one row of a mask."""
+    return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from nanovllm_core.interfaces import specs
+from nanovllm_core.interfaces import constraint, specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,12 @@ _OURS = (
         choice="logits_processors",
     ),
     Kind(
+        "constraint",
+        constraint.ConstraintSpec,
+        f"{INTERFACES}.constraint:Constraint",
+        choice="constraints",
+    ),
+    Kind(
         "scheduler",
         specs.SchedulerSpec,
         f"{INTERFACES}.scheduler:PolicyOrScheduler",
@@ -128,9 +134,10 @@ _OURS = (
         f"{INTERFACES}.executor:Executor",
         contract=4,
         oldest_contract=4,
-        changed="state contract=4; a plan has a block table for each cache group, so block_ids are "
-        "[G, n] and appends (row, group, index, block id); it lists its decoding rows only where "
-        "its epoch is new: pass every plan to nanovllm_core.worker.Worker, in order",
+        changed="state contract=4, and add sample(masks): a step whose plan samples_later is "
+        "submitted in two parts; a plan has a block table for each cache group, so block_ids are "
+        "[G, n] and appends (row, group, index, block id). Pass every plan and all masks to "
+        "nanovllm_core.worker.Worker, in order",
         choice="executor",
     ),
     Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),

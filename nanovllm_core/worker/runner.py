@@ -22,13 +22,20 @@ from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import CausalLM
-from nanovllm_core.interfaces.plan import PrefillChunk, RowSampling, StepPlan, StepResult
+from nanovllm_core.interfaces.plan import (
+    PrefillChunk,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
+from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
 from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.plugins import make_processors
@@ -36,21 +43,7 @@ from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
-from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
-
-_EVERYTHING_ASKED = RowSampling(
-    temperature=1.0,
-    top_k=2,
-    top_p=0.5,
-    min_p=0.1,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    min_tokens=1,
-    stop_token_ids=(0,),
-    logprobs=2,
-    logit_bias=((0, 1.0),),
-)
+from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, LogprobTensors, SamplerTail
 
 
 class ModelRunner:
@@ -98,7 +91,8 @@ class ModelRunner:
         """By the decode entries of the captured steps that read it."""
         self._entries = torch.arange(num_entries, device=device)
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
-        self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors)
+        self._masks = MaskTable(max_rows, vocab_size, device)
+        self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
         # The last is that of row -1, which marks padding.
         self._row_sampling = [RowSampling()] * (max_rows + 1)
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
@@ -108,6 +102,9 @@ class ModelRunner:
         self._tail_rows: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
         """Both of the decoding rows where one of them needs a tail, else empty."""
+        self._active_constrained: tuple[int, ...] = ()
+        self._waiting: ForwardPass | None = None
+        """The step submitted last, while it waits for masks."""
         self._debug = config.debug
         self._num_steps = 0
         self._graphs: StepGraphs | None = None
@@ -122,14 +119,25 @@ class ModelRunner:
         """Apply the plan's deltas and launch its step; never waits for the device.
 
         In debug mode it does wait, to look at the logits: raises ModelOutputError. Raises
-        InconsistentStateError for a plan without rows whose epoch is not the last one applied.
+        InconsistentStateError for a plan without rows whose epoch is not the last one applied, and
+        while the step before waits for masks.
         """
+        if self._waiting is not None:
+            self._waiting.refuse_plan(plan)
         self._num_steps += 1
         self._apply(plan)
         if plan.prefill:
             self._launch_mixed(plan)
         else:
             self._launch_decode(plan)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Launch the sampling of the step submitted last; InconsistentStateError for others."""
+        if self._waiting is None:
+            raise unexpected(masks)
+        self._masks.load(masks, self._waiting)
+        waiting, self._waiting = self._waiting, None
+        self._sample_tail(waiting)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
@@ -152,7 +160,7 @@ class ModelRunner:
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
             padding = self._allocate_inputs(num_rows, num_rows)
-            self._after(padding, tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows)
+            self._after(padding, tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows)
         self._results.reset()
 
     def trial_captured_step(self) -> None:
@@ -192,6 +200,7 @@ class ModelRunner:
         had_tail, needs_tail = bool(self._active_sampling), self._needs_tail(rows)
         self._tail_rows = tuple(rows.tolist()) if needs_tail else ()
         self._active_sampling = self._sampling_of(self._tail_rows)
+        self._active_constrained = constrained_rows(self._tail_rows, self._active_sampling)
         if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
 
@@ -246,11 +255,16 @@ class ModelRunner:
     def _launch_decode(self, plan: StepPlan) -> None:
         num_rows = plan.num_decode
         self._launch(StepKey.decode(self.bucket(num_rows)))
-        logprobs = None
-        if self._debug or self._active_sampling:
+        if self._debug or self._active_sampling or plan.samples_later:
             inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
-            logprobs = self._after(inputs, self._tail_rows, self._active_sampling)
-        self._results.push(num_rows, logprobs=logprobs)
+            self._end(
+                plan,
+                ForwardPass(
+                    inputs, self._tail_rows, self._active_sampling, self._active_constrained
+                ),
+            )
+        else:
+            self._results.push(num_rows)
 
     def decode(self, bucket: int) -> None:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
@@ -277,13 +291,16 @@ class ModelRunner:
             packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
             self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
-        entries, logprobs = step.reported(plan), None
-        if self._debug or needs_tail:
-            rows = np.full(step.inputs.num_rows, -1)
-            rows[entries] = sampled
-            sampling = self._sampling_of(rows.tolist()) if needs_tail else ()
-            logprobs = self._after(step.inputs, tuple(rows.tolist()), sampling)
-        self._results.push(step.inputs.num_rows, entries, logprobs)
+        entries = step.reported(plan)
+        if self._debug or needs_tail or plan.samples_later:
+            of_entries = np.full(step.inputs.num_rows, -1)
+            of_entries[entries] = sampled
+            rows = tuple(of_entries.tolist())
+            sampling = self._sampling_of(rows) if needs_tail else ()
+            constrained = constrained_rows(rows, sampling)
+            self._end(plan, ForwardPass(step.inputs, rows, sampling, constrained, entries))
+        else:
+            self._results.push(step.inputs.num_rows, entries)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
@@ -354,6 +371,19 @@ class ModelRunner:
             logits, inputs.rows, tables.temperature, tables.seed, inputs.output_index, sampled, skip
         )
         self.ops.finish_step(tables, inputs, sampled, self._results, skip)
+
+    def _end(self, plan: StepPlan, launched: ForwardPass) -> None:
+        """Run the tail and expect the result: now, or when the masks come."""
+        launched.check(plan)
+        if plan.samples_later:
+            self._waiting = launched
+        else:
+            self._sample_tail(launched)
+
+    def _sample_tail(self, launched: ForwardPass) -> None:
+        inputs = launched.inputs
+        logprobs = self._after(inputs, launched.rows, launched.sampling)
+        self._results.push(inputs.num_rows, launched.entries, logprobs)
 
     @torch.inference_mode()
     def _after(

@@ -21,7 +21,7 @@ from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
@@ -137,13 +137,31 @@ class Worker:
         try:
             with self._on_device:
                 self._runner.submit(plan)
-        except ModelOutputError as error:
-            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
-        except NanoVLLMError:
-            raise
         except Exception as error:
-            error.add_note(f"in a step of {self._parts}")
+            self._explain(error)
             raise
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Launch the sampling of the step submitted last; never waits, but in debug mode.
+
+        Raises EngineClosedError as `submit` does, InconsistentStateError where that step does not
+        wait for these masks, ModelOutputError in debug mode.
+        """
+        if self._runner is None:
+            raise EngineClosedError(_CLOSED)
+        try:
+            with self._on_device:
+                self._runner.sample(masks)
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Exception) -> None:
+        """Say whose code ran in the step: in a new ModelOutputError, or in a note."""
+        if isinstance(error, ModelOutputError):
+            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
+        if not isinstance(error, NanoVLLMError):
+            error.add_note(f"in a step of {self._parts}")
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight; ExecutorError where none is."""

@@ -27,6 +27,7 @@ by_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder
 
 def test_the_examples_are_these() -> None:
     assert [folder.name for folder in FOLDERS] == [
+        "constraint_choices",
         "executor_process",
         "logits_banned_words",
         "metrics_sink",
@@ -79,13 +80,13 @@ def test_an_example_imports_of_nanovllm_only_what_is_public(folder: Path) -> Non
 
 
 def test_an_executor_of_another_process_is_as_short_as_is_said() -> None:
-    """docs/write/executor.md says 160 lines; the engine's side has under 120 of them."""
+    """docs/write/executor.md says 165 lines; the engine's side has under 120 of them."""
     package = ROOT / "examples/plugins/executor_process/nanovllm_example_executor_process"
     engine, worker = (
         len((package / name).read_text().splitlines()) for name in ("executor.py", "process.py")
     )
     assert engine < 120
-    assert engine + worker <= 160
+    assert engine + worker <= 165
 
 
 def test_nothing_in_the_core_or_its_plugins_names_an_example() -> None:
@@ -149,6 +150,7 @@ TESTED = [
     ("scheduler", "fair_share"),
     ("scheduler", "priority", "--option", "patience=16"),
     ("logits_processor", "banned_words"),
+    ("constraint", "choices", "--argument", "texts=[yes, no]"),
     ("observer", "metrics"),
     ("metrics_sink", "jsonl"),
     ("kind", "metrics_sink"),

@@ -15,6 +15,7 @@ from nanovllm_core.engine import (
     Engine,
     EngineLimits,
     FcfsPolicy,
+    LoadedConstraint,
     Observation,
     Request,
     TokenBudgetScheduler,
@@ -75,6 +76,8 @@ class Harness:
         *,
         engine_class: type[Engine] = Engine,
         observation: Observation | None = None,
+        constraints: Mapping[str, LoadedConstraint] | None = None,
+        constraint_seconds: float = 5.0,
         debug: bool = True,
     ) -> None:
         self.setting = s = setting or Setting()
@@ -101,6 +104,8 @@ class Harness:
             ),
             eos_token_ids=s.eos_token_ids,
             observation=observation,
+            constraints=constraints,
+            constraint_seconds=constraint_seconds,
             prefix_caching=s.prefix_caching,
             steps_ahead=s.steps_ahead,
             debug=debug,

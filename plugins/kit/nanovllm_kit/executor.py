@@ -23,6 +23,7 @@ import pytest
 
 from nanovllm_core.config import load_config
 from nanovllm_core.errors import NanoVLLMError, PluginError
+from nanovllm_core.interfaces.constraint import allow_ids
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import (
     PADDED,
@@ -31,7 +32,9 @@ from nanovllm_core.interfaces.plan import (
     RowSampling,
     StepPlan,
     StepResult,
+    TokenMasks,
     WorkerInfo,
+    mask_words,
 )
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry import get_plugin_manager, load_object
@@ -183,6 +186,43 @@ class ExecutorConformance(SpecConformance):
             with pytest.raises(NanoVLLMError, match=r"epoch 7\b.*epoch 2\b"):
                 run(executor, [steady], ahead=0)
 
+    @pytest.mark.parametrize("ahead", [0, 1])
+    def test_a_step_in_two_parts_chooses_among_the_allowed_ids(
+        self, plugin: PluginUnderTest, setup: WorkerSetup, ahead: int
+    ) -> None:
+        """Masks that come after the plan count, at once, for their own rows and steps alone.
+
+        With `ahead` the step before is collected between the two parts.
+        """
+        with self.started(plugin, setup) as (executor, _):
+            actual = run_in_two_parts(executor, ahead)
+        reference = SingleProcessExecutor(plugin.options)
+        try:
+            reference.start(setup)
+            assert_same(actual, run_in_two_parts(reference, ahead))
+        finally:
+            reference.close()
+        constrained = [outcome.token_ids[0] for outcome in actual]
+        expected = [only_id(step) for step in range(len(actual))]
+        assert constrained == expected, "a row chose an id that its step's mask does not allow"
+
+    def test_parts_out_of_order_are_refused(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """A plan before the masks, masks that no step waits for, masks of other rows."""
+        constrained = constrained_plans()
+        wrong: list[tuple[str, Sequence[StepPlan | TokenMasks]]] = [
+            (r"step before it waits for .* rows \[0\]", constrained[:2]),
+            (r"rows \[0\] came, but no step waits", [admit({0: PROMPTS[0]}), only({0: 5})]),
+            (r"for rows \[3\], but the step waits .* rows \[0\]", [constrained[0], only({3: 5})]),
+        ]
+        for said, calls in wrong:
+            with (
+                self.started(plugin, setup) as (executor, _),
+                pytest.raises(NanoVLLMError, match=said),
+            ):
+                launch(executor, calls)
+
     def test_a_row_ends_at_its_length_and_is_padding_from_then_on(
         self, plugin: PluginUnderTest, setup: WorkerSetup
     ) -> None:
@@ -272,7 +312,7 @@ def with_windows(setup: WorkerSetup) -> WorkerSetup:
     return replace(setup, model=model, model_config={**setup.model_config, **layers})
 
 
-Data = TypeVar("Data", StepPlan, StepResult, WorkerInfo)
+Data = TypeVar("Data", StepPlan, StepResult, TokenMasks, WorkerInfo)
 
 
 def copied(original: Data) -> Data:
@@ -324,6 +364,7 @@ def admit(
     max_length: int = 32,
     stop: tuple[int, ...] = (),
     logprobs: int | None = None,
+    constrained: bool = False,
     epoch: int = 1,
     tables: Sequence[Sequence[int]] | None = None,
 ) -> StepPlan:
@@ -339,12 +380,12 @@ def admit(
             num_computed=0,
             block_ids=np.array(tables or [(3 + 2 * row, 2 * row)], np.int32),
             max_length=max_length,
-            sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
+            sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs, constrained=constrained),
         )
         for row, prompt in prompts.items()
     )
     chunks = tuple(PrefillChunk(row, 0, len(prompt), True) for row, prompt in prompts.items())
-    return decode_plan((), epoch, admissions=admissions, prefill=chunks)
+    return decode_plan((), epoch, admissions=admissions, prefill=chunks, samples_later=constrained)
 
 
 def decodes(rows: Sequence[int], count: int, epoch: int = 2) -> list[StepPlan]:
@@ -382,6 +423,56 @@ def two_groups() -> list[StepPlan]:
     join = admit({1: ids[::-1]}, tables=[[3], [9]], logprobs=3)
     join = replace(join, epoch=2, num_decode=1, decode_rows=None)
     return [first, start, *steady, join, *decodes((0, 1), 2, epoch=3)]
+
+
+def only_id(step: int) -> int:
+    """The one id that row 0 may choose in this step: of another word of the mask each time."""
+    return (37 * step + 5) % int(LLAMA_LIKE["vocab_size"])
+
+
+def constrained_plans() -> list[StepPlan]:
+    """A constrained request in row 0; one in row 2, which is free, joins while it decodes."""
+    joins = replace(admit({2: PROMPTS[1]}, logprobs=2), epoch=2, num_decode=1, decode_rows=None)
+    later = [*decodes((0,), 2), joins, *decodes((0, 2), NUM_DECODES, 3)]
+    first = admit({0: PROMPTS[0]}, constrained=True)
+    return [first, *(replace(plan, samples_later=True) for plan in later)]
+
+
+def only(ids: Mapping[int, int]) -> TokenMasks:
+    """Masks by which each of these rows may choose one id alone."""
+    allowed = np.zeros((len(ids), mask_words(LLAMA_LIKE["vocab_size"])), np.int32)
+    for mask, token_id in zip(allowed, ids.values(), strict=True):
+        allow_ids(mask, [token_id])
+    return TokenMasks(rows=np.array([*ids], np.int32), allowed=allowed)
+
+
+def all_ids(row: int) -> TokenMasks:
+    """A mask that holds nothing back."""
+    return TokenMasks(rows=np.array([row], np.int32), allowed=~only({row: 0}).allowed | 1)
+
+
+def launch(executor: Executor, calls: Sequence[StepPlan | TokenMasks]) -> None:
+    """Submit plans and masks in this order, then collect a result."""
+    for call in calls:
+        if isinstance(call, TokenMasks):
+            executor.sample(copied(call))
+        else:
+            executor.submit(copied(call))
+    executor.collect()
+
+
+def run_in_two_parts(executor: Executor, ahead: int) -> list[Outcome]:
+    """Submit, collect what is `ahead` steps behind, sample; row 0 may choose `only_id`."""
+    results: list[Outcome] = []
+    plans = constrained_plans()
+    for step, plan in enumerate(plans):
+        executor.submit(copied(plan))
+        if step >= ahead > 0:
+            results.append(outcome_of(executor.collect()))
+        executor.sample(copied(only({0: only_id(step)})))
+        if not ahead:
+            results.append(outcome_of(executor.collect()))
+    return results + [outcome_of(executor.collect()) for _ in range(ahead)]
 
 
 def run(executor: Executor, plans: Sequence[StepPlan], ahead: int) -> list[Outcome]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from nanovllm_core.interfaces.constraint import allows
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import (
     PADDED,
@@ -32,14 +33,16 @@ from nanovllm_core.interfaces.plan import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TokenMasks,
     WorkerInfo,
+    mask_words,
 )
 from nanovllm_core.interfaces.specs import NoOptions
 
 _MASK = (1 << 64) - 1
 
 
-Sent = TypeVar("Sent", StepPlan, StepResult)
+Sent = TypeVar("Sent", StepPlan, StepResult, TokenMasks)
 
 
 def next_cell(previous: int, token_id: int) -> int:
@@ -58,12 +61,20 @@ def first_seen(window: int | None, position: int) -> int:
 
 
 def next_token(
-    cells: NDArray[np.uint64], sampling: RowSampling, output_index: int, vocab_size: int
+    cells: NDArray[np.uint64],
+    sampling: RowSampling,
+    output_index: int,
+    vocab_size: int,
+    allowed: Sequence[int] | None = None,
 ) -> int:
-    """The sampled token: depends on all the KV, on the seed, and on the number of the output."""
+    """The sampled token: depends on all the KV, on the seed, and on the number of the output.
+
+    `allowed` are the ids to choose from, in order; None for all.
+    """
     noise = (sampling.seed, output_index) if sampling.temperature > 0 else (0, 0)
     digest = xxhash.xxh64_intdigest(cells.tobytes(), seed=noise[0] & _MASK)
-    return (digest + noise[1]) % vocab_size
+    number = digest + noise[1]
+    return number % vocab_size if allowed is None else allowed[number % len(allowed)]
 
 
 def reference_tokens(
@@ -72,8 +83,12 @@ def reference_tokens(
     max_length: int,
     vocab_size: int,
     windows: Sequence[int | None] = (None,),
+    allowed: Callable[[Sequence[int]], Sequence[int]] | None = None,
 ) -> list[int]:
-    """The output of a request that runs alone on an endless cache."""
+    """The output of a request that runs alone on an endless cache.
+
+    `allowed` gives the ids that may follow an output, in order; None for all.
+    """
     ids, cells, cell = list(prompt), [], 0
     for token_id in prompt[:-1]:
         cell = next_cell(cell, token_id)
@@ -87,7 +102,8 @@ def reference_tokens(
             for group, window in enumerate(windows)
         ]
         index = len(ids) - len(prompt)
-        ids.append(next_token(np.concatenate(seen), sampling, index, vocab_size))
+        choice = None if allowed is None else allowed(ids[len(prompt) :])
+        ids.append(next_token(np.concatenate(seen), sampling, index, vocab_size, choice))
         if ids[-1] in sampling.stop_token_ids and index + 1 >= sampling.min_tokens:
             break
     return ids[len(prompt) :]
@@ -134,6 +150,12 @@ class FakeExecutor(Executor):
         self.plans: list[StepPlan] = []
         self.sampled_rows: list[tuple[int, ...]] = []
         """The rows that got a token, by plan: first those that decode."""
+        self.waiting: tuple[int, ...] = ()
+        """The rows of the newest step that wait for their sampling; empty where it has run."""
+        self.seen: dict[int, NDArray[np.uint64]] = {}
+        """By row, the cells that the newest step's last position sees."""
+        self.events: list[str] = []
+        """The calls, in order, as "submit", "sample" and "collect"."""
         self.epoch = 0
         self.decode_rows: tuple[int, ...] = ()
         """Those of the epoch."""
@@ -146,10 +168,13 @@ class FakeExecutor(Executor):
     def close(self) -> None: ...
 
     def collect(self) -> StepResult:
+        self.events.append("collect")
         return _sent(self.results.popleft())
 
     def submit(self, plan: StepPlan) -> None:
         plan = _sent(plan)
+        assert not self.waiting, "a plan came before the masks of the step before"
+        self.events.append("submit")
         self.plans.append(plan)
         self._take_rows(plan)
         decode_rows = self.decode_rows
@@ -181,15 +206,31 @@ class FakeExecutor(Executor):
             work[chunk.row] = chunk.length
         for row_index, length in work.items():
             self._write(self.rows[row_index], length)
-        seen = {index: self._read(index, length) for index, length in work.items()}
+        self.seen = {index: self._read(index, length) for index, length in work.items()}
         sampled = decode_rows + tuple(chunk.row for chunk in plan.prefill if chunk.samples)
         assert plan.num_sampled == len(sampled)
         self.sampled_rows.append(sampled)
-        outcome = [
-            self._sample(self.rows[index], seen[index]) if index in work else (PADDED, False)
-            for index in sampled
-        ]
-        self._reply(sampled, outcome)
+        constrained = any(self.rows[each].sampling.constrained for each in sampled)
+        assert plan.samples_later == constrained, "samples_later is not that of the rows"
+        if plan.samples_later:
+            self.waiting = sampled
+        else:
+            self._choose(sampled, {})
+
+    def sample(self, masks: TokenMasks) -> None:
+        masks = _sent(masks)
+        self.events.append("sample")
+        assert self.waiting, "masks came, and no step waits for any"
+        assert masks.allowed.shape == (len(masks.rows), mask_words(self.vocab_size))
+        allowed = {
+            row: [token_id for token_id in range(self.vocab_size) if allows(mask, token_id)]
+            for row, mask in zip(masks.rows.tolist(), masks.allowed, strict=True)
+        }
+        assert len(allowed) == len(masks.rows), "a row has two masks"
+        assert all(self.rows[row].sampling.constrained for row in allowed)
+        assert allowed.keys() <= {*self.waiting}, "a mask for a row that gets no token"
+        sampled, self.waiting = self.waiting, ()
+        self._choose(sampled, allowed)
 
     def _take_rows(self, plan: StepPlan) -> None:
         """The decoding rows are those that the plan lists, else those of the plan before."""
@@ -251,14 +292,22 @@ class FakeExecutor(Executor):
             seen.append(cells[first_seen(window, row.computed - 1) - first :])
         return np.concatenate(seen)
 
-    def _sample(self, row: FakeRow, cells: NDArray[np.uint64]) -> tuple[int, bool]:
+    def _sample(self, row_index: int, allowed: Sequence[int] | None) -> tuple[int, bool]:
+        row = self.rows[row_index]
+        if row.finished:
+            return PADDED, False
+        cells = self.seen[row_index]
         index = row.computed - row.num_prompt_tokens
-        token_id = next_token(cells, row.sampling, index, self.vocab_size)
+        token_id = next_token(cells, row.sampling, index, self.vocab_size, allowed)
         row.ids.append(token_id)
         assert len(row.ids) <= row.max_length, "a row ran past its length"
         stops = token_id in row.sampling.stop_token_ids and index + 1 >= row.sampling.min_tokens
         row.finished = stops or len(row.ids) == row.max_length
         return token_id, row.finished
+
+    def _choose(self, rows: Sequence[int], allowed: Mapping[int, Sequence[int]]) -> None:
+        """A token for each row; a constrained one without a mask has ended on the host."""
+        self._reply(rows, [self._sample(row, allowed.get(row)) for row in rows])
 
     def _reply(self, rows: Sequence[int], outcome: list[tuple[int, bool]]) -> None:
         logprobs = {

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.interfaces.specs import ExecutorSpec, NoOptions
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_kit import ExecutorConformance, PluginUnderTest, executor as suite
@@ -134,6 +134,45 @@ class Mends(SingleProcessExecutor):
         super().submit(replace(plan, epoch=self.epoch))
 
 
+class SamplesAtOnce(SingleProcessExecutor):
+    """Allows everything as soon as the plan comes, and loses the masks."""
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        if plan.samples_later:
+            super().sample(suite.all_ids(0))
+
+    def sample(self, masks: TokenMasks) -> None:
+        pass
+
+
+class SamplesLate(SingleProcessExecutor):
+    """Uses the masks of the step before."""
+
+    last: TokenMasks | None = None
+
+    def sample(self, masks: TokenMasks) -> None:
+        last, self.last = self.last, masks
+        super().sample(last or masks)
+
+
+class MendsMasks(SingleProcessExecutor):
+    """Leaves out masks that the step has no use for, and samples where none came."""
+
+    waits = False
+
+    def submit(self, plan: StepPlan) -> None:
+        if self.waits:
+            super().sample(suite.all_ids(0))
+        super().submit(plan)
+        self.waits = plan.samples_later
+
+    def sample(self, masks: TokenMasks) -> None:
+        if self.waits:
+            super().sample(masks)
+        self.waits = False
+
+
 class Widens(SingleProcessExecutor):
     """Sends ids as Python's encoders like them."""
 
@@ -250,6 +289,24 @@ def test_a_worker_that_serves_an_epoch_whose_rows_it_lacks_is_caught(
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         SUITE.test_a_plan_without_the_rows_of_its_epoch_is_refused(plugin(executor), setup)
     SUITE.test_a_plan_without_the_rows_of_its_epoch_is_refused(plugin(Right), setup)
+
+
+@pytest.mark.parametrize("executor", [SamplesAtOnce, SamplesLate])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_masks_that_are_lost_or_late_are_caught(
+    executor: type[SingleProcessExecutor], ahead: int, setup: WorkerSetup
+) -> None:
+    """A row would choose what its grammar forbids."""
+    check = SUITE.test_a_step_in_two_parts_chooses_among_the_allowed_ids
+    with pytest.raises(AssertionError, match="token ids of step"):
+        check(plugin(executor), setup, ahead)
+    check(plugin(Right), setup, ahead)
+
+
+def test_parts_that_are_put_in_order_silently_are_caught(setup: WorkerSetup) -> None:
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        SUITE.test_parts_out_of_order_are_refused(plugin(MendsMasks), setup)
+    SUITE.test_parts_out_of_order_are_refused(plugin(Right), setup)
 
 
 @pytest.mark.parametrize("executor", [Waits, WaitsForAThread])
