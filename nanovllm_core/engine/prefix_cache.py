@@ -80,11 +80,12 @@ class PagedKV:
 
     def _find(self, digests: list[bytes], group: int) -> list[int]:
         """The blocks of a cached prefix in one group, with gaps where it has a window."""
+        find = self.pool.find
         if self.windows[group] is not None:
-            return [self.pool.find((digest, group)) for digest in digests]
+            return [find((digest, group)) for digest in digests]
         blocks: list[int] = []
         for digest in digests:
-            if (block_id := self.pool.find((digest, group))) == NO_BLOCK:
+            if (block_id := find((digest, group))) == NO_BLOCK:
                 break
             blocks.append(block_id)
         return blocks
