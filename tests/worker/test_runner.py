@@ -185,6 +185,23 @@ def test_padding_neither_writes_nor_reads_block_0(
     assert not started.blocks[:, :, owned].isnan().any()
 
 
+def runs_what_it_planned(backend: Any, phase: str) -> None:
+    """Make a backend fail where it runs another batch than that of its last plan."""
+    plan, run = getattr(backend, f"plan_{phase}"), getattr(backend, f"run_{phase}")
+    planned = []
+
+    def plan_this(metadata: object) -> None:
+        planned.append(metadata)
+        plan(metadata)
+
+    def run_this(q: Tensor, k: Tensor, v: Tensor, metadata: object, out: Tensor) -> None:
+        assert metadata is planned[-1]
+        run(q, k, v, metadata, out)
+
+    setattr(backend, f"plan_{phase}", plan_this)
+    setattr(backend, f"run_{phase}", run_this)
+
+
 @pytest.mark.parametrize("prompt_sizes", [(), (8, 32, 64)], ids=["exact", "padded"])
 def test_groups_of_layers_read_and_write_blocks_of_their_own(
     prompt_sizes: tuple[int, ...], tmp_path: Path, install: Callable[..., None]
@@ -197,6 +214,9 @@ def test_groups_of_layers_read_and_write_blocks_of_their_own(
     facts = {"architectures": [ALTERNATING], "windows": [8, None]}
     folder = write_checkpoint(tmp_path / "tiny", **facts)
     started = Started(folder, prompt_sizes, cuda_graphs={"sizes": (3, 8)})
+    for group in started.runner.attention.groups:
+        runs_what_it_planned(group.decode, "decode")
+        runs_what_it_planned(group.prefill, "prefill")
     ids = [(5 * i + 1) % 97 for i in range(40)]
     others = [block for block in range(32) if block not in range(2, 12)]
     started.blocks[:, :, others] = 300.0
