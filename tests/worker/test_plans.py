@@ -59,6 +59,7 @@ plans = st.builds(
     StepPlan,
     epoch=numbers,
     num_decode=numbers,
+    samples_later=st.booleans(),
     decode_rows=st.none() | indices,
     admissions=st.lists(admissions, max_size=3).map(tuple),
     appends=st.none()
