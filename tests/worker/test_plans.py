@@ -21,6 +21,7 @@ from nanovllm_core.interfaces.plan import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TokenMasks,
 )
 from nanovllm_core.selection.startup import start
 
@@ -68,6 +69,7 @@ plans = st.builds(
     StepPlan,
     epoch=numbers,
     num_decode=numbers,
+    samples_later=st.booleans(),
     decode_rows=st.none() | indices,
     admissions=st.lists(admissions, max_size=3).map(tuple),
     appends=st.none()
@@ -87,6 +89,7 @@ results = st.builds(
     finished=arrays(st.booleans(), np.bool_),
     logprobs=st.dictionaries(numbers, logprobs, max_size=3),
 )
+masks = st.builds(TokenMasks, rows=indices, allowed=indices.map(lambda words: words.reshape(1, -1)))
 QUICK = settings(max_examples=60, deadline=None)
 
 
@@ -95,7 +98,7 @@ def received(original: Any) -> Any:
     return pickle.loads(pickle.dumps(original))
 
 
-@given(original=plans | results)
+@given(original=plans | results | masks)
 @QUICK
 def test_plans_and_results_survive_pickle(original: ArrayEquality) -> None:
     """Every field, with its dtype, in an object of its own."""
