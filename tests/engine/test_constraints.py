@@ -115,7 +115,7 @@ def check(harness: Harness) -> None:
             request.sampling,
             request.max_length,
             VOCAB,
-            None
+            allowed=None
             if asked is None
             else lambda outputs, r=request, a=asked: allowed_after(
                 a["step"], r.prompt_token_ids, outputs
@@ -265,8 +265,8 @@ def test_an_id_that_no_mask_allowed_ends_the_request(monkeypatch: pytest.MonkeyP
     harness = make()
     monkeypatch.setattr(harness.executor, "_sample", lambda row, allowed: pick(row))
 
-    def pick(row: Any) -> tuple[int, bool]:
-        row.ids.append(9)
+    def pick(row: int) -> tuple[int, bool]:
+        harness.executor.rows[row].ids.append(9)
         return 9, False
 
     harness.add("asks", [1, 2], params(1))

@@ -519,7 +519,11 @@ def test_a_tail_in_a_padded_step_works_on_the_entries_that_asked(folder: Path) -
     tokens, logprobs = outcomes((64,), asked)
     assert len(tokens) == 4, "three rows and the chunk that samples"
     assert set(logprobs) == {1, 2, 3}
-    assert (tokens, logprobs) == outcomes((), asked)
+    exact_tokens, exact = outcomes((), asked)
+    assert tokens == exact_tokens
+    for entry, found in logprobs.items():  # Products of other shapes may round otherwise.
+        assert found.token_logprob == pytest.approx(exact[entry].token_logprob, abs=1e-4)
+        assert dict(found.top) == pytest.approx(dict(exact[entry].top), abs=1e-4)
     assert tokens != outcomes((64,), (plain,) * 5)[0]
 
 
