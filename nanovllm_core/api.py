@@ -61,6 +61,7 @@ from nanovllm_core.interfaces.logits_processor import (
 )
 from nanovllm_core.interfaces.model import (
     CausalLM as CausalLM,
+    AttentionShape as AttentionShape,
     ModelShape as ModelShape,
 )
 from nanovllm_core.interfaces.observer import (

@@ -21,8 +21,8 @@ from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, StepPlan
 from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
 
-_Append = tuple[int, int, int]
-"""Row, index in its block table, block id."""
+_Append = tuple[int, int, int, int]
+"""Row, cache group, index in the row's block table of that group, block id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +179,7 @@ class Planner:
         index = len(request.block_ids)
         block_id = self.kv.add_block(request)
         self.rows.due_at[request.row] = self._next_due(request)
-        return request.row, index, block_id
+        return request.row, 0, index, block_id
 
     def _append_early(self) -> list[_Append]:
         """Blocks for the rows that need one soon: one copy to the device then serves many steps.
@@ -290,7 +290,7 @@ class Planner:
             else:
                 first = len(request.block_ids)
                 new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
-                all_appends += [(request.row, *block) for block in enumerate(new, first)]
+                all_appends += [(request.row, 0, *block) for block in enumerate(new, first)]
             chunks.append(self._plan_chunk(request, share.num_tokens))
         plan = replace(
             steady.plan,
@@ -331,7 +331,7 @@ class Planner:
             token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed=num_cached,
-            block_ids=np.array(request.block_ids, np.int32),
+            block_ids=np.array([request.block_ids], np.int32),
             max_length=request.max_length,
             sampling=request.sampling,
         )

@@ -102,8 +102,10 @@ class RowSampling:
 class Admission(ArrayEquality):
     """A request takes a row. `token_ids` are all known ids: prompt, then outputs before preemption.
 
-    `block_ids` is the row's block table. `num_computed` tokens already have KV in its first blocks
-    (a prefix hit). `max_length` is the total number of ids, prompt and output, at which the row is
+    `block_ids` int32 [G, n] are the row's block tables, one for each cache group; entry i covers
+    tokens i * block_size to (i + 1) * block_size - 1. It is -1 where the group's window does not
+    reach the tokens any more. `num_computed` tokens already have KV in these blocks (a prefix
+    hit). `max_length` is the total number of ids, prompt and output, at which the row is
     finished for its length.
     """
 
@@ -136,8 +138,9 @@ class StepPlan(ArrayEquality):
     worker holds them, so a plan that changes nothing has the same few bytes for any number of rows.
     A worker begins with epoch 0, which has no rows.
 
-    `appends` are new blocks, int32 [n, 3], or None: (row, index, block id) each, for the block to
-    become entry `index` of the row's block table. Rows of `prefill` never decode in the same step.
+    `appends` are new blocks, int32 [n, 4], or None: (row, group, index, block id) each, for the
+    block to become entry `index` of the row's block table in that cache group. Rows of `prefill`
+    never decode in the same step.
     """
 
     epoch: int = 0
@@ -197,6 +200,8 @@ class WorkerInfo:
     vocab_size: int
     attention: str
     device: str
+    cache_windows: tuple[int | None, ...] = (None,)
+    """The sliding window of each cache group in tokens, the token itself among them; None: all."""
     kernels: str = ""
     choices: Sequence[str] = ()
     dtype: str = ""

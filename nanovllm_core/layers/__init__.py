@@ -10,6 +10,9 @@ from nanovllm_core.interfaces.parallel import (
     SingleRank as SingleRank,
     TensorParallel as TensorParallel,
 )
+from nanovllm_core.interfaces.model import (
+    heads_per_rank as heads_per_rank,
+)
 from nanovllm_core.layers.attention import (
     Attention as Attention,
     AttentionRuntime as AttentionRuntime,
@@ -38,7 +41,6 @@ from nanovllm_core.layers.linear import (
     MergedColumnParallelLinear as MergedColumnParallelLinear,
     QKVParallelLinear as QKVParallelLinear,
     RowParallelLinear as RowParallelLinear,
-    heads_per_rank as heads_per_rank,
 )
 from nanovllm_core.layers.matrix import (
     Piece as Piece,

@@ -126,10 +126,11 @@ _OURS = (
         "executor",
         specs.ExecutorSpec,
         f"{INTERFACES}.executor:Executor",
-        contract=3,
-        oldest_contract=3,
-        changed="state contract=3; a plan lists its decoding rows only where its epoch is new, so "
-        "pass every plan to nanovllm_core.worker.Worker, in order; see StepPlan for the fields",
+        contract=4,
+        oldest_contract=4,
+        changed="state contract=4; a plan has a block table for each cache group, so block_ids are "
+        "[G, n] and appends (row, group, index, block id); it lists its decoding rows only where "
+        "its epoch is new: pass every plan to nanovllm_core.worker.Worker, in order",
         choice="executor",
     ),
     Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),

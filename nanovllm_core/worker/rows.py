@@ -104,7 +104,7 @@ class RowUpdates:
         """Set every table of a row anew."""
         row, sampling = admission.row, admission.sampling
         self._set("token_ids", row, admission.token_ids)
-        self._set("block_table", row, admission.block_ids)
+        self._set("block_table", row, admission.block_ids[0])
         scalars = np.array(
             [
                 admission.num_computed,
@@ -127,7 +127,7 @@ class RowUpdates:
     def append_blocks(self, appends: NDArray[np.int32]) -> None:
         """Add blocks to block tables; `appends` as in `StepPlan`."""
         start, max_blocks = self._layout["block_table"]
-        rows, indices, block_ids = appends.T
+        rows, _, indices, block_ids = appends.T
         self._pieces.append((start + rows * max_blocks + indices, block_ids))
 
     def set_active_rows(self, rows: NDArray[np.int32]) -> None:

@@ -76,7 +76,7 @@ class Machine:
                 num_prompt_tokens=computed,
                 num_computed=0,
                 block_ids=np.array(
-                    [next(blocks) for _ in range(-(-len(ids) // size) + 1)], np.int32
+                    [[next(blocks) for _ in range(-(-len(ids) // size) + 1)]], np.int32
                 ),
                 max_length=self.info.max_model_len,
                 sampling=RowSampling(seed=row, **sampling),

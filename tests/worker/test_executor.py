@@ -68,7 +68,7 @@ def plan_for(prompt: list[int], sampling: RowSampling | None = None) -> StepPlan
         token_ids=np.array(prompt, np.int32),
         num_prompt_tokens=len(prompt),
         num_computed=0,
-        block_ids=np.array((3, 1), np.int32),
+        block_ids=np.array([(3, 1)], np.int32),
         max_length=20,
         sampling=sampling or RowSampling(),
     )

@@ -50,7 +50,7 @@ admissions = st.builds(
     token_ids=indices,
     num_prompt_tokens=numbers,
     num_computed=numbers,
-    block_ids=indices,
+    block_ids=st.lists(indices, min_size=1, max_size=1).map(np.stack),
     max_length=numbers,
     sampling=samplings,
 )
@@ -62,7 +62,7 @@ plans = st.builds(
     decode_rows=st.none() | indices,
     admissions=st.lists(admissions, max_size=3).map(tuple),
     appends=st.none()
-    | st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=5).map(
+    | st.lists(st.tuples(numbers, numbers, numbers, numbers), min_size=1, max_size=5).map(
         lambda rows: np.array(rows, np.int32)
     ),
     prefill=st.lists(chunks, max_size=3).map(tuple),

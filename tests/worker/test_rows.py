@@ -37,7 +37,7 @@ def admission(row: int, token_ids: list[int], **changes: Any) -> Admission:
         "num_computed": 0,
         "block_ids": np.arange(
             10 * row, 10 * row + -(-len(token_ids) // BLOCK_SIZE), dtype=np.int32
-        ),
+        )[None],
         "max_length": MAX_LEN,
         "sampling": RowSampling(),
     }
@@ -105,7 +105,7 @@ def test_blocks_are_appended_to_the_rows_they_name() -> None:
     """An append changes one entry of one block table."""
     tables = make_tables()
     updates = RowUpdates(tables)
-    updates.append_blocks(np.array([(1, 3, 77), (3, 0, 5)], np.int32))
+    updates.append_blocks(np.array([(1, 0, 3, 77), (3, 0, 0, 5)], np.int32))
     apply(tables, updates)
     assert tables.block_table[1, 3] == 77
     assert tables.block_table[3, 0] == 5

@@ -113,7 +113,7 @@ def admission(row: int, ids: list[int], first_block: int, **changes: Any) -> Adm
         "token_ids": np.array(ids, np.int32),
         "num_prompt_tokens": len(ids),
         "num_computed": 0,
-        "block_ids": np.array((first_block, first_block + 1), np.int32),
+        "block_ids": np.array([(first_block, first_block + 1)], np.int32),
         "max_length": 32,
         "sampling": RowSampling(),
     }
@@ -223,13 +223,13 @@ def test_chunks_beside_decoding_rows_change_neither(
     )
     tokens = [int(started.run(first).token_ids[0])]
     ids = PROMPTS[1]
-    admitted = admission(3, ids, 9, block_ids=np.array((9,), np.int32))
+    admitted = admission(3, ids, 9, block_ids=np.array([(9,)], np.int32))
     chunks = [
         decode_plan((4,), admissions=(admitted,), prefill=(PrefillChunk(3, 0, 6, False),)),
         decode_plan((4,), prefill=(PrefillChunk(3, 6, 10, False),)),
         decode_plan(
             (4,),
-            appends=np.array([(3, 1, 30)], np.int32),
+            appends=np.array([(3, 0, 1, 30)], np.int32),
             prefill=(PrefillChunk(3, 16, 1, True),),
         ),
     ]
@@ -304,7 +304,7 @@ def test_blocks_that_hold_a_prefix_already_are_not_computed_again(
         )
     )
     before = started.blocks[:, :, 4].clone()
-    hit = admission(6, ids, 4, num_computed=16, block_ids=np.array((4, 20), np.int32))
+    hit = admission(6, ids, 4, num_computed=16, block_ids=np.array([(4, 20)], np.int32))
     plan = StepPlan(admissions=(hit,), prefill=(PrefillChunk(6, 16, 1, samples=True),))
     assert started.run(plan).token_ids.tolist() == [expected[1][0]]
     assert torch.equal(started.blocks[:, :, 4], before)
@@ -316,7 +316,9 @@ def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> Non
     ids = [(7 * i) % 97 for i in range(MAX_LEN - 1)]
     started = Started(folder)
     assert started.runner.max_blocks == 4
-    admitted = admission(0, ids, 0, block_ids=np.array((5, 9, 1, 30), np.int32), max_length=MAX_LEN)
+    admitted = admission(
+        0, ids, 0, block_ids=np.array([(5, 9, 1, 30)], np.int32), max_length=MAX_LEN
+    )
     plan = StepPlan(admissions=(admitted,), prefill=(PrefillChunk(0, 0, len(ids), samples=True),))
     result = started.run(plan)
     assert result.token_ids.tolist() == Reference.of(folder).tokens(ids, 1)

@@ -57,7 +57,7 @@ def plans() -> Iterator[StepPlan]:
         token_ids=np.array(PROMPT, np.int32),
         num_prompt_tokens=len(PROMPT),
         num_computed=0,
-        block_ids=np.array((3, 1), np.int32),
+        block_ids=np.array([(3, 1)], np.int32),
         max_length=20,
         sampling=RowSampling(logprobs=2),
     )

@@ -300,7 +300,7 @@ def admit(
             token_ids=np.array(prompt, np.int32),
             num_prompt_tokens=len(prompt),
             num_computed=0,
-            block_ids=np.array((3 + 2 * row, 2 * row), np.int32),
+            block_ids=np.array([(3 + 2 * row, 2 * row)], np.int32),
             max_length=max_length,
             sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
         )

@@ -136,11 +136,11 @@ class FakeExecutor(Executor):
         assert len(set(busy)) == len(busy), "a row works twice in one step"
         assert all(0 <= row < self.num_rows for row in busy)
         appends = [] if plan.appends is None else plan.appends.tolist()
-        deltas = {a.row for a in plan.admissions} | {row for row, _, _ in appends}
+        deltas = {a.row for a in plan.admissions} | {row for row, *_ in appends}
         assert deltas <= set(busy), "a delta for a row that does not work"
         for admission in plan.admissions:
             self._admit(admission)
-        for row_index, index, block_id in appends:
+        for row_index, _, index, block_id in appends:
             table = self.rows[row_index].block_table
             assert index == len(table), "a block was appended out of order"
             table.append(block_id)
@@ -171,18 +171,18 @@ class FakeExecutor(Executor):
         assert plan.num_decode == len(self.decode_rows)
 
     def _admit(self, admission: Admission) -> None:
-        assert len(admission.block_ids) <= self.max_blocks, "a block table outgrew the device's"
+        assert admission.block_ids.shape[1] <= self.max_blocks, "a block table outgrew the device's"
         assert 0 <= admission.num_computed < len(admission.token_ids), "nothing left to compute"
         assert admission.num_computed % self.block_size == 0
         self.rows[admission.row] = FakeRow(
             ids=admission.token_ids.tolist(),
-            block_table=admission.block_ids.tolist(),
+            block_table=admission.block_ids[0].tolist(),
             computed=admission.num_computed,
             num_prompt_tokens=admission.num_prompt_tokens,
             max_length=admission.max_length,
             sampling=admission.sampling,
         )
-        self.blocks_touched.update(admission.block_ids.tolist())
+        self.blocks_touched.update(admission.block_ids[0].tolist())
 
     def _decode(self, row_index: int) -> tuple[int, bool]:
         row = self.rows[row_index]

@@ -169,7 +169,7 @@ def setup(tmp_path: Path) -> WorkerSetup:
 
 
 def plugin(executor: type[SingleProcessExecutor]) -> PluginUnderTest:
-    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=3)
+    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=4)
     return PluginUnderTest(spec, NoOptions(), __name__)
 
 
