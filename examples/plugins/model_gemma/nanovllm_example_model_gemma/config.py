@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm_core.api import ArchitectureError, ModelShape
+from nanovllm_core.api import ArchitectureError, AttentionShape, ModelShape
 from nanovllm_core.layers import (
     RopeConfig,
     heads_per_rank,
@@ -60,6 +60,16 @@ class GemmaConfig:
         """The number of last tokens that a layer sees, None for all."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """What a layer caches and sees: layers of one shape become a cache group."""
+        return AttentionShape(
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads,
+            head_size=self.head_dim,
+            sliding_window=self.window(layer),
+            soft_cap=self.scores_cap,
+        )
+
     def shape(self) -> ModelShape:
         """The facts that the runner needs before the model is built."""
         return ModelShape(
@@ -71,8 +81,9 @@ class GemmaConfig:
             vocab_size=self.vocab_size,
             max_position=self.ropes[FULL].max_position,
             tied_embeddings=self.tie_word_embeddings,
-            sliding_window=self.window(0),
+            sliding_window=self.sliding_window,
             soft_cap=self.scores_cap,
+            attention_layers=tuple(map(self.attention_shape, range(self.num_hidden_layers))),
         )
 
 

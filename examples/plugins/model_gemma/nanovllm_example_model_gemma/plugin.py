@@ -17,7 +17,7 @@ _LAYERS = {
         "full_attention",
     ],
     "sliding_window": 5,
-    "query_pre_attn_scalar": 20,
+    "query_pre_attn_scalar": 150,
 }
 
 GEMMA2 = ModelSpec(
