@@ -60,8 +60,8 @@ from nanovllm_core.interfaces.logits_processor import (
     LogitsRequest as LogitsRequest,
 )
 from nanovllm_core.interfaces.model import (
-    CausalLM as CausalLM,
     AttentionShape as AttentionShape,
+    CausalLM as CausalLM,
     ModelShape as ModelShape,
 )
 from nanovllm_core.interfaces.observer import (

@@ -149,8 +149,8 @@ def select(attention: object, **asked: Any) -> Selection:
     return select_attention(
         manager,
         EngineConfig(model="m", attention=attention).attention,
-        replace(ASKED, phase="prefill", **requirements),
-        replace(ASKED, phase="decode", **requirements),
+        {replace(ASKED, phase="prefill", **requirements): [0]},
+        {replace(ASKED, phase="decode", **requirements): [0]},
     )
 
 

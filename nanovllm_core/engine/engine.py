@@ -10,16 +10,17 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.engine.block_pool import BlockPool
 from nanovllm_core.engine.consistency import assert_consistent
 from nanovllm_core.engine.deltas import OutputDelta
+from nanovllm_core.engine.intake import Intake
 from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.observation import EngineStats, Observation
-from nanovllm_core.engine.planner import PlannedStep, Planner
+from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
 from nanovllm_core.engine.rows import RowTable
+from nanovllm_core.engine.steps import PlannedStep
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
@@ -83,9 +84,10 @@ class Engine:
             sampling_defaults=sampling_defaults or {},
             seed=seed,
         )
-        self._kv = PagedKV(BlockPool(limits.num_blocks), limits.block_size, prefix_caching)
+        self._kv = PagedKV(limits, prefix_caching)
         self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
         self._running = self._planner.running
+        self._intake = Intake(self._planner)
         self._in_flight: deque[PlannedStep] = deque()
         self._unfinished: dict[str, Request] = {}
         """The samples that are not finished, by their own ids."""
@@ -93,7 +95,6 @@ class Engine:
         """By the id that was given to `add_request`: its samples that have no record yet."""
         self._deltas: list[OutputDelta] = []
         self._num_arrived = 0
-        self._num_output_tokens = 0
         self._num_finished = 0
         self._host_seconds = 0.0
         self._steady_steps = 0
@@ -234,7 +235,7 @@ class Engine:
             steps=planner.step,
             preemptions=planner.num_preemptions,
             prefix_hit_tokens=planner.prefix_hit_tokens,
-            output_tokens=self._num_output_tokens,
+            output_tokens=self._intake.num_output_tokens,
             finished=self._num_finished,
             running=running,
             waiting=len(self._unfinished) - running,
@@ -323,62 +324,11 @@ class Engine:
                 f"{expected} tokens; collect() must return a StepResult with one for each decoding "
                 "row and each chunk that samples"
             )
-        batch, token_ids = planned.batch, result.token_ids
         ended: set[int] = set()
         if np.count_nonzero(result.finished):
             ended.update(np.flatnonzero(result.finished).tolist())
-        self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch.rows)])
-        news: Sequence[tuple[int, Request]] = ()
-        if ended or batch.watched or planned.chunks:
-            news = tuple(self._news(planned, token_ids, ended))
-        for row in self._rows.rows_with_full_block(self._kv.block_size):
-            request = self._running[row]
-            self._publish(request, (request.num_published + 1) * self._kv.block_size)
-        for entry, request in news:
+        for entry, request in self._intake.take(planned, result, ended, self._now):
             self._deliver(request, entry, entry in ended, result)
-
-    def _news(
-        self, planned: PlannedStep, token_ids: NDArray[np.int32], ended: set[int]
-    ) -> Iterator[tuple[int, Request]]:
-        """The entries that are watched or ended, without those of rows that changed hands.
-
-        First tokens of prompts are accepted here, and what a prompt has computed is published.
-        """
-        batch = planned.batch
-        entry = len(batch.rows)
-        for decoded in sorted(ended.union(batch.watched)):
-            if decoded < entry:
-                row = int(batch.rows[decoded])
-                if self._rows.generation[row] == batch.generations[decoded]:
-                    yield decoded, self._running[row]
-        for prompt in planned.chunks:
-            request, chunk = prompt.request, prompt.chunk
-            if self._rows.generation[chunk.row] == prompt.generation:
-                if request.block_ids:  # It may have been preempted while this step was in flight.
-                    self._publish(request, chunk.start + chunk.length)
-                if chunk.samples:
-                    self._accept_first(request, int(token_ids[entry]))
-                    if entry in ended or request.is_watched:
-                        yield entry, request
-            entry += chunk.samples
-
-    def _accept_first(self, request: Request, token_id: int) -> None:
-        """The prompt is computed and gave a token; from now on decoding fills the blocks."""
-        rows, row, num_computed = self._rows, request.row, request.num_tokens
-        rows.token_ids[row, num_computed] = token_id
-        rows.known[row] += 1
-        self._num_output_tokens += 1
-        if request.first_token_time is None:
-            request.first_token_time = self._now
-        if request.block_ids and self._kv.prefix_caching:
-            size = self._kv.block_size
-            rows.publish_at[row] = (num_computed // size + 1) * size + 1
-
-    def _publish(self, request: Request, num_computed: int) -> None:
-        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
-        self._kv.publish(request, num_computed)
-        if request.held_samples:
-            self._planner.release_samples(request)
 
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
         """Finish the request at its newest token, or hand the token out if it is streamed."""

@@ -69,11 +69,12 @@ class Request:
 
     state: RequestState = RequestState.HELD
     row: int = NO_ROW
-    block_ids: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
+    """One for each cache group, of equal lengths; empty where the request holds no blocks."""
     digests: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of known ids, computed as they are needed."""
     num_published: int = 0
-    """Leading blocks of `block_ids` that the prefix cache was told about."""
+    """Leading entries of `block_tables` that the prefix cache was told about."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
     wait_steps: int | None = None
@@ -106,6 +107,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) if self.row < 0 else int(self.table.known[self.row])
+
+    @property
+    def num_blocks(self) -> int:
+        """Entries of each block table."""
+        return len(self.block_tables[0]) if self.block_tables else 0
 
     @property
     def num_output_ids(self) -> int:

@@ -232,6 +232,7 @@ def make_engine(
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             vocab_size=info.vocab_size,
+            cache_windows=info.cache_windows,
         ),
         eos_token_ids=eos_token_ids,
         sampling_defaults=startup.sampling_defaults,

@@ -8,9 +8,11 @@ the group has a sliding window, the blocks behind it are freed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.model import AttentionShape, ModelShape
 
 _ENOUGH_GROUPS = 8
@@ -67,8 +69,42 @@ def peak_blocks(
     """
     whole = -(-num_tokens // block_size)
     return sum(
-        whole
-        if window is None
-        else min(whole, -(-(window - 1 + max_chunk) // block_size) + 1)
+        whole if window is None else min(whole, -(-(window + max_chunk - 2) // block_size) + 1)
         for window in windows
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceNeed:
+    """The blocks that one sequence needs at its peak, in groups of these `windows`.
+
+    `max_chunk` is the most tokens that one step computes of it.
+    """
+
+    windows: Sequence[int | None]
+    block_size: int
+    max_chunk: int
+
+    def blocks(self, num_tokens: int) -> int:
+        """At the peak of a sequence of `num_tokens`."""
+        return peak_blocks(self.windows, num_tokens, self.block_size, self.max_chunk)
+
+    def fitting_length(self, num_blocks: int, max_model_len: int) -> int:
+        """Tokens of the longest sequence that these blocks hold, `max_model_len` at most."""
+        return bisect_right(range(1, max_model_len + 1), num_blocks, key=self.blocks)
+
+    def check_fits(self, num_blocks: int, max_model_len: int, *, given: bool) -> None:
+        """Refuse a cache in which the longest allowed sequence could never finish.
+
+        `given`: the configuration states the number of blocks; else a GPU's memory decided it.
+        """
+        needed = self.blocks(max_model_len)
+        if num_blocks < needed:
+            fitting = self.fitting_length(num_blocks, max_model_len)
+            more = f"cache.num_blocks to {needed}" if given else "cache.gpu_memory_utilization"
+            raise OutOfMemoryError(
+                f"the KV cache holds {num_blocks} blocks of {self.block_size} tokens "
+                f"(a sequence of {fitting} tokens), but limits.max_model_len={max_model_len} needs "
+                f"{needed}; set limits.max_model_len to at most {fitting} (or to fit, which takes "
+                f"the longest that fits), or raise {more}"
+            )

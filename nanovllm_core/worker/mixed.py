@@ -18,17 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
-from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepKey
 
 _FIRST_ROWS = 8
-_ALIGNED = 4
-"""int32 elements in 16 bytes: kernels are compiled for addresses of that alignment."""
-
-
-def aligned(count: int) -> int:
-    """`count` int32 elements and as many more as an aligned address after them needs."""
-    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[StepKey]:

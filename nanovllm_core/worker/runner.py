@@ -10,7 +10,7 @@ where the attention backends can be, launched eagerly beyond the largest.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -19,18 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.interfaces.attention import AttentionBackend, DecodeMetadata, PrefillMetadata
+from nanovllm_core.interfaces.attention import DecodeMetadata, PrefillMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import PrefillChunk, RowSampling, StepPlan, StepResult
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
-from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
-from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
-from nanovllm_core.worker.mixed import ChunkTable, MixedStep, aligned, mixed_keys, pack_chunks
+from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.plugins import make_processors
 from nanovllm_core.worker.progress import Laps
@@ -77,8 +76,9 @@ class ModelRunner:
         context = SamplerContext(device=device, vocab_size=vocab_size, max_entries=num_entries)
         self.sampler: Sampler = make_plugin(setup.sampler, context)
         self._processors = make_processors(setup, device, vocab_size)
-        self.tables = RowTables.allocate(max_rows, self.max_model_len, setup.block_size, device)
-        self.max_blocks = self.tables.block_table.shape[1]
+        self.tables = RowTables.allocate(
+            max_rows, self.max_model_len, setup.block_size, device, len(attention.groups)
+        )
         self.ops = get_row_ops(device)
         max_steps_in_flight = config.steps_ahead + 2
         self._updates = RowUpdates(self.tables)
@@ -88,7 +88,7 @@ class ModelRunner:
         self._keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
         num_tokens = max(key.total_tokens for key in self._keys)
-        self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, device)
+        self._inputs = self._allocate_inputs(num_tokens, num_entries)
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
         self._chunks = {
@@ -112,6 +112,10 @@ class ModelRunner:
         self._num_steps = 0
         self._graphs: StepGraphs | None = None
 
+    def _allocate_inputs(self, num_tokens: int, num_entries: int) -> StepInputs:
+        num_groups, _, max_blocks = self.tables.block_table.shape
+        return StepInputs.allocate(num_tokens, num_entries, max_blocks, self.device, num_groups)
+
     # -- the executor's calls ---------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
@@ -131,13 +135,6 @@ class ModelRunner:
         """Wait for the oldest step in flight."""
         return self._results.collect()
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Use this many fresh blocks from now on."""
-        model = self.model
-        self.attention.cache = allocate_blocks(
-            model.shape, num_blocks, self.tables.block_size, model.dtype, self.device
-        )
-
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
         """Run the largest step there can be, to no effect but on block 0, for its peak memory.
@@ -154,7 +151,7 @@ class ModelRunner:
         self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
-            padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
+            padding = self._allocate_inputs(num_rows, num_rows)
             self._after(padding, tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows)
         self._results.reset()
 
@@ -223,15 +220,11 @@ class ModelRunner:
             self._graphs.clear()
 
     def _watched(self) -> dict[str, Tensor]:
-        owners: dict[str, Sampler | AttentionBackend] = {
-            "sampler": self.sampler,
-            "attention.prefill": self.attention.prefill_backend,
-            "attention.decode": self.attention.decode_backend,
-        }
-        return {"kv_cache": self.attention.cache, "row_tables": self.tables.arena} | {
-            f"{owner}.{name}": tensor
-            for owner, part in owners.items()
-            for name, tensor in part.captured_tensors().items()
+        sampler = self.sampler.captured_tensors()
+        return {
+            "row_tables": self.tables.arena,
+            **{f"sampler.{name}": tensor for name, tensor in sampler.items()},
+            **self.attention.captured_tensors(),
         }
 
     @torch.inference_mode()
@@ -328,7 +321,7 @@ class ModelRunner:
         lengths = [chunk.length for chunk in chunks]
         tokens, entries = num_decode + sum(lengths), num_decode + len(chunks)
         return MixedStep(
-            StepInputs.allocate(tokens, entries, self.max_blocks, self.device),
+            self._allocate_inputs(tokens, entries),
             num_decode,
             ChunkTable(self._staging.copy(packed), len(chunks)),
             max_query_len=max(lengths),
@@ -338,19 +331,22 @@ class ModelRunner:
     def _mixed(self, step: MixedStep) -> None:
         """Decode entries first, then the packed chunks; one forward pass over all their tokens."""
         inputs, prefill, num_decode = step.inputs, step.prefill, step.num_decode
-        decode = None
+        decode: Sequence[DecodeMetadata] = ()
         if num_decode:
             self.ops.prepare_decode(self.tables, step.decode)
             decode = self._decode_metadata(step.decode)
         self.ops.prepare_prefill(self.tables, step.chunks.chunks, prefill, step.max_query_len)
         query_start_loc = step.chunks.query_start_loc
-        metadata = PrefillMetadata(
-            block_table=prefill.block_table,
-            seq_lens=prefill.seq_lens,
-            query_start_loc=query_start_loc,
-            max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
-        )
+        metadata = [
+            PrefillMetadata(
+                block_table=block_table,
+                seq_lens=prefill.seq_lens,
+                query_start_loc=query_start_loc,
+                max_query_len=step.max_query_len,
+                max_seq_len=step.max_seq_len,
+            )
+            for block_table in prefill.block_table.unbind()
+        ]
         self.attention.begin_step(inputs.slot_mapping, decode, metadata)
         hidden = self._module.forward(inputs.input_ids, inputs.positions)
         ends = query_start_loc[1:] + (num_decode - 1)
@@ -359,8 +355,12 @@ class ModelRunner:
 
     # -- sampling ---------------------------------------------------------------------------------
 
-    def _decode_metadata(self, inputs: StepInputs) -> DecodeMetadata:
-        return DecodeMetadata(inputs.block_table, inputs.seq_lens, max_seq_len=self.max_model_len)
+    def _decode_metadata(self, inputs: StepInputs) -> Sequence[DecodeMetadata]:
+        """The rows of a decode step, for each cache group."""
+        return [
+            DecodeMetadata(block_table, inputs.seq_lens, max_seq_len=self.max_model_len)
+            for block_table in inputs.block_table.unbind()
+        ]
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, skip: Tensor) -> None:
         """Greedy and temperature; on the device `skip` says whether a tail does it instead."""

@@ -102,7 +102,7 @@ class Worker:
             num_blocks, length = size_cache(setup, model.shape, memory, parallel.min_over_ranks)
             if length < longest:
                 logger.info(_CUT, length, longest)
-            runner.allocate_cache(num_blocks)
+            attention.allocate_cache(num_blocks)
             laps.end("cache")
             load_seconds = sum(laps.seconds.values())
             if setup.cuda_graphs:
@@ -113,6 +113,7 @@ class Worker:
             max_model_len=length,
             vocab_size=model.shape.vocab_size,
             attention=attention.describe(),
+            cache_windows=attention.layout.windows,
             kernels=f"{setup.kernels.name} {setup.kernels.version}",
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             dtype=setup.dtype,
@@ -183,7 +184,7 @@ def _try_steps(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory) ->
     They run on a given number of blocks too: no request shall be the first to have them compiled.
     Captured steps keep the bytes of the largest, for all share one pool.
     """
-    runner.allocate_cache(1)
+    runner.attention.allocate_cache(1)
     runner.trial_step(setup.config.limits.max_num_batched_tokens)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(runner.device)

@@ -28,7 +28,7 @@ from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, 
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import Attention, SingleRank, TensorParallel
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker.kv_cache import allocate_blocks
+from nanovllm_core.worker.kv_cache import CacheLayout
 from nanovllm_core.worker.model import LoadedModel, load_model
 from nanovllm_kit.dense_attention import DenseRuntime
 from nanovllm_kit.plans import decode_plan
@@ -273,7 +273,7 @@ def test_blocks_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) ->
     )
     num_blocks = (512 << 20) // (2 * 4 * 16 * 4 * 64 * dtype.itemsize)
     before = _resident_pages()
-    cache = allocate_blocks(shape, num_blocks, 16, dtype, torch.device("cpu"))
+    cache = CacheLayout(shape, 16, dtype).allocate(num_blocks, torch.device("cpu"))
     assert cache.nbytes == 512 << 20
     assert (_resident_pages() - before) * 4096 < 64 << 20
     assert not cache[3, 1, -1].any()

@@ -30,7 +30,7 @@ class SchedulerQueue(SchedulingConformance):
         for name in "abcd":
             harness.add(name, [ord(name) % 50] * 9)
         harness.step()
-        waiting = [name for name in "abcd" if not harness.requests[name, 0].block_ids]
+        waiting = [name for name in "abcd" if not harness.requests[name, 0].block_tables]
         assert len(waiting) == 3, "one row, and not one of four requests has it"
         harness.engine.abort(waiting[1])
         assert_all_end(harness)
