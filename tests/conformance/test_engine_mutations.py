@@ -81,7 +81,7 @@ MUTATIONS = [
         "a block that is reused is still found under its old content",
         "block_pool.py",
         ANY,
-        ("            del self._block_of[digest]\n", "            pass\n"),
+        ("            del self._block_of[content]\n", "            pass\n"),
         peers=10,
     ),
     bug(

@@ -40,6 +40,7 @@ class Setting:
     prefix_caching: bool = True
     steps_ahead: int = 1
     eos_token_ids: tuple[int, ...] = ()
+    cache_windows: tuple[int | None, ...] = (None,)
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Harness:
             max_model_len=s.max_model_len,
             max_num_batched_tokens=s.max_num_batched_tokens,
             vocab_size=s.vocab_size,
+            cache_windows=s.cache_windows,
         )
         self.engine = engine_class(
             self.executor,
@@ -95,6 +97,7 @@ class Harness:
                 num_blocks=s.num_blocks,
                 block_size=s.block_size,
                 vocab_size=s.vocab_size,
+                cache_windows=s.cache_windows,
             ),
             eos_token_ids=s.eos_token_ids,
             observation=observation,
@@ -206,6 +209,7 @@ class Harness:
             request.sampling,
             request.max_length,
             self.setting.vocab_size,
+            self.setting.cache_windows,
         )
 
     def check_all(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from nanovllm_core.interfaces.cache_groups import peak_blocks
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Setting
 from nanovllm_kit.scheduler_views import request_labels
@@ -65,24 +66,33 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
     )
 
 
+def cache_windows() -> st.SearchStrategy[tuple[int | None, ...]]:
+    """One group without a window, or one to three groups of any windows."""
+    window = st.none() | st.integers(1, 40)
+    return st.just((None,)) | st.lists(window, min_size=1, max_size=3).map(tuple)
+
+
 @st.composite
 def engine_settings(draw: st.DrawFn) -> tuple[Setting, int, int]:
     """An engine's sizes with the longest prompt and output that it must take."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     max_prompt, max_output = (60, 10) if block_size == 16 else (24, 12)
     longest = max_prompt + max_output
-    enough = -(-(longest - 1) // block_size)
     max_num_seqs = draw(st.integers(1, 8))
+    max_num_batched_tokens = max_num_seqs + draw(st.sampled_from([0, 1, 7, 30, 200]))
+    windows = draw(cache_windows())
+    enough = peak_blocks(windows, longest - 1, block_size, max_num_batched_tokens)
     setting = Setting(
         # From so few blocks that every second request is preempted, to plenty.
         num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, enough, 3 * enough])),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 7, 30, 200])),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=longest,
         prefix_caching=draw(st.booleans()),
         steps_ahead=draw(st.integers(0, 3)),
         eos_token_ids=draw(st.sampled_from([(), (3,), (3, 17, 40)])),
+        cache_windows=windows,
     )
     return setting, max_prompt, max_output
 
