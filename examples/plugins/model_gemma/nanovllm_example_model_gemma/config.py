@@ -123,9 +123,7 @@ def _read(
     scores_cap: float | None,
     logits_cap: float | None,
 ) -> GemmaConfig:
-    refuse_unless(
-        config, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False
-    )
+    refuse_unless(config, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     if quantization := config.get("quantization_config"):
         raise ArchitectureError(
             f"the checkpoint is quantised ({quantization.get('quant_method', 'unknown')}), which "

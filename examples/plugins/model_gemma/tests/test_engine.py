@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from nanovllm_core import LLM, SamplingParams
+from nanovllm_core import LLM, RequestOutput, SamplingParams
 from nanovllm_kit.reference_model import ReferenceCheckpoint
 
 SMALL: dict[str, Any] = {
@@ -32,12 +32,13 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "Gemma 3": (
         transformers.Gemma3ForCausalLM,
-        {"num_hidden_layers": 7, "sliding_window": 21, "sliding_window_pattern": 3},
+        {"num_hidden_layers": 6, "sliding_window": 21, "sliding_window_pattern": 3},
     ),
 }
-"""Two groups of two layers, and two groups with a window beside one without."""
+"""Cache groups of two layers: one with a window and one without, and two with and one without."""
 
 PROMPTS = [[(7 * i + start) % 131 for i in range(start)] for start in (1, 9, 24, 40, 65, 130)]
+PROMPTS += [PROMPTS[-1][:100] + PROMPTS[3], PROMPTS[-1][:70]]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
@@ -54,7 +55,7 @@ def open_llm(folder: Path, **changes: Any) -> Iterator[LLM]:
         "dtype": "float32",
         "attention": "sdpa",
         "max_model_len": 200,
-        "max_num_seqs": 8,
+        "max_num_seqs": 6,
         "max_num_batched_tokens": 48,
         "num_kvcache_blocks": 200,
     }
@@ -62,19 +63,44 @@ def open_llm(folder: Path, **changes: Any) -> Iterator[LLM]:
         yield llm
 
 
-def tokens_of_transformers(reference: ReferenceCheckpoint, prompt: list[int]) -> list[int]:
-    reference.model.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt])
-    everything = torch.ones_like(ids)  # without a mask, ids like the padding's are hidden
-    written = reference.model.generate(
-        ids, attention_mask=everything, do_sample=False, max_new_tokens=60, pad_token_id=0
-    )
-    return list(written[0, len(prompt) :].tolist())
-
-
-def test_an_engine_writes_the_tokens_of_transformers(reference: ReferenceCheckpoint) -> None:
-    """Greedy, prompts in one batch, in chunks that begin and end anywhere in a window."""
-    with open_llm(reference.folder) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+def assert_greedy(reference: ReferenceCheckpoint, outputs: Sequence[RequestOutput]) -> None:
+    """Each token is the likeliest that transformers finds behind those before it."""
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert output.token_ids == tokens_of_transformers(reference, prompt), len(prompt)
+        ids = torch.tensor([*prompt, *output.token_ids])
+        assert len(output.token_ids) == GREEDY.max_tokens
+        choices = reference.logits(ids)[len(prompt) - 1 : -1].argmax(dim=-1)
+        assert output.token_ids == choices.tolist(), f"prompt of {len(prompt)} tokens"
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_an_engine_writes_the_tokens_of_transformers(
+    reference: ReferenceCheckpoint, steps_ahead: int
+) -> None:
+    """Greedy, many prompts in one batch, in chunks that begin and end anywhere in a window.
+
+    The second time most of each prompt is in the prefix cache, or was: windows let go of it.
+    """
+    with open_llm(reference.folder, steps_ahead=steps_ahead) as llm:
+        assert_greedy(reference, llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        before = llm.stats.prefix_hit_tokens
+        assert_greedy(reference, llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        assert llm.stats.prefix_hit_tokens > before
+        assert llm.stats.free_blocks == llm.stats.blocks
+
+
+def test_preempted_requests_write_the_same_tokens(reference: ReferenceCheckpoint) -> None:
+    """In a cache that is too small for the batch, whose windows let go of blocks meanwhile."""
+    with open_llm(reference.folder, num_kvcache_blocks=56) as llm:
+        assert_greedy(reference, llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        assert llm.stats.preemptions > 0
+
+
+def test_transformers_generates_what_it_finds_likeliest(reference: ReferenceCheckpoint) -> None:
+    """Its cache of windows agrees with its masks, so that one forward pass can judge a text."""
+    reference.model.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPTS[3]])
+    written = reference.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=60, pad_token_id=0
+    )[0]
+    choices = reference.logits(written)[len(PROMPTS[3]) - 1 : -1].argmax(dim=-1)
+    assert written[len(PROMPTS[3]) :].tolist() == choices.tolist()
