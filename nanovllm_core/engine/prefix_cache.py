@@ -118,12 +118,10 @@ class PagedKV:
     def add_blocks(self, request: Request) -> list[Append]:
         """Give a request one more block in each group; the caller made room for them."""
         index = request.num_blocks
-        for table in request.block_tables:
-            table.append(self.pool.allocate())
-        return [
-            (request.row, group, index, table[index])
-            for group, table in enumerate(request.block_tables)
-        ]
+        new = [self.pool.allocate() for _ in self.windows]
+        for table, block_id in zip(request.block_tables, new, strict=True):
+            table.append(block_id)
+        return [(request.row, group, index, block_id) for group, block_id in enumerate(new)]
 
     def drop_behind(self, request: Request) -> None:
         """Free the blocks that no window of the positions to be planned reaches.

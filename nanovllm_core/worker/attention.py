@@ -124,16 +124,15 @@ class PagedAttention:
 def _config(
     setup: WorkerSetup, model: LoadedModel, group: CacheGroup, layers: Sequence[Attention]
 ) -> AttentionConfig:
-    """What the backends of a group are made for.
-
-    One backend serves all layers of a group: layers of different scales are refused.
-    """
-    scales = {index: layers[index].scale for index in group.layers}
-    if len(set(scales.values())) > 1:
-        raise UnsupportedError(
-            f"attention layers of one cache group have different scales, by layer {scales}: one "
-            "backend serves all layers of a group; use a model whose layers do not differ in it"
-        )
+    """What the backends of a group are made for; its layers must have one scale."""
+    first = group.layers[0]
+    for index in group.layers:
+        if layers[index].scale != layers[first].scale:
+            raise UnsupportedError(
+                f"attention layer {index} has scale={layers[index].scale}, not scale="
+                f"{layers[first].scale} as layer {first} of its cache group: one backend serves all "
+                "layers of a group; use a model whose layers do not differ in it"
+            )
     limits, attention = setup.config.limits, group.attention
     return AttentionConfig(
         device=model.device,
@@ -141,7 +140,7 @@ def _config(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_size=attention.head_size,
-        scale=layers[group.layers[0]].scale,
+        scale=layers[first].scale,
         block_size=setup.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=setup.max_model_len,

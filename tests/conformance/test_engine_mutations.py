@@ -148,6 +148,35 @@ MUTATIONS = [
         ),
     ),
     bug(
+        "a block is freed while its group's window reaches it",
+        "prefix_cache.py",
+        ANY,
+        ("max(0, position - window + 1) //", "max(0, position - window + 2) //"),
+    ),
+    bug(
+        "a prefix is cached where blocks of a window are gone",
+        "prefix_cache.py",
+        ANY,
+        ("            length -= 1\n", "            break\n"),
+    ),
+    bug(
+        "two cache groups find each other's blocks",
+        "prefix_cache.py",
+        ANY,
+        (
+            "self.pool.publish(table[index], (digests[index], group))",
+            "self.pool.publish(table[index], (digests[index], 0))",
+        ),
+        ("self.pool.find((digest, group)) for", "self.pool.find((digest, 0)) for"),
+        ("self.pool.find((digest, group))) ==", "self.pool.find((digest, 0))) =="),
+    ),
+    bug(
+        "a row that is due has room with one free block, in however many groups",
+        "planner.py",
+        PREEMPTED,
+        ("while self.kv.pool.num_free < len(self.kv.windows):", "while self.kv.pool.num_free < 1:"),
+    ),
+    bug(
         "a result for a row's former request is taken",
         "rows.py",
         ANY,

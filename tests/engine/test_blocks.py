@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nanovllm_core.engine.block_pool import NO_BLOCK, BlockPool
@@ -224,3 +226,22 @@ def test_no_block_is_given_early_where_not_every_row_could_have_another() -> Non
     assert harness.engine.stats.preemptions == 0
     appends = [plan.appends for plan in harness.executor.plans if plan.appends is not None]
     assert [len(together) for together in appends] == [1, 1, 1, 1]
+
+
+def test_blocks_come_early_also_where_the_row_that_is_due_was_preempted() -> None:
+    """Its blocks are free then: a plan for the row that needs one soon is saved as ever."""
+    sizes = Setting(block_size=16, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=99)
+    harness = Harness(replace(sizes, max_model_len=128))
+    (soon,) = harness.add("soon", [1] * 45, greedy(20))
+    (due,) = harness.add("due", [2] * 46, greedy(20))  # arrived last: preempted first
+    planner = harness.engine._planner
+    planner.plan()
+    harness.take_free_blocks()
+    while due.state.value == "decoding":
+        assert soon.num_blocks == 3
+        planned = planner.plan()
+    assert planner.num_preemptions == 1
+    assert soon.num_scheduled == 48  # its third block is just full
+    assert planned is not None
+    assert planned.plan.appends is not None
+    assert planned.plan.appends.tolist() == [[soon.row, 0, 3, soon.block_tables[0][3]]]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanovllm_core.interfaces.cache_groups import peak_blocks
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Letters, Setting
 from nanovllm_kit.scheduler_views import request_labels
 
 _FIRST = [7 * i % 50 for i in range(60)]
@@ -29,6 +29,7 @@ class Arrival:
     priority: int
     n: int
     stream: bool
+    stop: str | None
     salt: bytes
     labels: Mapping[str, str]
     steps_before: int
@@ -59,6 +60,7 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
         priority=st.sampled_from([0, 0, -1, 2]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stream=st.booleans(),
+        stop=st.sampled_from([None, None, "q"]),
         salt=st.sampled_from([b"", b"", b"tenant"]),
         labels=request_labels(),
         steps_before=st.integers(0, 3),
@@ -126,12 +128,14 @@ def play(harness: Harness, requests: Sequence[Arrival]) -> Iterator[None]:
             max_tokens=arrival.max_tokens,
             priority=arrival.priority,
             n=arrival.n,
+            stop=arrival.stop,
         )
         harness.add(
             f"r{i}",
             arrival.prompt(),
             params,
             stream=arrival.stream,
+            detokenizer=Letters if arrival.stop else None,
             cache_salt=arrival.salt,
             labels=arrival.labels,
         )
