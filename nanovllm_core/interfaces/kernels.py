@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class QKPrep:
     """The preparation of packed q, k, v before attention, as data: norm per head, then rotation.
 
-    `q_norm_weight`, `k_norm_weight` [D]: RMS norm per head, None for none; in any dtype. `cos_sin_cache`
-    [max_position, R] float32, cos beside sin, rotates the first R <= D dimensions of each head in
-    halves. Head counts are this rank's.
+    `q_norm_weight`, `k_norm_weight` [D]: RMS norm per head, None for none; in the dtype of q and k
+    or float32. `cos_sin_cache` [max_position, R] float32, cos beside sin, rotates the first R <= D
+    dimensions of each head in halves. Head counts are this rank's.
     """
 
     num_heads: int
