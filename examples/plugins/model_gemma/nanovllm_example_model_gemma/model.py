@@ -37,7 +37,6 @@ from nanovllm_core.layers import (
 )
 from nanovllm_example_model_gemma.config import GemmaConfig, read_gemma2, read_gemma3
 
-
 _TEXT_DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
