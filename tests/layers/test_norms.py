@@ -34,9 +34,9 @@ def test_a_norm_has_the_bits_of_transformers(
     context = LayerContext(CPU, dtype, SingleRank(), TorchKernels())
     norm, expected = ours(context, 96, 1e-3), theirs(96, 1e-3).to(dtype)
     linear = ColumnParallelLinear(context, 96, 24)
-    for weight in (norm.weight, linear.matrix.tensor):
+    for weight in (norm.weight, *linear.parameters()):
         weight.normal_(0.0, 0.3)
-    expected.weight.copy_(norm.weight)
+    expected.load_state_dict({"weight": norm.weight})
     finalize_layers(norm)
     x_TE = torch.randn(50, 96).to(dtype)
     assert torch.equal(norm(x_TE), expected(x_TE))

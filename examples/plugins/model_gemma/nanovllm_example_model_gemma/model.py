@@ -43,6 +43,8 @@ _TEXT_DEFAULTS = {
     "max_position_embeddings": 131_072,
 }
 """Sizes that the `text_config` of Gemma 3 4B lacks; a config.json for text alone must have them."""
+_SHARED = ("tie_word_embeddings", "quantization_config")
+"""Settings beside `text_config` that concern the text model."""
 
 
 class SelfAttention(nn.Module):
@@ -223,8 +225,8 @@ class Gemma3ForConditionalGeneration(nn.Module):
     @classmethod
     def text_config(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings of the text model; published ones leave out what transformers knows."""
-        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        return {**_TEXT_DEFAULTS, **tied, **config["text_config"]}
+        shared = {key: config[key] for key in _SHARED if key in config}
+        return {**_TEXT_DEFAULTS, **shared, **config["text_config"]}
 
     @classmethod
     def shape(cls, config: Mapping[str, Any]) -> ModelShape:

@@ -162,6 +162,10 @@ def test_a_quantised_checkpoint_is_refused() -> None:
     """By the name of its method."""
     with pytest.raises(ArchitectureError, match="fp8"):
         read_gemma2({**SMALL, "quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(ArchitectureError, match="gptq"):
+        Gemma3ForConditionalGeneration.shape(
+            {**GEMMA_3_4B, "quantization_config": {"quant_method": "gptq"}}
+        )
 
 
 def test_a_model_with_eyes_is_its_text_model(tmp_path: Path) -> None:

@@ -34,8 +34,29 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Gemma3ForCausalLM,
         {"num_hidden_layers": 6, "sliding_window": 21, "sliding_window_pattern": 3},
     ),
+    "Gemma 3 with eyes": (
+        transformers.Gemma3ForConditionalGeneration,
+        {
+            "text_config": {
+                **SMALL,
+                "num_hidden_layers": 3,
+                "sliding_window": 40,
+                "sliding_window_pattern": 3,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+    ),
 }
-"""Cache groups of two layers: one with a window and one without, and two with and one without."""
+"""Cache groups of two layers: one with a window and one without, and two with and one without.
+Then three groups of one layer."""
 
 PROMPTS = [[(7 * i + start) % 131 for i in range(start)] for start in (1, 9, 24, 40, 65, 130)]
 PROMPTS += [PROMPTS[-1][:100] + PROMPTS[3], PROMPTS[-1][:70]]
@@ -45,7 +66,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 @pytest.fixture(params=MODELS)
 def reference(request: pytest.FixtureRequest, tmp_path: Path) -> ReferenceCheckpoint:
     reference_class, settings = MODELS[request.param]
-    return ReferenceCheckpoint.save(tmp_path, reference_class, {**SMALL, **settings})
+    if "text_config" not in settings:
+        settings = {**SMALL, **settings}
+    return ReferenceCheckpoint.save(tmp_path, reference_class, settings)
 
 
 @contextmanager
