@@ -106,6 +106,10 @@ def chosen_by(startup: Startup, model: Path) -> dict[str, str]:
 @given(model=st.sampled_from(MODELS), changes=drawn_changes())
 @example(model="right", changes={})
 @example(model="right", changes={"device": "cuda", "scheduler": "nosuch"})
+@example(  # the length that fits is shown by the blocks of an attention that is not there
+    model="right",
+    changes={"attention": "nosuch", "cache.num_blocks": 1, "limits.max_model_len": "fit"},
+)
 def test_explain_names_what_a_start_chooses_and_fails_where_it_fails(
     model: str, changes: dict[str, Any], folders: Path
 ) -> None:

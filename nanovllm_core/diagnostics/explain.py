@@ -52,12 +52,11 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
     for name, decide in SEQUENCE.items():
         try:
             decide(view)
+            seams.append(Seam(name, *VIEWS[name](view)))
         except NanoVLLMError as error:
             said = "depends on the problem above" if error in problems else str(error)
             seams.append(Seam(name, problem=said))
             problems.append(error)
-        else:
-            seams.append(Seam(name, *VIEWS[name](view)))
     return seams
 
 
