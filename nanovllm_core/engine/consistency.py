@@ -71,6 +71,8 @@ def _length_faults(planner: Planner, request: Request, max_in_flight: int) -> It
         yield f"{name} holds {held} blocks for {scheduled} positions"
     if request.num_published > held:
         yield f"{name} shares blocks it does not hold"
+    if request.num_published * kv.block_size > known:
+        yield f"{name} shares {request.num_published} blocks and has {known} ids for them"
     yield from _window_faults(kv, request)
 
 

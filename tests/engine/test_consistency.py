@@ -86,6 +86,10 @@ def it_shares_one_block_more_than_it_holds(_: Harness, request: Request) -> None
     request.num_published = request.num_blocks + 1
 
 
+def it_shares_a_block_that_is_not_full(_: Harness, request: Request) -> None:
+    request.num_published = 3
+
+
 def it_was_preempted_and_holds_blocks(harness: Harness, request: Request) -> None:
     harness.engine._planner.draining.append(request)
 
@@ -127,6 +131,7 @@ def its_row_does_not_decode(harness: Harness, request: Request) -> None:
         (it_lacks_a_block, "a holds 3 blocks for 13 positions"),
         (it_holds_a_block_too_early, "a holds 3 blocks for 7 positions"),
         (it_shares_one_block_more_than_it_holds, "a shares blocks it does not hold"),
+        (it_shares_a_block_that_is_not_full, "a shares 3 blocks and has 9 ids for them"),
         (it_was_preempted_and_holds_blocks, "a was preempted and still holds blocks"),
         (it_is_finished, "a is finished and still listed"),
         (it_waits_in_a_row, "a is waiting in row 0"),
@@ -177,7 +182,8 @@ def a_block_one_step_early(harness: Harness, request: Request) -> None:
     rows.known[request.row] = rows.scheduled[request.row] = 8
 
 
-def all_blocks_shared(_: Harness, request: Request) -> None:
+def all_blocks_shared(harness: Harness, request: Request) -> None:
+    every_block_full(harness, request)
     request.num_published = request.num_blocks
 
 

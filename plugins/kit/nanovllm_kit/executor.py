@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from nanovllm_core.interfaces.plan import (
     StepResult,
     WorkerInfo,
 )
+from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry import get_plugin_manager, load_object
 from nanovllm_core.selection import start
 from nanovllm_core.worker import SingleProcessExecutor, Worker
@@ -51,6 +53,7 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPTS = ((9, 8, 7, 6, 5), (3, 3, 1))
 NUM_DECODES = 5
+WINDOWS = (8, None)
 PATIENCE = 5.0
 """Seconds in which any `submit` has returned that does not wait."""
 
@@ -114,6 +117,24 @@ class ExecutorConformance(SpecConformance):
         try:
             reference.start(setup)
             assert_same(actual, run(reference, two_prompts(), ahead=0))
+        finally:
+            reference.close()
+
+    def test_each_cache_group_has_block_tables_of_its_own(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """Of a model with windows in every other layer, the same as from the core's own.
+
+        Blocks are appended in each group, and one that lies behind the window goes to another row.
+        """
+        setup = with_windows(setup)
+        with self.started(plugin, setup) as (executor, info):
+            assert info.cache_windows == WINDOWS
+            actual = run(executor, two_groups(), ahead=1)
+        reference = SingleProcessExecutor(plugin.options)
+        try:
+            reference.start(setup)
+            assert_same(actual, run(reference, two_groups(), ahead=0))
         finally:
             reference.close()
 
@@ -236,6 +257,21 @@ class ExecutorConformance(SpecConformance):
                 executor.collect()
 
 
+def with_windows(setup: WorkerSetup) -> WorkerSetup:
+    """The same for a model of the kit's: of its four layers two make each cache group."""
+    distribution = "nanovllm-kit"
+    model = ResolvedPlugin(
+        kind="model",
+        name="AlternatingForCausalLM",
+        distribution=distribution,
+        version=version(distribution),
+        impl="nanovllm_kit.alternating_model:AlternatingForCausalLM",
+        interface=setup.model.interface,
+    )
+    layers = {"num_hidden_layers": 4, "windows": WINDOWS}
+    return replace(setup, model=model, model_config={**setup.model_config, **layers})
+
+
 Data = TypeVar("Data", StepPlan, StepResult, WorkerInfo)
 
 
@@ -289,10 +325,11 @@ def admit(
     stop: tuple[int, ...] = (),
     logprobs: int | None = None,
     epoch: int = 1,
+    tables: Sequence[Sequence[int]] | None = None,
 ) -> StepPlan:
     """A step that computes whole prompts, each in a row of its own with two blocks of its own.
 
-    No row decodes.
+    Or with these `tables`, one for each cache group. No row decodes.
     """
     admissions = tuple(
         Admission(
@@ -300,7 +337,7 @@ def admit(
             token_ids=np.array(prompt, np.int32),
             num_prompt_tokens=len(prompt),
             num_computed=0,
-            block_ids=np.array([(3 + 2 * row, 2 * row)], np.int32),
+            block_ids=np.array(tables or [(3 + 2 * row, 2 * row)], np.int32),
             max_length=max_length,
             sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
         )
@@ -329,6 +366,22 @@ def two_prompts(first_epoch: int = 1) -> list[StepPlan]:
         replace(join, epoch=alone, num_decode=1, decode_rows=None),
         *decodes((0, 2), NUM_DECODES, alone + 1),
     ]
+
+
+def two_groups() -> list[StepPlan]:
+    """A row whose 15 ids fill a block of each group, and which then gets another in each.
+
+    Then the first block lies behind the first group's window, and a second row computes its ids
+    there.
+    """
+    ids = tuple(range(20, 35))
+    first = admit({0: ids}, tables=[[3], [7]], logprobs=3)
+    more = np.array([(0, 0, 1, 5), (0, 1, 1, 1)], np.int32)
+    start, *steady = decodes((0,), 12)
+    steady[0] = replace(steady[0], appends=more)
+    join = admit({1: ids[::-1]}, tables=[[3], [9]], logprobs=3)
+    join = replace(join, epoch=2, num_decode=1, decode_rows=None)
+    return [first, start, *steady, join, *decodes((0, 1), 2, epoch=3)]
 
 
 def run(executor: Executor, plans: Sequence[StepPlan], ahead: int) -> list[Outcome]:

@@ -161,6 +161,34 @@ class Shown(UserDict[Any, Any]):
         return Shown, ()
 
 
+class OneTable(SingleProcessExecutor):
+    """Knows one block table of a row."""
+
+    def submit(self, plan: StepPlan) -> None:
+        admissions = tuple(
+            replace(one, block_ids=np.repeat(one.block_ids[:1], len(one.block_ids), axis=0))
+            for one in plan.admissions
+        )
+        super().submit(replace(plan, admissions=admissions))
+
+
+class OneGroup(SingleProcessExecutor):
+    """Appends every block to the first group's table."""
+
+    def submit(self, plan: StepPlan) -> None:
+        appends = plan.appends
+        if appends is not None:
+            appends = appends[appends[:, 1] == 0]
+        super().submit(replace(plan, appends=appends))
+
+
+class NoWindows(SingleProcessExecutor):
+    """Does not say that the cache has groups."""
+
+    def start(self, setup: WorkerSetup) -> WorkerInfo:
+        return replace(super().start(setup), cache_windows=(None,))
+
+
 @pytest.fixture
 def setup(tmp_path: Path) -> WorkerSetup:
     made: Any = ExecutorConformance
@@ -239,3 +267,19 @@ def test_a_worker_that_is_out_of_reach_proves_nothing(
 ) -> None:
     with pytest.raises(pytest.skip.Exception, match="no Worker of this process"):
         SUITE.test_submit_does_not_wait_for_the_step(plugin(Elsewhere), setup, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("executor", "said"),
+    [(OneTable, "log-probab|token ids"), (OneGroup, "log-probab|token ids"), (NoWindows, "None")],
+)
+def test_executors_that_know_one_cache_group_are_caught(
+    executor: type[SingleProcessExecutor], said: str, setup: WorkerSetup
+) -> None:
+    """They are right for every model whose layers are alike."""
+    with pytest.raises(AssertionError, match=said):
+        SUITE.test_each_cache_group_has_block_tables_of_its_own(plugin(executor), setup)
+
+
+def test_an_executor_that_knows_cache_groups_passes(setup: WorkerSetup) -> None:
+    SUITE.test_each_cache_group_has_block_tables_of_its_own(plugin(Right), setup)
