@@ -163,6 +163,17 @@ def test_a_decision_asks_for_no_more_than_it_needs(folders: Path) -> None:
         decisions.named("sampler")
 
 
+def test_attention_is_asked_for_the_heads_of_one_rank(folders: Path) -> None:
+    """Of a model of 4 query and 2 KV heads, 2 ranks have 2 and 1 each."""
+    changes = {"tensor_parallel_size": 2, "device": "cpu"}
+    decisions = Decisions(
+        load_with_sources(str(folders / "right"), overrides=changes, env={}).config
+    )
+    [(asked, layers)] = decisions.requirements("decode").items()
+    assert (asked.num_heads, asked.num_kv_heads) == (2, 1)
+    assert layers == [*range(decisions.shape.num_layers)]
+
+
 def test_a_failure_is_told_once(folders: Path) -> None:
     found: list[Seam] = explain(load_with_sources(str(folders / "none"), env={}))
     told = [seam for seam in found if seam.problem and "above" not in seam.problem]

@@ -37,7 +37,7 @@ class Intake:
             news = tuple(self._news(planned, token_ids, ended, now))
         for row in self._rows.rows_with_full_block(self._kv.block_size):
             request = self._planner.running[row]
-            self._publish(request, request.num_tokens - 1)
+            self._publish(request, int(self._rows.known[row]) - 1)
         return news
 
     def _news(

@@ -102,7 +102,7 @@ class Planner:
         self.step += 1
         self.rows.scheduled += self.rows.decoding
         for prompt in planned.chunks:
-            self.kv.drop_behind(prompt.request)
+            self.kv.drop_behind([prompt.request])
             if prompt.chunk.samples:
                 self._start_decoding(prompt.request)
         return planned
@@ -147,8 +147,7 @@ class Planner:
         growing = [request for request in due if request.state is RequestState.DECODING]
         if not growing:
             return ()
-        for request in growing:
-            self.kv.drop_behind(request)
+        self.kv.drop_behind(growing)
         appends = [
             append
             for request in growing
@@ -176,13 +175,13 @@ class Planner:
                 break
             request = self.running[row]
             if self._next_due(request) < request.max_length - 1:
-                self.kv.drop_behind(request)
+                self.kv.drop_behind([request])
                 appends += self._append_blocks(request)
         return appends
 
     def _next_due(self, request: Request) -> int:
         """The scheduled length at which a decoding row needs a block or has everything planned."""
-        capacity = request.num_blocks * self.kv.block_size
+        capacity = len(request.block_tables[0]) * self.kv.block_size
         return min(capacity, request.max_length - 1)
 
     def _start_decoding(self, request: Request) -> None:

@@ -14,6 +14,8 @@ different salts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from nanovllm_core.engine.block_pool import NO_BLOCK, BlockPool
@@ -78,11 +80,12 @@ class PagedKV:
 
     def _find(self, digests: list[bytes], group: int) -> list[int]:
         """The blocks of a cached prefix in one group, with gaps where it has a window."""
+        find = self.pool.find
         if self.windows[group] is not None:
-            return [self.pool.find((digest, group)) for digest in digests]
+            return [find((digest, group)) for digest in digests]
         blocks: list[int] = []
         for digest in digests:
-            if (block_id := self.pool.find((digest, group))) == NO_BLOCK:
+            if (block_id := find((digest, group))) == NO_BLOCK:
                 break
             blocks.append(block_id)
         return blocks
@@ -117,27 +120,28 @@ class PagedKV:
 
     def add_blocks(self, request: Request) -> list[Append]:
         """Give a request one more block in each group; the caller made room for them."""
-        index = request.num_blocks
-        new = [self.pool.allocate() for _ in self.windows]
-        for table, block_id in zip(request.block_tables, new, strict=True):
-            table.append(block_id)
-        return [(request.row, group, index, block_id) for group, block_id in enumerate(new)]
+        index, appends = len(request.block_tables[0]), []
+        for group, table in enumerate(request.block_tables):
+            table.append(self.pool.allocate())
+            appends.append((request.row, group, index, table[index]))
+        return appends
 
-    def drop_behind(self, request: Request) -> None:
+    def drop_behind(self, requests: Sequence[Request]) -> None:
         """Free the blocks that no window of the positions to be planned reaches.
 
         Plans so far may read and write them; whatever comes into them is of a later plan. So their
         content can be shared now, and for that they stay findable.
         """
         for group, window in self._bounded:
-            table = request.block_tables[group]
-            start = end = self.first_block(window, request.num_scheduled)
-            while start and table[start - 1] != NO_BLOCK:
-                start -= 1
-            if start < end:
-                self.publish(request, min(end * self.block_size, request.num_tokens - 1))
-                self.pool.release(table[start:end])
-                table[start:end] = [NO_BLOCK] * (end - start)
+            for request in requests:
+                table = request.block_tables[group]
+                start = end = self.first_block(window, request.num_scheduled)
+                while start and table[start - 1] != NO_BLOCK:
+                    start -= 1
+                if start < end:
+                    self.publish(request, min(end * self.block_size, request.num_tokens - 1))
+                    self.pool.release(table[start:end])
+                    table[start:end] = [NO_BLOCK] * (end - start)
 
     def publish(self, request: Request, num_computed: int) -> None:
         """Make the full blocks below `num_computed` findable: their KV and their ids are known."""

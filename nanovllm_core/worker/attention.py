@@ -130,8 +130,8 @@ def _config(
         if layers[index].scale != layers[first].scale:
             raise UnsupportedError(
                 f"attention layer {index} has scale={layers[index].scale}, not scale="
-                f"{layers[first].scale} as layer {first} of its cache group: one backend serves all "
-                "layers of a group; use a model whose layers do not differ in it"
+                f"{layers[first].scale} as layer {first} of its cache group: one backend serves "
+                "all layers of a group; use a model whose layers do not differ in it"
             )
     limits, attention = setup.config.limits, group.attention
     return AttentionConfig(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm_core.interfaces.attention import DecodeMetadata
+
 _ALIGNED = 4
 """int32 elements in 16 bytes: kernels are compiled for addresses of that alignment."""
 
@@ -74,3 +76,10 @@ class StepInputs:
             output_index=self.output_index[rows],
             block_table=self.block_table[:, rows],
         )
+
+    def decode_metadata(self, max_seq_len: int) -> list[DecodeMetadata]:
+        """The entries as decode rows, for each cache group."""
+        return [
+            DecodeMetadata(block_table, self.seq_lens, max_seq_len)
+            for block_table in self.block_table.unbind()
+        ]

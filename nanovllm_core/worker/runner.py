@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.interfaces.attention import DecodeMetadata, PrefillMetadata
+from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import PrefillChunk, RowSampling, StepPlan, StepResult
@@ -256,7 +256,8 @@ class ModelRunner:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
         inputs = self._inputs.slice(slice(bucket), slice(bucket))
         self.ops.prepare_decode(self.tables, inputs)
-        self.attention.begin_step(inputs.slot_mapping, self._decode_metadata(inputs))
+        decode = inputs.decode_metadata(self.max_model_len)
+        self.attention.begin_step(inputs.slot_mapping, decode)
         hidden = self._module.forward(inputs.input_ids, inputs.positions)
         self._sample(hidden, inputs, skip=self.tables.skip_sampler)
 
@@ -330,37 +331,19 @@ class ModelRunner:
 
     def _mixed(self, step: MixedStep) -> None:
         """Decode entries first, then the packed chunks; one forward pass over all their tokens."""
-        inputs, prefill, num_decode = step.inputs, step.prefill, step.num_decode
+        inputs, num_decode = step.inputs, step.num_decode
         decode: Sequence[DecodeMetadata] = ()
         if num_decode:
             self.ops.prepare_decode(self.tables, step.decode)
-            decode = self._decode_metadata(step.decode)
-        self.ops.prepare_prefill(self.tables, step.chunks.chunks, prefill, step.max_query_len)
-        query_start_loc = step.chunks.query_start_loc
-        metadata = [
-            PrefillMetadata(
-                block_table=block_table,
-                seq_lens=prefill.seq_lens,
-                query_start_loc=query_start_loc,
-                max_query_len=step.max_query_len,
-                max_seq_len=step.max_seq_len,
-            )
-            for block_table in prefill.block_table.unbind()
-        ]
-        self.attention.begin_step(inputs.slot_mapping, decode, metadata)
+            decode = step.decode.decode_metadata(self.max_model_len)
+        self.ops.prepare_prefill(self.tables, step.chunks.chunks, step.prefill, step.max_query_len)
+        self.attention.begin_step(inputs.slot_mapping, decode, step.prefill_metadata())
         hidden = self._module.forward(inputs.input_ids, inputs.positions)
-        ends = query_start_loc[1:] + (num_decode - 1)
+        ends = step.chunks.query_start_loc[1:] + (num_decode - 1)
         last = torch.cat([self._entries[:num_decode], ends])
         self._sample(hidden.index_select(0, last), inputs, skip=step.chunks.skip_sampler)
 
     # -- sampling ---------------------------------------------------------------------------------
-
-    def _decode_metadata(self, inputs: StepInputs) -> Sequence[DecodeMetadata]:
-        """The rows of a decode step, for each cache group."""
-        return [
-            DecodeMetadata(block_table, inputs.seq_lens, max_seq_len=self.max_model_len)
-            for block_table in inputs.block_table.unbind()
-        ]
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, skip: Tensor) -> None:
         """Greedy and temperature; on the device `skip` says whether a tail does it instead."""

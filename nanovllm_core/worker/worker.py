@@ -19,6 +19,7 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
 from nanovllm_core.registry.checks import describe
@@ -61,47 +62,25 @@ class Worker:
         The number of blocks, and so the longest sequence, is the smallest of all ranks. Raises
         WeightsError, OutOfMemoryError or whatever a plugin raises.
         """
-        setup, parallel = self.setup, self.parallel
-        laps, limits = Laps(), setup.config.limits
-        device, memory = torch.device(setup.device), None
+        laps, parallel, device = Laps(), self.parallel, torch.device(self.setup.device)
         with _memory_for(
             device, "the model", "free it of others, or take a smaller model or dtype"
         ):
-            require_triton(device)
-            if device.type == "cuda":
-                memory = DeviceMemory.open(device)
-                self._on_device = torch.cuda.device(device)
+            memory = self._open_device(device)
             laps.end("device")
-            kernels: KernelSet = make_plugin(setup.kernels, device)
-            model = load_model(setup, kernels, parallel.tensor_parallel)
+            kernels: KernelSet = make_plugin(self.setup.kernels, device)
+            model = load_model(self.setup, kernels, parallel.tensor_parallel)
             laps.end("model")
-        longest = setup.max_model_len
-        if limits.max_model_len == FIT:
-            # A bound, so that tables are not made for a longer sequence: the blocks beside the
-            # weights alone. Workspaces and steps take their part when they can be measured.
-            now = memory and memory.measure(device)
-            _, length = size_cache(setup, model.shape, now, parallel.min_over_ranks)
-            setup = replace(setup, max_model_len=length)
-        what = "steps"
-        remedy = (
-            f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len "
-            f"({setup.max_model_len}) or max_num_batched_tokens ({limits.max_num_batched_tokens})"
-        )
-        if setup.cuda_graphs:
-            what = "steps and their CUDA graphs"
-            remedy += (
-                f", or cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), "
-                "shorten cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
-            )
-        with _memory_for(device, what, remedy):
+        setup = self._with_bounded_length(model.shape, memory)
+        with _memory_for(device, *_steps_and_remedy(setup)):
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, model, attention)
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)
             num_blocks, length = size_cache(setup, model.shape, memory, parallel.min_over_ranks)
-            if length < longest:
-                logger.info(_CUT, length, longest)
+            if length < self.setup.max_model_len:
+                logger.info(_CUT, length, self.setup.max_model_len)
             attention.allocate_cache(num_blocks)
             laps.end("cache")
             load_seconds = sum(laps.seconds.values())
@@ -124,6 +103,28 @@ class Worker:
             prompt_graph_sizes=runner.prompt_sizes if setup.cuda_graphs else (),
             start_seconds=laps.seconds,
         )
+
+    def _open_device(self, device: torch.device) -> DeviceMemory | None:
+        """Make the device ready for work; its memory, None of a CPU."""
+        require_triton(device)
+        if device.type != "cuda":
+            return None
+        memory = DeviceMemory.open(device)
+        self._on_device = torch.cuda.device(device)
+        return memory
+
+    def _with_bounded_length(self, shape: ModelShape, memory: DeviceMemory | None) -> WorkerSetup:
+        """The set-up; where the length is to fit, with what the blocks beside the weights hold.
+
+        A bound, so that tables are not made for a longer sequence. Workspaces and steps take their
+        part when they can be measured.
+        """
+        setup = self.setup
+        if setup.config.limits.max_model_len != FIT:
+            return setup
+        now = memory and memory.measure(torch.device(setup.device))
+        _, length = size_cache(setup, shape, now, self.parallel.min_over_ranks)
+        return replace(setup, max_model_len=length)
 
     def submit(self, plan: StepPlan) -> None:
         """Apply the plan and launch its step; never waits for the device, but in debug mode.
@@ -176,6 +177,22 @@ def _memory_for(device: torch.device, what: str, remedy: str) -> Iterator[None]:
         if not full and "DefaultCPUAllocator" not in str(error):
             raise
         raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
+
+
+def _steps_and_remedy(setup: WorkerSetup) -> tuple[str, str]:
+    """What needs memory behind the weights, and what helps where there is too little."""
+    limits = setup.config.limits
+    remedy = (
+        f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len ({setup.max_model_len}) "
+        f"or max_num_batched_tokens ({limits.max_num_batched_tokens})"
+    )
+    if not setup.cuda_graphs:
+        return "steps", remedy
+    remedy += (
+        f", or cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), "
+        "shorten cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
+    )
+    return "steps and their CUDA graphs", remedy
 
 
 def _try_steps(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory) -> DeviceMemory:

@@ -167,8 +167,8 @@ MUTATIONS = [
             "self.pool.publish(table[index], (digests[index], group))",
             "self.pool.publish(table[index], (digests[index], 0))",
         ),
-        ("self.pool.find((digest, group)) for", "self.pool.find((digest, 0)) for"),
-        ("self.pool.find((digest, group))) ==", "self.pool.find((digest, 0))) =="),
+        ("find((digest, group)) for", "find((digest, 0)) for"),
+        ("find((digest, group))) ==", "find((digest, 0))) =="),
     ),
     bug(
         "a row that is due has room with one free block, in however many groups",

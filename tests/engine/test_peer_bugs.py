@@ -191,10 +191,10 @@ def test_a_hit_on_a_free_block_keeps_it_findable() -> None:
     """Bug 13: taking a free block over erased its hash, so the second hit missed."""
     pool = BlockPool(2)
     block_id = pool.allocate()
-    pool.publish(block_id, b"content")
+    pool.publish(block_id, (b"content", 0))
     pool.release([block_id])
     for _ in range(2):
-        assert pool.find(b"content") == block_id
+        assert pool.find((b"content", 0)) == block_id
         pool.retain(block_id)
         assert not pool.is_free(block_id)
         pool.release([block_id])

@@ -35,6 +35,15 @@ def arrays(elements: st.SearchStrategy[Any], dtype: Any) -> st.SearchStrategy[An
 
 
 indices = arrays(numbers, np.int32)
+
+
+def block_tables(shape: tuple[int, int]) -> st.SearchStrategy[Any]:
+    """Tables of so many groups and blocks; -1 behind a window."""
+    size = shape[0] * shape[1]
+    entries = st.lists(st.integers(-1, 2**31 - 1), min_size=size, max_size=size)
+    return entries.map(lambda values: np.array(values, np.int32).reshape(shape))
+
+
 samplings = st.builds(
     RowSampling,
     temperature=floats,
@@ -50,7 +59,7 @@ admissions = st.builds(
     token_ids=indices,
     num_prompt_tokens=numbers,
     num_computed=numbers,
-    block_ids=st.lists(indices, min_size=1, max_size=1).map(np.stack),
+    block_ids=st.tuples(st.integers(1, 3), st.integers(0, 5)).flatmap(block_tables),
     max_length=numbers,
     sampling=samplings,
 )

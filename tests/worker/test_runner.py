@@ -33,7 +33,8 @@ from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.runner import ModelRunner
 from nanovllm_kit.plans import decode_plan
 
-from ..e2e.tiny import Reference, write_checkpoint
+from ..e2e.alternating import NAME as ALTERNATING, choices, install_alternating
+from ..e2e.tiny import CONFIG, Reference, write_checkpoint
 
 for plugin in ("model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
@@ -182,6 +183,64 @@ def test_padding_neither_writes_nor_reads_block_0(
     assert generate(started, rows) == expected
     assert started.blocks[:, :, others].isnan().all()
     assert not started.blocks[:, :, owned].isnan().any()
+
+
+def runs_what_it_planned(backend: Any, phase: str) -> None:
+    """Make a backend fail where it runs another batch than that of its last plan."""
+    plan, run = getattr(backend, f"plan_{phase}"), getattr(backend, f"run_{phase}")
+    planned = []
+
+    def plan_this(metadata: object) -> None:
+        planned.append(metadata)
+        plan(metadata)
+
+    def run_this(q: Tensor, k: Tensor, v: Tensor, metadata: object, out: Tensor) -> None:
+        assert metadata is planned[-1]
+        run(q, k, v, metadata, out)
+
+    setattr(backend, f"plan_{phase}", plan_this)
+    setattr(backend, f"run_{phase}", run_this)
+
+
+@pytest.mark.parametrize("prompt_sizes", [(), (8, 32, 64)], ids=["exact", "padded"])
+def test_groups_of_layers_read_and_write_blocks_of_their_own(
+    prompt_sizes: tuple[int, ...], tmp_path: Path, install: Callable[..., None]
+) -> None:
+    """A window of 8 beside none: chunks while another row decodes, and a block freed behind it.
+
+    Every block that no row has, and the freed one once it is, holds other numbers.
+    """
+    install_alternating(install)
+    facts = {"architectures": [ALTERNATING], "windows": [8, None]}
+    folder = write_checkpoint(tmp_path / "tiny", **facts)
+    started = Started(folder, prompt_sizes, cuda_graphs={"sizes": (3, 8)})
+    for group in started.runner.attention.groups:
+        runs_what_it_planned(group.decode, "decode")
+        runs_what_it_planned(group.prefill, "prefill")
+    ids = [(5 * i + 1) % 97 for i in range(40)]
+    others = [block for block in range(32) if block not in range(2, 12)]
+    started.blocks[:, :, others] = 300.0
+    tables = [np.array([(2, 3, 4), (5, 6, 7)], np.int32), np.array([(8, 9), (10, 11)], np.int32)]
+    long = admission(4, ids, 0, block_ids=tables[0], max_length=64)
+    short = admission(1, PROMPTS[1], 0, block_ids=tables[1], max_length=64)
+    whole = PrefillChunk(1, 0, len(PROMPTS[1]), samples=True)
+    answers: dict[int, list[int]] = {4: [], 1: []}
+
+    def run(plan: StepPlan, *rows: int) -> None:
+        for row, token in zip(rows, started.run(plan).token_ids.tolist(), strict=True):
+            answers[row].append(token)
+
+    run(StepPlan(admissions=(short,), prefill=(whole,)), 1)
+    first, last = PrefillChunk(4, 0, 24, samples=False), PrefillChunk(4, 24, 16, samples=True)
+    run(decode_plan((1,), admissions=(long,), prefill=(first,)), 1)
+    started.blocks[:, :, 2] = 300.0
+    run(replace(decode_plan((1,)), decode_rows=None, prefill=(last,)), 1, 4)
+    for _ in range(5):
+        run(decode_plan((4, 1), epoch=2), 4, 1)
+    for row, prompt in ((4, ids), (1, PROMPTS[1])):
+        assert answers[row] == choices(folder, CONFIG | facts, prompt, answers[row])
+    assert (started.blocks[:, :, [2, *others]] == 300.0).all()
+    started.executor.close()
 
 
 def test_a_finished_row_is_padding_until_it_is_admitted_again(
