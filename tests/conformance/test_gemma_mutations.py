@@ -34,8 +34,19 @@ def bug(file: str, name: str, caught_by: str, *edits: tuple[str, str]) -> Mutati
 
 
 WINDOW = "return self.sliding_window if self.layer_types[layer] == SLIDING else None"
+CAP = "soft_cap={},\n        )\n\n    def shape"
+ROPES = "for kind, rope in (({}, local), ({}, whole))"
+NORMED = "norm_linear(residual_TE, {}, attention.qkv_proj)"
+ATTENTION = "class SelfAttention(nn.Module):"
+PLAIN = """class _Plain:
+    def __init__(self, norm):
+        self.factors, self.eps = norm.weight, norm.eps
+
+
+"""
+
 MUTATIONS = [
-    bug("config.py", "windows are one token short", LOGITS, (WINDOW, WINDOW.replace(" if", " - 1 if"))),
+    bug("config.py", "windows too short", LOGITS, (WINDOW, WINDOW.replace(" if", " - 1 if"))),
     bug("config.py", "the other layers slide", LOGITS, (WINDOW, WINDOW.replace("==", "!="))),
     bug(
         "config.py",
@@ -47,28 +58,28 @@ MUTATIONS = [
         "config.py",
         "the shape has no cap of scores",
         BUILT,
-        ("soft_cap=self.scores_cap,\n        )\n\n    def shape", "soft_cap=None,\n        )\n\n    def shape"),
+        (CAP.format("self.scores_cap"), CAP.format("None")),
     ),
     bug(
         "config.py",
         "the ropes of Gemma 3's two kinds are swapped",
         LOGITS,
-        ("for kind, rope in ((SLIDING, local), (FULL, whole))", "for kind, rope in ((FULL, local), (SLIDING, whole))"),
+        (ROPES.format("SLIDING", "FULL"), ROPES.format("FULL", "SLIDING")),
     ),
-    bug(
-        "model.py",
-        "the embedding is not scaled",
-        LOGITS,
-        (".mul_(self.embed_scale)", ""),
-    ),
+    bug("model.py", "the embedding is not scaled", LOGITS, (".mul_(self.embed_scale)", "")),
     bug(
         "model.py",
         "the norm behind attention is left out",
         LOGITS,
         ("self.post_attention_layernorm(attended_TE)", "attended_TE"),
     ),
-    bug("model.py", "GELU without tanh", LOGITS, ('gelu(gate_TF, approximate="tanh")', "gelu(gate_TF)")),
-    bug("model.py", "scores by the size of heads", LOGITS, ("config.query_pre_attn_scalar**-0.5", "head_dim**-0.5")),
+    bug("model.py", "GELU without tanh", LOGITS, (', approximate="tanh"', "")),
+    bug(
+        "model.py",
+        "scores by the size of heads",
+        LOGITS,
+        ("config.query_pre_attn_scalar**-0.5", "head_dim**-0.5"),
+    ),
     bug(
         "model.py",
         "logits are capped beside the buffer",
@@ -77,12 +88,15 @@ MUTATIONS = [
     ),
     bug(
         "model.py",
-        "norms multiply by the weight",
+        "a norm multiplies by the weight",
         LOGITS,
-        ("norm_linear(residual_TE, self.input_layernorm,", "norm_linear(residual_TE, _Plain(self.input_layernorm),"),
-        ("class SelfAttention(nn.Module):", "class _Plain:\n    def __init__(self, norm):\n        self.factors, self.eps = norm.weight, norm.eps\n\n\nclass SelfAttention(nn.Module):"),
+        (
+            NORMED.format("self.input_layernorm"),
+            NORMED.format("_Plain(self.input_layernorm)"),
+        ),
+        (ATTENTION, PLAIN + ATTENTION),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
