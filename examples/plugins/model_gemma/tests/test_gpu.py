@@ -92,7 +92,7 @@ def test_logprobs_are_as_exact_as_those_of_transformers(
     half = reference_class.from_pretrained(tmp_path, dtype=torch.bfloat16).to(DEVICE).eval()
     params = SamplingParams(temperature=1.0, seed=1, logprobs=0, max_tokens=COUNT, ignore_eos=True)
     block_size = 128 if "flash" in backend else 16
-    for num_tokens in (16_000, 2560):
+    for num_tokens in (64_000, 3200):
         with LLM(
             str(tmp_path),
             device=DEVICE,
@@ -102,7 +102,7 @@ def test_logprobs_are_as_exact_as_those_of_transformers(
             max_model_len=1024,
             max_num_seqs=16,
             max_num_batched_tokens=512,
-            **{"cache.block_size": block_size, "cache.num_blocks": num_tokens // block_size},
+            cache={"block_size": block_size, "num_blocks": num_tokens // block_size},
         ) as llm:
             for _ in range(2):
                 ours, theirs = [], []
