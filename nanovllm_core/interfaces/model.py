@@ -139,7 +139,8 @@ class CausalLM(Protocol):
     `packed_modules` maps a module name of the checkpoint to the parameter that holds it and the
     shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. One that holds several
     shards, one below the other, names them in order: `{"wqkv": ("qkv_proj", ("q", "k", "v"))}`.
-    `ignored_weights` are full names the checkpoint may hold and the model does not want.
+    `ignored_weights` are full names the checkpoint may hold and the model does not want; one that
+    ends in a dot ("vision_tower.") stands for all that begin so.
     """
 
     packed_modules: Mapping[str, tuple[str, str | int | tuple[str | int, ...]]]

@@ -57,6 +57,7 @@ from nanovllm_core.layers.module import (
 )
 from nanovllm_core.layers.norm import (
     RMSNorm as RMSNorm,
+    ZeroCenteredRMSNorm as ZeroCenteredRMSNorm,
 )
 from nanovllm_core.layers.rotary import (
     RopeConfig as RopeConfig,

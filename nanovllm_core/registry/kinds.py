@@ -104,7 +104,8 @@ _OURS = (
         contract=2,
         oldest_contract=2,
         changed="state contract=2, and add a bias (None for none) in linear(x, weight, bias, out), "
-        "and as the last argument of norm_linear, norm_gate_up and linear_add",
+        "and as the last argument of norm_linear, norm_gate_up and linear_add; the weight of a "
+        "norm may be float32, and multiplies before the one rounding then",
         choice="kernels",
         extras={"triton": "triton"},
     ),

@@ -31,6 +31,7 @@ def test_the_examples_are_these() -> None:
         "executor_process",
         "logits_banned_words",
         "metrics_sink",
+        "model_gemma",
         "model_llama",
         "model_qwen2",
         "more_kinds",
@@ -92,6 +93,7 @@ def test_an_executor_of_another_process_is_as_short_as_is_said() -> None:
 def test_nothing_in_the_core_or_its_plugins_names_an_example() -> None:
     """Tests may, and what writes them: a new model is compared with transformers' Llama."""
     names = ["nanovllm_example", "nanovllm-example", "LlamaForCausalLM", "Qwen2ForCausalLM"]
+    names += ["Gemma2ForCausalLM", "Gemma3ForCausalLM"]
     for folder in ("nanovllm_core", "plugins"):
         for file in (ROOT / folder).rglob("*.py"):
             if not {"tests", "kit"} & set(file.parts):
@@ -140,6 +142,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "MistralForCausalLM": {"sliding_window": 16},
     "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "Gemma2ForCausalLM": {"head_dim": 16, "sliding_window": 16},
+    "Gemma3ForCausalLM": {"head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 2},
 }
 """Architecture -> what is special in its tiny checkpoint."""
 
@@ -147,6 +151,8 @@ TESTED = [
     ("model", "LlamaForCausalLM"),
     ("model", "MistralForCausalLM"),
     ("model", "Qwen2ForCausalLM"),
+    ("model", "Gemma2ForCausalLM"),
+    ("model", "Gemma3ForCausalLM"),
     ("scheduler", "fair_share"),
     ("scheduler", "priority", "--option", "patience=16"),
     ("logits_processor", "banned_words"),

@@ -142,8 +142,10 @@ def _weight_rows(
 @triton.jit
 def _normed(x, scale, norm_weight):
     """Scaled and rounded, then weighted and rounded: the two roundings of `KernelSet.rms_norm`."""
-    scaled = (x.to(tl.float32) * scale).to(x.dtype)
-    return (scaled.to(tl.float32) * norm_weight.to(tl.float32)).to(x.dtype)
+    scaled = x.to(tl.float32) * scale
+    if norm_weight.dtype == x.dtype:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+    return (scaled * norm_weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit

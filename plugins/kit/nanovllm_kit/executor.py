@@ -309,7 +309,7 @@ def with_windows(setup: WorkerSetup) -> WorkerSetup:
         interface=setup.model.interface,
     )
     layers = {"num_hidden_layers": 4, "windows": WINDOWS}
-    return replace(setup, model=model, model_config={**setup.model_config, **layers})
+    return replace(setup, model=model, model_config={**LLAMA_LIKE, **layers})
 
 
 Data = TypeVar("Data", StepPlan, StepResult, TokenMasks, WorkerInfo)
