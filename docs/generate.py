@@ -313,7 +313,8 @@ def signatures() -> str:
     made = [
         *("QKPrep", "RopeConfig", "make_parameter", "ColumnParallelLinear"),
         *("MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"),
-        *("VocabParallelEmbedding", "ParallelLMHead", "RMSNorm", "Attention"),
+        *("VocabParallelEmbedding", "ParallelLMHead", "RMSNorm"),
+        *("ZeroCenteredRMSNorm", "Attention"),
         *("norm_linear", "linear_add", "gated_mlp", "build_cos_sin_cache"),
         *("positive_int", "positive_float"),
     ]

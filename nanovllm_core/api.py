@@ -43,6 +43,13 @@ from nanovllm_core.interfaces.attention import (
     Phase as Phase,
     PrefillMetadata as PrefillMetadata,
 )
+from nanovllm_core.interfaces.constraint import (
+    Constraint as Constraint,
+    ConstraintContext as ConstraintContext,
+    ConstraintSpec as ConstraintSpec,
+    allow_ids as allow_ids,
+    allows as allows,
+)
 from nanovllm_core.interfaces.doctor import (
     DoctorCheck as DoctorCheck,
 )
@@ -60,6 +67,7 @@ from nanovllm_core.interfaces.logits_processor import (
     LogitsRequest as LogitsRequest,
 )
 from nanovllm_core.interfaces.model import (
+    AttentionShape as AttentionShape,
     CausalLM as CausalLM,
     ModelShape as ModelShape,
 )
@@ -82,7 +90,9 @@ from nanovllm_core.interfaces.plan import (
     StepPlan as StepPlan,
     StepResult as StepResult,
     TokenLogprobs as TokenLogprobs,
+    TokenMasks as TokenMasks,
     WorkerInfo as WorkerInfo,
+    mask_words as mask_words,
 )
 from nanovllm_core.interfaces.plugins import (
     Plugins as Plugins,

@@ -125,7 +125,7 @@ def backend(install: Install) -> Backend:
 
     def make(
         name: str,
-        rank: int = 0,
+        rank: int | str = 0,
         layouts: str = '[("NPKD", 16)]',
         check: str = "lambda requirements, options: []",
         provider: str = "None",
@@ -141,17 +141,49 @@ def backend(install: Install) -> Backend:
     return make
 
 
-def select(attention: object, **asked: Any) -> Selection:
-    """Choose among the fake backends only."""
+def select(attention: object, *others: dict[str, Any], **asked: Any) -> Selection:
+    """Choose among the fake backends only. Each of `others` is what one more layer asks."""
     real = {p.distribution for p in get_plugin_manager().installed() if p.kind == "attention"}
     manager = get_plugin_manager(disable=[name for name in real if not name.startswith("fake-")])
     requirements = {"device": "cpu", "dtype": "float32", "cuda_graphs": False} | asked
     return select_attention(
         manager,
         EngineConfig(model="m", attention=attention).attention,
-        replace(ASKED, phase="prefill", **requirements),
-        replace(ASKED, phase="decode", **requirements),
+        *(
+            {
+                replace(ASKED, phase=phase, **requirements, **changes): [layer]
+                for layer, changes in enumerate(({}, *others))
+            }
+            for phase in ("prefill", "decode")
+        ),
     )
+
+
+def test_a_backend_must_serve_every_layer(backend: Backend) -> None:
+    """A reason that is not all layers' names those that have it."""
+    backend("whole", rank=2)
+    with pytest.raises(UnsupportedError, match=r"'whole'.*: layers 1: has no sliding window"):
+        select("whole", {"sliding_window": True})
+    with pytest.raises(
+        UnsupportedError, match=r"'whole'.*: has no logit soft cap, .* needs one\. "
+    ):
+        select("whole", {"num_heads": 4}, soft_cap=True)
+    backend("able", rank=1, more="sliding_window=True, cuda_graphs='full'")
+    selection = select("auto", {"sliding_window": True}, {"num_heads": 4})
+    assert selection.prefill.name == selection.decode.name == "able"
+    assert any("not whole: layers 1: has no sliding" in line for line in selection.report)
+
+
+def test_layers_share_a_layout_that_suits_all_of_them(backend: Backend) -> None:
+    """And the rank is the lowest that one of them gives."""
+    backend(
+        "by_heads",
+        rank="requirements.num_heads",
+        layouts="[('NPKD', requirements.num_heads), ('NPKD', 24)]",
+    )
+    alone, both = select("by_heads"), select("by_heads", {"num_heads": 6})
+    assert (alone.layout.block_multiple, alone.decode.rank) == (8, 8)
+    assert (both.layout.block_multiple, both.decode.rank) == (24, 6)
 
 
 @pytest.mark.parametrize(

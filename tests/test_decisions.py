@@ -58,6 +58,7 @@ CHOICES: dict[str, list[Any]] = {
     "executor": ["single", "nosuch"],
     "observers": [[], ["nosuch"]],
     "logits_processors": [[], ["nosuch"]],
+    "constraints": [[], ["nosuch"]],
     "generation_config": ["checkpoint", "none"],
     "tensor_parallel_size": [1, 2],
     "limits.max_model_len": [None, 64, 100_000, "fit"],
@@ -106,6 +107,10 @@ def chosen_by(startup: Startup, model: Path) -> dict[str, str]:
 @given(model=st.sampled_from(MODELS), changes=drawn_changes())
 @example(model="right", changes={})
 @example(model="right", changes={"device": "cuda", "scheduler": "nosuch"})
+@example(  # the length that fits is shown by the blocks of an attention that is not there
+    model="right",
+    changes={"attention": "nosuch", "cache.num_blocks": 1, "limits.max_model_len": "fit"},
+)
 def test_explain_names_what_a_start_chooses_and_fails_where_it_fails(
     model: str, changes: dict[str, Any], folders: Path
 ) -> None:
@@ -157,6 +162,17 @@ def test_a_decision_asks_for_no_more_than_it_needs(folders: Path) -> None:
     assert decisions.named("scheduler") is decisions.named("scheduler")
     with pytest.raises(NanoVLLMError, match="no CUDA device"):
         decisions.named("sampler")
+
+
+def test_attention_is_asked_for_the_heads_of_one_rank(folders: Path) -> None:
+    """Of a model of 4 query and 2 KV heads, 2 ranks have 2 and 1 each."""
+    changes = {"tensor_parallel_size": 2, "device": "cpu"}
+    decisions = Decisions(
+        load_with_sources(str(folders / "right"), overrides=changes, env={}).config
+    )
+    [(asked, layers)] = decisions.requirements("decode").items()
+    assert (asked.num_heads, asked.num_kv_heads) == (2, 1)
+    assert layers == [*range(decisions.shape.num_layers)]
 
 
 def test_a_failure_is_told_once(folders: Path) -> None:

@@ -150,6 +150,7 @@ with LLM(
     sampler="hashed",
     kernels="fused_norm",
     logits_processors=["favour"],
+    constraints=["only"],
     observers=["slowest"],
     plugins={"enable": ["tally", "notify"]},
     limits={"max_model_len": 128, "max_num_seqs": 2},
@@ -162,17 +163,20 @@ with LLM(
     favour = {"favour": {"bias": {str(nine): 1000.0}}}
     asked = SamplingParams(temperature=0.5, max_tokens=4, logits_processors=favour)
     print(llm.chat(question, asked)[0].text)
+    only = SamplingParams(temperature=0.5, constraints={"only": {"ids": [nine], "length": 3}})
+    print(llm.chat(question, only)[0].text)
 """
 
 
 def test_the_plugins_of_the_pages_serve_together_in_one_engine(installed: Path) -> None:
-    """Nine parts are exchanged by name, and the model still knows its sums."""
+    """Ten parts are exchanged by name, and the model still knows its sums."""
     demo = pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the embedded model")
     (installed / "shelf").mkdir()
     (installed / "shelf/demo").symlink_to(Path(demo.__file__).parent / "checkpoint")
     printed = run(installed, "-c", ALL_AT_ONCE, MODEL_SHELF=str(installed / "shelf")).splitlines()
     assert "42" in printed, "greedy"
     assert "9999" in printed, "what was favoured"
+    assert "999" in printed, "what alone was allowed"
     starts = r"^shelf:demo is about to start$"
     for expected in (r"PagesBackend.*: room for 256 tokens", "slowest: step", starts):
         assert any(re.search(expected, line) for line in printed), printed

@@ -248,7 +248,7 @@ def test_a_built_in_kind_is_added_in_five_files_of_the_core(
         file.write_text(source.replace(before, f"{text.lstrip(chr(10))}\n\n{before}", 1) or text)
     kinds = core / "nanovllm_core/registry/kinds.py"
     kinds.write_text(
-        kinds.read_text().replace("interfaces import specs", "interfaces import clock, specs", 1)
+        kinds.read_text().replace("import constraint, specs", "import clock, constraint, specs", 1)
     )
     settings = core / "nanovllm_core/config/settings.py"
     settings.write_text(

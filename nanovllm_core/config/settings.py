@@ -111,6 +111,10 @@ class LimitSettings(Section):
     More compute prompts faster; fewer delay decoding sequences less and need less memory. At least
     max_num_seqs."""
 
+    constraint_seconds: float = Field(default=5.0, gt=0, le=3600)
+    """The longest wait for a constraint, in seconds per sequence and step. The whole engine waits
+    meanwhile. A sequence whose constraint takes longer ends with an error."""
+
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> LimitSettings:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -207,6 +211,9 @@ class EngineConfig(Section):
     logits_processors: DistinctPlugins = ()
     """Plugins that change logits, each a name or {name, options}, in the order in which they run.
     They change only requests that use them by name."""
+    constraints: DistinctPlugins = ()
+    """Plugins that say which tokens may come next, such as grammars, each a name or
+    {name, options}. They change only requests that use them by name."""
     observers: PluginList = ()
     """Plugins that receive a record of every step, such as metrics; each a name or
     {name, options}."""

@@ -19,7 +19,7 @@ from nanovllm_core.errors import NanoVLLMError, shown
 from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KINDS, Kind
-from nanovllm_core.selection.attention import SMALLEST_BLOCK, Candidate, evaluate
+from nanovllm_core.selection.attention import SMALLEST_BLOCK, Candidate, evaluate_layers
 from nanovllm_core.selection.decisions import NAMED_KINDS, SEQUENCE, Decisions, compute_capability
 from nanovllm_core.selection.fit import beaten, rivals
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
@@ -52,12 +52,11 @@ def explain(loaded: LoadedConfig) -> list[Seam]:
     for name, decide in SEQUENCE.items():
         try:
             decide(view)
+            seams.append(Seam(name, *VIEWS[name](view)))
         except NanoVLLMError as error:
             said = "depends on the problem above" if error in problems else str(error)
             seams.append(Seam(name, problem=said))
             problems.append(error)
-        else:
-            seams.append(Seam(name, *VIEWS[name](view)))
     return seams
 
 
@@ -146,7 +145,7 @@ def _dtype(view: View) -> Words:
 def _attention(view: View, phase: Phase) -> Words:
     taken: Candidate = getattr(view.attention, phase)
     choice: AttentionChoice = getattr(view.config.attention, phase)
-    ask = partial(evaluate, view.plugins, requirements=view.requirements(phase))
+    ask = partial(evaluate_layers, view.plugins, asked=view.requirements(phase))
     able, others = rivals(view.plugins, "attention", choice, ask)
     if choice.is_auto:
         others |= beaten(taken, able)
@@ -223,9 +222,7 @@ def _length(view: View) -> Words:
     if blocks is None:
         why = f"{said}: fit; the memory that is left as an engine starts decides"
         return f"at most {chosen} tokens", why, {}
-    from nanovllm_core.worker.kv_cache import fitting_length  # torch comes with it
-
-    fitting = fitting_length(blocks, view.block_size, chosen)
+    fitting = view.sequence_need(view.block_size).fitting_length(blocks, chosen)
     return f"{fitting} tokens", f"{said}: fit; cache.num_blocks decides", {}
 
 

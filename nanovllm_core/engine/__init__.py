@@ -1,5 +1,8 @@
 """Requests, KV blocks, scheduling and the loop one step ahead. Nothing here imports torch."""
 
+from nanovllm_core.engine.constraints import (
+    LoadedConstraint as LoadedConstraint,
+)
 from nanovllm_core.engine.deltas import (
     OutputDelta as OutputDelta,
 )

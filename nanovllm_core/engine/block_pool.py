@@ -7,6 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from nanovllm_core.errors import InconsistentStateError
 
+NO_BLOCK = -1
+"""Stands in block tables for a block that was freed, and for content that is not found."""
+
+Content = tuple[bytes, int]
+"""The digest of all tokens up to a block's last, and the cache group that it is of."""
+
 
 class BlockPool:
     """Reference-counted blocks with an index of published content.
@@ -22,8 +28,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._digest_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
+        self._content_of: dict[int, Content] = {}
+        self._block_of: dict[Content, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -43,9 +49,9 @@ class BlockPool:
                 "room first"
             )
         block_id, _ = self._free.popitem(last=False)
-        digest = self._digest_of.pop(block_id, None)
-        if digest is not None:
-            del self._block_of[digest]
+        content = self._content_of.pop(block_id, None)
+        if content is not None:
+            del self._block_of[content]
         self._holders[block_id] = 1
         return block_id
 
@@ -56,10 +62,10 @@ class BlockPool:
         self._holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give the blocks of one block table back.
+        """Give blocks back, in the order of the tokens that they hold.
 
-        Of published blocks the last of a table is allocated again before its first: a prefix is
-        worth more than what follows it.
+        Of published blocks the last is allocated again before the first: a prefix is worth more
+        than what follows it.
         """
         for block_id in reversed(block_ids):
             holders = self._holders[block_id] - 1
@@ -68,37 +74,37 @@ class BlockPool:
             self._holders[block_id] = holders
             if holders == 0:
                 self._free[block_id] = None
-                if block_id not in self._digest_of:
+                if block_id not in self._content_of:
                     self._free.move_to_end(block_id, last=False)
 
-    def publish(self, block_id: int, digest: bytes) -> None:
+    def publish(self, block_id: int, content: Content) -> None:
         """Make a held block findable. A second block of the same content stays private."""
-        if digest not in self._block_of and block_id not in self._digest_of:
-            self._block_of[digest] = block_id
-            self._digest_of[block_id] = digest
+        if content not in self._block_of and block_id not in self._content_of:
+            self._block_of[content] = block_id
+            self._content_of[block_id] = content
 
-    def find(self, digest: bytes) -> int | None:
-        """The block with this content, held or free."""
-        return self._block_of.get(digest)
+    def find(self, content: Content) -> int:
+        """The block with this content, held or free; `NO_BLOCK` where there is none."""
+        return self._block_of.get(content, NO_BLOCK)
 
     def forget(self) -> None:
         """Make no published content findable any more; who holds what does not change."""
-        self._digest_of.clear()
+        self._content_of.clear()
         self._block_of.clear()
 
     def faults(self, block_tables: Iterable[Sequence[int]]) -> Iterator[str]:
-        """Broken invariants, given all live block tables; nothing where all is in order."""
+        """Broken invariants, given the blocks of each live request; nothing where all is right."""
         expected: Counter[int] = Counter()
         for block_ids in block_tables:
             if len(set(block_ids)) != len(block_ids):
-                yield f"a block table names a block twice: {block_ids}"
+                yield f"a request names a block twice: {block_ids}"
             expected.update(block_ids)
         for block_id, holders in enumerate(self._holders):
             named, is_listed = expected[block_id], block_id in self._free
             if holders != named:
-                yield f"block {block_id} counts {holders} holders, {named} tables name it"
+                yield f"block {block_id} counts {holders} holders, {named} requests name it"
             if (holders == 0) != is_listed:
                 place = "on" if is_listed else "not on"
                 yield f"block {block_id} has {holders} holders but is {place} the free list"
-        if {block_id: digest for digest, block_id in self._block_of.items()} != self._digest_of:
+        if {block: content for content, block in self._block_of.items()} != self._content_of:
             yield "the index of published blocks contradicts itself"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from nanovllm_core.engine.block_pool import NO_BLOCK
 from nanovllm_core.engine.planner import Planner
+from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
-from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.errors import InconsistentStateError, shown
+from nanovllm_core.interfaces.executor import Executor
+from nanovllm_core.interfaces.plan import StepPlan
 
 
 def assert_consistent(planner: Planner, requests: Collection[Request], max_in_flight: int) -> None:
@@ -15,8 +19,20 @@ def assert_consistent(planner: Planner, requests: Collection[Request], max_in_fl
         raise InconsistentStateError(fault)
 
 
+def wrong_result(plan: StepPlan, result: object, executor: Executor) -> InconsistentStateError:
+    """The error of a result that is not that of the plan."""
+    return InconsistentStateError(
+        f"{type(executor).__name__} returned {shown(result)} for a step of {plan.num_sampled} "
+        "tokens; collect() must return a StepResult with one for each decoding row and each chunk "
+        "that samples"
+    )
+
+
 def _faults(planner: Planner, requests: Collection[Request], max_in_flight: int) -> Iterator[str]:
-    yield from planner.kv.pool.faults(request.block_ids for request in requests)
+    yield from planner.kv.pool.faults(
+        [block for table in request.block_tables for block in table if block != NO_BLOCK]
+        for request in requests
+    )
     rows, taken = planner.rows, planner.running
     if sorted([*taken, *rows.free]) != list(range(rows.num_rows)):
         yield f"rows {sorted(taken)} are taken and {sorted(rows.free)} are free, of {rows.num_rows}"
@@ -56,7 +72,7 @@ def _length_faults(planner: Planner, request: Request, max_in_flight: int) -> It
         yield f"{name} is planned to {scheduled}, past {request.max_length - 1}"
     if not 0 <= request.num_in_flight <= max_in_flight:
         yield f"{name} has {request.num_in_flight} tokens in flight, of {max_in_flight} at most"
-    kv, held = planner.kv, len(request.block_ids)
+    kv, held = planner.kv, request.num_blocks
     if request in planner.draining:
         if held:
             yield f"{name} was preempted and still holds blocks"
@@ -66,3 +82,26 @@ def _length_faults(planner: Planner, request: Request, max_in_flight: int) -> It
         yield f"{name} holds {held} blocks for {scheduled} positions"
     if request.num_published > held:
         yield f"{name} shares blocks it does not hold"
+    if request.num_published * kv.block_size > known:
+        yield f"{name} shares {request.num_published} blocks and has {known} ids for them"
+    yield from _window_faults(kv, request)
+
+
+def _window_faults(kv: PagedKV, request: Request) -> Iterator[str]:
+    """Every block in a window is there, and few behind it are."""
+    name, scheduled = request.request_id, request.num_scheduled
+    # A decoding row drops blocks when it gets one, so at most so many positions ago.
+    since = 0 if request.state is RequestState.PREFILLING else kv.block_size + kv.early_steps
+    for group, (window, table) in enumerate(zip(kv.windows, request.block_tables, strict=True)):
+        if len(table) != request.num_blocks:
+            yield f"{name} has block tables of {request.num_blocks} and {len(table)} entries"
+        least = most = 0
+        if window is not None:
+            most = kv.first_block(window, scheduled)
+            least = kv.first_block(window, max(0, scheduled - since))
+        dropped = table.count(NO_BLOCK)
+        if not least <= dropped <= most or NO_BLOCK in table[dropped:]:
+            yield (
+                f"{name} dropped {dropped} blocks of group {group} at {scheduled} positions; its "
+                f"window of {window} asks for the first {least} to {most}"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.observer import FinishReason
 from nanovllm_core.interfaces.plan import TokenLogprobs
 
@@ -14,7 +15,8 @@ class OutputDelta:
 
     `new_token_ids` hold the end-of-sequence id if that ended the sample. `new_logprobs` has an
     entry for each of them, or is None where log-probabilities were not asked for. `finish_reason`
-    is None until the last delta; `stop_reason` is the id or the string that stopped the sample.
+    is None until the last delta; `stop_reason` is the id or the string that stopped the sample,
+    `error` what ended it where the reason is "error".
     `num_cached_tokens` counts prompt tokens that the prefix cache held, `wait_steps` the engine's
     steps from the arrival to the admission (None before it).
     """
@@ -25,5 +27,6 @@ class OutputDelta:
     new_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: NanoVLLMError | None = None
     num_cached_tokens: int = 0
     wait_steps: int | None = None

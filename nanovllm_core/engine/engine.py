@@ -10,22 +10,25 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.engine.block_pool import BlockPool
-from nanovllm_core.engine.consistency import assert_consistent
+from nanovllm_core.engine.consistency import assert_consistent, wrong_result
+from nanovllm_core.engine.constraints import LoadedConstraint
 from nanovllm_core.engine.deltas import OutputDelta
+from nanovllm_core.engine.intake import Intake
 from nanovllm_core.engine.limits import EngineLimits
+from nanovllm_core.engine.masking import Masking
 from nanovllm_core.engine.observation import EngineStats, Observation
-from nanovllm_core.engine.planner import PlannedStep, Planner
+from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
 from nanovllm_core.engine.rows import RowTable
+from nanovllm_core.engine.steps import PlannedStep
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
     InconsistentStateError,
-    InvalidSamplingError,
     ModelOutputError,
+    NanoVLLMError,
     RequestError,
     shown,
 )
@@ -44,7 +47,8 @@ class Engine:
     for each step. The tokens do not depend on it. `eos_token_ids` end a request unless it ignores
     them. `sampling_defaults` are the checkpoint's, for fields of `sampling_params.NEUTRAL` that a
     request does not state. `logits_processors` are what requests may ask for, by name; the executor
-    runs them.
+    runs them. `constraints` are too; the engine runs them, and waits at most `constraint_seconds`
+    for a mask.
     `observation` receives a record of every step. `debug` checks every invariant at every step.
 
     The executor and the observers stay the caller's to close.
@@ -59,6 +63,8 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         sampling_defaults: Mapping[str, float] | None = None,
         logits_processors: Mapping[str, LogitsProcessorSpec] | None = None,
+        constraints: Mapping[str, LoadedConstraint] | None = None,
+        constraint_seconds: float = 5.0,
         observation: Observation | None = None,
         prefix_caching: bool = True,
         steps_ahead: int = 1,
@@ -80,20 +86,24 @@ class Engine:
             table=self._rows,
             eos_token_ids=tuple(eos_token_ids),
             processors=logits_processors or {},
+            constraints=constraints or {},
             sampling_defaults=sampling_defaults or {},
             seed=seed,
         )
-        self._kv = PagedKV(BlockPool(limits.num_blocks), limits.block_size, prefix_caching)
+        self._kv = PagedKV(limits, prefix_caching)
         self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
         self._running = self._planner.running
+        self._intake = Intake(self._planner)
+        self._masking = Masking(self._planner, limits.vocab_size, constraint_seconds)
         self._in_flight: deque[PlannedStep] = deque()
+        self._is_unsampled = False
+        """Only the forward pass of the newest step in flight is launched."""
         self._unfinished: dict[str, Request] = {}
         """The samples that are not finished, by their own ids."""
         self._samples: dict[str, list[Request]] = {}
         """By the id that was given to `add_request`: its samples that have no record yet."""
         self._deltas: list[OutputDelta] = []
         self._num_arrived = 0
-        self._num_output_tokens = 0
         self._num_finished = 0
         self._host_seconds = 0.0
         self._steady_steps = 0
@@ -132,11 +142,6 @@ class Engine:
         `abort()` or `reset_prefix_cache()` does.
         """
         self._check_alive()
-        if params.stop and not searched:
-            raise InvalidSamplingError(
-                f"stop is {shown(params.stop_strings)}, but the engine knows ids and no text; "
-                "search the text (`searched`), or use stop_token_ids"
-            )
         for sample_id in sample_ids(request_id, params.n):
             if sample_id in self._unfinished or sample_id in self._samples:
                 raise RequestError(
@@ -234,7 +239,7 @@ class Engine:
             steps=planner.step,
             preemptions=planner.num_preemptions,
             prefix_hit_tokens=planner.prefix_hit_tokens,
-            output_tokens=self._num_output_tokens,
+            output_tokens=self._intake.num_output_tokens,
             finished=self._num_finished,
             running=running,
             waiting=len(self._unfinished) - running,
@@ -271,6 +276,8 @@ class Engine:
                 started += self._now - waiting
                 taken = self._in_flight.popleft()
                 self._absorb(taken, result)
+                if self._is_unsampled:
+                    self._sample()
                 if self._planner.draining:
                     self._planner.requeue_drained()
                 if self._observation is not None:
@@ -289,21 +296,41 @@ class Engine:
     def _submit_ahead(self) -> bool:
         """Fill the depth; True if the last step submitted decodes the rows of the one before."""
         is_steady = False
-        while len(self._in_flight) <= self._steps_ahead:
+        while len(self._in_flight) <= self._steps_ahead and not self._is_unsampled:
             planned = self._planner.plan()
             if planned is not None:
                 try:
                     self._executor.submit(planned.plan)
                 except ModelOutputError as error:
-                    ids = ", ".join(self._running[row].request_id for row in error.rows)
-                    raise ModelOutputError(f"request {ids}, {error}", error.rows) from error
+                    raise self._named(error) from error
                 self._in_flight.append(planned)
+                if planned.plan.samples_later:
+                    self._is_unsampled = True
+                    self._sample()
                 is_steady = planned.plan.decode_rows is None and not planned.chunks
             elif self._in_flight or not self._unfinished:
                 break
             else:
                 self._planner.unblock()
         return is_steady
+
+    def _sample(self) -> None:
+        """Launch the sampling that waits for masks, once every id before it is known."""
+        if len(self._in_flight) > 1:
+            return
+        masks, failed = self._masking.make(self._in_flight[0])
+        try:
+            self._executor.sample(masks)
+        except ModelOutputError as error:
+            raise self._named(error) from error
+        self._is_unsampled = False
+        for request, fault in failed:
+            self._now = perf_counter()
+            self._finish(request, "error", error=fault)
+
+    def _named(self, error: ModelOutputError) -> ModelOutputError:
+        ids = ", ".join(self._running[row].request_id for row in error.rows)
+        return ModelOutputError(f"request {ids}, {error}", error.rows)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -316,69 +343,14 @@ class Engine:
 
     def _absorb(self, planned: PlannedStep, result: StepResult) -> None:
         """Accept the tokens of one step; share, stream and finish what they complete."""
-        expected = planned.plan.num_sampled
-        if not isinstance(result, StepResult) or np.shape(result.token_ids) != (expected,):
-            raise InconsistentStateError(
-                f"{type(self._executor).__name__} returned {shown(result)} for a step of "
-                f"{expected} tokens; collect() must return a StepResult with one for each decoding "
-                "row and each chunk that samples"
-            )
-        batch, token_ids = planned.batch, result.token_ids
+        plan = planned.plan
+        if not isinstance(result, StepResult) or np.shape(result.token_ids) != (plan.num_sampled,):
+            raise wrong_result(plan, result, self._executor)
         ended: set[int] = set()
         if np.count_nonzero(result.finished):
             ended.update(np.flatnonzero(result.finished).tolist())
-        self._num_output_tokens += self._rows.accept_batch(batch, token_ids[: len(batch.rows)])
-        news: Sequence[tuple[int, Request]] = ()
-        if ended or batch.watched or planned.chunks:
-            news = tuple(self._news(planned, token_ids, ended))
-        for row in self._rows.rows_with_full_block(self._kv.block_size):
-            request = self._running[row]
-            self._publish(request, (request.num_published + 1) * self._kv.block_size)
-        for entry, request in news:
+        for entry, request in self._intake.take(planned, result, ended, self._now):
             self._deliver(request, entry, entry in ended, result)
-
-    def _news(
-        self, planned: PlannedStep, token_ids: NDArray[np.int32], ended: set[int]
-    ) -> Iterator[tuple[int, Request]]:
-        """The entries that are watched or ended, without those of rows that changed hands.
-
-        First tokens of prompts are accepted here, and what a prompt has computed is published.
-        """
-        batch = planned.batch
-        entry = len(batch.rows)
-        for decoded in sorted(ended.union(batch.watched)):
-            if decoded < entry:
-                row = int(batch.rows[decoded])
-                if self._rows.generation[row] == batch.generations[decoded]:
-                    yield decoded, self._running[row]
-        for prompt in planned.chunks:
-            request, chunk = prompt.request, prompt.chunk
-            if self._rows.generation[chunk.row] == prompt.generation:
-                if request.block_ids:  # It may have been preempted while this step was in flight.
-                    self._publish(request, chunk.start + chunk.length)
-                if chunk.samples:
-                    self._accept_first(request, int(token_ids[entry]))
-                    if entry in ended or request.is_watched:
-                        yield entry, request
-            entry += chunk.samples
-
-    def _accept_first(self, request: Request, token_id: int) -> None:
-        """The prompt is computed and gave a token; from now on decoding fills the blocks."""
-        rows, row, num_computed = self._rows, request.row, request.num_tokens
-        rows.token_ids[row, num_computed] = token_id
-        rows.known[row] += 1
-        self._num_output_tokens += 1
-        if request.first_token_time is None:
-            request.first_token_time = self._now
-        if request.block_ids and self._kv.prefix_caching:
-            size = self._kv.block_size
-            rows.publish_at[row] = (num_computed // size + 1) * size + 1
-
-    def _publish(self, request: Request, num_computed: int) -> None:
-        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
-        self._kv.publish(request, num_computed)
-        if request.held_samples:
-            self._planner.release_samples(request)
 
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
         """Finish the request at its newest token, or hand the token out if it is streamed."""
@@ -390,41 +362,30 @@ class Engine:
                 )
             request.new_logprobs.append(result.logprobs[entry])
         newest, sampling = int(result.token_ids[entry]), request.sampling
+        if request.constraints is not None and (error := request.constraints.refused(newest)):
+            self._finish(request, "error", error=error)
+            return
         # The device does not check all of many stop ids.
         if newest in sampling.stop_token_ids and request.num_output_ids >= sampling.min_tokens:
             self._finish(request, "stop", newest)
         elif ended:
             self._finish(request, "length")
         elif request.is_streamed:
-            self._deltas.append(self._delta(request))
-
-    def _delta(
-        self, request: Request, reason: FinishReason | None = None, stop: int | str | None = None
-    ) -> OutputDelta:
-        """The ids that are known and were not handed out."""
-        new_ids: list[int] = request.known_ids()[request.num_handed_out :].tolist()
-        request.num_handed_out += len(new_ids)
-        logprobs, request.new_logprobs = request.new_logprobs, []
-        return OutputDelta(
-            request_id=request.group_id,
-            index=request.index,
-            new_token_ids=new_ids,
-            new_logprobs=None if request.params.logprobs is None else logprobs,
-            finish_reason=reason,
-            stop_reason=stop,
-            num_cached_tokens=request.num_cached_tokens,
-            wait_steps=request.wait_steps,
-        )
+            self._deltas.append(request.take_delta())
 
     def _finish(
-        self, request: Request, reason: FinishReason, stop: int | str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop: int | str | None = None,
+        error: NanoVLLMError | None = None,
     ) -> None:
         """The request is over: its last delta, and its record unless its caller is to say more."""
         self._num_finished += 1
         del self._unfinished[request.request_id]
         request.finish_reason, request.finished_time = reason, self._now
         request.num_output_tokens = request.num_output_ids
-        self._deltas.append(self._delta(request, reason, stop))
+        self._deltas.append(request.take_delta(reason, stop, error))
         self._planner.retire(request)
         if not request.searched:
             self._record(request)

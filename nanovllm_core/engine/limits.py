@@ -14,13 +14,24 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     RequestTooLongError,
 )
+from nanovllm_core.interfaces.cache_groups import peak_blocks
 from nanovllm_core.interfaces.sampling_params import SamplingParams
+
+_SIZES = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "num_blocks",
+    "block_size",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """Rows, tokens per step, tokens per request, and the blocks of the KV cache.
 
+    `cache_windows` are the sliding windows of the cache groups, as in `WorkerInfo`.
     Raises `ConfigError` for limits under which no request could run.
     """
 
@@ -30,14 +41,20 @@ class EngineLimits:
     num_blocks: int
     block_size: int
     vocab_size: int
+    cache_windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in _SIZES:
             value, least = getattr(self, name), "1"
             if name == "max_model_len":
                 least = "2, a prompt token and an output token"
             if value < int(least[0]):
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        if not self.cache_windows or any(one is not None and one < 1 for one in self.cache_windows):
+            raise ConfigError(
+                f"cache_windows is {self.cache_windows}; it has one window for each cache group, "
+                "None or at least 1 token, and there is at least one group"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs "
@@ -90,7 +107,9 @@ class EngineLimits:
             )
         max_length = self.max_model_len if params.max_tokens is None else length
         # The last token is never fed back, so it needs no place in the cache.
-        needed = -(-(max_length - 1) // self.block_size)
+        needed = peak_blocks(
+            self.cache_windows, max_length - 1, self.block_size, self.max_num_batched_tokens
+        )
         if needed > self.num_blocks:
             raise RequestTooLongError(
                 f"a request of up to {max_length} tokens needs {needed} blocks of "

@@ -7,40 +7,20 @@ which ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.engine.prefix_cache import PagedKV
+from nanovllm_core.engine.prefix_cache import Append, PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
-from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
+from nanovllm_core.engine.rows import NEVER, RowTable
+from nanovllm_core.engine.steps import PlannedChunk, PlannedStep
 from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, StepPlan
 from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
-
-_Append = tuple[int, int, int]
-"""Row, index in its block table, block id."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedChunk:
-    """A prefill chunk in flight, and which request it was planned for."""
-
-    request: Request
-    generation: int
-    chunk: PrefillChunk
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedStep:
-    """A step in flight: what was submitted and whom its result is for."""
-
-    plan: StepPlan
-    batch: DecodeBatch
-    chunks: tuple[PlannedChunk, ...] = ()
 
 
 class Planner:
@@ -90,6 +70,12 @@ class Planner:
         request.state = RequestState.FINISHED
         self.release_samples(request)
 
+    def publish(self, request: Request, num_computed: int) -> None:
+        """Share the full blocks below `num_computed`, and let samples in that waited for them."""
+        self.kv.publish(request, num_computed)
+        if request.held_samples:
+            self.release_samples(request)
+
     def release_samples(self, request: Request) -> None:
         """Queue the further samples once the prompt's blocks can be shared, or never will be."""
         sharable = self.kv.num_sharable(request.num_prompt_tokens)
@@ -105,7 +91,11 @@ class Planner:
         appends = self._serve_due_rows()
         if self._steady is None:
             batch = self.rows.make_batch()
-            plan = StepPlan(epoch=self._epoch + 1, num_decode=len(batch.rows))
+            plan = StepPlan(
+                epoch=self._epoch + 1,
+                num_decode=len(batch.rows),
+                samples_later=bool(self.rows.constrained[batch.rows].any()),
+            )
             self._steady = PlannedStep(plan, batch)
         planned = steady = self._steady
         if self.prefilling or (self.waiting and self.rows.free):
@@ -122,6 +112,7 @@ class Planner:
         self.step += 1
         self.rows.scheduled += self.rows.decoding
         for prompt in planned.chunks:
+            self.kv.drop_behind([prompt.request])
             if prompt.chunk.samples:
                 self._start_decoding(prompt.request)
         return planned
@@ -157,7 +148,7 @@ class Planner:
 
     # -- decoding rows
 
-    def _serve_due_rows(self) -> Sequence[_Append]:
+    def _serve_due_rows(self) -> Sequence[Append]:
         """Stop rows whose outputs are all planned; give the others the block they have come to."""
         due = [self.running[row] for row in self.rows.rows_due()]
         for request in due:
@@ -166,38 +157,41 @@ class Planner:
         growing = [request for request in due if request.state is RequestState.DECODING]
         if not growing:
             return ()
+        self.kv.drop_behind(growing)
         appends = [
-            self._append_block(request)
+            append
             for request in growing
             if request.state is RequestState.DECODING and self._make_room(request)
+            for append in self._append_blocks(request)
         ]
         # A row may have got its block and then been preempted for a later one.
         appends = [append for append in appends if self.rows.decoding[append[0]]]
         return appends + self._append_early()
 
-    def _append_block(self, request: Request) -> _Append:
-        index = len(request.block_ids)
-        block_id = self.kv.add_block(request)
+    def _append_blocks(self, request: Request) -> list[Append]:
+        appends = self.kv.add_blocks(request)
         self.rows.due_at[request.row] = self._next_due(request)
-        return request.row, index, block_id
+        return appends
 
-    def _append_early(self) -> list[_Append]:
+    def _append_early(self) -> list[Append]:
         """Blocks for the rows that need one soon: one copy to the device then serves many steps.
 
-        Only while there is a free block for every row: it must not preempt another request now.
+        Only while there are free blocks for every row: it must not preempt another request now.
         """
-        appends: list[_Append] = []
+        appends: list[Append] = []
+        enough = self.rows.num_rows * len(self.kv.windows)
         for row in self.rows.rows_due_within(self.kv.early_steps):
-            if self.kv.pool.num_free <= self.rows.num_rows:
+            if self.kv.pool.num_free <= enough:
                 break
             request = self.running[row]
             if self._next_due(request) < request.max_length - 1:
-                appends.append(self._append_block(request))
+                self.kv.drop_behind([request])
+                appends += self._append_blocks(request)
         return appends
 
     def _next_due(self, request: Request) -> int:
         """The scheduled length at which a decoding row needs a block or has everything planned."""
-        capacity = len(request.block_ids) * self.kv.block_size
+        capacity = len(request.block_tables[0]) * self.kv.block_size
         return min(capacity, request.max_length - 1)
 
     def _start_decoding(self, request: Request) -> None:
@@ -218,8 +212,8 @@ class Planner:
     # -- preemption
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt until a block is free; False if the request itself was preempted."""
-        while not self.kv.pool.num_free:
+        """Preempt until each group can have a block; False if the request itself was preempted."""
+        while self.kv.pool.num_free < len(self.kv.windows):
             decoding = [self.running[row] for row in self.rows.decoding_rows()]
             candidates = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
             chosen = self.scheduler.choose_victim(tuple(candidates.values()))
@@ -260,7 +254,7 @@ class Planner:
 
     # -- prompts
 
-    def _with_prompts(self, steady: PlannedStep, appends: Sequence[_Append]) -> PlannedStep:
+    def _with_prompts(self, steady: PlannedStep, appends: Sequence[Append]) -> PlannedStep:
         """The decoding rows' step plus what the scheduler gives to prompts."""
         state = SchedulerState(
             step=self.step,
@@ -288,20 +282,20 @@ class Planner:
             if request.state is RequestState.WAITING:
                 admissions.append(self._admit(request, share.num_tokens))
             else:
-                first = len(request.block_ids)
-                new = self.kv.grow(request, request.num_scheduled + share.num_tokens)
-                all_appends += [(request.row, *block) for block in enumerate(new, first)]
+                all_appends += self.kv.grow(request, request.num_scheduled + share.num_tokens)
             chunks.append(self._plan_chunk(request, share.num_tokens))
         plan = replace(
             steady.plan,
             admissions=tuple(admissions),
             appends=_array(all_appends),
             prefill=tuple(planned.chunk for planned in chunks),
+            samples_later=steady.plan.samples_later
+            or any(one.chunk.samples and one.request.sampling.constrained for one in chunks),
         )
         return PlannedStep(plan, steady.batch, tuple(chunks))
 
     def _num_cached_tokens(self, view: RequestView) -> int:
-        return len(self.kv.match(self._request(view))) * self.kv.block_size
+        return len(self.kv.match(self._request(view))[0]) * self.kv.block_size
 
     def _num_new_blocks(self, view: RequestView, num_tokens: int) -> int:
         return self.kv.num_new_blocks(self._request(view), num_tokens)
@@ -321,6 +315,7 @@ class Planner:
             request.num_cached_tokens = num_cached
             request.first_scheduled_time = perf_counter()
         request.row = self.rows.acquire(request.token_ids, num_cached, request.is_watched)
+        self.rows.constrained[request.row] = request.sampling.constrained
         self.running[request.row] = request
         request.state = RequestState.PREFILLING
         self.prefilling[request.request_id] = request
@@ -331,7 +326,7 @@ class Planner:
             token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed=num_cached,
-            block_ids=np.array(request.block_ids, np.int32),
+            block_ids=np.array(request.block_tables, np.int32),
             max_length=request.max_length,
             sampling=request.sampling,
         )
@@ -385,7 +380,7 @@ class Planner:
         return SchedulerError(f"{type(self.scheduler).__name__} {text}")
 
 
-def _array(appends: Sequence[_Append]) -> NDArray[np.int32] | None:
+def _array(appends: Sequence[Append]) -> NDArray[np.int32] | None:
     return np.array(appends, np.int32) if appends else None
 
 

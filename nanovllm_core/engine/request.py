@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.engine.constraints import SampleConstraints
+from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.rows import RowTable
+from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.observer import FinishReason
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, RowSampling, TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -66,14 +69,16 @@ class Request:
     searched: bool = False
     """The caller searches the text for stop strings, and has the last word on the end."""
     cache_salt: bytes = b""
+    constraints: SampleConstraints | None = None
 
     state: RequestState = RequestState.HELD
     row: int = NO_ROW
-    block_ids: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
+    """One for each cache group, of equal lengths; empty where the request holds no blocks."""
     digests: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of known ids, computed as they are needed."""
     num_published: int = 0
-    """Leading blocks of `block_ids` that the prefix cache was told about."""
+    """Leading entries of `block_tables` that the prefix cache was told about."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
     wait_steps: int | None = None
@@ -108,6 +113,11 @@ class Request:
         return len(self.token_ids) if self.row < 0 else int(self.table.known[self.row])
 
     @property
+    def num_blocks(self) -> int:
+        """Entries of each block table."""
+        return len(self.block_tables[0]) if self.block_tables else 0
+
+    @property
     def num_output_ids(self) -> int:
         """Output ids known on the host."""
         return self.num_tokens - self.num_prompt_tokens
@@ -128,6 +138,7 @@ class Request:
         return (
             self.is_streamed
             or params.logprobs is not None
+            or self.constraints is not None
             or len(self.sampling.stop_token_ids) > MAX_DEVICE_STOP_IDS
         )
 
@@ -141,3 +152,25 @@ class Request:
     def known_ids(self) -> NDArray[np.int32]:
         """All ids known on the host: prompt, then outputs. A view where the request has a row."""
         return self.token_ids if self.row < 0 else self.table.token_ids[self.row, : self.num_tokens]
+
+    def take_delta(
+        self,
+        reason: FinishReason | None = None,
+        stop: int | str | None = None,
+        error: NanoVLLMError | None = None,
+    ) -> OutputDelta:
+        """The ids that are known and were not handed out."""
+        new_ids: list[int] = self.known_ids()[self.num_handed_out :].tolist()
+        self.num_handed_out += len(new_ids)
+        logprobs, self.new_logprobs = self.new_logprobs, []
+        return OutputDelta(
+            request_id=self.group_id,
+            index=self.index,
+            new_token_ids=new_ids,
+            new_logprobs=None if self.params.logprobs is None else logprobs,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=error,
+            num_cached_tokens=self.num_cached_tokens,
+            wait_steps=self.wait_steps,
+        )

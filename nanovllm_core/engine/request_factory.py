@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from nanovllm_core.config.errors import explain_options
+from nanovllm_core.engine.constraints import LoadedConstraint, SampleConstraints
 from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.request import Request
 from nanovllm_core.engine.rows import RowTable
@@ -24,6 +25,7 @@ from nanovllm_core.errors import (
     did_you_mean,
     shown,
 )
+from nanovllm_core.interfaces.constraint import ConstraintSpec
 from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.request_labels import check_labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -41,30 +43,31 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def read_arguments(
+    kind: str,
     name: str,
     arguments: Mapping[str, Any],
-    specs: Mapping[str, LogitsProcessorSpec],
+    specs: Mapping[str, LogitsProcessorSpec] | Mapping[str, ConstraintSpec],
     vocab_size: int,
-) -> Mapping[str, Any]:
-    """Valid arguments, as plain data from which the worker, maybe another process, makes the same.
+) -> BaseModel:
+    """Valid arguments of a logits processor or constraint that a request uses.
 
-    `specs` are those of the engine, by name. Raises InvalidSamplingError for a processor that the
-    engine does not have, and for arguments that its plugin refuses; PluginFailedError where the
-    plugin's own check raises, or its validators refuse what they returned. Either way the engine
-    and the other requests go on.
+    `kind` names it in errors; `specs` are those of the engine, by name. Raises InvalidSamplingError
+    for one that the engine does not have, and for arguments that its plugin refuses;
+    PluginFailedError where the plugin's own check raises. Either way the engine and the other
+    requests go on.
     """
-    spec, path = specs.get(name), f"logits_processors.{name}"
+    field = f"{kind.replace(' ', '_')}s"
+    spec, path = specs.get(name), f"{field}.{name}"
     if spec is None:
         raise InvalidSamplingError(
-            f"{path}: this engine has no logits processor {shown(name)}"
-            f"{did_you_mean(name, specs)}; it has {', '.join(specs) or 'none'}; list it under "
-            "logits_processors of the configuration"
+            f"{path}: this engine has no {kind} {shown(name)}{did_you_mean(name, specs)}; it has "
+            f"{', '.join(specs) or 'none'}; list it under {field} of the configuration"
         )
     try:
         valid = read_options(spec.arguments, arguments)
     except ValidationError as error:
         raise InvalidSamplingError(
-            explain_options(error, spec.arguments, path, f"logits processor {name}")
+            explain_options(error, spec.arguments, path, f"{kind} {name}")
         ) from None
     try:
         reasons = [*spec.check(valid, vocab_size)]
@@ -74,9 +77,18 @@ def read_arguments(
         ) from error
     if reasons:
         raise InvalidSamplingError(f"{path}: {'; '.join(reasons)}")
+    return valid
+
+
+def plain_arguments(name: str, valid: BaseModel) -> Mapping[str, Any]:
+    """Arguments as plain data from which the worker, maybe another process, makes the same.
+
+    Raises PluginFailedError where the plugin's validators refuse what they returned.
+    """
+    path = f"logits_processors.{name}"
     plain = valid.model_dump(round_trip=True, by_alias=True)
     try:
-        spec.arguments.model_validate(plain)
+        type(valid).model_validate(plain)
     except ValidationError as error:
         raise PluginFailedError(
             f"{path}: {shown(name)} refuses its own arguments when they are read again from plain "
@@ -95,15 +107,16 @@ def sample_ids(request_id: str, n: int) -> list[str]:
 class RequestFactory:
     """Makes the requests of one engine, whose rows they will stand in.
 
-    `eos_token_ids` end a request unless it ignores them, `processors` are what it may ask for,
-    `seed` is what the seeds of requests without one are derived from, and `sampling_defaults` hold
-    for the fields of `sampling_params.NEUTRAL` that a request does not state.
+    `eos_token_ids` end a request unless it ignores them, `processors` and `constraints` are what it
+    may ask for, `seed` is what the seeds of requests without one are derived from, and
+    `sampling_defaults` hold for the fields of `sampling_params.NEUTRAL` that it does not state.
     """
 
     limits: EngineLimits
     table: RowTable
     eos_token_ids: tuple[int, ...]
     processors: Mapping[str, LogitsProcessorSpec]
+    constraints: Mapping[str, LoadedConstraint]
     sampling_defaults: Mapping[str, float]
     seed: int
 
@@ -125,6 +138,11 @@ class RequestFactory:
         Raises RequestError for a salt that is not bytes, InvalidLabelsError, InvalidPromptError,
         InvalidSamplingError and RequestTooLongError.
         """
+        if params.stop and not searched:
+            raise InvalidSamplingError(
+                f"stop is {shown(params.stop_strings)}, but the engine knows ids and no text; "
+                "search the text (`searched`), or use stop_token_ids"
+            )
         if not isinstance(cache_salt, bytes):
             raise RequestError(
                 f"cache_salt is {shown(cache_salt)}; it must be bytes, as in b'tenant'"
@@ -135,6 +153,7 @@ class RequestFactory:
         max_length = self.limits.check_length(len(prompt), params)
         seed = derive_seed(self.seed, arrival_index) if params.seed is None else params.seed
         sampling = self._row_sampling(params, seed)
+        asked = self._asked_constraints(params)
         arrival_time = perf_counter()
         return [
             Request(
@@ -154,6 +173,7 @@ class RequestFactory:
                 stream=stream,
                 searched=searched,
                 cache_salt=cache_salt,
+                constraints=self._constraints(asked, prompt),
             )
             for index, sample_id in enumerate(sample_ids(request_id, params.n))
         ]
@@ -175,8 +195,35 @@ class RequestFactory:
             logprobs=params.logprobs,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
             logits_processors=tuple(
-                (name, read_arguments(name, arguments, self.processors, vocab_size))
-                for name, arguments in (params.logits_processors or {}).items()
+                (
+                    name,
+                    plain_arguments(
+                        name,
+                        read_arguments(
+                            "logits processor", name, given, self.processors, vocab_size
+                        ),
+                    ),
+                )
+                for name, given in (params.logits_processors or {}).items()
             ),
             logit_bias=tuple(pair for pair in (params.logit_bias or {}).items() if pair[1]),
+            constrained=bool(params.constraints),
         )
+
+    def _constraints(
+        self, asked: list[tuple[LoadedConstraint, BaseModel]], prompt: NDArray[np.int32]
+    ) -> SampleConstraints | None:
+        """Those of one sample, whose state is its own."""
+        return SampleConstraints(asked, prompt, self.limits.vocab_size) if asked else None
+
+    def _asked_constraints(
+        self, params: SamplingParams
+    ) -> list[tuple[LoadedConstraint, BaseModel]]:
+        """The constraints that a request uses, with its valid arguments."""
+        specs = {name: loaded.spec for name, loaded in self.constraints.items()}
+        size = self.limits.vocab_size
+        return [
+            (self.constraints[name], arguments)
+            for name, given in (params.constraints or {}).items()
+            for arguments in (read_arguments("constraint", name, given, specs, size),)
+        ]

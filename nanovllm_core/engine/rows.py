@@ -47,6 +47,7 @@ class RowTable:
         self.generation = np.zeros(num_rows, dtype=np.int64)
         self.decoding = np.zeros(num_rows, dtype=np.int64)
         self.watched = np.zeros(num_rows, dtype=np.bool_)
+        self.constrained = np.zeros(num_rows, dtype=np.bool_)
         self.due_at = np.full(num_rows, NEVER, dtype=np.int64)
         self.publish_at = np.full(num_rows, NEVER, dtype=np.int64)
         self._due = np.zeros(num_rows, dtype=np.bool_)
@@ -74,6 +75,14 @@ class RowTable:
         self.free.append(row)
 
     # -- decoding
+
+    def accept_first(self, row: int, token_id: int, block_size: int) -> None:
+        """The id that a prompt gave; from now on decoding fills blocks, `block_size` 0 for none."""
+        num_computed = int(self.known[row])
+        self.token_ids[row, num_computed] = token_id
+        self.known[row] += 1
+        if block_size:
+            self.publish_at[row] = (num_computed // block_size + 1) * block_size + 1
 
     def decoding_rows(self) -> list[int]:
         rows: list[int] = np.flatnonzero(self.decoding).tolist()

@@ -10,7 +10,14 @@ from queue import SimpleQueue
 from time import perf_counter
 
 from nanovllm_core.config.settings import EngineConfig
-from nanovllm_core.engine import Engine, EngineLimits, EngineStats, Observation, OutputDelta
+from nanovllm_core.engine import (
+    Engine,
+    EngineLimits,
+    EngineStats,
+    LoadedConstraint,
+    Observation,
+    OutputDelta,
+)
 from nanovllm_core.errors import EngineClosedError
 from nanovllm_core.frontend.gc_freeze import freeze_objects, thawed_objects
 from nanovllm_core.frontend.messages import (
@@ -28,7 +35,7 @@ from nanovllm_core.frontend.messages import (
 )
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
-from nanovllm_core.selection.startup import Startup, start
+from nanovllm_core.selection.startup import Startup, make_constraints, start
 
 Deliver = Callable[[Answer], None]
 """Called on the engine's thread: it must not wait."""
@@ -99,14 +106,15 @@ class EngineLoop:
         self._observation = observation
         try:
             tokenizer = Tokenizer.find(startup.setup.tokenizer, self.config.chat_template_kwargs)
+            # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
+            own_ids = () if tokenizer is None else tokenizer.eos_token_ids
+            eos = checkpoint_eos_token_ids(startup.setup.checkpoint, own_ids)
+            constraints = make_constraints(startup, eos)
             planned = perf_counter() - began
             info = startup.executor.start(startup.setup)
             seconds = {"plan": planned, **info.start_seconds}
             info = replace(info, choices=startup.choices, start_seconds=seconds)
-            # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
-            own_ids = () if tokenizer is None else tokenizer.eos_token_ids
-            eos = checkpoint_eos_token_ids(startup.setup.checkpoint, own_ids)
-            self.engine = make_engine(self.config, startup, info, eos, observation)
+            self.engine = make_engine(self.config, startup, info, eos, constraints, observation)
             freeze_objects()
             self._is_ready = True
             startup.plugins.hook.nanovllm_engine_started(info=info)
@@ -232,6 +240,7 @@ def make_engine(
     startup: Startup,
     info: WorkerInfo,
     eos_token_ids: tuple[int, ...],
+    constraints: dict[str, LoadedConstraint],
     observation: Observation | None,
 ) -> Engine:
     """The engine of a started executor."""
@@ -245,10 +254,13 @@ def make_engine(
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             vocab_size=info.vocab_size,
+            cache_windows=info.cache_windows,
         ),
         eos_token_ids=eos_token_ids,
         sampling_defaults=startup.sampling_defaults,
         logits_processors=startup.logits_processors,
+        constraints=constraints,
+        constraint_seconds=config.limits.constraint_seconds,
         observation=observation,
         prefix_caching=config.cache.prefix_caching,
         steps_ahead=config.steps_ahead,

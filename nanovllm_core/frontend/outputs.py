@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from nanovllm_core.engine import OutputDelta
+from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.observer import FinishReason
 from nanovllm_core.interfaces.plan import TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -43,9 +44,10 @@ class RequestOutput:
 
     `token_ids` are all output ids, with the end-of-sequence id if that ended them; `text` leaves
     the ending id and the stop string out, and is "" without a tokenizer. `stop_reason` is the id or
-    string that stopped the request. `logprobs` has an entry per output id where they were asked
-    for. `num_cached_tokens` counts prompt tokens the prefix cache held, `wait_steps` the engine's
-    steps from the arrival to the admission (None before it).
+    string that stopped the request, `error` what ended it where the reason is "error": a constraint
+    that raised, was too slow, or allowed nothing. `logprobs` has an entry per output id where they
+    were asked for. `num_cached_tokens` counts prompt tokens the prefix cache held, `wait_steps` the
+    engine's steps from the arrival to the admission (None before it).
 
     `token_ids`, `text` and `logprobs` are copied from the transcript when they are first read. A
     stream of which only `new_token_ids` and `new_text` are read copies each token once.
@@ -58,6 +60,7 @@ class RequestOutput:
     new_text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: NanoVLLMError | None = None
     num_cached_tokens: int = 0
     wait_steps: int | None = None
     num_token_ids: int
@@ -200,6 +203,7 @@ class OutputStream:
             new_text=new_text,
             finish_reason=delta.finish_reason if self._stop is None else "stop",
             stop_reason=delta.stop_reason if self._stop is None else self._stop,
+            error=delta.error if self._stop is None else None,
             num_cached_tokens=delta.num_cached_tokens,
             wait_steps=delta.wait_steps,
             num_token_ids=self._num_sent,

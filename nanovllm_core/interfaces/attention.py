@@ -49,8 +49,9 @@ GraphSupport = Literal["none", "decode", "full"]
 class AttentionCapabilities:
     """The capabilities of a backend, as data. One that is not declared is not supported.
 
-    `head_sizes`: None means any. `needs_finite_tail`: the backend reads the
-    unused tail of a sequence's last block (and discards it), so blocks must hold finite numbers.
+    `head_sizes`: None means any. `needs_finite_tail`: the backend reads (and discards) keys that a
+    sequence does not see, in the unused tail of its last block or in blocks wholly before its
+    window, so blocks must hold finite numbers.
     `cuda_graphs`: whether nothing, the calls of the decode phase, or those of both can be captured.
     """
 
@@ -108,8 +109,11 @@ class AttentionConfig:
     prompt tokens, padding included.
 
     `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
-    `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither. Blocks
-    wholly before the window need not be read, but still belong to the sequence.
+    `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither.
+
+    With a window, blocks that lie wholly before the window of a sequence's first query of the step
+    may belong to another sequence by now: their table entries are the numbers of any blocks. What
+    is in these must not matter. Only a backend with `needs_finite_tail` may read them at all.
     """
 
     device: torch.device
@@ -178,7 +182,10 @@ class PrefillMetadata:
 
 
 class AttentionBackend(ABC):
-    """Paged attention over one KV layout. One instance serves all layers of an engine."""
+    """Paged attention over one KV layout. One instance serves all layers of a cache group.
+
+    They have the same heads, window, soft cap and scale, and read the same block tables.
+    """
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         self.options = options

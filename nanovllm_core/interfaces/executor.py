@@ -5,6 +5,7 @@ Who calls what, and when, all on the engine's own thread:
     Executor(options)     once, at start, before anything is loaded
     start(setup)          once
     submit(plan)          once per step; up to `steps_ahead` + 1 are not collected
+    sample(masks)         once per step whose plan `samples_later`, before the next `submit`
     collect()             once per step, in the order of submission
     close()               at the end, or where the start failed
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_core.interfaces.attention import KVLayout
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class WorkerSetup:
 class Executor(ABC):
     """Runs plans in order. Results come in the same order, possibly several steps late.
 
-    `submit` must not wait for the device. `collect` waits for the oldest step not yet collected.
-    Any error in one of them ends the engine.
+    `submit` and `sample` must not wait for the device. `collect` waits for the oldest step not yet
+    collected. Any error in one of them ends the engine.
     """
 
     def __init__(self, options: BaseModel) -> None:
@@ -82,6 +83,15 @@ class Executor(ABC):
         Every worker needs every plan, in order: one without decoding rows refers to those that an
         earlier plan of its epoch listed. A worker that lacks them raises InconsistentStateError,
         here or from `collect`.
+        """
+
+    @abstractmethod
+    def sample(self, masks: TokenMasks) -> None:
+        """Launch the sampling of the newest step, whose plan `samples_later`.
+
+        Steps before it may be collected between the two parts. Every worker needs the masks. Where
+        the next plan comes first, no step waits for masks, or the rows or shapes are not the
+        step's, a worker raises InconsistentStateError, here or from `collect`.
         """
 
     @abstractmethod

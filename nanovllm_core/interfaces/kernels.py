@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class QKPrep:
     """The preparation of packed q, k, v before attention, as data: norm per head, then rotation.
 
-    `q_norm_weight`, `k_norm_weight` [D]: RMS norm per head, None for none. `cos_sin_cache`
-    [max_position, R] float32, cos beside sin, rotates the first R <= D dimensions of each head in
-    halves. Head counts are this rank's.
+    `q_norm_weight`, `k_norm_weight` [D]: RMS norm per head, None for none; in the dtype of q and k
+    or float32. `cos_sin_cache` [max_position, R] float32, cos beside sin, rotates the first R <= D
+    dimensions of each head in halves. Head counts are this rank's.
     """
 
     num_heads: int
@@ -65,8 +65,9 @@ class KernelSet(Protocol):
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """x / rms(x), rounded to x's dtype, then times the weight and rounded again.
 
-        The double rounding is that of transformers' Qwen3RMSNorm. x is the residual: it is read
-        again, and its squares overflow float16.
+        The double rounding is that of transformers' Qwen3RMSNorm. A float32 weight multiplies
+        before the one rounding, as in its Gemma2RMSNorm; so do those of `norm_linear` and
+        `norm_gate_up`. x is the residual: it is read again, and its squares overflow float16.
         """
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:

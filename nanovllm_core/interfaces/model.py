@@ -15,8 +15,10 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from nanovllm_core.errors import ArchitectureError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,15 +27,63 @@ UNREADABLE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, Arithme
 """The errors that `CausalLM.shape` may raise for a missing or malformed setting."""
 
 
+def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int, int]:
+    """(query heads, KV heads) of each rank. Fewer KV heads than ranks are replicated.
+
+    Raises ArchitectureError for head counts that cannot be shared out evenly.
+    """
+    if num_heads % num_kv_heads != 0:
+        raise ArchitectureError(
+            f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
+            f"({num_kv_heads}); check the checkpoint's config.json"
+        )
+    small, large = sorted((num_kv_heads, tp_size))
+    if num_heads % tp_size != 0 or large % small != 0:
+        raise ArchitectureError(
+            f"tensor_parallel_size ({tp_size}) must divide num_attention_heads ({num_heads}), and "
+            f"must divide num_key_value_heads ({num_kv_heads}) or be divisible by it; choose "
+            "another size"
+        )
+    return num_heads // tp_size, max(num_kv_heads // tp_size, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What one attention layer caches of each token, and how far and through what it is read.
+
+    Layers of equal shapes share an attention backend and block tables. `sliding_window` and
+    `soft_cap` are those of `AttentionConfig`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def elements_per_token(self) -> int:
+        """The numbers that a cache keeps of a token: its key and its value."""
+        return 2 * self.num_kv_heads * self.head_size
+
+    def on_rank(self, tp_size: int) -> AttentionShape:
+        """The same with the heads of one of `tp_size` ranks; see `heads_per_rank`."""
+        num_heads, num_kv_heads = heads_per_rank(self.num_heads, self.num_kv_heads, tp_size)
+        return replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The facts of a model that the runner needs before it is built, for a whole (unsplit) model.
 
     `max_position` is the longest sequence in tokens, prompt and output; `tied_embeddings` says that
     the head shares the embedding's weight, so that a checkpoint brings it once.
-    `sliding_window` and `soft_cap` are those of every attention layer (see `AttentionConfig`), so
-    that a backend without them is refused before a weight is read. A model whose layers differ is
-    not supported: raise ArchitectureError in `shape`.
+    The heads, `sliding_window` and `soft_cap` are those of every attention layer (see
+    `AttentionConfig`), so that a backend without them is refused before a weight is read. A model
+    whose layers differ gives `attention_layers` too, one for each layer in their order; these then
+    hold, and the numbers beside them describe the model to its user.
+
+    Raises ArchitectureError where `attention_layers` are not `num_layers`.
     """
 
     num_layers: int
@@ -46,6 +96,29 @@ class ModelShape:
     tied_embeddings: bool = False
     sliding_window: int | None = None
     soft_cap: float | None = None
+    attention_layers: tuple[AttentionShape, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention_layers is not None and len(self.attention_layers) != self.num_layers:
+            raise ArchitectureError(
+                f"shape() states {len(self.attention_layers)} attention_layers and num_layers="
+                f"{self.num_layers}; state one AttentionShape for each layer, or none if all are "
+                "alike"
+            )
+
+    @property
+    def attention_shapes(self) -> tuple[AttentionShape, ...]:
+        """The shape of every attention layer, in their order."""
+        if self.attention_layers is not None:
+            return self.attention_layers
+        alike = AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+        )
+        return (alike,) * self.num_layers
 
 
 @runtime_checkable
@@ -66,7 +139,8 @@ class CausalLM(Protocol):
     `packed_modules` maps a module name of the checkpoint to the parameter that holds it and the
     shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. One that holds several
     shards, one below the other, names them in order: `{"wqkv": ("qkv_proj", ("q", "k", "v"))}`.
-    `ignored_weights` are full names the checkpoint may hold and the model does not want.
+    `ignored_weights` are full names the checkpoint may hold and the model does not want; one that
+    ends in a dot ("vision_tower.") stands for all that begin so.
     """
 
     packed_modules: Mapping[str, tuple[str, str | int | tuple[str | int, ...]]]

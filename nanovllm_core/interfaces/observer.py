@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from nanovllm_core.config.settings import EngineConfig
     from nanovllm_core.interfaces.plugins import Plugins
 
-FinishReason = Literal["stop", "length", "abort"]
-"""A stop id or string, the request's length, or its caller."""
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""A stop id or string, the request's length, its caller, or a constraint that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class RowSampling:
 
     `logits_processors` holds (name, arguments) pairs; the engine has checked the arguments.
     `logit_bias` holds (token id, bias) pairs, each id of the vocabulary at most once.
+    `constrained`: the host says before each choice which ids are allowed (`TokenMasks`).
     """
 
     temperature: float = 0.0
@@ -67,6 +68,7 @@ class RowSampling:
     stop_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    constrained: bool = False
 
     @property
     def is_penalised(self) -> bool:
@@ -95,6 +97,7 @@ class RowSampling:
             or self.logprobs is not None
             or bool(self.logits_processors)
             or bool(self.logit_bias)
+            or self.constrained
         )
 
 
@@ -102,8 +105,10 @@ class RowSampling:
 class Admission(ArrayEquality):
     """A request takes a row. `token_ids` are all known ids: prompt, then outputs before preemption.
 
-    `block_ids` is the row's block table. `num_computed` tokens already have KV in its first blocks
-    (a prefix hit). `max_length` is the total number of ids, prompt and output, at which the row is
+    `block_ids` int32 [G, n] are the row's block tables, one for each cache group; entry i covers
+    tokens i * block_size to (i + 1) * block_size - 1. It is -1 where the group's window does not
+    reach the tokens any more. `num_computed` tokens already have KV in these blocks (a prefix
+    hit). `max_length` is the total number of ids, prompt and output, at which the row is
     finished for its length.
     """
 
@@ -136,12 +141,17 @@ class StepPlan(ArrayEquality):
     worker holds them, so a plan that changes nothing has the same few bytes for any number of rows.
     A worker begins with epoch 0, which has no rows.
 
-    `appends` are new blocks, int32 [n, 3], or None: (row, index, block id) each, for the block to
-    become entry `index` of the row's block table. Rows of `prefill` never decode in the same step.
+    `appends` are new blocks, int32 [n, 4], or None: (row, group, index, block id) each, for the
+    block to become entry `index` of the row's block table in that cache group. Rows of `prefill`
+    never decode in the same step.
+
+    `samples_later` where a row that gets a token is constrained: the step is submitted in two
+    parts. This plan launches the forward pass; `TokenMasks` follow and launch the sampling.
     """
 
     epoch: int = 0
     num_decode: int = 0
+    samples_later: bool = False
     decode_rows: NDArray[np.int32] | None = None
     admissions: tuple[Admission, ...] = ()
     appends: NDArray[np.int32] | None = None
@@ -158,6 +168,24 @@ class StepPlan(ArrayEquality):
     def num_tokens(self) -> int:
         """Query tokens of the step, which the token budget bounds."""
         return self.num_decode + sum(chunk.length for chunk in self.prefill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenMasks(ArrayEquality):
+    """The second part of a step: the ids that its constrained rows may choose.
+
+    `rows` int32 [n], and `allowed` int32 [n, W], a row of W = ceil(V / 32) words each: bit i of
+    word j stands for id 32 j + i, the layout of xgrammar and llguidance. Bits beyond the vocabulary
+    mean nothing. A constrained row that is left out has ended on the host: its choice is dropped.
+    """
+
+    rows: NDArray[np.int32]
+    allowed: NDArray[np.int32]
+
+
+def mask_words(vocab_size: int) -> int:
+    """The int32 words of one row of a mask."""
+    return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +225,8 @@ class WorkerInfo:
     vocab_size: int
     attention: str
     device: str
+    cache_windows: tuple[int | None, ...] = (None,)
+    """The sliding window of each cache group in tokens, the token itself among them; None: all."""
     kernels: str = ""
     choices: Sequence[str] = ()
     dtype: str = ""

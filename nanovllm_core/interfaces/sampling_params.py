@@ -117,6 +117,9 @@ class SamplingParams:
     """The configured logits processors that this request uses, each with its arguments."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids (at most 1024) first; -100 to 100."""
+    constraints: Mapping[str, Mapping[str, Any]] | None = None
+    """The configured constraints, such as grammars, that this request keeps to, each with its
+    arguments."""
 
     def __post_init__(self) -> None:
         # Numbers of other types become Python's: numpy's wrap around.
@@ -139,8 +142,9 @@ class SamplingParams:
             raise InvalidSamplingError(
                 f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False"
             )
-        if self.logits_processors is not None:
-            _check_logits_processors(self.logits_processors)
+        for name in ("logits_processors", "constraints"):
+            if getattr(self, name) is not None:
+                _check_plugin_arguments(name, getattr(self, name))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -236,14 +240,14 @@ def _logit_bias(value: object) -> dict[int, float]:
     return checked
 
 
-def _check_logits_processors(value: object) -> None:
+def _check_plugin_arguments(field: str, value: object) -> None:
     """A mapping of names to mappings; what the arguments must be, the plugin says."""
     if not isinstance(value, Mapping) or not all(
         isinstance(name, str) and isinstance(arguments, Mapping)
         for name, arguments in value.items()
     ):
         raise InvalidSamplingError(
-            f"logits_processors is {shown(value)}; it must map names of processors to their "
+            f"{field} is {shown(value)}; it must map names of {field.rpartition('_')[2]} to their "
             'arguments, as in {"name": {"key": "value"}} ({} for none)'
         )
 

@@ -128,8 +128,9 @@ class SchedulerState:
     """Tokens of a waiting request that the prefix cache holds. The request has `num_tokens` minus
     these left to compute; a request in `prefilling` has `num_tokens - num_scheduled` left."""
     num_new_blocks: Callable[[RequestView, int], int]
-    """Free blocks that computing this many more tokens would take, for a request in `waiting` or
-    `prefilling`."""
+    """The most free blocks that computing this many more tokens would take, for a request in
+    `waiting` or `prefilling`. Of more tokens than a step's budget: in several steps, between which
+    the blocks that a sliding window leaves behind are free again."""
 
 
 class Scheduler(ABC):

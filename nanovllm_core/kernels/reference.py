@@ -28,7 +28,8 @@ class TorchKernels(KernelSet):
         return embedding(ids_T, weight_VE)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return _normalised(x_TE.float(), eps).to(x_TE.dtype).mul_(weight_E)
+        # In the weight's dtype: a float32 weight multiplies what is not rounded yet.
+        return _normalised(x_TE.float(), eps).to(weight_E.dtype).mul_(weight_E).to(x_TE.dtype)
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)

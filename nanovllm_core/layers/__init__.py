@@ -6,6 +6,9 @@ A model written only from these never sees a kernel, a cache or a process group,
 change under it.
 """
 
+from nanovllm_core.interfaces.model import (
+    heads_per_rank as heads_per_rank,
+)
 from nanovllm_core.interfaces.parallel import (
     SingleRank as SingleRank,
     TensorParallel as TensorParallel,
@@ -38,7 +41,6 @@ from nanovllm_core.layers.linear import (
     MergedColumnParallelLinear as MergedColumnParallelLinear,
     QKVParallelLinear as QKVParallelLinear,
     RowParallelLinear as RowParallelLinear,
-    heads_per_rank as heads_per_rank,
 )
 from nanovllm_core.layers.matrix import (
     Piece as Piece,
@@ -55,6 +57,7 @@ from nanovllm_core.layers.module import (
 )
 from nanovllm_core.layers.norm import (
     RMSNorm as RMSNorm,
+    ZeroCenteredRMSNorm as ZeroCenteredRMSNorm,
 )
 from nanovllm_core.layers.rotary import (
     RopeConfig as RopeConfig,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError, UnsupportedError
 from nanovllm_core.interfaces.kernels import QKPrep
+from nanovllm_core.interfaces.model import AttentionShape
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.module import Layer
 
@@ -24,8 +25,8 @@ class Attention(Layer):
 
     Norm and rotation of q and k are data (`prep`), so that a runtime may fuse them. `scale`
     multiplies the scores. `sliding_window`: the number of last keys a query sees, its own included.
-    `soft_cap` c turns scores s into c·tanh(s / c). Both must be what the model's `shape` says, the
-    same for all layers. Raises UnsupportedError where they are not positive.
+    `soft_cap` c turns scores s into c·tanh(s / c). Both must be what the model's `shape` says of
+    this layer. Raises UnsupportedError where they are not positive.
     """
 
     def __init__(
@@ -47,6 +48,17 @@ class Attention(Layer):
         self.soft_cap = soft_cap
         self.layer_index = -1
         self.runtime: AttentionRuntime | None = None
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The layer's facts, with this rank's heads."""
+        return AttentionShape(
+            num_heads=self.prep.num_heads,
+            num_kv_heads=self.prep.num_kv_heads,
+            head_size=self.prep.head_size,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+        )
 
     def bind(self, runtime: AttentionRuntime, layer_index: int) -> None:
         """Called once by the runner, before the first forward."""

@@ -17,7 +17,7 @@ from nanovllm_core.layers.norm import RMSNorm
 
 def norm_linear(x_TE: Tensor, norm: RMSNorm, linear: ColumnParallelLinear) -> Tensor:
     """linear(norm(x)); x is left as it is."""
-    return linear.matrix.norm_linear(x_TE, norm.weight, norm.eps, linear.bias)
+    return linear.matrix.norm_linear(x_TE, norm.factors, norm.eps, linear.bias)
 
 
 def linear_add(x_TF: Tensor, linear: RowParallelLinear, residual_TE: Tensor) -> Tensor:
@@ -32,5 +32,5 @@ def gated_mlp(
 
     The residual is overwritten: use only what is returned.
     """
-    hidden_TF = gate_up.matrix.norm_gate_up(residual_TE, norm.weight, norm.eps, gate_up.bias)
+    hidden_TF = gate_up.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps, gate_up.bias)
     return linear_add(hidden_TF, down, residual_TE)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_core.errors import ArchitectureError, shown
-from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers.linear import heads_per_rank
+from nanovllm_core.interfaces.model import ModelShape, heads_per_rank
 from nanovllm_core.layers.rotary import RopeConfig
 from nanovllm_core.layers.settings import positive_float, positive_int
 

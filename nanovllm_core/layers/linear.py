@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.interfaces.model import heads_per_rank
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
 from nanovllm_core.layers.module import Layer, ShardId, make_parameter
@@ -60,26 +60,6 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             for shard, output_size in enumerate(output_sizes)
         }
         self._build(context, input_size, outputs, bias)
-
-
-def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int, int]:
-    """(query heads, KV heads) of each rank. Fewer KV heads than ranks are replicated.
-
-    Raises ArchitectureError for head counts that cannot be shared out evenly.
-    """
-    if num_heads % num_kv_heads != 0:
-        raise ArchitectureError(
-            f"num_attention_heads ({num_heads}) must be divisible by num_key_value_heads "
-            f"({num_kv_heads}); check the checkpoint's config.json"
-        )
-    small, large = sorted((num_kv_heads, tp_size))
-    if num_heads % tp_size != 0 or large % small != 0:
-        raise ArchitectureError(
-            f"tensor_parallel_size ({tp_size}) must divide num_attention_heads ({num_heads}), and "
-            f"must divide num_key_value_heads ({num_kv_heads}) or be divisible by it; choose "
-            "another size"
-        )
-    return num_heads // tp_size, max(num_kv_heads // tp_size, 1)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

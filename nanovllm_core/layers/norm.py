@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nanovllm_core.layers.context import LayerContext
@@ -11,11 +12,36 @@ from nanovllm_core.layers.module import Layer, make_parameter
 class RMSNorm(Layer):
     """x / sqrt(mean(x²) + eps) · weight, over the last dimension [T, size]. Every rank holds it."""
 
+    dummy_mean = 1.0
+
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__(context)
         self.eps = eps
-        self.weight = make_parameter(context, (size,), dummy_mean=1.0, dummy_std=0.0)
+        self.weight = make_parameter(context, (size,), dummy_mean=self.dummy_mean, dummy_std=0.0)
+
+    @property
+    def factors(self) -> Tensor:
+        """What a kernel multiplies by [size]: the weight, in the model's dtype."""
+        return self.weight
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """[T, size] -> [T, size]; computed in float32, rounded to x's dtype."""
-        return self.context.kernels.rms_norm(x_TE, self.weight, self.eps)
+        return self.context.kernels.rms_norm(x_TE, self.factors, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / sqrt(mean(x²) + eps) · (1 + weight), with 1 + weight in float32, as in Gemma."""
+
+    dummy_mean = 0.0
+
+    def __init__(self, context: LayerContext, size: int, eps: float) -> None:
+        super().__init__(context, size, eps)
+        self._factors = torch.empty(size, dtype=torch.float32, device=context.device)
+
+    def finalize(self) -> None:
+        self._factors.copy_(self.weight).add_(1)
+
+    @property
+    def factors(self) -> Tensor:
+        """1 + weight [size] in float32; right once the weights are loaded and finalised."""
+        return self._factors

@@ -29,7 +29,7 @@ def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
         specs.ExecutorSpec(
             name="single",
             impl="nanovllm_core.worker.executor:SingleProcessExecutor",
-            contract=3,
+            contract=4,
             summary="The model runs in this process, on one device.",
         )
     ]

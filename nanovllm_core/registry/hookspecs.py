@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from nanovllm_core.config.settings import EngineConfig
     from nanovllm_core.interfaces import specs
+    from nanovllm_core.interfaces.constraint import ConstraintSpec
     from nanovllm_core.interfaces.doctor import DoctorCheck
     from nanovllm_core.interfaces.plan import WorkerInfo
     from nanovllm_core.interfaces.plugins import Plugins
@@ -62,6 +63,11 @@ def nanovllm_samplers() -> Sequence[specs.SamplerSpec]:
 @hookspec
 def nanovllm_logits_processors() -> Sequence[specs.LogitsProcessorSpec]:
     """Changes of logits, for requests that use them (group `nanovllm.logits_processors`)."""
+
+
+@hookspec
+def nanovllm_constraints() -> Sequence[ConstraintSpec]:
+    """Constraints, such as grammars, for requests that use them (`nanovllm.constraints`)."""
 
 
 @hookspec

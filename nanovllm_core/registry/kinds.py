@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from nanovllm_core.interfaces import specs
+from nanovllm_core.interfaces import constraint, specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ _OURS = (
         contract=2,
         oldest_contract=2,
         changed="state contract=2, and add a bias (None for none) in linear(x, weight, bias, out), "
-        "and as the last argument of norm_linear, norm_gate_up and linear_add",
+        "and as the last argument of norm_linear, norm_gate_up and linear_add; the weight of a "
+        "norm may be float32, and multiplies before the one rounding then",
         choice="kernels",
         extras={"triton": "triton"},
     ),
@@ -114,6 +115,12 @@ _OURS = (
         specs.LogitsProcessorSpec,
         f"{INTERFACES}.logits_processor:LogitsProcessor",
         choice="logits_processors",
+    ),
+    Kind(
+        "constraint",
+        constraint.ConstraintSpec,
+        f"{INTERFACES}.constraint:Constraint",
+        choice="constraints",
     ),
     Kind(
         "scheduler",
@@ -126,10 +133,12 @@ _OURS = (
         "executor",
         specs.ExecutorSpec,
         f"{INTERFACES}.executor:Executor",
-        contract=3,
-        oldest_contract=3,
-        changed="state contract=3; a plan lists its decoding rows only where its epoch is new, so "
-        "pass every plan to nanovllm_core.worker.Worker, in order; see StepPlan for the fields",
+        contract=4,
+        oldest_contract=4,
+        changed="state contract=4, and add sample(masks): a step whose plan samples_later is "
+        "submitted in two parts; a plan has a block table for each cache group, so block_ids are "
+        "[G, n] and appends (row, group, index, block id). Pass every plan and all masks to "
+        "nanovllm_core.worker.Worker, in order",
         choice="executor",
     ),
     Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),

@@ -6,8 +6,9 @@ Nothing here imports torch: backends state what they can do as data.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import cast
 
 from nanovllm_core.config.choices import AttentionSettings, PluginChoice
@@ -24,6 +25,9 @@ from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection import fit
 
 SMALLEST_BLOCK = 16
+
+Asked = Mapping[AttentionRequirements, Sequence[int]]
+"""The requirements of one phase, each with the numbers of the attention layers that have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,10 @@ class Candidate(fit.Candidate):
 def select_attention(
     manager: PluginManager,
     settings: AttentionSettings,
-    prefill: AttentionRequirements,
-    decode: AttentionRequirements,
+    prefill: Asked,
+    decode: Asked,
 ) -> Selection:
-    """Choose a backend for each phase and the block size that suits both.
+    """Choose a backend for each phase, which serves all layers, and the block size that suits both.
 
     Raises UnsupportedError with the reasons and the alternatives where a backend cannot serve,
     ConfigError for a wrong option or block size, PluginError where a plugin cannot be loaded.
@@ -69,10 +73,11 @@ def select_attention(
     report: list[str] = []
     same = settings.prefill == settings.decode
     chosen: list[Candidate] = []
-    for requirements in (prefill, decode):
+    for asked in (prefill, decode):
+        requirements = next(iter(asked))
         phase = requirements.phase
         path = "attention.options" if same else f"attention.{phase}.options"
-        ask = partial(evaluate, manager, requirements=requirements, path=path)
+        ask = partial(evaluate_layers, manager, asked=asked, path=path)
         target = f"{phase} on {requirements.device} in {requirements.dtype}"
         taken, others = fit.select(
             manager, "attention", getattr(settings, phase), ask, target, install_one("attention")
@@ -80,10 +85,10 @@ def select_attention(
         report += [f"attention auto, {phase}: not {name}: {why}" for name, why in others.items()]
         report.append(f"attention {phase}: {taken.label}")
         chosen.append(taken)
-    layout, block_size = _common_blocks(chosen[0], chosen[1], decode.block_size)
-    captured = replace(prefill, cuda_graphs=True)
-    eager_prefill_reasons = _ask(chosen[0].spec, chosen[0].resolved, captured).reasons
-    if eager_prefill_reasons and decode.cuda_graphs:
+    layout, block_size = _common_blocks(chosen[0], chosen[1], requirements.block_size)
+    captured = {replace(one, cuda_graphs=True): layers for one, layers in prefill.items()}
+    eager_prefill_reasons = _ask_all(chosen[0].spec, chosen[0].resolved, captured).reasons
+    if eager_prefill_reasons and requirements.cuda_graphs:
         report.append(f"steps with prompts run without graphs: {'; '.join(eager_prefill_reasons)}")
     return Selection(
         prefill=chosen[0],
@@ -137,9 +142,32 @@ def evaluate(
     path: str = "attention.options",
 ) -> Candidate:
     """Load a backend's spec and ask whether it can serve; PluginError if it cannot be loaded."""
+    return evaluate_layers(manager, choice, {requirements: ()}, path)
+
+
+def evaluate_layers(
+    manager: PluginManager, choice: PluginChoice, asked: Asked, path: str = "attention.options"
+) -> Candidate:
+    """The same for all layers of a model: a reason that not all of them give names its layers."""
     resolved = manager.resolve("attention", choice.plugin, choice.options, path)
     spec = cast(AttentionSpec, manager.spec("attention", choice.plugin))
-    return _ask(spec, resolved, requirements)
+    return _ask_all(spec, resolved, asked)
+
+
+def _ask_all(spec: AttentionSpec, resolved: ResolvedPlugin, asked: Asked) -> Candidate:
+    answers = {one: _ask(spec, resolved, one) for one in asked}
+    reasons: dict[str, list[int]] = {}
+    for one, answer in answers.items():
+        for reason in answer.reasons:
+            reasons.setdefault(reason, []).extend(asked[one])
+    num_layers = sum(map(len, asked.values()))
+    texts = (
+        reason if len(layers) == num_layers else f"layers {fit.in_order(layers)}: {reason}"
+        for reason, layers in reasons.items()
+    )
+    layouts = reduce(_common_layouts, (answer.layouts for answer in answers.values()))
+    rank = min(answer.rank for answer in answers.values())
+    return Candidate(resolved, rank, tuple(texts), spec, layouts)
 
 
 def _ask(
@@ -166,22 +194,29 @@ def _ask(
     return Candidate(resolved, rank, tuple(reasons), spec, layouts)
 
 
-def _common_blocks(
-    prefill: Candidate, decode: Candidate, block_size: int | None
-) -> tuple[KVLayout, int]:
-    """The decode backend's first layout that prefill prefers too, and a block size for both.
+def _common_layouts(
+    mine: Collection[KVLayout], others: Collection[KVLayout]
+) -> tuple[KVLayout, ...]:
+    """The layouts that suit both, in the order of the first.
 
     Layouts that both list come before those that only suit both (multiples of 128 suit one that
     lists 128 and one that lists 16).
     """
-    suitable = [
-        KVLayout(mine.name, math.lcm(mine.block_multiple, other.block_multiple))
-        for mine in decode.layouts
-        for other in prefill.layouts
-        if mine.name == other.name
-    ]
-    listed = [layout for layout in decode.layouts if layout in prefill.layouts]
-    common = list(dict.fromkeys((*listed, *suitable)))
+    listed = [layout for layout in mine if layout in others]
+    suitable = (
+        KVLayout(one.name, math.lcm(one.block_multiple, other.block_multiple))
+        for one in mine
+        for other in others
+        if one.name == other.name
+    )
+    return tuple(dict.fromkeys((*listed, *suitable)))
+
+
+def _common_blocks(
+    prefill: Candidate, decode: Candidate, block_size: int | None
+) -> tuple[KVLayout, int]:
+    """The decode backend's first layout that prefill prefers too, and a block size for both."""
+    common = _common_layouts(decode.layouts, prefill.layouts)
     for layout in common:
         multiple = layout.block_multiple
         size = block_size or -(-SMALLEST_BLOCK // multiple) * multiple

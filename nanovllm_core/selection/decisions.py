@@ -25,13 +25,14 @@ from nanovllm_core.errors import (
     shown,
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
+from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
 from nanovllm_core.interfaces.specs import ExecutorSpec, ResolvedPlugin, SamplerSpec
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
-from nanovllm_core.selection.attention import Selection, select_attention
+from nanovllm_core.selection.attention import Asked, Selection, select_attention
 from nanovllm_core.selection.checkpoint import CheckpointSource, fetch_checkpoint, find_source
 from nanovllm_core.selection.checkpoint_files import CONFIG_NAME, read_model_config
 from nanovllm_core.selection.fit import Candidate, select, unmet_device
@@ -144,21 +145,26 @@ class Decisions:
         """Whether steps are captured."""
         return self.device.startswith("cuda") and not self.config.cuda_graphs.enforce_eager
 
-    def requirements(self, phase: Phase) -> AttentionRequirements:
-        """The requirements of one phase on a backend."""
-        return AttentionRequirements(
-            phase=phase,
-            device=self.device.split(":")[0],
-            dtype=self.dtype,
-            num_heads=self.shape.num_heads,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_size=self.shape.head_size,
-            compute_capability=compute_capability(self.device),
-            cuda_graphs=self.cuda_graphs and phase == "decode",
-            block_size=self.config.cache.block_size,
-            sliding_window=self.shape.sliding_window is not None,
-            soft_cap=self.shape.soft_cap is not None,
-        )
+    def requirements(self, phase: Phase) -> Asked:
+        """The requirements of one phase on a backend that has the heads of one rank."""
+        asked: dict[AttentionRequirements, list[int]] = {}
+        for layer, attention in enumerate(self.shape.attention_shapes):
+            of_rank = attention.on_rank(self.config.tensor_parallel_size)
+            requirements = AttentionRequirements(
+                phase=phase,
+                device=self.device.split(":")[0],
+                dtype=self.dtype,
+                num_heads=of_rank.num_heads,
+                num_kv_heads=of_rank.num_kv_heads,
+                head_size=of_rank.head_size,
+                compute_capability=compute_capability(self.device),
+                cuda_graphs=self.cuda_graphs and phase == "decode",
+                block_size=self.config.cache.block_size,
+                sliding_window=of_rank.sliding_window is not None,
+                soft_cap=of_rank.soft_cap is not None,
+            )
+            asked.setdefault(requirements, []).append(layer)
+        return asked
 
     @decision
     def attention(self) -> Selection:
@@ -174,10 +180,13 @@ class Decisions:
         """Tokens of a block; OutOfMemoryError where `cache.num_blocks` hold no sequence."""
         blocks, block_size = self.config.cache.num_blocks, self.attention.block_size
         if blocks is not None and self.config.limits.max_model_len != FIT:
-            from nanovllm_core.worker.kv_cache import check_one_sequence_fits  # brings torch
-
-            check_one_sequence_fits(blocks, block_size, self.max_model_len, given=True)
+            self.sequence_need(block_size).check_fits(blocks, self.max_model_len, given=True)
         return block_size
+
+    def sequence_need(self, block_size: int) -> SequenceNeed:
+        """What one sequence takes of the KV cache."""
+        windows = [group.sliding_window for group in make_groups(self.shape)]
+        return SequenceNeed(windows, block_size, self.config.limits.max_num_batched_tokens)
 
     @decision
     def kernels(self) -> KernelSelection:

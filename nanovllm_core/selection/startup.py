@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.engine.constraints import LoadedConstraint
 from nanovllm_core.engine.observation import close_observers
 from nanovllm_core.errors import PluginLoadError
+from nanovllm_core.interfaces.constraint import ConstraintContext, ConstraintSpec
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
@@ -33,6 +35,9 @@ class Startup:
     executor: Executor
     logits_processors: Mapping[str, LogitsProcessorSpec]
     """The logits processors that requests may use, in the order in which they run."""
+    constraints: tuple[ResolvedPlugin, ...]
+    """Those that requests may use; see `make_constraints`."""
+    vocab_size: int
     observers: Mapping[str, StepObserver]
     """By a label that names the plugin and its distribution."""
     sampling_defaults: Mapping[str, float]
@@ -69,6 +74,8 @@ def start(config: EngineConfig) -> Startup:
             one.name: cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
             for one in setup.logits_processors
         },
+        constraints=decisions.named("constraint"),
+        vocab_size=decisions.shape.vocab_size,
         observers=make_observers(decisions),
         sampling_defaults=decisions.sampling_defaults,
         choices=choices,
@@ -117,6 +124,26 @@ def make_scheduler(plugins: PluginManager, resolved: ResolvedPlugin) -> Schedule
     if level == "policy":
         return TokenBudgetScheduler(made, describe(resolved))
     return cast(Scheduler, made)
+
+
+def make_constraints(
+    startup: Startup, eos_token_ids: tuple[int, ...]
+) -> dict[str, LoadedConstraint]:
+    """The constraints that requests may use, by name."""
+    context = ConstraintContext(
+        vocab_size=startup.vocab_size,
+        max_model_len=startup.setup.max_model_len,
+        tokenizer=startup.setup.tokenizer,
+        eos_token_ids=eos_token_ids,
+    )
+    return {
+        one.name: LoadedConstraint(
+            describe(one),
+            cast(ConstraintSpec, startup.plugins.spec(one.kind, one.name)),
+            make_plugin(one, context),
+        )
+        for one in startup.constraints
+    }
 
 
 def make_observers(decisions: Decisions) -> dict[str, StepObserver]:

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from nanovllm_core.errors import EngineClosedError
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.worker.worker import Worker
 
 _NOT_STARTED = "the executor has not started; create a new LLM"
@@ -27,6 +27,11 @@ class SingleProcessExecutor(Executor):
         if self._worker is None:
             raise EngineClosedError(_NOT_STARTED)
         self._worker.submit(plan)
+
+    def sample(self, masks: TokenMasks) -> None:
+        if self._worker is None:
+            raise EngineClosedError(_NOT_STARTED)
+        self._worker.sample(masks)
 
     def collect(self) -> StepResult:
         if self._worker is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nanovllm_core.config.settings import FIT
 from nanovllm_core.errors import OutOfMemoryError
+from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import ModelShape
 
@@ -20,41 +22,70 @@ CPU_CACHE_BYTES = 2 << 30
 _GIB = 1 << 30
 
 
-def allocate_blocks(
-    shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Blocks of every layer, keys and values, in one tensor [layers, 2, N, P, K, D].
+class CacheLayout:
+    """Where the keys and values of every layer lie in the blocks of one rank.
 
-    Zeros, not empty: backends may read (and discard) a block's unused tail, and NaN spreads. Raises
-    OutOfMemoryError, with what they would take.
+    `shape` has this rank's heads. A block has `num_slots` slots, one for each layer of its group;
+    layers that keep less of a token than others leave the rest of their slot unused.
     """
-    size = (
-        shape.num_layers,
-        2,
-        num_blocks,
-        block_size,
-        shape.num_kv_heads,
-        shape.head_size,
-    )
-    num_bytes = num_blocks * block_bytes(shape, block_size, dtype)
-    try:
-        if device.type == "cpu":
-            # The system's zero pages: memory is taken when one is written, not at the start.
-            zeros = np.zeros(num_bytes, dtype=np.uint8)
-            return torch.from_numpy(zeros).view(dtype).view(size)
-        return torch.zeros(size, dtype=dtype, device=device)
-    # torch.OutOfMemoryError is a RuntimeError; the others are of sizes beyond all bounds.
-    except (MemoryError, RuntimeError, ValueError, OverflowError, TypeError) as error:
-        raise OutOfMemoryError(
-            f"cache.num_blocks: {num_blocks} blocks of {block_size} tokens take "
-            f"{num_bytes / _GIB:.1f} GiB, which {device} does not have ({error}); ask for fewer, "
-            "or leave it out"
-        ) from error
+
+    def __init__(self, shape: ModelShape, block_size: int, dtype: torch.dtype) -> None:
+        self.groups = make_groups(shape)
+        self.block_size = block_size
+        self.dtype = dtype
+        self.num_slots = max(len(group.layers) for group in self.groups)
+        self._slot_width = max(group.attention.elements_per_token for group in self.groups) // 2
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each group; see `WorkerInfo.cache_windows`."""
+        return tuple(group.sliding_window for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all its slots, keys and values."""
+        return 2 * self.num_slots * self.block_size * self._slot_width * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
+        """Blocks in one tensor [slots, 2, N, P, W]; W is K * D of the layers that keep most.
+
+        Zeros, not empty: backends may read (and discard) a block's unused tail, and NaN spreads.
+        Raises OutOfMemoryError, with what they would take.
+        """
+        size = (self.num_slots, 2, num_blocks, self.block_size, self._slot_width)
+        num_bytes = num_blocks * self.block_bytes
+        try:
+            if device.type == "cpu":
+                # The system's zero pages: memory is taken when one is written, not at the start.
+                zeros = np.zeros(num_bytes, dtype=np.uint8)
+                return torch.from_numpy(zeros).view(self.dtype).view(size)
+            return torch.zeros(size, dtype=self.dtype, device=device)
+        # torch.OutOfMemoryError is a RuntimeError; the others are of sizes beyond all bounds.
+        except (MemoryError, RuntimeError, ValueError, OverflowError, TypeError) as error:
+            raise OutOfMemoryError(
+                f"cache.num_blocks: {num_blocks} blocks of {self.block_size} tokens take "
+                f"{num_bytes / _GIB:.1f} GiB, which {device} does not have ({error}); ask for "
+                "fewer, or leave it out"
+            ) from error
+
+    def split(self, blocks: Tensor) -> list[LayerCache]:
+        """The part of each layer in what `allocate` returned, in the order of the layers."""
+        caches = {}
+        for index, group in enumerate(self.groups):
+            num_heads, head_size = group.attention.num_kv_heads, group.attention.head_size
+            for slot, layer in enumerate(group.layers):
+                used = blocks[slot, ..., : num_heads * head_size]
+                k_cache, v_cache = used.unflatten(-1, (num_heads, head_size)).unbind()
+                caches[layer] = LayerCache(index, k_cache, v_cache)
+        return [caches[layer] for layer in sorted(caches)]
 
 
-def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_size * dtype.itemsize
+class LayerCache(NamedTuple):
+    """The keys and values of one layer, [N, P, K, D] each, and the number of its cache group."""
+
+    group: int
+    k_cache: Tensor
+    v_cache: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,29 +175,6 @@ def num_blocks_on_gpu(memory: DeviceMemory, utilization: float, bytes_per_block:
     return budget // bytes_per_block
 
 
-def check_one_sequence_fits(
-    num_blocks: int, block_size: int, max_model_len: int, *, given: bool
-) -> None:
-    """Refuse a cache in which the longest allowed sequence could never finish.
-
-    `given`: the configuration states the number of blocks; else a GPU's memory decided it.
-    """
-    needed = -(-max_model_len // block_size)
-    if num_blocks < needed:
-        more = f"cache.num_blocks to {needed}" if given else "cache.gpu_memory_utilization"
-        raise OutOfMemoryError(
-            f"the KV cache holds {num_blocks} blocks of {block_size} tokens "
-            f"({num_blocks * block_size} tokens), but limits.max_model_len={max_model_len} needs "
-            f"{needed}; set limits.max_model_len to at most {num_blocks * block_size} (or to fit, "
-            f"which takes the longest that fits), or raise {more}"
-        )
-
-
-def fitting_length(num_blocks: int, block_size: int, max_model_len: int) -> int:
-    """Tokens of the longest sequence that `num_blocks` blocks hold, `max_model_len` at most."""
-    return min(max_model_len, num_blocks * block_size)
-
-
 def size_cache(
     setup: WorkerSetup,
     shape: ModelShape,
@@ -182,20 +190,19 @@ def size_cache(
     are never written cost nothing. Raises OutOfMemoryError if not one block fits, or a length that
     is not to `fit` does not.
     """
-    cache, limits, block_size = setup.config.cache, setup.config.limits, setup.block_size
-    per_block = block_bytes(shape, block_size, getattr(torch, setup.dtype))
+    cache, limits, longest = setup.config.cache, setup.config.limits, setup.max_model_len
+    layout = CacheLayout(shape, setup.block_size, getattr(torch, setup.dtype))
+    need = SequenceNeed(layout.windows, setup.block_size, limits.max_num_batched_tokens)
     is_to_fit = limits.max_model_len == FIT
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
     elif memory is not None:
-        num_blocks = num_blocks_on_gpu(memory, cache.gpu_memory_utilization, per_block)
+        num_blocks = num_blocks_on_gpu(memory, cache.gpu_memory_utilization, layout.block_bytes)
     else:
-        per_sequence = -(-setup.max_model_len // block_size)
-        least = 1 if is_to_fit else per_sequence
-        most = per_sequence * limits.max_num_seqs
-        num_blocks = min(most, max(least, CPU_CACHE_BYTES // per_block))
+        least = need.blocks(1 if is_to_fit else longest)
+        most = need.blocks(longest) * limits.max_num_seqs
+        num_blocks = min(most, max(least, CPU_CACHE_BYTES // layout.block_bytes))
     num_blocks = min_over_ranks(num_blocks)
     if not is_to_fit:
-        given = cache.num_blocks is not None
-        check_one_sequence_fits(num_blocks, block_size, setup.max_model_len, given=given)
-    return num_blocks, fitting_length(num_blocks, block_size, setup.max_model_len)
+        need.check_fits(num_blocks, longest, given=cache.num_blocks is not None)
+    return num_blocks, need.fitting_length(num_blocks, longest)

@@ -17,18 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm_core.interfaces.attention import PrefillMetadata
 from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
-from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepKey
 
 _FIRST_ROWS = 8
-_ALIGNED = 4
-"""int32 elements in 16 bytes: kernels are compiled for addresses of that alignment."""
-
-
-def aligned(count: int) -> int:
-    """`count` int32 elements and as many more as an aligned address after them needs."""
-    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[StepKey]:
@@ -120,6 +114,20 @@ class MixedStep:
     def prefill(self) -> StepInputs:
         """The entries of the chunks."""
         return self.inputs.slice(slice(self.num_decode, None), slice(self.num_decode, None))
+
+    def prefill_metadata(self) -> list[PrefillMetadata]:
+        """The chunks, for each cache group."""
+        entries = self.prefill
+        return [
+            PrefillMetadata(
+                block_table=block_table,
+                seq_lens=entries.seq_lens,
+                query_start_loc=self.chunks.query_start_loc,
+                max_query_len=self.max_query_len,
+                max_seq_len=self.max_seq_len,
+            )
+            for block_table in entries.block_table.unbind()
+        ]
 
     def reported(self, plan: StepPlan) -> NDArray[np.int64]:
         """The entries that get a token, in the order of the result."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from nanovllm_core.errors import UnsupportedError
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
@@ -20,7 +21,7 @@ from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_
 class LoadedModel:
     """A model with its weights on its device. The module is a `CausalLM`.
 
-    `shape` is the model plugin's, but with the heads of this rank.
+    `shape` is the model plugin's, but its attention layers have the heads of this rank.
     """
 
     module: nn.Module
@@ -45,8 +46,27 @@ def load_model(setup: WorkerSetup, kernels: KernelSet, tp: TensorParallel) -> Lo
                 )
             check_finite(module, setup.checkpoint)
         finalize_layers(module)
-    for layer in module.modules():
-        if isinstance(layer, Attention):
-            heads, kv_heads = layer.prep.num_heads, layer.prep.num_kv_heads
-            shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
-    return LoadedModel(module, shape, device, dtype)
+    return LoadedModel(module, _own_shape(module, shape, tp.size), device, dtype)
+
+
+def _own_shape(module: nn.Module, shape: ModelShape, tp_size: int) -> ModelShape:
+    """The shape with this rank's heads, checked against the layers of the model that was built.
+
+    The backends were asked at start by the shape alone: a layer that differs from it is refused,
+    not ignored in silence.
+    """
+    stated = tuple(one.on_rank(tp_size) for one in shape.attention_shapes)
+    built = tuple(one.shape for one in module.modules() if isinstance(one, Attention))
+    if len(built) != len(stated):
+        raise UnsupportedError(
+            f"the model has {len(built)} attention layers, and the model plugin's shape() states "
+            f"{len(stated)}; correct the model plugin"
+        )
+    for index, (layer, expected) in enumerate(zip(built, stated, strict=True)):
+        if layer != expected:
+            raise UnsupportedError(
+                f"attention layer {index} has {layer}, not {expected} as the model plugin's "
+                "shape() says for this rank: the backends are chosen by shape(); correct the model "
+                "plugin, and state attention_layers there where layers differ"
+            )
+    return replace(shape, attention_layers=stated)

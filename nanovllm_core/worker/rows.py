@@ -25,7 +25,7 @@ _MAX_ELEMENTS = 2**31
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Views into the arena. R rows, L ids at most, M blocks at most.
+    """Views into the arena. R rows, L ids at most, G cache groups, M blocks of each at most.
 
     `computed`: positions whose KV is in the blocks. `finished`: the device ended the row.
     `active_rows`: the rows that decode, in batch order, -1 beyond. `skip_sampler`: one flag; where
@@ -34,7 +34,7 @@ class RowTables:
 
     arena: Tensor
     token_ids: Tensor  # [R, L]
-    block_table: Tensor  # [R, M]
+    block_table: Tensor  # [G, R, M]
     computed: Tensor  # [R]
     num_prompt: Tensor  # [R]
     max_length: Tensor  # [R]
@@ -49,14 +49,19 @@ class RowTables:
 
     @classmethod
     def allocate(
-        cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        cls,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> RowTables:
         """Allocate the arena for `max_num_seqs` rows of at most `max_model_len` ids."""
         num_blocks = -(-max_model_len // block_size)
         shapes: dict[str, tuple[int, ...]] = {
             "seed": (max_num_seqs, 2),  # first, so that its 64-bit view is aligned
             "token_ids": (max_num_seqs, max_model_len),
-            "block_table": (max_num_seqs, num_blocks),
+            "block_table": (num_groups, max_num_seqs, num_blocks),
             "computed": (max_num_seqs,),
             "num_prompt": (max_num_seqs,),
             "max_length": (max_num_seqs,),
@@ -97,6 +102,7 @@ class RowUpdates:
         scalars = ("computed", "num_prompt", "max_length", "min_tokens", "finished", "temperature")
         wide = ("token_ids", "block_table", "stop_ids", "seed", "active_rows", "skip_sampler")
         self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide)}
+        self._max_blocks = tables.block_table.shape[2]
         self._scalar_at = np.array([self._layout[name][0] for name in scalars], np.int32)
         self._pieces: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
 
@@ -104,7 +110,10 @@ class RowUpdates:
         """Set every table of a row anew."""
         row, sampling = admission.row, admission.sampling
         self._set("token_ids", row, admission.token_ids)
-        self._set("block_table", row, admission.block_ids)
+        first, group_size = self._layout["block_table"]
+        for group, block_ids in enumerate(admission.block_ids):
+            # A block behind the window is never needed, but its number must be one of a block.
+            self._write(first + group * group_size + row * self._max_blocks, block_ids.clip(min=0))
         scalars = np.array(
             [
                 admission.num_computed,
@@ -126,9 +135,10 @@ class RowUpdates:
 
     def append_blocks(self, appends: NDArray[np.int32]) -> None:
         """Add blocks to block tables; `appends` as in `StepPlan`."""
-        start, max_blocks = self._layout["block_table"]
-        rows, indices, block_ids = appends.T
-        self._pieces.append((start + rows * max_blocks + indices, block_ids))
+        rows, groups, indices, block_ids = appends.T
+        first, group_size = self._layout["block_table"]
+        addresses = first + groups * group_size + rows * self._max_blocks + indices
+        self._pieces.append((addresses, block_ids))
 
     def set_active_rows(self, rows: NDArray[np.int32]) -> None:
         """Set the decoding rows, in batch order."""
@@ -151,9 +161,11 @@ class RowUpdates:
     def _set(self, table: str, row: int, values: Sequence[int] | NDArray[np.int32]) -> None:
         """Set the first entries of a table's row."""
         start, row_size = self._layout[table]
-        array = np.asarray(values, dtype=np.int32)
-        first = start + row * row_size
-        self._pieces.append((np.arange(first, first + array.size, dtype=np.int32), array))
+        self._write(start + row * row_size, np.asarray(values, dtype=np.int32))
+
+    def _write(self, first: int, values: NDArray[np.int32]) -> None:
+        """Set the elements from an address on."""
+        self._pieces.append((np.arange(first, first + values.size, dtype=np.int32), values))
 
 
 class StagingRing:

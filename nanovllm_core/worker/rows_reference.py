@@ -1,6 +1,7 @@
 """Torch versions of the kernels that turn row tables into a step's inputs and its results back.
 
-B batch entries, R rows, M blocks per row, T tokens. A batch entry names its row; -1 is padding.
+B batch entries, R rows, G cache groups, M blocks per row, T tokens. A batch entry names its row; -1
+is padding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def prepare_decode(tables: RowTables, inputs: StepInputs) -> None:
     safe = rows.clamp(min=0).long()
     live = (rows >= 0) & (tables.finished[safe] == 0)
     position = tables.computed[safe]
-    block = tables.block_table[safe, (position // tables.block_size).long()].long()
+    block = tables.block_table[:, safe, (position // tables.block_size).long()].long()
     inputs.rows.copy_(torch.where(live, rows, -1))
     inputs.seq_lens.copy_(torch.where(live, position + 1, 0))
     inputs.output_index.copy_(position + 1 - tables.num_prompt[safe])
@@ -33,7 +34,7 @@ def prepare_decode(tables: RowTables, inputs: StepInputs) -> None:
     inputs.input_ids.copy_(torch.where(live, tables.token_ids[safe, position.long()], 0))
     slots = block * tables.block_size + position % tables.block_size
     inputs.slot_mapping.copy_(torch.where(live, slots, -1))
-    inputs.block_table.copy_(tables.block_table[safe])
+    inputs.block_table.copy_(tables.block_table[:, safe])
 
 
 def prepare_prefill(
@@ -51,15 +52,16 @@ def prepare_prefill(
     index = torch.arange(chunk.numel(), device=row.device)
     position = start[chunk] + index - offset[chunk]
     token_row = row[chunk]
-    block = tables.block_table[token_row, position // tables.block_size].long()
+    block = tables.block_table[:, token_row, position // tables.block_size].long()
     num_tokens = chunk.numel()
     inputs.input_ids[:num_tokens] = tables.token_ids[token_row, position]
     inputs.positions[:num_tokens] = position
-    inputs.slot_mapping[:num_tokens] = block * tables.block_size + position % tables.block_size
+    slots = block * tables.block_size + position % tables.block_size
+    inputs.slot_mapping[:, :num_tokens] = slots
     inputs.rows.copy_(torch.where(samples == 1, row, -1))
     inputs.seq_lens.copy_(start + length)
     inputs.output_index.copy_(start + length - tables.num_prompt[row])
-    inputs.block_table.copy_(tables.block_table[row])
+    inputs.block_table.copy_(tables.block_table[:, row])
 
 
 def finish_step(

@@ -38,31 +38,37 @@ def _copy_blocks(source, target, num_blocks, BLOCK: tl.constexpr):
         tl.store(target + i, tl.load(source + i, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_stride", "out_table_stride"])
 def _prepare_decode_kernel(
     active_rows, finished, computed, num_prompt, token_ids, block_table,
     out_ids, out_positions, out_slots, out_rows, out_seq_lens, out_index, out_block_table,
-    max_model_len, max_blocks, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    max_model_len, max_blocks, table_stride, slots_stride, out_table_stride,
+    GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One program per entry. The strides are from group to group; of one group none counts."""
     i = tl.program_id(0)
     row = tl.load(active_rows + i)
     safe = tl.maximum(row, 0).to(tl.int64)
     live = (row >= 0) & (tl.load(finished + safe) == 0)
     position = tl.load(computed + safe)
-    block = tl.load(block_table + safe * max_blocks + position // BLOCK_SIZE, mask=live, other=0)
-    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     token = tl.load(token_ids + safe * max_model_len + position, mask=live, other=0)
+    for group in tl.static_range(GROUPS):
+        entry = group * table_stride + safe * max_blocks + position // BLOCK_SIZE
+        block = tl.load(block_table + entry, mask=live, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(out_slots + group * slots_stride + i, tl.where(live, slot, -1))
     tl.store(out_ids + i, token)
     tl.store(out_positions + i, tl.where(live, position, 0))
-    tl.store(out_slots + i, tl.where(live, slot, -1))
     tl.store(out_rows + i, tl.where(live, row, -1))
     tl.store(out_seq_lens + i, tl.where(live, position + 1, 0))
     tl.store(out_index + i, position + 1 - tl.load(num_prompt + safe))
     num_blocks = tl.where(live, position // BLOCK_SIZE + 1, 0)
-    _copy_blocks(
-        block_table + safe * max_blocks, out_block_table + i.to(tl.int64) * max_blocks,
-        num_blocks, BLOCK,
-    )  # fmt: skip
+    for group in tl.static_range(GROUPS):
+        _copy_blocks(
+            block_table + group * table_stride + safe * max_blocks,
+            out_block_table + group * out_table_stride + i.to(tl.int64) * max_blocks,
+            num_blocks, BLOCK,
+        )  # fmt: skip
 
 
 def prepare_decode(tables: RowTables, inputs: StepInputs) -> None:
@@ -72,16 +78,23 @@ def prepare_decode(tables: RowTables, inputs: StepInputs) -> None:
         tables.token_ids, tables.block_table,
         inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.rows,
         inputs.seq_lens, inputs.output_index, inputs.block_table,
-        tables.token_ids.shape[1], tables.block_table.shape[1],
-        BLOCK_SIZE=tables.block_size, BLOCK=_BLOCK, num_warps=2,
+        tables.token_ids.shape[1], tables.block_table.shape[2], *_group_strides(tables, inputs),
+        GROUPS=tables.block_table.shape[0], BLOCK_SIZE=tables.block_size, BLOCK=_BLOCK,
+        num_warps=2,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["chunk_stride"])
+def _group_strides(tables: RowTables, inputs: StepInputs) -> tuple[int, int, int]:
+    """From group to group, in elements: block tables, the step's slots, the step's block tables."""
+    return tables.block_table.stride(0), inputs.slot_mapping.stride(0), inputs.block_table.stride(0)
+
+
+@triton.jit(do_not_specialize=["chunk_stride", "slots_stride", "out_table_stride"])
 def _prepare_prefill_kernel(
     chunks, chunk_stride, num_prompt, token_ids, block_table,
     out_ids, out_positions, out_slots, out_rows, out_seq_lens, out_index, out_block_table,
-    max_model_len, max_blocks, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    max_model_len, max_blocks, table_stride, slots_stride, out_table_stride,
+    GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(chunks + chunk).to(tl.int64)
@@ -93,20 +106,21 @@ def _prepare_prefill_kernel(
     mask = i < length
     position = start + i
     token = tl.load(token_ids + row * max_model_len + position, mask=mask)
-    block = tl.load(block_table + row * max_blocks + position // BLOCK_SIZE, mask=mask)
-    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(out_ids + offset + i, token, mask=mask)
     tl.store(out_positions + offset + i, position, mask=mask)
-    tl.store(out_slots + offset + i, slot, mask=mask)
+    seq_len = start + length
+    for group in tl.static_range(GROUPS):
+        source = block_table + group * table_stride + row * max_blocks
+        block = tl.load(source + position // BLOCK_SIZE, mask=mask)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(out_slots + group * slots_stride + offset + i, slot, mask=mask)
+        if tile == 0:
+            target = out_block_table + group * out_table_stride + chunk.to(tl.int64) * max_blocks
+            _copy_blocks(source, target, tl.cdiv(seq_len, BLOCK_SIZE), BLOCK)
     if tile == 0:
-        seq_len = start + length
         tl.store(out_rows + chunk, tl.where(samples == 1, row, -1).to(tl.int32))
         tl.store(out_seq_lens + chunk, seq_len)
         tl.store(out_index + chunk, seq_len - tl.load(num_prompt + row))
-        _copy_blocks(
-            block_table + row * max_blocks, out_block_table + chunk.to(tl.int64) * max_blocks,
-            tl.cdiv(seq_len, BLOCK_SIZE), BLOCK,
-        )  # fmt: skip
 
 
 def prepare_prefill(
@@ -118,8 +132,8 @@ def prepare_prefill(
         chunks_5S, chunks_5S.stride(0), tables.num_prompt, tables.token_ids, tables.block_table,
         inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.rows,
         inputs.seq_lens, inputs.output_index, inputs.block_table,
-        tables.token_ids.shape[1], tables.block_table.shape[1],
-        BLOCK_SIZE=tables.block_size, BLOCK=_BLOCK,
+        tables.token_ids.shape[1], tables.block_table.shape[2], *_group_strides(tables, inputs),
+        GROUPS=tables.block_table.shape[0], BLOCK_SIZE=tables.block_size, BLOCK=_BLOCK,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ where the attention backends can be, launched eagerly beyond the largest.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -19,39 +19,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError
-from nanovllm_core.interfaces.attention import AttentionBackend, DecodeMetadata, PrefillMetadata
+from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.model import CausalLM
-from nanovllm_core.interfaces.plan import PrefillChunk, RowSampling, StepPlan, StepResult
+from nanovllm_core.interfaces.plan import (
+    PrefillChunk,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
-from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
-from nanovllm_core.worker.kv_cache import allocate_blocks
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
-from nanovllm_core.worker.mixed import ChunkTable, MixedStep, aligned, mixed_keys, pack_chunks
+from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
+from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.plugins import make_processors
 from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
-from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
-
-_EVERYTHING_ASKED = RowSampling(
-    temperature=1.0,
-    top_k=2,
-    top_p=0.5,
-    min_p=0.1,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    min_tokens=1,
-    stop_token_ids=(0,),
-    logprobs=2,
-    logit_bias=((0, 1.0),),
-)
+from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, LogprobTensors, SamplerTail
 
 
 class ModelRunner:
@@ -77,8 +69,9 @@ class ModelRunner:
         context = SamplerContext(device=device, vocab_size=vocab_size, max_entries=num_entries)
         self.sampler: Sampler = make_plugin(setup.sampler, context)
         self._processors = make_processors(setup, device, vocab_size)
-        self.tables = RowTables.allocate(max_rows, self.max_model_len, setup.block_size, device)
-        self.max_blocks = self.tables.block_table.shape[1]
+        self.tables = RowTables.allocate(
+            max_rows, self.max_model_len, setup.block_size, device, len(attention.groups)
+        )
         self.ops = get_row_ops(device)
         max_steps_in_flight = config.steps_ahead + 2
         self._updates = RowUpdates(self.tables)
@@ -88,7 +81,7 @@ class ModelRunner:
         self._keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
         num_tokens = max(key.total_tokens for key in self._keys)
-        self._inputs = StepInputs.allocate(num_tokens, num_entries, self.max_blocks, device)
+        self._inputs = self._allocate_inputs(num_tokens, num_entries)
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
         self._chunks = {
@@ -98,7 +91,8 @@ class ModelRunner:
         """By the decode entries of the captured steps that read it."""
         self._entries = torch.arange(num_entries, device=device)
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
-        self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors)
+        self._masks = MaskTable(max_rows, vocab_size, device)
+        self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
         # The last is that of row -1, which marks padding.
         self._row_sampling = [RowSampling()] * (max_rows + 1)
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
@@ -108,9 +102,16 @@ class ModelRunner:
         self._tail_rows: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
         """Both of the decoding rows where one of them needs a tail, else empty."""
+        self._active_constrained: tuple[int, ...] = ()
+        self._waiting: ForwardPass | None = None
+        """The step submitted last, while it waits for masks."""
         self._debug = config.debug
         self._num_steps = 0
         self._graphs: StepGraphs | None = None
+
+    def _allocate_inputs(self, num_tokens: int, num_entries: int) -> StepInputs:
+        num_groups, _, max_blocks = self.tables.block_table.shape
+        return StepInputs.allocate(num_tokens, num_entries, max_blocks, self.device, num_groups)
 
     # -- the executor's calls ---------------------------------------------------------------------
 
@@ -118,8 +119,11 @@ class ModelRunner:
         """Apply the plan's deltas and launch its step; never waits for the device.
 
         In debug mode it does wait, to look at the logits: raises ModelOutputError. Raises
-        InconsistentStateError for a plan without rows whose epoch is not the last one applied.
+        InconsistentStateError for a plan without rows whose epoch is not the last one applied, and
+        while the step before waits for masks.
         """
+        if self._waiting is not None:
+            self._waiting.refuse_plan(plan)
         self._num_steps += 1
         self._apply(plan)
         if plan.prefill:
@@ -127,16 +131,17 @@ class ModelRunner:
         else:
             self._launch_decode(plan)
 
+    def sample(self, masks: TokenMasks) -> None:
+        """Launch the sampling of the step submitted last; InconsistentStateError for others."""
+        if self._waiting is None:
+            raise unexpected(masks)
+        self._masks.load(masks, self._waiting)
+        waiting, self._waiting = self._waiting, None
+        self._sample_tail(waiting)
+
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
         return self._results.collect()
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Use this many fresh blocks from now on."""
-        model = self.model
-        self.attention.cache = allocate_blocks(
-            model.shape, num_blocks, self.tables.block_size, model.dtype, self.device
-        )
 
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
@@ -154,8 +159,8 @@ class ModelRunner:
         self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
-            padding = StepInputs.allocate(num_rows, num_rows, self.max_blocks, self.device)
-            self._after(padding, tuple(range(num_rows)), (_EVERYTHING_ASKED,) * num_rows)
+            padding = self._allocate_inputs(num_rows, num_rows)
+            self._after(padding, tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows)
         self._results.reset()
 
     def trial_captured_step(self) -> None:
@@ -195,6 +200,7 @@ class ModelRunner:
         had_tail, needs_tail = bool(self._active_sampling), self._needs_tail(rows)
         self._tail_rows = tuple(rows.tolist()) if needs_tail else ()
         self._active_sampling = self._sampling_of(self._tail_rows)
+        self._active_constrained = constrained_rows(self._tail_rows, self._active_sampling)
         if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
 
@@ -223,15 +229,11 @@ class ModelRunner:
             self._graphs.clear()
 
     def _watched(self) -> dict[str, Tensor]:
-        owners: dict[str, Sampler | AttentionBackend] = {
-            "sampler": self.sampler,
-            "attention.prefill": self.attention.prefill_backend,
-            "attention.decode": self.attention.decode_backend,
-        }
-        return {"kv_cache": self.attention.cache, "row_tables": self.tables.arena} | {
-            f"{owner}.{name}": tensor
-            for owner, part in owners.items()
-            for name, tensor in part.captured_tensors().items()
+        sampler = self.sampler.captured_tensors()
+        return {
+            "row_tables": self.tables.arena,
+            **{f"sampler.{name}": tensor for name, tensor in sampler.items()},
+            **self.attention.captured_tensors(),
         }
 
     @torch.inference_mode()
@@ -253,17 +255,23 @@ class ModelRunner:
     def _launch_decode(self, plan: StepPlan) -> None:
         num_rows = plan.num_decode
         self._launch(StepKey.decode(self.bucket(num_rows)))
-        logprobs = None
-        if self._debug or self._active_sampling:
+        if self._debug or self._active_sampling or plan.samples_later:
             inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
-            logprobs = self._after(inputs, self._tail_rows, self._active_sampling)
-        self._results.push(num_rows, logprobs=logprobs)
+            self._end(
+                plan,
+                ForwardPass(
+                    inputs, self._tail_rows, self._active_sampling, self._active_constrained
+                ),
+            )
+        else:
+            self._results.push(num_rows)
 
     def decode(self, bucket: int) -> None:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
         inputs = self._inputs.slice(slice(bucket), slice(bucket))
         self.ops.prepare_decode(self.tables, inputs)
-        self.attention.begin_step(inputs.slot_mapping, self._decode_metadata(inputs))
+        decode = inputs.decode_metadata(self.max_model_len)
+        self.attention.begin_step(inputs.slot_mapping, decode)
         hidden = self._module.forward(inputs.input_ids, inputs.positions)
         self._sample(hidden, inputs, skip=self.tables.skip_sampler)
 
@@ -283,13 +291,16 @@ class ModelRunner:
             packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
             self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
-        entries, logprobs = step.reported(plan), None
-        if self._debug or needs_tail:
-            rows = np.full(step.inputs.num_rows, -1)
-            rows[entries] = sampled
-            sampling = self._sampling_of(rows.tolist()) if needs_tail else ()
-            logprobs = self._after(step.inputs, tuple(rows.tolist()), sampling)
-        self._results.push(step.inputs.num_rows, entries, logprobs)
+        entries = step.reported(plan)
+        if self._debug or needs_tail or plan.samples_later:
+            of_entries = np.full(step.inputs.num_rows, -1)
+            of_entries[entries] = sampled
+            rows = tuple(of_entries.tolist())
+            sampling = self._sampling_of(rows) if needs_tail else ()
+            constrained = constrained_rows(rows, sampling)
+            self._end(plan, ForwardPass(step.inputs, rows, sampling, constrained, entries))
+        else:
+            self._results.push(step.inputs.num_rows, entries)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
@@ -328,7 +339,7 @@ class ModelRunner:
         lengths = [chunk.length for chunk in chunks]
         tokens, entries = num_decode + sum(lengths), num_decode + len(chunks)
         return MixedStep(
-            StepInputs.allocate(tokens, entries, self.max_blocks, self.device),
+            self._allocate_inputs(tokens, entries),
             num_decode,
             ChunkTable(self._staging.copy(packed), len(chunks)),
             max_query_len=max(lengths),
@@ -337,30 +348,19 @@ class ModelRunner:
 
     def _mixed(self, step: MixedStep) -> None:
         """Decode entries first, then the packed chunks; one forward pass over all their tokens."""
-        inputs, prefill, num_decode = step.inputs, step.prefill, step.num_decode
-        decode = None
+        inputs, num_decode = step.inputs, step.num_decode
+        decode: Sequence[DecodeMetadata] = ()
         if num_decode:
             self.ops.prepare_decode(self.tables, step.decode)
-            decode = self._decode_metadata(step.decode)
-        self.ops.prepare_prefill(self.tables, step.chunks.chunks, prefill, step.max_query_len)
-        query_start_loc = step.chunks.query_start_loc
-        metadata = PrefillMetadata(
-            block_table=prefill.block_table,
-            seq_lens=prefill.seq_lens,
-            query_start_loc=query_start_loc,
-            max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
-        )
-        self.attention.begin_step(inputs.slot_mapping, decode, metadata)
+            decode = step.decode.decode_metadata(self.max_model_len)
+        self.ops.prepare_prefill(self.tables, step.chunks.chunks, step.prefill, step.max_query_len)
+        self.attention.begin_step(inputs.slot_mapping, decode, step.prefill_metadata())
         hidden = self._module.forward(inputs.input_ids, inputs.positions)
-        ends = query_start_loc[1:] + (num_decode - 1)
+        ends = step.chunks.query_start_loc[1:] + (num_decode - 1)
         last = torch.cat([self._entries[:num_decode], ends])
         self._sample(hidden.index_select(0, last), inputs, skip=step.chunks.skip_sampler)
 
     # -- sampling ---------------------------------------------------------------------------------
-
-    def _decode_metadata(self, inputs: StepInputs) -> DecodeMetadata:
-        return DecodeMetadata(inputs.block_table, inputs.seq_lens, max_seq_len=self.max_model_len)
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, skip: Tensor) -> None:
         """Greedy and temperature; on the device `skip` says whether a tail does it instead."""
@@ -371,6 +371,19 @@ class ModelRunner:
             logits, inputs.rows, tables.temperature, tables.seed, inputs.output_index, sampled, skip
         )
         self.ops.finish_step(tables, inputs, sampled, self._results, skip)
+
+    def _end(self, plan: StepPlan, launched: ForwardPass) -> None:
+        """Run the tail and expect the result: now, or when the masks come."""
+        launched.check(plan)
+        if plan.samples_later:
+            self._waiting = launched
+        else:
+            self._sample_tail(launched)
+
+    def _sample_tail(self, launched: ForwardPass) -> None:
+        inputs = launched.inputs
+        logprobs = self._after(inputs, launched.rows, launched.sampling)
+        self._results.push(inputs.num_rows, launched.entries, logprobs)
 
     @torch.inference_mode()
     def _after(

@@ -2,9 +2,10 @@
 
 It runs eagerly on batches in which some row asks for more than the captured sampler does. The
 order is vLLM's: logit bias, processors, penalties, minimum length, temperature, min_p, top_k,
-top_p. Temperature is undone before the choice, which is the captured sampler's own, noise and ties
-included: a row that asks for nothing gets the very token that it would have got without its
-neighbours.
+top_p. The host's masks come behind the minimum length, so that nothing allows an id again that a
+mask forbids, and the cuts choose among those that are allowed. Temperature is undone before the
+choice, which is the captured sampler's own, noise and ties included: a row that asks for nothing
+gets the very token that it would have got without its neighbours.
 
 Log-probabilities are of the raw logits, before any of this, as vLLM's default is.
 """
@@ -26,10 +27,27 @@ from nanovllm_core.interfaces.plan import RowSampling, TokenLogprobs
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import logits as logit_ops
 from nanovllm_core.worker.logits import StepRows
+from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors, run_processor
 
 TRANSIENT_BYTES = 256 << 20
 """The memory of the tail beyond its inputs: it computes as many rows at a time as fit."""
+
+EVERYTHING_ASKED = RowSampling(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.5,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    min_tokens=1,
+    stop_token_ids=(0,),
+    logprobs=2,
+    logit_bias=((0, 1.0),),
+    constrained=True,
+)
+"""A row that needs every kernel of the tail, but for processors."""
 
 Operation = Callable[..., None]
 """A function of `worker.logits`, or a processor: it changes the logits of some `StepRows`."""
@@ -83,8 +101,10 @@ class SamplerTail:
         vocab_size: int,
         sampler: Sampler,
         processors: RowProcessors,
+        masks: MaskTable,
     ) -> None:
         self._device = device
+        self._masks = masks
         self._vocab_size = vocab_size
         self._sample = sampler.sample
         self._processors = processors
@@ -180,13 +200,15 @@ class SamplerTail:
         known = self._known.get(row)
         if known is None or known[0] is not one:
             known = self._known[row] = (one, _operations(one, self._vocab_size))
+            if one.constrained:
+                known[1][self._masks.forbid] = [()]
         return known[1]
 
     def _bytes_per_logit(self, params: Sequence[RowSampling], wanted: set[Operation]) -> int:
         """Bytes of a row for each vocabulary id; the row that needs most counts for all."""
         if self._device.type == "cpu" and logit_ops.cut_top_k_top_p in wanted:
             return logit_ops.BYTES_PER_SORTED_LOGIT
-        copying = wanted & {logit_ops.penalise, logit_ops.cut_min_p}
+        copying = wanted & {logit_ops.penalise, logit_ops.cut_min_p, self._masks.forbid}
         if copying or any(one.logits_processors for one in params):
             return logit_ops.BYTES_PER_CHANGED_LOGIT
         return logit_ops.BYTES_PER_LOGIT
@@ -222,7 +244,7 @@ class SamplerTail:
         return [
             *calls(logit_ops.add_bias),
             *processing,
-            *calls(logit_ops.penalise, logit_ops.forbid_stop_ids),
+            *calls(logit_ops.penalise, logit_ops.forbid_stop_ids, self._masks.forbid),
             *calls(logit_ops.cut_min_p, logit_ops.cut_top_k_top_p),
         ]
 

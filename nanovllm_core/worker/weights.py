@@ -253,13 +253,14 @@ def _check(
     headers: _Headers,
     files: dict[str, Path],
 ) -> None:
+    folders = tuple(name for name in unwanted if name.endswith("."))
     problems = defaultdict(list, missing=[name for name in slots if name not in files])
     for file, header in headers.items():
         for name, (shape, dtype) in header.items():
             if files[name] != file:
                 problems["found twice"].append(f"{name} (in {file.name} and {files[name].name})")
             elif name not in slots:
-                if name not in unwanted:
+                if name not in unwanted and not name.startswith(folders):
                     problems["unexpected"].append(f"{name} (in {file.name})")
             elif shape != slots[name].shape:
                 problems["of the wrong shape"].append(

@@ -19,8 +19,9 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
@@ -61,48 +62,26 @@ class Worker:
         The number of blocks, and so the longest sequence, is the smallest of all ranks. Raises
         WeightsError, OutOfMemoryError or whatever a plugin raises.
         """
-        setup, parallel = self.setup, self.parallel
-        laps, limits = Laps(), setup.config.limits
-        device, memory = torch.device(setup.device), None
+        laps, parallel, device = Laps(), self.parallel, torch.device(self.setup.device)
         with _memory_for(
             device, "the model", "free it of others, or take a smaller model or dtype"
         ):
-            require_triton(device)
-            if device.type == "cuda":
-                memory = DeviceMemory.open(device)
-                self._on_device = torch.cuda.device(device)
+            memory = self._open_device(device)
             laps.end("device")
-            kernels: KernelSet = make_plugin(setup.kernels, device)
-            model = load_model(setup, kernels, parallel.tensor_parallel)
+            kernels: KernelSet = make_plugin(self.setup.kernels, device)
+            model = load_model(self.setup, kernels, parallel.tensor_parallel)
             laps.end("model")
-        longest = setup.max_model_len
-        if limits.max_model_len == FIT:
-            # A bound, so that tables are not made for a longer sequence: the blocks beside the
-            # weights alone. Workspaces and steps take their part when they can be measured.
-            now = memory and memory.measure(device)
-            _, length = size_cache(setup, model.shape, now, parallel.min_over_ranks)
-            setup = replace(setup, max_model_len=length)
-        what = "steps"
-        remedy = (
-            f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len "
-            f"({setup.max_model_len}) or max_num_batched_tokens ({limits.max_num_batched_tokens})"
-        )
-        if setup.cuda_graphs:
-            what = "steps and their CUDA graphs"
-            remedy += (
-                f", or cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), "
-                "shorten cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
-            )
-        with _memory_for(device, what, remedy):
+        setup = self._with_bounded_length(model.shape, memory)
+        with _memory_for(device, *_steps_and_remedy(setup)):
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, model, attention)
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)
             num_blocks, length = size_cache(setup, model.shape, memory, parallel.min_over_ranks)
-            if length < longest:
-                logger.info(_CUT, length, longest)
-            runner.allocate_cache(num_blocks)
+            if length < self.setup.max_model_len:
+                logger.info(_CUT, length, self.setup.max_model_len)
+            attention.allocate_cache(num_blocks)
             laps.end("cache")
             load_seconds = sum(laps.seconds.values())
             if setup.cuda_graphs:
@@ -113,6 +92,7 @@ class Worker:
             max_model_len=length,
             vocab_size=model.shape.vocab_size,
             attention=attention.describe(),
+            cache_windows=attention.layout.windows,
             kernels=f"{setup.kernels.name} {setup.kernels.version}",
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             dtype=setup.dtype,
@@ -123,6 +103,28 @@ class Worker:
             prompt_graph_sizes=runner.prompt_sizes if setup.cuda_graphs else (),
             start_seconds=laps.seconds,
         )
+
+    def _open_device(self, device: torch.device) -> DeviceMemory | None:
+        """Make the device ready for work; its memory, None of a CPU."""
+        require_triton(device)
+        if device.type != "cuda":
+            return None
+        memory = DeviceMemory.open(device)
+        self._on_device = torch.cuda.device(device)
+        return memory
+
+    def _with_bounded_length(self, shape: ModelShape, memory: DeviceMemory | None) -> WorkerSetup:
+        """The set-up; where the length is to fit, with what the blocks beside the weights hold.
+
+        A bound, so that tables are not made for a longer sequence. Workspaces and steps take their
+        part when they can be measured.
+        """
+        setup = self.setup
+        if setup.config.limits.max_model_len != FIT:
+            return setup
+        now = memory and memory.measure(torch.device(setup.device))
+        _, length = size_cache(setup, shape, now, self.parallel.min_over_ranks)
+        return replace(setup, max_model_len=length)
 
     def submit(self, plan: StepPlan) -> None:
         """Apply the plan and launch its step; never waits for the device, but in debug mode.
@@ -135,13 +137,31 @@ class Worker:
         try:
             with self._on_device:
                 self._runner.submit(plan)
-        except ModelOutputError as error:
-            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
-        except NanoVLLMError:
-            raise
         except Exception as error:
-            error.add_note(f"in a step of {self._parts}")
+            self._explain(error)
             raise
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Launch the sampling of the step submitted last; never waits, but in debug mode.
+
+        Raises EngineClosedError as `submit` does, InconsistentStateError where that step does not
+        wait for these masks, ModelOutputError in debug mode.
+        """
+        if self._runner is None:
+            raise EngineClosedError(_CLOSED)
+        try:
+            with self._on_device:
+                self._runner.sample(masks)
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Exception) -> None:
+        """Say whose code ran in the step: in a new ModelOutputError, or in a note."""
+        if isinstance(error, ModelOutputError):
+            raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
+        if not isinstance(error, NanoVLLMError):
+            error.add_note(f"in a step of {self._parts}")
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight; ExecutorError where none is."""
@@ -177,13 +197,29 @@ def _memory_for(device: torch.device, what: str, remedy: str) -> Iterator[None]:
         raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
 
 
+def _steps_and_remedy(setup: WorkerSetup) -> tuple[str, str]:
+    """What needs memory behind the weights, and what helps where there is too little."""
+    limits = setup.config.limits
+    remedy = (
+        f"lower limits.max_num_seqs ({limits.max_num_seqs}), max_model_len ({setup.max_model_len}) "
+        f"or max_num_batched_tokens ({limits.max_num_batched_tokens})"
+    )
+    if not setup.cuda_graphs:
+        return "steps", remedy
+    remedy += (
+        f", or cache.gpu_memory_utilization ({setup.config.cache.gpu_memory_utilization}), "
+        "shorten cuda_graphs.prompt_sizes, or set cuda_graphs: {enforce_eager: true}"
+    )
+    return "steps and their CUDA graphs", remedy
+
+
 def _try_steps(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory) -> DeviceMemory:
     """Run the largest steps there can be, so that the allocator's peak is the true one.
 
     They run on a given number of blocks too: no request shall be the first to have them compiled.
     Captured steps keep the bytes of the largest, for all share one pool.
     """
-    runner.allocate_cache(1)
+    runner.attention.allocate_cache(1)
     runner.trial_step(setup.config.limits.max_num_batched_tokens)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(runner.device)

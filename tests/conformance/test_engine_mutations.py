@@ -81,7 +81,7 @@ MUTATIONS = [
         "a block that is reused is still found under its old content",
         "block_pool.py",
         ANY,
-        ("            del self._block_of[digest]\n", "            pass\n"),
+        ("            del self._block_of[content]\n", "            pass\n"),
         peers=10,
     ),
     bug(
@@ -146,6 +146,35 @@ MUTATIONS = [
             "                self._stop_decoding(request)\n"
             "                self.kv.release(request)",
         ),
+    ),
+    bug(
+        "a block is freed while its group's window reaches it",
+        "prefix_cache.py",
+        ANY,
+        ("max(0, position - window + 1) //", "max(0, position - window + 2) //"),
+    ),
+    bug(
+        "a prefix is cached where blocks of a window are gone",
+        "prefix_cache.py",
+        ANY,
+        ("            length -= 1\n", "            break\n"),
+    ),
+    bug(
+        "two cache groups find each other's blocks",
+        "prefix_cache.py",
+        ANY,
+        (
+            "self.pool.publish(table[index], (digests[index], group))",
+            "self.pool.publish(table[index], (digests[index], 0))",
+        ),
+        ("find((digest, group)) for", "find((digest, 0)) for"),
+        ("find((digest, group))) ==", "find((digest, 0))) =="),
+    ),
+    bug(
+        "a row that is due has room with one free block, in however many groups",
+        "planner.py",
+        PREEMPTED,
+        ("while self.kv.pool.num_free < len(self.kv.windows):", "while self.kv.pool.num_free < 1:"),
     ),
     bug(
         "a result for a row's former request is taken",

@@ -30,6 +30,7 @@ class TestCopy(KernelSetConformance):
 EMBED = "test_embed_copies_rows"
 NORM = "test_rms_norm_equals_the_reference"
 FLOAT32_NORM = "test_rms_norm_is_computed_in_float32"
+ONE_ROUNDING = "test_a_norm_with_a_float32_weight_rounds_once"
 ACTIVATION = "test_silu_and_mul_equals_the_reference"
 PRODUCTS = "test_products_equal_the_reference"
 BIASED = "test_products_with_a_bias_equal_the_reference"
@@ -46,7 +47,7 @@ def bug(name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
 
 
 EMBEDDED = "return embedding(ids_T, weight_VE)"
-NORMED = "return _normalised(x_TE.float(), eps).to(x_TE.dtype).mul_(weight_E)"
+NORMED = "return _normalised(x_TE.float(), eps).to(weight_E.dtype).mul_(weight_E).to(x_TE.dtype)"
 MULTIPLIED = "return torch.mm(x_TE, weight_XE.t(), out=out_TX)"
 SUMMED = "return residual_TE if bias_E is None else residual_TE.add_(bias_E)"
 WITH_BIAS = "return torch.addmm(bias_X, x_TE, weight_XE.t(), out=out_TX)"
@@ -146,6 +147,11 @@ ROUNDS_EARLY = [
         "rms_norm computes in bfloat16",
         FLOAT32_NORM,
         (FLOAT32, f"({FLOAT32} if x_TE.dtype != torch.bfloat16 else _normalised(x_TE, eps))"),
+    ),
+    bug(
+        "rms_norm rounds before a float32 weight",
+        ONE_ROUNDING,
+        (NORMED, NORMED.replace("weight_E.dtype", "x_TE.dtype")),
     ),
     bug(
         "prepare_qkv norms in the dtype of q and k",

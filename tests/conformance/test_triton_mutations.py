@@ -49,6 +49,7 @@ HEADS = "test_query_heads_read_their_own_kv_head"
 BLOCK_SIZES = "test_every_block_size_is_read"
 ANYWHERE = "test_blocks_may_lie_anywhere"
 OWN_BLOCKS = "test_only_the_rows_own_blocks_are_read"
+FREED = "test_blocks_before_the_window_may_belong_to_others"
 TAIL = "test_nothing_is_read_behind_the_last_key"
 FULL_ROWS = "test_a_sequence_may_fill_the_model_length"
 SLICES = "test_block_tables_may_be_slices"
@@ -207,6 +208,15 @@ MUTATIONS = [
         "the tail of a last block is read", DECODE_KERNEL, TAIL,
         ("live = start + tl.arange(0, TILE) < end",
          "live = start + tl.arange(0, TILE) < tl.cdiv(end, BLOCK_SIZE) * BLOCK_SIZE"),
+    ),
+    bug(
+        "a tile in which a window begins is read from its start", DECODE_KERNEL, FREED,
+        ("        if first is not None:\n            tokens = tl.maximum(tokens, first)\n"
+         "        block_ids", "        block_ids"),
+    ),
+    bug(
+        "the last tile is read from before the window", PREFILL_KERNEL, FREED,
+        ("live = live & (whole_end + keys >= first_key)", "live = live & (keys >= 0)"),
     ),
     bug(
         "the host's bound instead of the lengths on the device", "backend.py", OWN_BLOCKS,

@@ -166,8 +166,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
     "too little memory for one sequence": (
         {"cache": {"num_blocks": 19}},
         OutOfMemoryError,
-        r"holds 19 blocks of 16 tokens \(304 tokens\), but limits\.max_model_len=320 needs 20; set "
-        r"limits\.max_model_len to at most 304",
+        r"holds 19 blocks of 16 tokens \(a sequence of 304 tokens\), but "
+        r"limits\.max_model_len=320 needs 20; set limits\.max_model_len to at most 304",
     ),
     "a length beyond the model's": (
         {"max_model_len": 513},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from nanovllm_core.engine.block_pool import BlockPool
+from nanovllm_core.engine.block_pool import NO_BLOCK, BlockPool
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Setting
+
+A, B, C = (b"a", 0), (b"ab", 0), (b"abc", 0)
 
 
 def greedy(max_tokens: int, **fields: object) -> SamplingParams:
@@ -18,20 +22,20 @@ def test_blocks_with_nothing_to_find_are_used_first_then_the_longest_free() -> N
     """Published content outlives blocks that hold none, and the oldest goes first."""
     pool = BlockPool(4)
     held = [pool.allocate() for _ in range(4)]
-    for block_id, digest in zip(held[:3], (b"a", b"b", b"c"), strict=True):
-        pool.publish(block_id, digest)
+    for block_id, content in zip(held[:3], (A, B, C), strict=True):
+        pool.publish(block_id, content)
     for block_id in (held[1], held[0], held[3], held[2]):
         pool.release([block_id])
     assert [pool.allocate() for _ in range(4)] == [held[3], held[1], held[0], held[2]]
-    assert pool.find(b"a") is None
+    assert pool.find(A) == NO_BLOCK
 
 
 def test_the_last_block_of_a_table_is_given_away_first() -> None:
     """A prefix is cut from its end, so that what remains can still be found."""
     pool = BlockPool(3)
     held = [pool.allocate() for _ in range(3)]
-    for block_id, digest in zip(held, (b"a", b"ab", b"abc"), strict=True):
-        pool.publish(block_id, digest)
+    for block_id, content in zip(held, (A, B, C), strict=True):
+        pool.publish(block_id, content)
     pool.release(held)
     assert pool.allocate() == held[2]
 
@@ -40,11 +44,11 @@ def test_a_block_is_published_under_one_name_and_a_name_has_one_block() -> None:
     """Equal content in a second block stays private."""
     pool = BlockPool(2)
     first, second = pool.allocate(), pool.allocate()
-    pool.publish(first, b"x")
-    pool.publish(second, b"x")
-    pool.publish(first, b"y")
-    assert pool.find(b"x") == first
-    assert pool.find(b"y") is None
+    pool.publish(first, A)
+    pool.publish(second, A)
+    pool.publish(first, B)
+    assert pool.find(A) == first
+    assert pool.find(B) == NO_BLOCK
 
 
 def test_an_empty_pool_says_so() -> None:
@@ -65,10 +69,10 @@ def test_the_pool_notices_what_does_not_add_up() -> None:
     pool = BlockPool(2)
     block_id = pool.allocate()
     assert list(pool.faults([[block_id]])) == []
-    assert list(pool.faults([])) == [f"block {block_id} counts 1 holders, 0 tables name it"]
+    assert list(pool.faults([])) == [f"block {block_id} counts 1 holders, 0 requests name it"]
     twice, count = pool.faults([[block_id, block_id]])
-    assert twice == f"a block table names a block twice: {[block_id, block_id]}"
-    assert count == f"block {block_id} counts 1 holders, 2 tables name it"
+    assert twice == f"a request names a block twice: {[block_id, block_id]}"
+    assert count == f"block {block_id} counts 1 holders, 2 requests name it"
     pool._free[block_id] = None
     (listed,) = pool.faults([[block_id]])
     assert listed == f"block {block_id} has 1 holders but is on the free list"
@@ -76,7 +80,7 @@ def test_the_pool_notices_what_does_not_add_up() -> None:
     (lost,) = pool.faults([[block_id]])
     assert lost == f"block {1 - block_id} has 0 holders but is not on the free list"
     pool._free[1 - block_id] = None
-    pool._block_of[b"x"] = block_id
+    pool._block_of[A] = block_id
     assert list(pool.faults([[block_id]])) == ["the index of published blocks contradicts itself"]
 
 
@@ -89,9 +93,9 @@ def test_samples_share_the_full_blocks_of_the_prompt(length: int) -> None:
     all_ran = False
     while harness.engine.has_unfinished():
         harness.step()
-        if all(request.block_ids for request in requests):
+        if all(request.block_tables for request in requests):
             all_ran = True
-            own = sum(len(request.block_ids) - shared for request in requests)
+            own = sum(request.num_blocks - shared for request in requests)
             assert 60 - harness.engine.stats.free_blocks == shared + own
     assert all_ran
     harness.check_all()
@@ -124,8 +128,8 @@ def test_what_follows_a_block_that_is_gone_is_not_found() -> None:
     harness.add("a", range(9))
     harness.run()
     pool = harness.engine._kv.pool
-    first = next(iter(pool._digest_of))
-    del pool._block_of[pool._digest_of.pop(first)]
+    first = next(iter(pool._content_of))
+    del pool._block_of[pool._content_of.pop(first)]
     harness.add("b", range(9))
     assert harness.run()["b", 0].num_cached_tokens == 0
     harness.check_all()
@@ -149,9 +153,9 @@ def test_a_preempted_request_holds_and_shares_no_block() -> None:
     harness.add("first", range(8), greedy(12))
     (second,) = harness.add("second", range(20, 28), greedy(12))
     while not harness.engine.stats.preemptions:
-        assert second.num_published <= len(second.block_ids)
+        assert second.num_published <= second.num_blocks
         harness.step()
-    assert (second.state.value, second.block_ids, second.num_published) == ("waiting", [], 0)
+    assert (second.state.value, second.block_tables, second.num_published) == ("waiting", [], 0)
     assert second.num_in_flight == 0
     harness.run()
     harness.check_all()
@@ -222,3 +226,22 @@ def test_no_block_is_given_early_where_not_every_row_could_have_another() -> Non
     assert harness.engine.stats.preemptions == 0
     appends = [plan.appends for plan in harness.executor.plans if plan.appends is not None]
     assert [len(together) for together in appends] == [1, 1, 1, 1]
+
+
+def test_blocks_come_early_also_where_the_row_that_is_due_was_preempted() -> None:
+    """Its blocks are free then: a plan for the row that needs one soon is saved as ever."""
+    sizes = Setting(block_size=16, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=99)
+    harness = Harness(replace(sizes, max_model_len=128))
+    (soon,) = harness.add("soon", [1] * 45, greedy(20))
+    (due,) = harness.add("due", [2] * 46, greedy(20))  # arrived last: preempted first
+    planner = harness.engine._planner
+    planner.plan()
+    harness.take_free_blocks()
+    while due.state.value == "decoding":
+        assert soon.num_blocks == 3
+        planned = planner.plan()
+    assert planner.num_preemptions == 1
+    assert soon.num_scheduled == 48  # its third block is just full
+    assert planned is not None
+    assert planned.plan.appends is not None
+    assert planned.plan.appends.tolist() == [[soon.row, 0, 3, soon.block_tables[0][3]]]

@@ -25,7 +25,7 @@ def running() -> tuple[Harness, Request]:
     for _ in range(3):
         harness.step()
     harness.engine.assert_consistent()
-    assert (request.num_tokens, request.num_scheduled, len(request.block_ids)) == (9, 9, 3)
+    assert (request.num_tokens, request.num_scheduled, request.num_blocks) == (9, 9, 3)
     return harness, request
 
 
@@ -83,7 +83,11 @@ def it_holds_a_block_too_early(harness: Harness, request: Request) -> None:
 
 
 def it_shares_one_block_more_than_it_holds(_: Harness, request: Request) -> None:
-    request.num_published = len(request.block_ids) + 1
+    request.num_published = request.num_blocks + 1
+
+
+def it_shares_a_block_that_is_not_full(_: Harness, request: Request) -> None:
+    request.num_published = 3
 
 
 def it_was_preempted_and_holds_blocks(harness: Harness, request: Request) -> None:
@@ -119,7 +123,7 @@ def its_row_does_not_decode(harness: Harness, request: Request) -> None:
         (a_row_has_another_request, "row 0 is not its request's row"),
         (a_request_holds_a_row_that_is_free, r"requests hold rows \[0, 1\], not \[1\]"),
         (it_decodes_without_a_row, "a is decoding in row -1"),
-        (a_block_has_no_owner, r"block \d+ counts 1 holders, 0 tables name it"),
+        (a_block_has_no_owner, r"block \d+ counts 1 holders, 0 requests name it"),
         (it_runs_one_past_its_length, "a has 27 ids of 26 at most"),
         (it_is_planned_to_its_length, "a is planned to 26, past 25"),
         (one_more_token_is_in_flight_than_steps, "a has 3 tokens in flight, of 2 at most"),
@@ -127,6 +131,7 @@ def its_row_does_not_decode(harness: Harness, request: Request) -> None:
         (it_lacks_a_block, "a holds 3 blocks for 13 positions"),
         (it_holds_a_block_too_early, "a holds 3 blocks for 7 positions"),
         (it_shares_one_block_more_than_it_holds, "a shares blocks it does not hold"),
+        (it_shares_a_block_that_is_not_full, "a shares 3 blocks and has 9 ids for them"),
         (it_was_preempted_and_holds_blocks, "a was preempted and still holds blocks"),
         (it_is_finished, "a is finished and still listed"),
         (it_waits_in_a_row, "a is waiting in row 0"),
@@ -155,8 +160,8 @@ def at_its_length(harness: Harness, request: Request) -> None:
     rows = harness.engine._rows
     rows.known[request.row] = request.max_length
     rows.scheduled[request.row] = request.max_length - 1
-    while len(request.block_ids) * 4 < request.max_length - 1:
-        harness.engine._kv.add_block(request)
+    while request.num_blocks * 4 < request.max_length - 1:
+        harness.engine._kv.add_blocks(request)
 
 
 def all_steps_in_flight_are_its(harness: Harness, request: Request) -> None:
@@ -177,8 +182,9 @@ def a_block_one_step_early(harness: Harness, request: Request) -> None:
     rows.known[request.row] = rows.scheduled[request.row] = 8
 
 
-def all_blocks_shared(_: Harness, request: Request) -> None:
-    request.num_published = len(request.block_ids)
+def all_blocks_shared(harness: Harness, request: Request) -> None:
+    every_block_full(harness, request)
+    request.num_published = request.num_blocks
 
 
 @pytest.mark.parametrize(
@@ -203,7 +209,7 @@ def test_an_unfinished_prompt_holds_no_block_that_its_chunks_do_not_need() -> No
     harness = Harness(Setting(max_num_seqs=1, max_num_batched_tokens=4, steps_ahead=0))
     (request,) = harness.add("a", range(9), SamplingParams(max_tokens=2))
     harness.step()
-    harness.engine._kv.add_block(request)
+    harness.engine._kv.add_blocks(request)
     with pytest.raises(InconsistentStateError, match="a holds 2 blocks for 4 positions"):
         harness.engine.assert_consistent()
 

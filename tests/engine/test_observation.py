@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.engine import observation
 from nanovllm_core.engine.observation import Observation
-from nanovllm_core.interfaces.observer import StepObserver, StepRecord
+from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
 from nanovllm_kit.engine_harness import Harness
 
 
@@ -48,3 +48,24 @@ def test_seconds_run_from_the_step_before_or_from_the_call_after_a_pause(
     assert [record.num_preempted for record in keep.records] == [4, 4, 4, 4]
     assert [record.num_in_flight for record in keep.records] == [1, 1, 0, 0]
     assert [record.num_prefill_tokens for record in keep.records] == [3, 3, 3, 3]
+
+
+class Fails(StepObserver):
+    """Wants the records of requests, and raises at its first step."""
+
+    def __init__(self) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None:
+        raise ValueError("not today")
+
+    def on_request_finished(self, record: RequestRecord) -> None:
+        pytest.fail("it was dropped")
+
+
+def test_no_record_of_a_request_is_made_where_the_observer_that_wants_it_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observation, "RequestRecord", lambda **_: pytest.fail("nobody reads it"))
+    harness = Harness(observation=Observation({"fails": Fails(), "keep": Keep()}))
+    harness.add("a", [1, 2, 3])
+    harness.run()

@@ -136,7 +136,7 @@ def test_a_preempted_request_goes_on_where_it_was(steps_ahead: int) -> None:
     while not harness.engine.stats.preemptions:
         harness.step()
     assert second.state in (RequestState.DRAINING, RequestState.WAITING)
-    assert not second.block_ids
+    assert not second.block_tables
     sampled = sum(row in rows for rows in harness.executor.sampled_rows)
     harness.run()
     harness.check_all()
@@ -191,10 +191,10 @@ def test_a_hit_on_a_free_block_keeps_it_findable() -> None:
     """Bug 13: taking a free block over erased its hash, so the second hit missed."""
     pool = BlockPool(2)
     block_id = pool.allocate()
-    pool.publish(block_id, b"content")
+    pool.publish(block_id, (b"content", 0))
     pool.release([block_id])
     for _ in range(2):
-        assert pool.find(b"content") == block_id
+        assert pool.find((b"content", 0)) == block_id
         pool.retain(block_id)
         assert not pool.is_free(block_id)
         pool.release([block_id])
@@ -284,11 +284,11 @@ def test_duplicate_blocks_stay_private_and_tables_are_never_rewritten() -> None:
     (short,) = harness.add("short", prompt, greedy(2))
     (long,) = harness.add("long", prompt, greedy(20))
     harness.step()
-    tables = list(short.block_ids), list(long.block_ids)
+    tables = list(short.block_tables[0]), list(long.block_tables[0])
     assert not set(tables[0]) & set(tables[1])
     while short.state is not RequestState.FINISHED:
         harness.step()
     harness.add("other", range(20, 40), greedy(10))
-    assert long.block_ids[:3] == tables[1][:3]
+    assert long.block_tables[0][:3] == tables[1][:3]
     harness.run()
     harness.check_all()

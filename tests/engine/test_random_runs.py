@@ -20,16 +20,18 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulerState,
 )
 from nanovllm_kit.engine_harness import Harness, Setting
-from nanovllm_kit.traffic import arrivals, drive, engine_settings
+from nanovllm_kit.traffic import MOSTLY_ONE, arrivals, cache_windows, drive, engine_settings
 
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+WINDOWS = MOSTLY_ONE | cache_windows()
 
 
 @given(data=st.data())
 @SETTINGS
 def test_any_run_gives_every_request_the_tokens_that_its_ids_decide(data: st.DataObject) -> None:
     """No block is lost or shared wrongly, no request is lost or starved, no budget is exceeded."""
-    setting, max_prompt, max_output = data.draw(engine_settings())
+    setting, max_prompt, max_output = data.draw(engine_settings(WINDOWS))
     requests = data.draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=9))
     drive(Harness(setting), requests)
 
@@ -69,7 +71,7 @@ def test_an_erratic_scheduler_changes_the_order_and_never_the_tokens(
     data: st.DataObject, seed: int
 ) -> None:
     """The core keeps rows and blocks right whatever valid decisions a scheduler takes."""
-    setting, max_prompt, max_output = data.draw(engine_settings())
+    setting, max_prompt, max_output = data.draw(engine_settings(WINDOWS))
     requests = data.draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=7))
     try:
         drive(Harness(setting, ErraticScheduler(seed)), requests)
@@ -82,7 +84,7 @@ def test_an_erratic_scheduler_changes_the_order_and_never_the_tokens(
 @settings(max_examples=40, deadline=None)
 def test_all_depths_agree(data: st.DataObject) -> None:
     """The same requests give the same outputs with 0, 1, 2 and 3 steps ahead."""
-    setting, max_prompt, max_output = data.draw(engine_settings())
+    setting, max_prompt, max_output = data.draw(engine_settings(WINDOWS))
     requests = data.draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=5))
     outcomes = []
     for steps_ahead in range(4):

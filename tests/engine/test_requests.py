@@ -107,6 +107,20 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     harness.run()
 
 
+@pytest.mark.parametrize("taken", ["a#1", "a#2"])
+def test_a_sample_id_in_use_is_refused_before_anything_changes(taken: str) -> None:
+    """The other samples of the refused request are not known, and take no seed."""
+    harness = Harness()
+    harness.add(taken, [1])
+    before = harness.engine.stats, harness.engine._num_arrived
+    with pytest.raises(RequestError, match=f"'{taken}' is in use"):
+        harness.add("a", [1], greedy(n=3))
+    assert (harness.engine.stats, harness.engine._num_arrived) == before
+    assert list(harness.engine._samples) == [taken]
+    harness.run()
+    harness.check_all()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

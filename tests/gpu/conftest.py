@@ -16,6 +16,7 @@ from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, 
 from nanovllm_core.selection.startup import start
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.runner import ModelRunner
+from tests.e2e.alternating import NAME as ALTERNATING, install_alternating
 
 WIDTHS = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
@@ -76,7 +77,11 @@ class Machine:
                 num_prompt_tokens=computed,
                 num_computed=0,
                 block_ids=np.array(
-                    [next(blocks) for _ in range(-(-len(ids) // size) + 1)], np.int32
+                    [
+                        [next(blocks) for _ in range(-(-len(ids) // size) + 1)]
+                        for _ in self.info.cache_windows
+                    ],
+                    np.int32,
                 ),
                 max_length=self.info.max_model_len,
                 sampling=RowSampling(seed=row, **sampling),
@@ -102,10 +107,15 @@ class Machine:
         self.runner._active = np.arange(num_rows, dtype=np.int32)  # as the runner would have it
 
 
+SEVERAL_GROUPS: dict[str, Any] = {"architectures": [ALTERNATING], "windows": [64, None, 100]}
+"""What makes of a model's config.json one of four cache groups."""
+
+
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+def machine(tmp_path: Path, install: Callable[..., None]) -> Iterator[Callable[..., Machine]]:
     """Starts executors; `machine("0.6B", num_hidden_layers=2)(attention="triton")`."""
     started: list[SingleProcessExecutor] = []
+    install_alternating(install)
 
     def make(width: str = "0.6B", model: dict[str, Any] | None = None, **overrides: Any) -> Machine:
         write_config(tmp_path, width, **(model or {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.worker.graphs import StepKey
 from nanovllm_core.worker.mixed import pack_chunks
 from nanovllm_kit.plans import decode_plan
-from tests.gpu.conftest import Machine
+from tests.gpu.conftest import SEVERAL_GROUPS, Machine
 
 BACKENDS = ["triton", "sdpa"]
 if "flash-attn-4" in {d.metadata["Name"] for d in metadata.distributions()}:
@@ -33,13 +34,14 @@ def perturb_allocator() -> None:
     torch.cuda.synchronize()
 
 
-PARTS = {name: {"attention": name} for name in BACKENDS}
+PARTS: dict[str, dict[str, Any]] = {name: {"attention": name} for name in BACKENDS}
 PARTS["torch kernels"] = {"attention": "triton", "kernels": "torch"}
+PARTS["several cache groups"] = {"attention": "triton", "model": SEVERAL_GROUPS}
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
-    machine: Callable[..., Machine], parts: dict[str, str]
+    machine: Callable[..., Machine], parts: dict[str, Any]
 ) -> None:
     """Same bucket, same backend: logits, tables and tokens agree to the last bit (bug 22).
 
@@ -68,9 +70,10 @@ def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
         assert not torch.equal(after, before)
 
 
+@pytest.mark.parametrize("model", [{}, SEVERAL_GROUPS], ids=["one group", "several groups"])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sdpa"])
 def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
-    machine: Callable[..., Machine], backend: str
+    machine: Callable[..., Machine], backend: str, model: dict[str, Any]
 ) -> None:
     """Every captured mixed step, padded as it is: nearly empty, full of tokens, full of chunks.
 
@@ -79,10 +82,11 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
     eagerly.
     """
     made = machine(
+        model=model,
         attention=backend,
         max_num_seqs=32,
         max_model_len=1024,
-        **{"cuda_graphs.prompt_sizes": (128, 512), "cache.num_blocks": 256},
+        **{"cuda_graphs.prompt_sizes": (128, 512)},
     )
     runner, graphs = made.runner, made.runner._graphs
     assert graphs is not None

@@ -92,3 +92,129 @@ def test_a_step_with_a_processor_never_waits_for_the_device(folder: Path) -> Non
                 llm.engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+CONSTRAINT = """
+from pydantic import BaseModel, ConfigDict
+from nanovllm_core.api import Constraint, ConstraintSpec, allow_ids, hookimpl
+
+class Window(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    first: int
+
+EVENTS = []
+
+class Range(Constraint):
+    def start(self, arguments, prompt_ids):
+        return [arguments.first]
+
+    def advance(self, state, token_id):
+        assert token_id in range(state[0], state[0] + 40)
+        state[0] = (state[0] * 3 + token_id) % 4000
+
+    def fill(self, state, mask):
+        EVENTS.append("fill")
+        allow_ids(mask, range(state[0], state[0] + 40))
+
+@hookimpl
+def nanovllm_constraints():
+    return [ConstraintSpec(name="range", impl="range_constraint:Range", contract=1,
+                           arguments=Window)]
+"""
+
+
+def constrained_params(first: int | None, temperature: float = 0.0) -> SamplingParams:
+    asked = None if first is None else {"range": {"first": first}}
+    return SamplingParams(
+        temperature=temperature, seed=1, max_tokens=32, ignore_eos=True, constraints=asked
+    )
+
+
+def follows(first: int, ids: list[int]) -> bool:
+    """Every id is in the range that those before it give."""
+    for token_id in ids:
+        if token_id not in range(first, first + 40):
+            return False
+        first = (first * 3 + token_id) % 4000
+    return True
+
+
+def noted(name: str, call: Callable[..., object], events: list[str]) -> Callable[..., object]:
+    """The call, which also notes its name."""
+
+    def noting(*data: object) -> object:
+        events.append(name)
+        return call(*data)
+
+    return noting
+
+
+@pytest.fixture
+def constrained(install: Install, tmp_path: Path) -> Path:
+    install(
+        "range",
+        {"nanovllm.constraints": {"range": "range_constraint"}},
+        {"range_constraint": CONSTRAINT},
+    )
+    return write_config(tmp_path, "0.6B", num_hidden_layers=2)
+
+
+def constrained_tokens(
+    folder: Path, ask: Callable[[int], bool], temperature: float, **changes: object
+) -> list[list[int]]:
+    small = {"max_num_seqs": 8, "max_model_len": 256, "cache.num_blocks": 256}
+    with LLM(
+        str(folder), load_format="dummy", device="cuda", constraints=["range"],
+        **{**small, **changes},
+    ) as llm:  # fmt: skip
+        each = [
+            constrained_params(100 * i if ask(i) else None, temperature)
+            for i in range(len(PROMPTS))
+        ]
+        return [output.token_ids for output in llm.generate(PROMPTS, each, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_constrained_rows_keep_to_their_masks_and_neighbours_keep_their_bits(
+    constrained: Path, temperature: float
+) -> None:
+    """Greedy and sampled, at any depth, eagerly and in graphs."""
+    plain = constrained_tokens(constrained, lambda i: False, temperature)
+    mixed = constrained_tokens(constrained, lambda i: i % 2 == 0, temperature)
+    for number, out in enumerate(mixed):
+        if number % 2:
+            assert out == plain[number]
+        else:
+            assert follows(100 * number, out)
+    for changes in ({"steps_ahead": 0}, {"steps_ahead": 3}, {"debug": True},
+                    {"cuda_graphs": {"enforce_eager": True}}):  # fmt: skip
+        assert constrained_tokens(constrained, lambda i: i % 2 == 0, temperature, **changes) == (
+            mixed
+        )
+
+
+def test_the_forward_pass_is_launched_before_the_masks_and_nothing_waits_but_collect(
+    constrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a steady step: submit, collect the one before, fill, sample; no call but collect syncs."""
+    with LLM(
+        str(constrained), load_format="dummy", device="cuda", constraints=["range"],
+        max_num_seqs=8, max_model_len=256, **{"cache.num_blocks": 256},
+    ) as llm:  # fmt: skip
+        import range_constraint  # type: ignore[import-not-found]
+
+        events = range_constraint.EVENTS
+        executor = llm.engine._executor
+        for name in ("submit", "collect", "sample"):
+            monkeypatch.setattr(executor, name, noted(name, getattr(executor, name), events))
+        llm.engine.add_request("a", PROMPTS[0], constrained_params(5))
+        for _ in range(8):
+            llm.engine.step()
+        events.clear()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(8):
+                llm.engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert events == ["submit", "collect", "fill", "sample"] * 8

@@ -10,7 +10,10 @@ from nanovllm_kit.registers import assert_within_list, compile_jobs
 MODULE = "nanovllm_core.worker.rows_triton"
 TABLES = ("num_prompt", "token_ids", "block_table")
 OUTPUTS = ("out_ids", "out_positions", "out_rows", "out_seq_lens", "out_index", "out_block_table")
-SIZES = {"max_model_len": "i32:16", "max_blocks": "i32:16"}
+SIZES = {
+    **dict.fromkeys(("max_model_len", "max_blocks", "table_stride"), "i32:16"),
+    **dict.fromkeys(("slots_stride", "out_table_stride"), "i32"),
+}
 
 
 def pointers(*names: str) -> dict[str, str]:
@@ -25,7 +28,7 @@ JOBS = {
             "out_slots": "*i64:16",
             **SIZES,
         },
-        constexprs={"BLOCK_SIZE": 256, "BLOCK": 256},
+        constexprs={"GROUPS": 1, "BLOCK_SIZE": 256, "BLOCK": 256},
         num_warps=2,
     ),
     "prepare_prefill": AotJob(
@@ -36,7 +39,7 @@ JOBS = {
             "chunk_stride": "i32",
             **SIZES,
         },
-        constexprs={"BLOCK_SIZE": 256, "BLOCK": 256},
+        constexprs={"GROUPS": 1, "BLOCK_SIZE": 256, "BLOCK": 256},
     ),
     "finish_step": AotJob(
         kernel=f"{MODULE}:_finish_step_kernel",

@@ -22,14 +22,13 @@ from nanovllm_core.errors import (
     WeightsError,
 )
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
-from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, RowSampling, StepPlan
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.layers import Attention, SingleRank, TensorParallel
+from nanovllm_core.layers import Attention, SingleRank
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker.kv_cache import allocate_blocks
-from nanovllm_core.worker.model import LoadedModel, load_model
+from nanovllm_core.worker.kv_cache import CacheLayout
+from nanovllm_core.worker.model import load_model
 from nanovllm_kit.dense_attention import DenseRuntime
 from nanovllm_kit.plans import decode_plan
 
@@ -68,7 +67,7 @@ def plan_for(prompt: list[int], sampling: RowSampling | None = None) -> StepPlan
         token_ids=np.array(prompt, np.int32),
         num_prompt_tokens=len(prompt),
         num_computed=0,
-        block_ids=np.array((3, 1), np.int32),
+        block_ids=np.array([(3, 1)], np.int32),
         max_length=20,
         sampling=sampling or RowSampling(),
     )
@@ -273,7 +272,7 @@ def test_blocks_on_a_cpu_cost_nothing_until_they_are_used(dtype: torch.dtype) ->
     )
     num_blocks = (512 << 20) // (2 * 4 * 16 * 4 * 64 * dtype.itemsize)
     before = _resident_pages()
-    cache = allocate_blocks(shape, num_blocks, 16, dtype, torch.device("cpu"))
+    cache = CacheLayout(shape, 16, dtype).allocate(num_blocks, torch.device("cpu"))
     assert cache.nbytes == 512 << 20
     assert (_resident_pages() - before) * 4096 < 64 << 20
     assert not cache[3, 1, -1].any()
@@ -292,13 +291,11 @@ def test_layers_that_no_backend_would_serve_as_they_are_are_refused(
     """A layer with a window, a soft cap or a scale of its own is refused, not ignored."""
     executor, setup = prepare(folder)
 
-    def changed(setup: WorkerSetup, kernels: KernelSet, tp: TensorParallel) -> LoadedModel:
-        model = load_model(setup, kernels, tp)
-        *_, last = (module for module in model.module.modules() if isinstance(module, Attention))
+    def changed(model: torch.nn.Module) -> None:
+        *_, last = (module for module in model.modules() if isinstance(module, Attention))
         setattr(last, name, value)
-        return model
 
-    monkeypatch.setattr("nanovllm_core.worker.worker.load_model", changed)
+    monkeypatch.setattr("nanovllm_core.worker.model.finalize_layers", changed)
     with pytest.raises(UnsupportedError, match=rf"layer 1 has .*{name}.*, not .*{name}"):
         executor.start(setup)
 

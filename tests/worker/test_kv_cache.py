@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,16 +12,14 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import OutOfMemoryError
+from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.model import AttentionShape, ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE
 from nanovllm_core.worker import kv_cache
 from nanovllm_core.worker.kv_cache import (
+    CacheLayout,
     DeviceMemory,
-    allocate_blocks,
-    block_bytes,
-    check_one_sequence_fits,
-    fitting_length,
     num_blocks_on_gpu,
     size_cache,
 )
@@ -81,18 +79,47 @@ class Gpu:
         self.reserved += size
 
 
+def layout(dtype: torch.dtype = torch.float32, **changes: Any) -> CacheLayout:
+    return CacheLayout(replace(SHAPE, **changes), 16, dtype)
+
+
 def test_a_block_holds_keys_and_values_of_every_layer() -> None:
     """Bytes = 2 x layers x tokens x KV heads x head size x bytes of the dtype."""
-    assert block_bytes(SHAPE, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 16 * 2
-    cache = allocate_blocks(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
-    assert cache.nbytes == 5 * block_bytes(SHAPE, 16, torch.float32)
-    assert cache[2, 1].shape == (5, 16, 2, 16)
+    assert layout(torch.bfloat16).block_bytes == 2 * 3 * 16 * 2 * 16 * 2
+    blocks = layout().allocate(5, torch.device("cpu"))
+    assert blocks.nbytes == 5 * layout().block_bytes
+    layers = layout().split(blocks)
+    assert len(layers) == 3
+    for slot, (group, *caches) in enumerate(layers):
+        assert group == 0
+        for cache, part in zip(caches, blocks[slot], strict=True):
+            assert cache.shape == (5, 16, 2, 16)
+            assert cache.is_contiguous()
+            assert cache.data_ptr() == part.data_ptr()
+
+
+def test_every_layer_finds_what_it_wrote() -> None:
+    """Whatever the layers' sizes, in blocks that no two groups hold at once."""
+    facts: dict[str, Any] = {"num_heads": 4, "head_size": 16}
+    wide = AttentionShape(num_kv_heads=4, **facts)
+    narrow = AttentionShape(num_kv_heads=1, sliding_window=8, **facts)
+    made = layout(num_layers=4, attention_layers=(narrow, wide, narrow, wide))
+    assert [group.layers for group in made.groups] == [(0, 2), (1, 3)]
+    blocks = made.allocate(6, torch.device("cpu"))
+    assert blocks.nbytes == 6 * made.block_bytes == 6 * 2 * 2 * 16 * 4 * 16 * 4
+    layers = made.split(blocks)
+    for number, (group, *caches) in enumerate(layers):
+        for part, cache in enumerate(caches):
+            assert cache.shape == (6, 16, 4 if group else 1, 16)
+            cache[group::2] = 10 * number + part + 1
+    for number, (group, *caches) in enumerate(layers):
+        for part, cache in enumerate(caches):
+            assert (cache[group::2] == 10 * number + part + 1).all()
 
 
 def test_fresh_blocks_are_zero() -> None:
     """Backends may read a block's unused tail, so it must be finite."""
-    cache = allocate_blocks(SHAPE, 2, 16, torch.float32, torch.device("cpu"))
-    assert not cache.any()
+    assert not layout().allocate(2, torch.device("cpu")).any()
 
 
 def test_the_budget_is_the_share_less_what_this_engine_uses() -> None:
@@ -175,7 +202,7 @@ def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
     length: int | str, room: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row at its longest, or what the bound allows, or one at its longest unless to fit."""
-    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", room * block_bytes(SHAPE, 16, torch.float32))
+    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", room * layout().block_bytes)
     config = EngineConfig(model="m", limits={"max_num_seqs": 3, "max_model_len": length})
     facts = {"max_model_len": 112, "block_size": 16, "dtype": "float32"}
     setup = cast(WorkerSetup, SimpleNamespace(config=config, **facts))
@@ -187,7 +214,7 @@ def test_more_blocks_than_there_is_memory_for_are_refused_with_the_bytes() -> No
     with pytest.raises(
         OutOfMemoryError, match=r"cache\.num_blocks: 10+ blocks .* GiB.*ask for fewer"
     ):
-        allocate_blocks(SHAPE, 10**13, 16, torch.float32, torch.device("cpu"))
+        layout().allocate(10**13, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -204,13 +231,24 @@ def test_a_cache_smaller_than_the_longest_sequence_is_refused(
 
     On a CPU only a given number of blocks can be too small, and no share of a GPU would help it.
     """
-    check_one_sequence_fits(8, 16, 128, given=given)
+    need = SequenceNeed([None], 16, max_chunk=2048)
+    need.check_fits(8, 128, given=given)
     said = rf"max_model_len=129 needs 9; .* at most 128 \(or to fit, .*{remedy}"
     with pytest.raises(OutOfMemoryError, match=said) as caught:
-        check_one_sequence_fits(8, 16, 129, given=given)
+        need.check_fits(8, 129, given=given)
     assert other not in str(caught.value)
 
 
 def test_the_longest_sequence_that_fits_is_what_the_blocks_hold() -> None:
-    assert fitting_length(8, 16, 4096) == 128
-    assert fitting_length(8, 16, 100) == 100
+    need = SequenceNeed([None], 16, max_chunk=2048)
+    assert need.fitting_length(8, 4096) == 128
+    assert need.fitting_length(8, 100) == 100
+
+
+def test_a_window_bounds_what_a_sequence_needs() -> None:
+    """A group with a window holds it and a chunk: 1 + 2 blocks of 16, and one for their ends."""
+    local, both = ([8], [8, None])
+    assert SequenceNeed(local, 16, max_chunk=32).fitting_length(4, 4096) == 4096
+    assert SequenceNeed(local, 16, max_chunk=32).fitting_length(3, 4096) == 48
+    assert SequenceNeed(both, 16, max_chunk=32).blocks(160) == 4 + 10
+    assert SequenceNeed(both, 16, max_chunk=32).fitting_length(14, 4096) == 160

@@ -52,11 +52,11 @@ def test_a_count_is_aligned_to_the_next_multiple_of_16_bytes() -> None:
 def test_fresh_inputs_are_padding() -> None:
     """No row, no key to attend to, and slots that write nothing."""
     inputs = StepInputs.allocate(3, 2, 4, torch.device("cpu"))
-    assert inputs.slot_mapping.tolist() == [-1, -1, -1]
+    assert inputs.slot_mapping.tolist() == [[-1, -1, -1]]
     assert inputs.rows.tolist() == [-1, -1]
     assert inputs.seq_lens.tolist() == inputs.output_index.tolist() == [0, 0]
     assert (inputs.input_ids.shape, inputs.positions.shape) == ((3,), (3,))
-    assert (inputs.num_rows, inputs.block_table.shape) == (2, (2, 4))
+    assert (inputs.num_rows, inputs.block_table.shape) == (2, (1, 2, 4))
 
 
 def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> None:

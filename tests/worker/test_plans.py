@@ -21,6 +21,7 @@ from nanovllm_core.interfaces.plan import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TokenMasks,
 )
 from nanovllm_core.selection.startup import start
 
@@ -35,6 +36,15 @@ def arrays(elements: st.SearchStrategy[Any], dtype: Any) -> st.SearchStrategy[An
 
 
 indices = arrays(numbers, np.int32)
+
+
+def block_tables(shape: tuple[int, int]) -> st.SearchStrategy[Any]:
+    """Tables of so many groups and blocks; -1 behind a window."""
+    size = shape[0] * shape[1]
+    entries = st.lists(st.integers(-1, 2**31 - 1), min_size=size, max_size=size)
+    return entries.map(lambda values: np.array(values, np.int32).reshape(shape))
+
+
 samplings = st.builds(
     RowSampling,
     temperature=floats,
@@ -50,7 +60,7 @@ admissions = st.builds(
     token_ids=indices,
     num_prompt_tokens=numbers,
     num_computed=numbers,
-    block_ids=indices,
+    block_ids=st.tuples(st.integers(1, 3), st.integers(0, 5)).flatmap(block_tables),
     max_length=numbers,
     sampling=samplings,
 )
@@ -59,10 +69,11 @@ plans = st.builds(
     StepPlan,
     epoch=numbers,
     num_decode=numbers,
+    samples_later=st.booleans(),
     decode_rows=st.none() | indices,
     admissions=st.lists(admissions, max_size=3).map(tuple),
     appends=st.none()
-    | st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=5).map(
+    | st.lists(st.tuples(numbers, numbers, numbers, numbers), min_size=1, max_size=5).map(
         lambda rows: np.array(rows, np.int32)
     ),
     prefill=st.lists(chunks, max_size=3).map(tuple),
@@ -78,6 +89,7 @@ results = st.builds(
     finished=arrays(st.booleans(), np.bool_),
     logprobs=st.dictionaries(numbers, logprobs, max_size=3),
 )
+masks = st.builds(TokenMasks, rows=indices, allowed=indices.map(lambda words: words.reshape(1, -1)))
 QUICK = settings(max_examples=60, deadline=None)
 
 
@@ -86,7 +98,7 @@ def received(original: Any) -> Any:
     return pickle.loads(pickle.dumps(original))
 
 
-@given(original=plans | results)
+@given(original=plans | results | masks)
 @QUICK
 def test_plans_and_results_survive_pickle(original: ArrayEquality) -> None:
     """Every field, with its dtype, in an object of its own."""

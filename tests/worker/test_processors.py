@@ -21,6 +21,7 @@ from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.worker import sampler_tail as sampler_module
 from nanovllm_core.worker.logits import StepRows
+from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors, run_processor
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
@@ -156,7 +157,9 @@ def test_groups_of_rows_that_fit_in_memory_give_the_same_tokens(
     for row, sampling in enumerate(params):
         processors.admit(row, sampling.logits_processors)
     context = SamplerContext(device=CPU, vocab_size=VOCAB, max_entries=4)
-    tail = SamplerTail(CPU, VOCAB, GumbelSampler(NoOptions(), context), processors)
+    tail = SamplerTail(
+        CPU, VOCAB, GumbelSampler(NoOptions(), context), processors, MaskTable(8, VOCAB, CPU)
+    )
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
     before, out = logits.clone(), torch.empty(4, dtype=torch.int32)
     ints = torch.arange(4, dtype=torch.int32)

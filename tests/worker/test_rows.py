@@ -37,7 +37,7 @@ def admission(row: int, token_ids: list[int], **changes: Any) -> Admission:
         "num_computed": 0,
         "block_ids": np.arange(
             10 * row, 10 * row + -(-len(token_ids) // BLOCK_SIZE), dtype=np.int32
-        ),
+        )[None],
         "max_length": MAX_LEN,
         "sampling": RowSampling(),
     }
@@ -59,7 +59,7 @@ def admit(tables: RowTables, *admissions: Admission, active: tuple[int, ...] = (
 
 
 def decode_inputs(tables: RowTables, num_rows: int) -> StepInputs:
-    inputs = StepInputs.allocate(num_rows, num_rows, tables.block_table.shape[1], CPU)
+    inputs = StepInputs.allocate(num_rows, num_rows, tables.block_table.shape[2], CPU)
     rows_reference.prepare_decode(tables, inputs)
     return inputs
 
@@ -79,7 +79,7 @@ def test_an_admission_sets_every_table_of_its_row_and_no_other() -> None:
     )
     admit(tables, admission(2, [5, 6, 7, 8, 9], num_computed=4, max_length=11, sampling=sampling))
     assert tables.token_ids[2, :5].tolist() == [5, 6, 7, 8, 9]
-    assert tables.block_table[2, :2].tolist() == [20, 21]
+    assert tables.block_table[0, 2, :2].tolist() == [20, 21]
     assert tables.computed[2] == 4
     assert tables.num_prompt[2] == 5
     assert tables.max_length[2] == 11
@@ -105,11 +105,32 @@ def test_blocks_are_appended_to_the_rows_they_name() -> None:
     """An append changes one entry of one block table."""
     tables = make_tables()
     updates = RowUpdates(tables)
-    updates.append_blocks(np.array([(1, 3, 77), (3, 0, 5)], np.int32))
+    updates.append_blocks(np.array([(1, 0, 3, 77), (3, 0, 0, 5)], np.int32))
     apply(tables, updates)
-    assert tables.block_table[1, 3] == 77
-    assert tables.block_table[3, 0] == 5
+    assert tables.block_table[0, 1, 3] == 77
+    assert tables.block_table[0, 3, 0] == 5
     assert int((tables.block_table != 0).sum()) == 2
+
+
+def test_every_group_has_block_tables_of_its_own() -> None:
+    """A block that is gone behind a window is a block's number all the same."""
+    tables = RowTables.allocate(4, MAX_LEN, BLOCK_SIZE, CPU, num_groups=2)
+    tables.block_table.fill_(99)
+    block_ids = np.array([[5, 6, 7], [-1, 8, 9]], np.int32)
+    updates = RowUpdates(tables)
+    updates.admit(admission(2, [1] * 9, num_computed=8, block_ids=block_ids))
+    updates.append_blocks(np.array([(2, 0, 3, 77), (2, 1, 3, 78)], np.int32))
+    updates.set_active_rows(np.array([2], np.int32))
+    apply(tables, updates)
+    assert tables.block_table[:, 2, :4].tolist() == [[5, 6, 7, 77], [0, 8, 9, 78]]
+    assert int((tables.block_table != 99).sum()) == 8
+    inputs = StepInputs.allocate(2, 2, tables.block_table.shape[2], CPU, num_groups=2)
+    rows_reference.prepare_decode(tables, inputs)
+    assert inputs.slot_mapping.tolist() == [[7 * BLOCK_SIZE, -1], [9 * BLOCK_SIZE, -1]]
+    assert inputs.block_table[:, 0, :3].tolist() == [[5, 6, 7], [0, 8, 9]]
+    chunk = torch.tensor([[2], [8], [1], [0], [1]], dtype=torch.int32)
+    rows_reference.prepare_prefill(tables, chunk, inputs.slice(slice(1), slice(1)), 1)
+    assert inputs.slot_mapping.tolist() == [[7 * BLOCK_SIZE, -1], [9 * BLOCK_SIZE, -1]]
 
 
 def test_nothing_collected_is_nothing_to_copy() -> None:
@@ -125,7 +146,7 @@ def test_a_decode_entry_reads_the_id_at_its_computed_position() -> None:
     assert inputs.rows.tolist() == [1, -1]
     assert inputs.input_ids[0] == 9
     assert inputs.positions[0] == 4
-    assert inputs.slot_mapping.tolist() == [11 * BLOCK_SIZE, -1]
+    assert inputs.slot_mapping.tolist() == [[11 * BLOCK_SIZE, -1]]
     assert inputs.seq_lens.tolist() == [5, 0]
     assert inputs.output_index[0] == 0
 
@@ -136,7 +157,7 @@ def test_padded_entries_neither_read_nor_write() -> None:
     admit(tables, admission(0, [3], num_computed=0), active=(0,))
     tables.finished[0] = 1
     inputs = decode_inputs(tables, 3)
-    assert inputs.slot_mapping.tolist() == [-1, -1, -1]
+    assert inputs.slot_mapping.tolist() == [[-1, -1, -1]]
     assert inputs.seq_lens.tolist() == [0, 0, 0]
     before = tables.arena.clone()
     assert finish(tables, inputs, [1, 2, 3]) == [(PADDED, False)] * 3
@@ -221,10 +242,10 @@ def test_prompt_chunks_are_laid_out_one_after_another(data: st.DataObject) -> No
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             expected.append((ids[position], position, slot))
         offset += length - start
-    inputs = StepInputs.allocate(offset, len(chunks), tables.block_table.shape[1], CPU)
+    inputs = StepInputs.allocate(offset, len(chunks), tables.block_table.shape[2], CPU)
     packed = torch.tensor(chunks, dtype=torch.int32).t().contiguous()
     rows_reference.prepare_prefill(tables, packed, inputs, max(c[2] for c in chunks))
-    columns = (inputs.input_ids, inputs.positions, inputs.slot_mapping)
+    columns = (inputs.input_ids, inputs.positions, inputs.slot_mapping[0])
     got = list(zip(*(c.tolist() for c in columns), strict=True))
     assert got == expected
     assert inputs.rows.tolist() == [row if samples else -1 for row, *_, samples in chunks]

@@ -20,9 +20,13 @@ BLOCK_SIZE, MAX_LEN, NUM_ROWS = 16, 300, 6
 
 
 def random_tables(seed: int) -> RowTables:
-    """Tables of rows in the middle of their lives: blocks shuffled, some rows finished."""
+    """Tables of rows in the middle of their lives: blocks shuffled, some rows finished.
+
+    An odd seed has several cache groups.
+    """
     generator = torch.Generator().manual_seed(seed)
-    tables = RowTables.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, DEVICE)
+    num_groups = 1 if seed % 2 == 0 else seed + 1
+    tables = RowTables.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, DEVICE, num_groups)
 
     def fill(table: torch.Tensor, low: int, high: int) -> None:
         values = torch.randint(low, high, table.shape, generator=generator, dtype=torch.int32)
@@ -42,6 +46,13 @@ def random_tables(seed: int) -> RowTables:
     return tables
 
 
+def allocate(tables: RowTables, num_tokens: int, num_rows: int) -> StepInputs:
+    """A part of a larger step's inputs, as those of a captured step are."""
+    num_groups, _, max_blocks = tables.block_table.shape
+    larger = StepInputs.allocate(num_tokens + 5, num_rows + 3, max_blocks, DEVICE, num_groups)
+    return larger.slice(slice(num_tokens), slice(num_rows))
+
+
 def assert_same(actual: StepInputs, expected: StepInputs, block_size: int) -> None:
     for field in fields(StepInputs):
         if field.name != "block_table":
@@ -50,7 +61,7 @@ def assert_same(actual: StepInputs, expected: StepInputs, block_size: int) -> No
             )
     for entry, length in enumerate(expected.seq_lens.tolist()):
         used = -(-length // block_size)
-        got, wanted = actual.block_table[entry, :used], expected.block_table[entry, :used]
+        got, wanted = actual.block_table[:, entry, :used], expected.block_table[:, entry, :used]
         assert torch.equal(got, wanted), f"block table of entry {entry}"
 
 
@@ -58,8 +69,7 @@ def assert_same(actual: StepInputs, expected: StepInputs, block_size: int) -> No
 def test_decode_inputs_equal_the_reference(seed: int) -> None:
     """Live, finished and padded entries alike."""
     tables = random_tables(seed)
-    shape = (NUM_ROWS, NUM_ROWS, tables.block_table.shape[1], DEVICE)
-    actual, expected = StepInputs.allocate(*shape), StepInputs.allocate(*shape)
+    actual, expected = (allocate(tables, NUM_ROWS, NUM_ROWS) for _ in range(2))
     rows_triton.prepare_decode(tables, actual)
     rows_reference.prepare_decode(tables, expected)
     assert_same(actual, expected, BLOCK_SIZE)
@@ -81,8 +91,7 @@ def test_prefill_inputs_equal_the_reference(seed: int) -> None:
     staged = torch.full((5, 16), 99, dtype=torch.int32, device=DEVICE)
     packed = staged[:, : len(chunks)]
     packed.copy_(torch.tensor(chunks, dtype=torch.int32).t())
-    shape = (offset, len(chunks), tables.block_table.shape[1], DEVICE)
-    actual, expected = StepInputs.allocate(*shape), StepInputs.allocate(*shape)
+    actual, expected = (allocate(tables, offset, len(chunks)) for _ in range(2))
     rows_triton.prepare_prefill(tables, packed, actual, 300)
     rows_reference.prepare_prefill(tables, packed, expected, 300)
     assert_same(actual, expected, BLOCK_SIZE)
@@ -95,7 +104,7 @@ def test_finished_steps_equal_the_reference(seed: int) -> None:
     sampled = torch.arange(10, 10 + NUM_ROWS, dtype=torch.int32, device=DEVICE)
     rings = []
     for operations, tables in ((rows_triton, ours), (rows_reference, theirs)):
-        inputs = StepInputs.allocate(NUM_ROWS, NUM_ROWS, tables.block_table.shape[1], DEVICE)
+        inputs = allocate(tables, NUM_ROWS, NUM_ROWS)
         rows_reference.prepare_decode(tables, inputs)
         never = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         ring = ResultRing(DEVICE, NUM_ROWS, num_slots=3)
@@ -125,7 +134,7 @@ def test_scattered_updates_equal_the_reference() -> None:
 def test_a_set_skip_flag_stops_the_kernel() -> None:
     """The captured end of a step does nothing where a tail samples."""
     tables = random_tables(0)
-    inputs = StepInputs.allocate(NUM_ROWS, NUM_ROWS, tables.block_table.shape[1], DEVICE)
+    inputs = allocate(tables, NUM_ROWS, NUM_ROWS)
     rows_reference.prepare_decode(tables, inputs)
     before = tables.arena.clone()
     ones = torch.ones(NUM_ROWS, dtype=torch.int32, device=DEVICE)

@@ -16,6 +16,7 @@ from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels.sampling_reference import gumbel_noise, sample_tokens
 from nanovllm_core.worker import sampler_tail as sampler_module
+from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
@@ -28,7 +29,13 @@ NUM_KNOWN = 12
 
 def make_tail(vocab: int, size: int) -> SamplerTail:
     context = SamplerContext(device=DEVICE, vocab_size=vocab, max_entries=size)
-    return SamplerTail(DEVICE, vocab, GumbelSampler(NoOptions(), context), RowProcessors({}))
+    return SamplerTail(
+        DEVICE,
+        vocab,
+        GumbelSampler(NoOptions(), context),
+        RowProcessors({}),
+        MaskTable(64, vocab, DEVICE),
+    )
 
 
 @dataclass

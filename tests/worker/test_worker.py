@@ -57,7 +57,7 @@ def plans() -> Iterator[StepPlan]:
         token_ids=np.array(PROMPT, np.int32),
         num_prompt_tokens=len(PROMPT),
         num_computed=0,
-        block_ids=np.array((3, 1), np.int32),
+        block_ids=np.array([(3, 1)], np.int32),
         max_length=20,
         sampling=RowSampling(logprobs=2),
     )
@@ -103,7 +103,7 @@ def test_two_ranks_give_the_results_of_one(setup: WorkerSetup, folder: Path) -> 
         return info, shape, results
 
     (info, shape, results), (other, its_shape, its_results) = run_ranks(2, on_rank)
-    assert shape == its_shape == (2, 2, info.num_blocks, 16, 1, 16), "one of two KV heads each"
+    assert shape == its_shape == (2, 2, info.num_blocks, 16, 16), "one of two KV heads each"
     assert info.num_blocks == other.num_blocks
     assert results == its_results
     tokens = [int(result.token_ids[0]) for result in results]

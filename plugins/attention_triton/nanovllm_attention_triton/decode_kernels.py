@@ -108,8 +108,11 @@ def plan_kernel(
 
 
 @triton.jit
-def load_block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+def load_block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, first=None):
     """The 64-bit block ids of TILE tokens from `start`: one scalar where a block holds the tile.
+
+    Where blocks before that of token `first` may belong to another sequence, tokens before it are
+    read as that one again; see `block_offsets`.
 
     A block id times its stride overflows 32 bits in any cache beyond 2^31 elements. Nothing is read
     for tokens from `end` on. Callers load a tile's ids one round early, into a loop-carried value:
@@ -119,20 +122,29 @@ def load_block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.con
         block_ids = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0)
     else:
         tokens = start + tl.arange(0, TILE)
+        if first is not None:
+            tokens = tl.maximum(tokens, first)
         block_ids = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     return block_ids.to(tl.int64)
 
 
 @triton.jit
 def block_offsets(
-    block_ids, start, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
-):
-    """Element offsets [TILE], 64-bit, of the tokens from `start`, whose blocks are `block_ids`."""
+    block_ids, start, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    first=None,
+):  # fmt: skip
+    """Element offsets [TILE], 64-bit, of the tokens from `start`, whose blocks are `block_ids`.
+
+    `first` as in `load_block_ids`: a block that holds the whole tile is the sequence's own.
+    """
     lanes = tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:  # noqa: SIM108 - a compile-time branch, easier to see as one
+    if BLOCK_SIZE % TILE == 0:
         slots = start % BLOCK_SIZE + lanes
     else:
-        slots = (start + lanes) % BLOCK_SIZE
+        tokens = start + lanes
+        if first is not None:
+            tokens = tl.maximum(tokens, first)
+        slots = tokens % BLOCK_SIZE
     return block_ids * stride_block + slots.to(tl.int64) * stride_token
 
 

@@ -93,6 +93,7 @@ def prefill_kernel(
     # Keys that some row sees are at `begin` or later and before `end`; keys that every row sees at
     # `seen_from` or later and before `seen_by_all`; `whole_end` ends the tiles within the sequence.
     begin = 0
+    first_key = None
     end = seq_len
     seen_by_all = seq_len
     if LEFT >= 0 or RIGHT >= 0:
@@ -101,7 +102,8 @@ def prefill_kernel(
         end = tl.minimum(tl.maximum(context + last_row // GROUP + (1 + RIGHT), 0), seq_len)
         seen_by_all = context + first_row // GROUP + (1 + RIGHT)
     if LEFT >= 0:
-        begin = tl.maximum(context + first_row // GROUP - LEFT, 0) // BLOCK_N * BLOCK_N
+        first_key = tl.maximum(context + first_row // GROUP - LEFT, 0)
+        begin = first_key // BLOCK_N * BLOCK_N
         seen_from = context + last_row // GROUP - LEFT
     whole_end = tl.minimum(tl.cdiv(end, BLOCK_N), seq_len // BLOCK_N) * BLOCK_N
 
@@ -116,7 +118,7 @@ def prefill_kernel(
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = tl.arange(0, BLOCK_N)
-    block_ids = load_block_ids(table_row, begin, whole_end, BLOCK_SIZE, BLOCK_N)
+    block_ids = load_block_ids(table_row, begin, whole_end, BLOCK_SIZE, BLOCK_N, first_key)
     for start in tl.range(begin, whole_end, BLOCK_N):
         if k_desc is not None:
             block_id = block_ids.to(tl.int32)
@@ -124,11 +126,13 @@ def prefill_kernel(
             v = v_desc.load([block_id, start % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
         else:
             offsets = block_offsets(
-                block_ids, start, stride_block, stride_token, BLOCK_SIZE, BLOCK_N
+                block_ids, start, stride_block, stride_token, BLOCK_SIZE, BLOCK_N, first_key
             )
             k = _load_tile(k_head + offsets[:, None] + dims[None, :], HEAD_SIZE, BLOCK_D)
             v = _load_tile(v_head + offsets[:, None] + dims[None, :], HEAD_SIZE, BLOCK_D)
-        block_ids = load_block_ids(table_row, start + BLOCK_N, whole_end, BLOCK_SIZE, BLOCK_N)
+        block_ids = load_block_ids(
+            table_row, start + BLOCK_N, whole_end, BLOCK_SIZE, BLOCK_N, first_key
+        )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFT_CAP > 0.0:
             scores = tanh(scores * cap_scale)
@@ -143,6 +147,8 @@ def prefill_kernel(
         acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
     if whole_end < end:
         live = whole_end + keys < end
+        if LEFT >= 0 and BLOCK_SIZE % BLOCK_N != 0:
+            live = live & (whole_end + keys >= first_key)
         block_ids = load_block_ids(table_row, whole_end, end, BLOCK_SIZE, BLOCK_N)
         offsets = block_offsets(
             block_ids, whole_end, stride_block, stride_token, BLOCK_SIZE, BLOCK_N

@@ -1,11 +1,13 @@
-"""Small-batch linear layers: every candidate kernel, cuBLAS, and the time of streaming the weight.
+"""Products of few rows at the shapes of several models: the plans, cuBLAS, and the stream's time.
 
-    python plugins/kernels_triton/benchmarks/linears.py [--json linears.json] [--rows 1 16]
+    python plugins/kernels_triton/benchmarks/linears.py [--models 8B 32B] [--rows 1 16] \
+        [--plans] [--json linears.json]
 
-Qwen3-0.6B's four products per layer and its output head, in bfloat16, inside CUDA graphs, each call
-with another weight so that the L2 cache does not help. Every candidate is checked before it is
-timed. Then whole layers, without attention: cuBLAS, what `linear_choice` picks, the fastest of each
-product, and the same with dependent launch. About two minutes on one H200 with 16 CPU cores.
+The four products of a layer in bfloat16, with dependent launch, inside CUDA graphs, each call with
+another weight so that the L2 cache does not help. Every plan is compared with a float32 product
+before it is timed, and gives a row the same bits whatever the other rows hold. Then whole layers
+without attention: cuBLAS, what `linear_choice` picks and, with `--plans`, the fastest of each
+product. Two minutes for two models at three rows with `--plans` on one H200 with 16 CPU cores.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
+from torch.nn.functional import silu
 
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
@@ -34,14 +36,21 @@ from nanovllm_kit.numerics import assert_close_report
 
 BANDWIDTH = 4.3e12
 """Bytes per second that a copy reaches on an H200."""
-
 STREAMED_BYTES = 320e6
-"""Weights of one product in rotation: several times the L2 cache."""
+"""Weights in rotation: several times the L2 cache."""
+MULTIPROCESSORS = 132
+EPS, DTYPE, DEVICE = 1e-6, torch.bfloat16, torch.device("cuda")
 
-SERIAL, DEPENDENT = TritonKernels(), TritonKernels(dependent_launch=True)
-
-NUM_LAYERS, EPS = 28, 1e-6
-DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
+MODELS = {  # hidden size, inputs of o_proj, outputs of qkv, intermediate size
+    "0.6B": (1024, 2048, 4096, 3072),
+    "1.7B": (2048, 2048, 4096, 6144),
+    "4B": (2560, 4096, 6144, 9728),
+    "8B": (4096, 4096, 6144, 12288),
+    "14B": (5120, 5120, 7168, 17408),
+    "32B": (5120, 8192, 10240, 25600),
+    "Llama-8B": (4096, 4096, 6144, 14336),
+}
+KERNELS, LAUNCHER = TritonKernels(dependent_launch=True), LinearLauncher(dependent_launch=True)
 
 
 @dataclass(frozen=True)
@@ -49,114 +58,117 @@ class Product:
     """x [rows, inputs] by a weight [outputs, inputs]; `kind` says what is before and behind it."""
 
     name: str
-    kind: str  # "norm", "gated" (with norm), "add" or "plain"
+    kind: str  # "norm", "gated" (with norm) or "add"
     inputs: int
     outputs: int
 
     @property
-    def floor(self) -> float:
-        """Microseconds to stream the weight."""
-        return self.inputs * self.outputs * DTYPE.itemsize / BANDWIDTH * 1e6
-
-    @property
-    def copies(self) -> int:
-        return math.ceil(STREAMED_BYTES / (self.inputs * self.outputs * DTYPE.itemsize))
+    def size(self) -> int:
+        """Bytes of the weight."""
+        return self.inputs * self.outputs * DTYPE.itemsize
 
 
-QKV = Product("norm + qkv", "norm", 1024, 4096)
-O_PROJ = Product("o_proj + residual", "add", 2048, 1024)
-GATE_UP = Product("norm + gate_up + silu", "gated", 1024, 6144)
-DOWN = Product("down + residual", "add", 3072, 1024)
-HEAD = Product("lm_head", "plain", 1024, 151936)
-PRODUCTS = (QKV, O_PROJ, GATE_UP, DOWN, HEAD)
+def products(model: str) -> tuple[Product, ...]:
+    hidden, attended, qkv, intermediate = MODELS[model]
+    return (
+        Product("norm + qkv", "norm", hidden, qkv),
+        Product("o_proj + residual", "add", attended, hidden),
+        Product("norm + gate_up + silu", "gated", hidden, 2 * intermediate),
+        Product("down + residual", "add", intermediate, hidden),
+    )
+
+
+def microseconds(size: float) -> float:
+    """To stream so many bytes."""
+    return size / BANDWIDTH * 1e6
 
 
 def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
+    """Plans worth a measurement: 16 to 128 weights a thread, one to four programs a processor."""
     padded = 1 << (product.inputs - 1).bit_length()
-    gated = product.kind == "gated"
-    for block_n in (1, 2, 4, 8, 16):
-        for num_warps in (2, 4, 8):
-            per_thread = block_n * padded // (32 * num_warps)
-            if rows <= 4 and block_n > gated and 16 <= per_thread <= 128:
-                yield VectorPlan(block_n, num_warps)
-    tiles = ((64, 128, 4, 4), (64, 256, 4, 3), (32, 128, 4, 5), (32, 256, 4, 3), (128, 128, 8, 3))
+    if rows <= 2:
+        for block_n in (1, 2, 4, 8, 16):
+            for num_warps in (1, 2, 4, 8, 16):
+                per_thread = block_n * padded // (32 * num_warps)
+                if block_n > (product.kind == "gated") and 32 <= per_thread <= 128:
+                    yield VectorPlan(block_n, num_warps)
+    tiles = ((64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4))
     for block_n, block_k, num_warps, num_stages in tiles:
-        steps = -(-product.inputs // block_k)
-        for splits in (1, 2, 3, 4, 6, 8, 12, 16):
-            programs = product.outputs // block_n * splits
-            if steps % splits or not ((splits == 1 and programs > 512) or 64 <= programs <= 512):
-                continue
+        count, steps = -(-product.outputs // block_n), -(-product.inputs // block_k)
+        per_processor = (1, 2, 3) if rows <= 16 else (1, 2)
+        parts = {max(min(MULTIPROCESSORS * n // count, steps // 2), 1) for n in per_processor}
+        for splits in sorted(parts):
             yield TilePlan(block_n, block_k, splits, num_warps, num_stages)
 
 
 class Case:
     """One product at one number of rows, with its tensors."""
 
-    def __init__(self, product: Product, rows: int, weights: list[Tensor]) -> None:
+    def __init__(self, product: Product, rows: int, weights: Sequence[Tensor]) -> None:
         self.product, self.weights = product, weights
         self.x = torch.randn(rows, product.inputs, device=DEVICE).to(DTYPE)
         self.norm_weight = torch.randn(product.inputs, device=DEVICE).to(DTYPE)
         self.residual = torch.randn(rows, product.outputs, device=DEVICE).to(DTYPE)
 
-    def cublas(
-        self, index: int, x: Tensor | None = None, residual: Tensor | None = None,
-        kernels: TritonKernels = SERIAL,
-    ) -> Tensor:  # fmt: skip
-        x, weight = self.x if x is None else x, self.weights[index % len(self.weights)]
-        if self.product.kind == "add":
-            residual = self.residual if residual is None else residual
-            return residual.addmm_(x, weight.t())
-        if self.product.kind != "plain":
-            x = kernels.rms_norm(x, self.norm_weight, EPS)
-        out = torch.mm(x, weight.t())
-        return kernels.silu_and_mul(out) if self.product.kind == "gated" else out
-
-    def planned(
-        self, plan: LinearPlan | None, launcher: LinearLauncher, index: int,
+    def run(
+        self, plan: LinearPlan | None, index: int,
         x: Tensor | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The product by one plan, as `TritonKernels` runs it; None is cuBLAS."""
-        kernels = DEPENDENT if launcher.dependent_launch else SERIAL
-        if plan is None:
-            return self.cublas(index, x, residual, kernels)
         x, weight = self.x if x is None else x, self.weights[index % len(self.weights)]
+        gated = self.product.kind == "gated"
         if self.product.kind == "add":
             residual = self.residual if residual is None else residual
-            return launcher.run(plan, x, weight, residual_TN=residual)
-        norm: dict[str, Any] = {}
-        if self.product.kind != "plain":
-            if isinstance(plan, TilePlan):
-                x = kernels.rms_norm(x, self.norm_weight, EPS)
-            else:
-                norm = {"norm_weight_K": self.norm_weight, "eps": EPS}
-        return launcher.run(plan, x, weight, gated=self.product.kind == "gated", **norm)
+            if plan is None:
+                return residual.addmm_(x, weight.t())
+            return LAUNCHER.run(plan, x, weight, residual_TN=residual)
+        if isinstance(plan, VectorPlan):
+            return LAUNCHER.run(
+                plan, x, weight, norm_weight_K=self.norm_weight, eps=EPS, gated=gated
+            )
+        x = KERNELS.rms_norm(x, self.norm_weight, EPS)
+        if plan is not None:
+            return LAUNCHER.run(plan, x, weight, gated=gated)
+        out = torch.mm(x, weight.t())
+        return KERNELS.silu_and_mul(out) if gated else out
 
-    def check(self, plan: LinearPlan, launcher: LinearLauncher) -> None:
-        """Near cuBLAS's result, and the same bits twice."""
-        results = [
-            self.planned(each, launcher, 0, residual=torch.ones_like(self.residual))
-            for each in (None, plan, plan)
-        ]
-        assert_close_report(results[1], results[0], rel_norm=8e-3)
-        if not torch.equal(results[1], results[2]):
+    def reference(self) -> Tensor:
+        """The product in float32, with the roundings that `KernelSet` promises."""
+        x = self.x.float()
+        if self.product.kind != "add":
+            scaled = (x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS)).to(DTYPE)
+            x = (scaled.float() * self.norm_weight.float()).to(DTYPE).float()
+        y = x @ self.weights[0].float().t()
+        if self.product.kind == "gated":
+            gate, up = y.to(DTYPE).float().chunk(2, dim=1)
+            return silu(gate) * up
+        return y + 1 if self.product.kind == "add" else y
+
+    def check(self, plan: LinearPlan, reference: Tensor) -> None:
+        """Near the reference, and the first row has the same bits beside other rows."""
+        others = torch.randn_like(self.x) * 3
+        others[0] = self.x[0]
+        ones = torch.ones_like(self.residual)
+        result, again = (self.run(plan, 0, x, ones.clone()) for x in (self.x, others))
+        assert_close_report(result.float(), reference, rel_norm=8e-3)
+        if not torch.equal(result[0], again[0]):
             raise AssertionError(f"{self.product.name}, {plan}: two runs differ")
 
 
 def make_weights(product: Product, copies: int) -> list[Tensor]:
-    shape = (product.outputs, product.inputs)
-    scale = product.inputs**-0.5
-    return [(torch.randn(shape, device=DEVICE) * scale).to(DTYPE) for _ in range(copies)]
+    shape, scale = (product.outputs, product.inputs), product.inputs**-0.5
+    return [torch.randn(shape, device=DEVICE, dtype=DTYPE) * scale for _ in range(copies)]
 
 
-def compile_plan(job: tuple[Product, int, LinearPlan, bool]) -> str | None:
-    """Run a candidate once in a process of its own, for the compiled kernel in Triton's cache."""
-    product, rows, plan, dependent = job
+def compile_plan(job: tuple[Product, int, LinearPlan]) -> str | None:
+    """Run a plan once in a process of its own, for the compiled kernel in Triton's cache."""
+    product, rows, plan = job
     weight = torch.empty(product.outputs, product.inputs, dtype=DTYPE, device=DEVICE)
     try:
-        Case(product, rows, [weight]).planned(plan, LinearLauncher(dependent_launch=dependent), 0)
+        Case(product, rows, [weight]).run(plan, 0)
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{product.name}, {rows} rows, {plan}: {type(error).__name__}: {error}"[:200]
     return None
 
 
@@ -170,7 +182,7 @@ def measure(call: Callable[[int], object], calls: int) -> float:
             call(index)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
-    best, repeats = math.inf, max(2, 400 // calls)
+    best, repeats = math.inf, max(2, 100 // calls)
     for _ in range(3):
         start.record()
         for _ in range(repeats):
@@ -182,84 +194,38 @@ def measure(call: Callable[[int], object], calls: int) -> float:
     return best
 
 
-def measure_product(case: Case, rows: int, refused: set[Any]) -> dict[str, Any]:
-    product, launcher = case.product, LinearLauncher()
-    calls = max(len(case.weights), 4)
-    times: list[tuple[float, LinearPlan]] = []
-    wrong: list[str] = []
-    for plan in candidates(product, rows):
-        if (product, _kernel_rows(plan, rows), plan) in refused:
-            continue
-        try:
-            case.check(plan, launcher)
-        except AssertionError as error:
-            wrong.append(f"{product.name}, {rows} rows, {short(plan)}: {error}")
-        else:
-            times.append((measure(lambda i, p=plan: case.planned(p, launcher, i), calls), plan))
-    chosen = choose(rows, product.outputs, product.inputs, DTYPE)
-    return {
-        "cublas": measure(case.cublas, calls),
-        "chosen": measure(lambda i: case.planned(chosen, launcher, i), calls),
-        "plans": sorted(times, key=lambda pair: pair[0]),
-        "wrong": wrong,
-    }
+def measure_product(case: Case, plans: Sequence[LinearPlan]) -> dict[str, float]:
+    """Microseconds of cuBLAS, of the plan that is chosen, and of each of `plans`, by name."""
+    calls, reference = max(len(case.weights), 8), case.reference()
+    chosen = _chosen(case.product, case.x.shape[0])
+    named: dict[str, LinearPlan | None] = {"cuBLAS": None, "chosen": chosen}
+    named |= {short(plan): plan for plan in plans}
+    times = {}
+    for name, plan in named.items():
+        if plan is not None:
+            case.check(plan, reference)
+        times[name] = measure(partial(case.run, plan), calls)
+    return times
 
 
-def _kernel_rows(plan: LinearPlan, rows: int) -> int:
-    """Numbers of rows that share a compiled kernel share this."""
-    return rows if isinstance(plan, VectorPlan) else max(rows, 16)
-
-
-def layers(
-    cases: dict[Product, Case], plans: dict[Product, LinearPlan | None], launcher: LinearLauncher
+def layer(
+    cases: dict[Product, Case], plans: dict[Product, LinearPlan | None]
 ) -> Callable[[int], object]:
-    """One layer after the other, each product reading what the one before wrote."""
-    residual = cases[O_PROJ].residual
+    """The products of a layer, each reading what the one before wrote."""
+    qkv, o_proj, gate_up, down = cases
+    residual = cases[o_proj].residual
 
-    def layer(index: int) -> Tensor:
-        def run(product: Product, x: Tensor) -> Tensor:
-            return cases[product].planned(plans[product], launcher, index, x, residual)
+    def run(index: int) -> Tensor:
+        attended = cases[qkv].run(plans[qkv], index, residual)[:, : o_proj.inputs]
+        cases[o_proj].run(plans[o_proj], index, attended, residual)
+        hidden = cases[gate_up].run(plans[gate_up], index, residual)
+        return cases[down].run(plans[down], index, hidden, residual)
 
-        qkv = run(QKV, residual)
-        run(O_PROJ, qkv[:, : O_PROJ.inputs])
-        return run(DOWN, run(GATE_UP, residual))
-
-    return layer
-
-
-def measure_layers(
-    cases: dict[Product, Case], rows: int, fastest: dict[Product, LinearPlan | None]
-) -> dict[str, float]:
-    """Milliseconds of all layers."""
-    layer_products = PRODUCTS[:4]
-    chosen = {p: choose(rows, p.outputs, p.inputs, DTYPE) for p in layer_products}
-    cublas: dict[Product, LinearPlan | None] = dict.fromkeys(layer_products)
-    variants = {
-        "cuBLAS": (cublas, False),
-        "cuBLAS, dependent": (cublas, True),
-        "chosen": (chosen, False),
-        "fastest": (fastest, False),
-        "chosen, dependent": (chosen, True),
-        "fastest, dependent": (fastest, True),
-    }
-    return {
-        name: measure(layers(cases, plans, LinearLauncher(dependent_launch=dependent)), NUM_LAYERS)
-        * (NUM_LAYERS / 1e3)
-        for name, (plans, dependent) in variants.items()
-    }
+    return run
 
 
-def compile_all(
-    pool: ProcessPoolExecutor, jobs: list[tuple[Product, int, LinearPlan, bool]]
-) -> set:
-    """Fill Triton's cache; returns (product, rows, plan) of what does not compile or run."""
-    refused, reasons = set(), []
-    for (product, rows, plan, _), reason in zip(jobs, pool.map(compile_plan, jobs), strict=True):
-        if reason is not None:
-            refused.add((product, rows, plan))
-            reasons.append(f"{product.name}, {rows} rows, {plan}: {reason[:150]}")
-    print(f"{len(jobs)} kernels, {len(refused)} refused", *reasons[:8], sep="\n  ", flush=True)
-    return refused
+def _chosen(product: Product, rows: int) -> LinearPlan | None:
+    return choose(rows, product.outputs, product.inputs, DTYPE)
 
 
 def short(plan: LinearPlan | None) -> str:
@@ -271,88 +237,82 @@ def short(plan: LinearPlan | None) -> str:
     return f"tile {sizes} w{plan.num_warps} s{plan.num_stages}"
 
 
-def print_products(results: dict[str, dict[int, dict[str, Any]]]) -> None:
-    console = Console(width=140)
-    for product in PRODUCTS:
-        table = Table(title=f"{product.name}: µs per call, floor {product.floor:.2f}", box=None)
-        for column in ("rows", "cuBLAS", "chosen", "vector", "tile", "of floor", "fastest plans"):
-            table.add_column(column)
-        for rows, result in results[product.name].items():
-            plans = result["plans"]
-            best = {
-                kind: min((t for t, plan in plans if isinstance(plan, kind)), default=math.nan)
-                for kind in (VectorPlan, TilePlan)
-            }
-            fastest = min(result["cublas"], plans[0][0])
-            table.add_row(
-                str(rows),
-                *(f"{t:.2f}" for t in (result["cublas"], result["chosen"], *best.values())),
-                f"{product.floor / fastest:.0%}",
-                ", ".join(f"{short(plan)} {t:.2f}" for t, plan in plans[:2]),
-            )
-        console.print(table)
+def measure_model(model: str, all_rows: Sequence[int], with_plans: bool) -> list[dict[str, Any]]:
+    """Print and return a line per number of rows and product, and one per whole layer."""
+    lines: list[dict[str, Any]] = []
+    size = sum(product.size for product in products(model))
+    layers = max(4, math.ceil(STREAMED_BYTES / size))
+    weights = {
+        product: make_weights(product, max(layers, math.ceil(STREAMED_BYTES / product.size)))
+        for product in products(model)
+    }
+    for rows in all_rows:
+        cases = {product: Case(product, rows, weights[product]) for product in products(model)}
+        plans = {p: {short(c): c for c in candidates(p, rows)} for p in cases} if with_plans else {}
+        fastest: dict[Product, LinearPlan | None] = {}
+        for product, case in cases.items():
+            known = plans.get(product, {})
+            times = measure_product(case, list(known.values()))
+            fastest[product] = known.get(min(times, key=lambda name: times[name]))
+            lines.append(_line(model, rows, product.name, product.size, times))
+        of: dict[str, dict[Product, LinearPlan | None]] = {
+            "cuBLAS": dict.fromkeys(cases),
+            "chosen": {product: _chosen(product, rows) for product in cases},
+            **({"fastest": fastest} if with_plans else {}),
+        }
+        times = {name: measure(layer(cases, of_name), layers) for name, of_name in of.items()}
+        lines.append(_line(model, rows, "layer", size, times))
+    return lines
+
+
+def _line(model: str, rows: int, name: str, size: int, times: dict[str, float]) -> dict[str, Any]:
+    floor = microseconds(size)
+    best = sorted(times, key=lambda key: times[key])[:3]
+    print(
+        f"{model:8} {rows:3} rows  {name:22} floor {floor:6.1f}  cuBLAS {times['cuBLAS']:6.1f}  "
+        f"chosen {times['chosen']:6.1f} ({floor / times['chosen']:.0%})  "
+        + "  ".join(f"{key} {times[key]:.1f}" for key in best if key not in ("cuBLAS", "chosen")),
+        flush=True,
+    )
+    return {"model": model, "rows": rows, "product": name, "floor": floor, "microseconds": times}
+
+
+def compile_all(models: Sequence[str], all_rows: Sequence[int], with_plans: bool) -> None:
+    """Fill Triton's cache, in as many processes as the machine has cores."""
+    jobs: dict[tuple[Product, int, LinearPlan], None] = {}
+    for rows in all_rows:
+        for product in (product for model in models for product in products(model)):
+            plans = [_chosen(product, rows), *(candidates(product, rows) if with_plans else ())]
+            for plan in plans:
+                if plan is not None:  # a tile kernel serves all rows up to a power of two
+                    kernel_rows = rows if isinstance(plan, VectorPlan) else max(rows, 16)
+                    jobs[product, kernel_rows, plan] = None
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), context) as pool:
+        refused = [reason for reason in pool.map(compile_plan, jobs, chunksize=4) if reason]
+    if refused:
+        raise SystemExit("\n  ".join([f"{len(refused)} plans do not run:", *refused[:8]]))
+    print(f"{len(jobs)} kernels", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["0.6B", "8B", "32B"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 5, 8, 16, 33, 64])
+    parser.add_argument("--plans", action="store_true", help="time every plan, not the chosen only")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     arguments = parser.parse_args()
-    started, context = time.perf_counter(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), context) as pool:
-        jobs = {
-            (product, _kernel_rows(plan, rows), plan, False): None
-            for rows in arguments.rows
-            for product in PRODUCTS
-            for plan in candidates(product, rows)
-        }
-        refused = compile_all(pool, list(jobs))
-        print(f"compiled after {time.perf_counter() - started:.0f} s", flush=True)
-        torch.manual_seed(0)
-        weights = {product: make_weights(product, product.copies) for product in PRODUCTS}
-        results: dict[str, dict[int, dict[str, Any]]] = {p.name: {} for p in PRODUCTS}
-        fastest: dict[int, dict[Product, LinearPlan | None]] = {}
-        cases = {}
-        for rows in arguments.rows:
-            cases[rows] = {p: Case(p, rows, weights[p]) for p in PRODUCTS}
-            for product, case in cases[rows].items():
-                results[product.name][rows] = measure_product(case, rows, refused)
-            fastest[rows] = {p: _fastest(results[p.name][rows]) for p in PRODUCTS}
-        print_products(results)
-        record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "products": results}
-        write(record, arguments.json)
-        print(f"products measured after {time.perf_counter() - started:.0f} s", flush=True)
-        dependent = {
-            (product, _kernel_rows(plan, rows), plan, True): None
-            for rows in arguments.rows
-            for product in PRODUCTS[:4]
-            for plan in (
-                fastest[rows][product],
-                choose(rows, product.outputs, product.inputs, DTYPE),
-            )
-            if plan is not None
-        }
-        compile_all(pool, list(dependent))
-    floor = NUM_LAYERS * sum(product.floor for product in PRODUCTS[:4]) / 1e3
-    chains = {rows: measure_layers(cases[rows], rows, fastest[rows]) for rows in arguments.rows}
-    print(f"{NUM_LAYERS} layers without attention, ms (floor {floor:.3f})")
-    for rows, chain in chains.items():
-        print(f"{rows:3} rows", *(f"{name} {ms:.3f}" for name, ms in chain.items()), sep="  ")
+    started = time.perf_counter()
+    compile_all(arguments.models, arguments.rows, arguments.plans)
+    torch.manual_seed(0)
+    lines = []
+    for model in arguments.models:
+        lines += measure_model(model, arguments.rows, arguments.plans)
+        torch.cuda.empty_cache()
     print(f"done after {time.perf_counter() - started:.0f} s")
-    write(record | {"layers_ms": chains}, arguments.json)
-    wrong = [line for by_rows in results.values() for r in by_rows.values() for line in r["wrong"]]
-    if wrong:
-        raise SystemExit("wrong results:\n" + "\n".join(wrong))
-
-
-def write(record: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(record, indent=1, default=asdict))
-
-
-def _fastest(result: dict[str, Any]) -> LinearPlan | None:
-    microseconds, plan = result["plans"][0]
-    return plan if microseconds < result["cublas"] else None
+    if arguments.json is not None:
+        record = {"gpu": torch.cuda.get_device_name(), "products": lines}
+        arguments.json.write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

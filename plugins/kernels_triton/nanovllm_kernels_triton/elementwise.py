@@ -24,13 +24,14 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     if DEPENDENT:
         gdc_wait()
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS)
-    normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
-    out = (normed * weight).to(out_ptr.dtype.element_ty)
+    if weight.dtype == out_ptr.dtype.element_ty:
+        normed = normed.to(weight.dtype).to(tl.float32)
+    out = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + columns, out, mask=mask)
 
 

@@ -78,12 +78,15 @@ def tile_linear_kernel(
 ):  # fmt: skip
     """A tile of BLOCK_N weight rows by one of SPLITS parts of the inputs; num_rows <= BLOCK_M.
 
+    Parts differ by one step of BLOCK_K at most.
+
     With SPLITS > 1, the last program of a tile to finish sums all parts in the order of the inputs,
     whoever is last, so that equal inputs give equal bits. `tickets_ptr` int32 [tiles] counts
     finished parts; zero before, zero after.
     """
-    STEPS: tl.constexpr = (INPUTS + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
-    first = tl.program_id(1) * STEPS * BLOCK_K
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    first = tl.program_id(1) * STEPS // SPLITS
+    end = (tl.program_id(1) + 1) * STEPS // SPLITS
     weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
     if DEPENDENT:
         gdc_wait()
@@ -95,8 +98,8 @@ def tile_linear_kernel(
         residual = tl.load(out_ptrs, mask=out_mask, other=0.0)
 
     y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(STEPS):
-        columns = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
+    for step in range(end - first):
+        columns = (first + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = columns < INPUTS
         mask = exists[:, None] & inside[None, :]
         weight = tl.load(weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -142,8 +145,10 @@ def _weight_rows(
 @triton.jit
 def _normed(x, scale, norm_weight):
     """Scaled and rounded, then weighted and rounded: the two roundings of `KernelSet.rms_norm`."""
-    scaled = (x.to(tl.float32) * scale).to(x.dtype)
-    return (scaled.to(tl.float32) * norm_weight.to(tl.float32)).to(x.dtype)
+    scaled = x.to(tl.float32) * scale
+    if norm_weight.dtype == x.dtype:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+    return (scaled * norm_weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit

@@ -6,11 +6,11 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 
 | rows | dtype | kernel |
 |---|---|---|
-| 1 .. VECTOR_ROWS | any | vector: whole weight rows in registers |
+| 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
 | all others, or MAX_OUTPUTS exceeded | any | cuBLAS, norm and activation as kernels of their own |
 
-Whole rows of more than MAX_VECTOR_INPUTS take the line below; so does float32 from 3 rows on.
+Rows of a weight of more than MAX_VECTOR_BYTES take the line below; so does float32 from 3 rows on.
 
 These kernels add no bias: a product with one takes the last line, whatever its rows. One that is
 added to the residual takes its line, and the bias a kernel of its own behind it.
@@ -25,16 +25,22 @@ import torch
 
 VECTOR_ROWS = 2
 TILE_ROWS = 64
-MAX_VECTOR_INPUTS = 16384
-"""Whole rows longer than this do not fit a program's registers."""
+MAX_VECTOR_BYTES = 65536
+"""Longer rows of a weight do not fit a program's registers."""
+MAX_TWO_ROW_WEIGHTS = 2**23
+"""With two rows the vector kernel is bound by arithmetic, which a short stream hides."""
 MAX_OUTPUTS = 65536
 """An output head is long enough to stream well in cuBLAS too."""
 
 _PROGRAMS = 132
 """Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""
 
-_WIDE_OUTPUTS = 4096
-"""Outputs that make enough programs of 64."""
+_WIDE_OUTPUTS = 2560
+"""Outputs for which tiles of 64 are narrow enough."""
+_WHOLE_TILES = 96
+"""So many tiles are not split: the exchange of parts costs more than idle multiprocessors."""
+_PART_STEPS = 8
+"""Steps of a wide tile that pay for the exchange of a part."""
 _VECTOR_WEIGHTS = 8192
 """Weights of a vector program, where that makes enough rows."""
 _WARP_BYTES = 8192
@@ -69,13 +75,17 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
 
     Of a gated pair, `outputs` counts gate and up.
     """
-    if rows < 1 or rows > max(VECTOR_ROWS, TILE_ROWS) or outputs > MAX_OUTPUTS:
+    if rows < 1 or rows > TILE_ROWS or outputs > MAX_OUTPUTS:
         return None
-    if rows <= VECTOR_ROWS and inputs <= MAX_VECTOR_INPUTS:
+    half = dtype in (torch.float16, torch.bfloat16)
+    most_rows = 1 if half and outputs * inputs > MAX_TWO_ROW_WEIGHTS else VECTOR_ROWS
+    if rows <= most_rows and inputs * dtype.itemsize <= MAX_VECTOR_BYTES:
         return _vector_plan(inputs, dtype)
-    if dtype in (torch.float16, torch.bfloat16):
-        return _tile_plan(outputs, inputs)
-    return None
+    if not half:
+        return None
+    if outputs < _WIDE_OUTPUTS:
+        return _narrow_tile_plan(outputs, inputs)
+    return _wide_tile_plan(rows, outputs, inputs)
 
 
 def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
@@ -84,15 +94,33 @@ def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
     return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
 
 
-def _tile_plan(outputs: int, inputs: int) -> TilePlan:
-    """Wide tiles where there are outputs enough for them; else narrow ones, with the inputs split.
+def _narrow_tile_plan(outputs: int, inputs: int) -> TilePlan:
+    """As many parts as give every multiprocessor a program.
 
-    As many equal parts as give every multiprocessor a program, but at least two steps to each: the
-    loads of a single one would not be pipelined.
+    At least two steps to a part: the loads of a single one would not be pipelined.
     """
-    if outputs >= _WIDE_OUTPUTS:
-        return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4)
-    tiles, steps = -(-outputs // 32), -(-inputs // 256)
-    most = max(min(_PROGRAMS // tiles, steps // 2), 1)
-    splits = max(parts for parts in range(1, most + 1) if steps % parts == 0)
+    splits = _splits(_PROGRAMS, -(-outputs // 32), -(-inputs // 256), least=2)
     return TilePlan(block_n=32, block_k=256, splits=splits, num_warps=4, num_stages=3)
+
+
+def _wide_tile_plan(rows: int, outputs: int, inputs: int) -> TilePlan:
+    """A whole number of programs for each multiprocessor, all of them resident at once.
+
+    To 32 rows two programs of four stages fit in the shared memory of a multiprocessor, or three of
+    less; above, one program, two with three stages, or three with steps of half the inputs.
+    """
+    tiles, steps = -(-outputs // 64), -(-inputs // 128)
+    few_rows = rows <= 32
+    block_k, splits, num_stages = 128, 1, 4
+    if tiles < _WHOLE_TILES:
+        per_processor = 1 if not few_rows and 2 * tiles <= _PROGRAMS else 2
+        splits = _splits(per_processor * _PROGRAMS, tiles, steps, least=_PART_STEPS)
+        num_stages = 4 if few_rows or tiles * splits <= _PROGRAMS else 3
+    elif 2 * _PROGRAMS < tiles <= 3 * _PROGRAMS:
+        block_k, num_stages = (128, 3) if few_rows else (64, 4)
+    return TilePlan(block_n=64, block_k=block_k, splits=splits, num_warps=4, num_stages=num_stages)
+
+
+def _splits(programs: int, tiles: int, steps: int, *, least: int) -> int:
+    """Parts of a tile that make no more than `programs` of all, of at least so many steps each."""
+    return max(min(programs // tiles, steps // least), 1)

@@ -1,4 +1,4 @@
-"""The products for few rows compile for sm_90 as they are meant to, at Qwen3-0.6B's shapes."""
+"""The products for few rows compile for sm_90 as they are meant to, at shapes of Qwen3 models."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ PRODUCTS = {  # weight rows, inputs, what is fused
     "gate_up": (6144, 1024, "gated"),
     "down": (1024, 3072, "add"),
 }
+LARGE = {  # of 8B and, the last, of 32B
+    "8b-qkv": (6144, 4096, "norm"),
+    "8b-gate_up": (24576, 4096, "gated"),
+    "8b-down": (4096, 12288, "add"),
+    "32b-down": (5120, 25600, "add"),
+}
 
 
 def linear_job(
     name: str, rows: int, *, dependent: bool = False, dtype: str = "bf16", capability: int = 90
 ) -> AotJob:
     """The kernel that is chosen for a product, as the launcher calls it."""
-    weight_rows, inputs, kind = PRODUCTS[name]
+    weight_rows, inputs, kind = (PRODUCTS | LARGE)[name]
     plan = choose(rows, weight_rows, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     pointers = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "out_ptr"), f"*{dtype}:16")
     signature = {**pointers, "x_stride": "i32:16", "out_stride": "i32:16"}
@@ -68,6 +74,9 @@ JOBS = {
     **{f"tile-{name}": linear_job(name, 16) for name in PRODUCTS},
     **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in PRODUCTS},
     **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in PRODUCTS},
+    **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in LARGE},
+    **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in LARGE},
+    **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in LARGE},
 }
 
 

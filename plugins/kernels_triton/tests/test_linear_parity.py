@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +35,7 @@ PLANS: dict[str, LinearPlan] = {
     "vector": VectorPlan(block_n=8, num_warps=4),
     "tile": TilePlan(32, 64, splits=1, num_warps=4, num_stages=3),
     "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3),
+    "uneven": TilePlan(16, 16, splits=3, num_warps=4, num_stages=3),
 }
 SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200)]
 """(rows, outputs, inputs): whole blocks, and ends of blocks in every dimension."""
@@ -182,10 +184,12 @@ def test_more_tiles_than_tickets_are_refused() -> None:
 
 
 def test_the_rule_of_choice_is_the_documented_one() -> None:
-    """Vector for one or two rows, tile for few in 16 bits, cuBLAS for the rest."""
+    """Vector for one row or two, tile for few rows in 16 bits, cuBLAS for the rest."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     assert isinstance(choose(VECTOR_ROWS, 4096, 1024, bf16), VectorPlan)
-    assert isinstance(choose(VECTOR_ROWS, 4096, 1024, fp32), VectorPlan)
+    assert isinstance(choose(1, 4096, 4096, bf16), VectorPlan)
+    assert isinstance(choose(VECTOR_ROWS, 4096, 4096, bf16), TilePlan)
+    assert isinstance(choose(VECTOR_ROWS, 4096, 4096, fp32), VectorPlan)
     for rows in (VECTOR_ROWS + 1, TILE_ROWS):
         assert isinstance(choose(rows, 4096, 1024, bf16), TilePlan)
         assert isinstance(choose(rows, 4096, 1024, fp16), TilePlan)
@@ -195,8 +199,14 @@ def test_the_rule_of_choice_is_the_documented_one() -> None:
     assert choose(1, MAX_OUTPUTS + 1, 1024, bf16) is None
 
 
-@pytest.mark.parametrize("inputs", [64, 1024, 3072, 8192, 14336, 16384])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "dtype"),
+    [
+        *((inputs, torch.bfloat16) for inputs in (64, 1024, 3072, 5120, 8192, 14336, 27648)),
+        *((inputs, torch.float32) for inputs in (64, 1024, 3072, 8192, 14336, 16384)),
+    ],
+    ids=str,
+)
 def test_a_vector_program_holds_256_bytes_in_each_thread_or_fewer(
     inputs: int, dtype: torch.dtype
 ) -> None:
@@ -208,15 +218,36 @@ def test_a_vector_program_holds_256_bytes_in_each_thread_or_fewer(
     assert plan.block_n * padded * dtype.itemsize <= 256 * 32 * plan.num_warps
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 2048), (1024, 3072), (4096, 100), (64, 64)])
-def test_a_split_fills_the_gpu_and_leaves_no_part_empty(outputs: int, inputs: int) -> None:
-    """Parts are equal in steps, and two steps or more where the inputs are split at all."""
-    plan = choose(8, outputs, inputs, torch.bfloat16)
-    assert isinstance(plan, TilePlan)
-    steps = -(-inputs // plan.block_k)
-    assert steps % plan.splits == 0
-    assert plan.splits == 1 or steps // plan.splits >= 2
-    assert -(-outputs // plan.block_n) * plan.splits <= 132
+def test_rows_of_a_weight_that_no_program_can_hold_take_the_next_line() -> None:
+    """32,768 numbers of 16 bits, or 16,384 in float32."""
+    assert isinstance(choose(1, 4096, 32768, torch.bfloat16), VectorPlan)
+    assert isinstance(choose(1, 4096, 32769, torch.bfloat16), TilePlan)
+    assert choose(1, 4096, 16385, torch.float32) is None
+
+
+@given(
+    rows=st.integers(2, TILE_ROWS),
+    outputs=st.integers(1, MAX_OUTPUTS),
+    inputs=st.integers(1, 1 << 15),
+)
+def test_a_split_is_one_wave_and_leaves_no_part_empty(rows: int, outputs: int, inputs: int) -> None:
+    """Two programs a multiprocessor at most; two steps or more where the inputs are split."""
+    plan = choose(rows, outputs, inputs, torch.bfloat16)
+    if not isinstance(plan, TilePlan) or plan.splits == 1:
+        return
+    assert -(-inputs // plan.block_k) // plan.splits >= 2
+    assert -(-outputs // plan.block_n) * plan.splits <= 2 * 132
+
+
+@pytest.mark.parametrize("inputs", [1024, 3072, 4096, 9728, 25600])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_few_outputs_of_long_rows_are_shared_by_several_programs(rows: int, inputs: int) -> None:
+    """Fewer tiles than multiprocessors would leave most of them without a weight to stream."""
+    for outputs in (1024, 2048, 2560, 4096, 5120):
+        plan = choose(rows, outputs, inputs, torch.bfloat16)
+        assert isinstance(plan, TilePlan)
+        programs = -(-outputs // plan.block_n) * plan.splits
+        assert programs >= 120 or -(-inputs // plan.block_k) // plan.splits < 16
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from .conformance import (
     installed_plugin as installed_plugin,
     plugin_under_test as plugin_under_test,
 )
+from .constraint import ConstraintConformance as ConstraintConformance
 from .executor import ExecutorConformance as ExecutorConformance
 from .extension import (
     ExtensionConformance as ExtensionConformance,

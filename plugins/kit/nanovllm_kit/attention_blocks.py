@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from nanovllm_kit.attention_backend import (
     BackendUnderTest,
     assert_near,
 )
+from nanovllm_kit.attention_draws import with_freed_blocks
 from nanovllm_kit.paged_attention import PagedCase
 
 
@@ -78,6 +81,27 @@ class AttentionBlocks(AttentionSubject):
         subject.check(subject.case(lengths, finite_tail=False), "NaN tails")
         chunks = subject.case(lengths, [1, 17, 20, 65, 3], finite_tail=False)
         subject.check(chunks, "NaN tails")
+
+    def test_blocks_before_the_window_may_belong_to_others(
+        self, subject: BackendUnderTest, draws: Random
+    ) -> None:
+        """They were freed, and what is in them never matters.
+
+        NaN does not either, unless the backend declares that it needs finite numbers.
+        """
+        if not subject.capabilities.sliding_window:
+            pytest.skip("declares no sliding window")
+        subject.skip_unless_served(sliding_window=True)
+        held = 300.0 if subject.capabilities.needs_finite_tail else math.nan
+        sizes = [subject.block_size, 3 * subject.block_size]
+        for size, window in product(sizes, (1, 16, 40, 129)):
+            for query_lens in ([1] * 5, [1, 20, 70, 33, 7]):
+                shape = {"block_size": size, "sliding_window": window}
+                case = subject.case([250, 200, 130, 33, 286], query_lens, **shape)
+                freed, expected = with_freed_blocks(case, held, draws), case.expected()
+                for phase, run in subject.ways(case):
+                    what = f"{phase}, {held} in blocks before the window"
+                    assert_near(case, run(freed), what, expected)
 
     def test_a_sequence_may_fill_the_model_length(self, subject: BackendUnderTest) -> None:
         """Rows of exactly max_model_len tokens, which need not be whole blocks, in a full batch."""

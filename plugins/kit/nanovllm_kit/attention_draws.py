@@ -166,6 +166,25 @@ def with_stale_entries(case: PagedCase, draws: Random) -> PagedCase:
     return replace(case, block_table=table)
 
 
+def with_freed_blocks(case: PagedCase, held: float, draws: Random) -> PagedCase:
+    """The same where blocks wholly before a sequence's window were freed: what it sees stays.
+
+    Their table entries name any blocks, some of them of other sequences. Blocks that no sequence
+    needs hold `held` in all places.
+    """
+    num_blocks, table, needed = len(case.k_cache), case.block_table.clone(), set[int]()
+    for row, (queries, keys) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        first = max(0, keys - queries - (case.sliding_window or keys) + 1) // case.block_size
+        needed.update(table[row, first : -(-keys // case.block_size)].tolist())
+        freed = [draws.randrange(num_blocks) for _ in range(first)]
+        table[row, :first] = table.new_tensor(freed)
+    others = [block for block in range(num_blocks) if block not in needed]
+    k_cache, v_cache = (cache.clone() for cache in (case.k_cache, case.v_cache))
+    for cache in (k_cache, v_cache):
+        cache[others] = held
+    return replace(case, k_cache=k_cache, v_cache=v_cache, block_table=table)
+
+
 def pointed(case: PagedCase, draws: Random) -> PagedCase:
     """The batch with half of its (query, head) pairs turned to one key each.
 

@@ -15,6 +15,7 @@ from nanovllm_core.engine import (
     Engine,
     EngineLimits,
     FcfsPolicy,
+    LoadedConstraint,
     Observation,
     Request,
     TokenBudgetScheduler,
@@ -40,6 +41,7 @@ class Setting:
     prefix_caching: bool = True
     steps_ahead: int = 1
     eos_token_ids: tuple[int, ...] = ()
+    cache_windows: tuple[int | None, ...] = (None,)
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Harness:
         *,
         engine_class: type[Engine] = Engine,
         observation: Observation | None = None,
+        constraints: Mapping[str, LoadedConstraint] | None = None,
+        constraint_seconds: float = 5.0,
         debug: bool = True,
     ) -> None:
         self.setting = s = setting or Setting()
@@ -84,6 +88,7 @@ class Harness:
             max_model_len=s.max_model_len,
             max_num_batched_tokens=s.max_num_batched_tokens,
             vocab_size=s.vocab_size,
+            cache_windows=s.cache_windows,
         )
         self.engine = engine_class(
             self.executor,
@@ -95,9 +100,12 @@ class Harness:
                 num_blocks=s.num_blocks,
                 block_size=s.block_size,
                 vocab_size=s.vocab_size,
+                cache_windows=s.cache_windows,
             ),
             eos_token_ids=s.eos_token_ids,
             observation=observation,
+            constraints=constraints,
+            constraint_seconds=constraint_seconds,
             prefix_caching=s.prefix_caching,
             steps_ahead=s.steps_ahead,
             debug=debug,
@@ -206,18 +214,26 @@ class Harness:
             request.sampling,
             request.max_length,
             self.setting.vocab_size,
+            self.setting.cache_windows,
         )
 
     def check_all(self) -> None:
-        """Every request that was not aborted gave exactly the reference's tokens."""
+        """Every request that was not aborted gave exactly the reference's tokens.
+
+        Of those with stop strings, which must be single letters, up to the first that has one.
+        """
         assert self.finished.keys() == self.requests.keys(), "a request got no reply"
         for (request_id, index), output in self.finished.items():
             expected = self.expected(request_id, index)
+            request = self.requests[request_id, index]
+            found = [i for i, x in enumerate(letters(expected)) if x in request.params.stop_strings]
+            if found:  # the caller ends it there
+                expected = expected[: found[0] + 1]
             if output.finish_reason == "abort":
                 assert output.token_ids == expected[: len(output.token_ids)]
                 continue
             assert output.token_ids == expected, f"{request_id}/{index}"
-            request = self.requests[request_id, index]
             stopped = expected[-1] in request.sampling.stop_token_ids
-            assert output.finish_reason == ("stop" if stopped else "length")
-            assert output.stop_reason == (expected[-1] if stopped else None)
+            assert output.finish_reason == ("stop" if stopped or found else "length")
+            reason = letters(expected[-1:]) if found else expected[-1] if stopped else None
+            assert output.stop_reason == reason

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ import pytest
 
 from nanovllm_core.config import load_config
 from nanovllm_core.errors import NanoVLLMError, PluginError
+from nanovllm_core.interfaces.constraint import allow_ids
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import (
     PADDED,
@@ -30,8 +32,11 @@ from nanovllm_core.interfaces.plan import (
     RowSampling,
     StepPlan,
     StepResult,
+    TokenMasks,
     WorkerInfo,
+    mask_words,
 )
+from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry import get_plugin_manager, load_object
 from nanovllm_core.selection import start
 from nanovllm_core.worker import SingleProcessExecutor, Worker
@@ -51,6 +56,7 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPTS = ((9, 8, 7, 6, 5), (3, 3, 1))
 NUM_DECODES = 5
+WINDOWS = (8, None)
 PATIENCE = 5.0
 """Seconds in which any `submit` has returned that does not wait."""
 
@@ -117,6 +123,24 @@ class ExecutorConformance(SpecConformance):
         finally:
             reference.close()
 
+    def test_each_cache_group_has_block_tables_of_its_own(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """Of a model with windows in every other layer, the same as from the core's own.
+
+        Blocks are appended in each group, and one that lies behind the window goes to another row.
+        """
+        setup = with_windows(setup)
+        with self.started(plugin, setup) as (executor, info):
+            assert info.cache_windows == WINDOWS
+            actual = run(executor, two_groups(), ahead=1)
+        reference = SingleProcessExecutor(plugin.options)
+        try:
+            reference.start(setup)
+            assert_same(actual, run(reference, two_groups(), ahead=0))
+        finally:
+            reference.close()
+
     def test_submit_does_not_wait_for_the_step(
         self, plugin: PluginUnderTest, setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -161,6 +185,43 @@ class ExecutorConformance(SpecConformance):
             [_, steady] = decodes((0,), 2, epoch=7)
             with pytest.raises(NanoVLLMError, match=r"epoch 7\b.*epoch 2\b"):
                 run(executor, [steady], ahead=0)
+
+    @pytest.mark.parametrize("ahead", [0, 1])
+    def test_a_step_in_two_parts_chooses_among_the_allowed_ids(
+        self, plugin: PluginUnderTest, setup: WorkerSetup, ahead: int
+    ) -> None:
+        """Masks that come after the plan count, at once, for their own rows and steps alone.
+
+        With `ahead` the step before is collected between the two parts.
+        """
+        with self.started(plugin, setup) as (executor, _):
+            actual = run_in_two_parts(executor, ahead)
+        reference = SingleProcessExecutor(plugin.options)
+        try:
+            reference.start(setup)
+            assert_same(actual, run_in_two_parts(reference, ahead))
+        finally:
+            reference.close()
+        constrained = [outcome.token_ids[0] for outcome in actual]
+        expected = [only_id(step) for step in range(len(actual))]
+        assert constrained == expected, "a row chose an id that its step's mask does not allow"
+
+    def test_parts_out_of_order_are_refused(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """A plan before the masks, masks that no step waits for, masks of other rows."""
+        constrained = constrained_plans()
+        wrong: list[tuple[str, Sequence[StepPlan | TokenMasks]]] = [
+            (r"step before it waits for .* rows \[0\]", constrained[:2]),
+            (r"rows \[0\] came, but no step waits", [admit({0: PROMPTS[0]}), only({0: 5})]),
+            (r"for rows \[3\], but the step waits .* rows \[0\]", [constrained[0], only({3: 5})]),
+        ]
+        for said, calls in wrong:
+            with (
+                self.started(plugin, setup) as (executor, _),
+                pytest.raises(NanoVLLMError, match=said),
+            ):
+                launch(executor, calls)
 
     def test_a_row_ends_at_its_length_and_is_padding_from_then_on(
         self, plugin: PluginUnderTest, setup: WorkerSetup
@@ -236,7 +297,22 @@ class ExecutorConformance(SpecConformance):
                 executor.collect()
 
 
-Data = TypeVar("Data", StepPlan, StepResult, WorkerInfo)
+def with_windows(setup: WorkerSetup) -> WorkerSetup:
+    """The same for a model of the kit's: of its four layers two make each cache group."""
+    distribution = "nanovllm-kit"
+    model = ResolvedPlugin(
+        kind="model",
+        name="AlternatingForCausalLM",
+        distribution=distribution,
+        version=version(distribution),
+        impl="nanovllm_kit.alternating_model:AlternatingForCausalLM",
+        interface=setup.model.interface,
+    )
+    layers = {"num_hidden_layers": 4, "windows": WINDOWS}
+    return replace(setup, model=model, model_config={**LLAMA_LIKE, **layers})
+
+
+Data = TypeVar("Data", StepPlan, StepResult, TokenMasks, WorkerInfo)
 
 
 def copied(original: Data) -> Data:
@@ -288,11 +364,13 @@ def admit(
     max_length: int = 32,
     stop: tuple[int, ...] = (),
     logprobs: int | None = None,
+    constrained: bool = False,
     epoch: int = 1,
+    tables: Sequence[Sequence[int]] | None = None,
 ) -> StepPlan:
     """A step that computes whole prompts, each in a row of its own with two blocks of its own.
 
-    No row decodes.
+    Or with these `tables`, one for each cache group. No row decodes.
     """
     admissions = tuple(
         Admission(
@@ -300,14 +378,14 @@ def admit(
             token_ids=np.array(prompt, np.int32),
             num_prompt_tokens=len(prompt),
             num_computed=0,
-            block_ids=np.array((3 + 2 * row, 2 * row), np.int32),
+            block_ids=np.array(tables or [(3 + 2 * row, 2 * row)], np.int32),
             max_length=max_length,
-            sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs),
+            sampling=RowSampling(stop_token_ids=stop, logprobs=logprobs, constrained=constrained),
         )
         for row, prompt in prompts.items()
     )
     chunks = tuple(PrefillChunk(row, 0, len(prompt), True) for row, prompt in prompts.items())
-    return decode_plan((), epoch, admissions=admissions, prefill=chunks)
+    return decode_plan((), epoch, admissions=admissions, prefill=chunks, samples_later=constrained)
 
 
 def decodes(rows: Sequence[int], count: int, epoch: int = 2) -> list[StepPlan]:
@@ -329,6 +407,72 @@ def two_prompts(first_epoch: int = 1) -> list[StepPlan]:
         replace(join, epoch=alone, num_decode=1, decode_rows=None),
         *decodes((0, 2), NUM_DECODES, alone + 1),
     ]
+
+
+def two_groups() -> list[StepPlan]:
+    """A row whose 15 ids fill a block of each group, and which then gets another in each.
+
+    Then the first block lies behind the first group's window, and a second row computes its ids
+    there.
+    """
+    ids = tuple(range(20, 35))
+    first = admit({0: ids}, tables=[[3], [7]], logprobs=3)
+    more = np.array([(0, 0, 1, 5), (0, 1, 1, 1)], np.int32)
+    start, *steady = decodes((0,), 12)
+    steady[0] = replace(steady[0], appends=more)
+    join = admit({1: ids[::-1]}, tables=[[3], [9]], logprobs=3)
+    join = replace(join, epoch=2, num_decode=1, decode_rows=None)
+    return [first, start, *steady, join, *decodes((0, 1), 2, epoch=3)]
+
+
+def only_id(step: int) -> int:
+    """The one id that row 0 may choose in this step: of another word of the mask each time."""
+    return (37 * step + 5) % int(LLAMA_LIKE["vocab_size"])
+
+
+def constrained_plans() -> list[StepPlan]:
+    """A constrained request in row 0; one in row 2, which is free, joins while it decodes."""
+    joins = replace(admit({2: PROMPTS[1]}, logprobs=2), epoch=2, num_decode=1, decode_rows=None)
+    later = [*decodes((0,), 2), joins, *decodes((0, 2), NUM_DECODES, 3)]
+    first = admit({0: PROMPTS[0]}, constrained=True)
+    return [first, *(replace(plan, samples_later=True) for plan in later)]
+
+
+def only(ids: Mapping[int, int]) -> TokenMasks:
+    """Masks by which each of these rows may choose one id alone."""
+    allowed = np.zeros((len(ids), mask_words(LLAMA_LIKE["vocab_size"])), np.int32)
+    for mask, token_id in zip(allowed, ids.values(), strict=True):
+        allow_ids(mask, [token_id])
+    return TokenMasks(rows=np.array([*ids], np.int32), allowed=allowed)
+
+
+def all_ids(row: int) -> TokenMasks:
+    """A mask that holds nothing back."""
+    return TokenMasks(rows=np.array([row], np.int32), allowed=~only({row: 0}).allowed | 1)
+
+
+def launch(executor: Executor, calls: Sequence[StepPlan | TokenMasks]) -> None:
+    """Submit plans and masks in this order, then collect a result."""
+    for call in calls:
+        if isinstance(call, TokenMasks):
+            executor.sample(copied(call))
+        else:
+            executor.submit(copied(call))
+    executor.collect()
+
+
+def run_in_two_parts(executor: Executor, ahead: int) -> list[Outcome]:
+    """Submit, collect what is `ahead` steps behind, sample; row 0 may choose `only_id`."""
+    results: list[Outcome] = []
+    plans = constrained_plans()
+    for step, plan in enumerate(plans):
+        executor.submit(copied(plan))
+        if step >= ahead > 0:
+            results.append(outcome_of(executor.collect()))
+        executor.sample(copied(only({0: only_id(step)})))
+        if not ahead:
+            results.append(outcome_of(executor.collect()))
+    return results + [outcome_of(executor.collect()) for _ in range(ahead)]
 
 
 def run(executor: Executor, plans: Sequence[StepPlan], ahead: int) -> list[Outcome]:

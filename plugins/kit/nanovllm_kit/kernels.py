@@ -112,6 +112,23 @@ class KernelSetConformance(SpecConformance):
         actual = run(kernels, "rms_norm", x_TE, weight_E, 1e-6)
         assert_close_report(actual, expected, rel_norm=max(torch.finfo(dtype).eps / 8, 3e-6))
 
+    @pytest.mark.parametrize("rows", [1, 2, 5, 40, 150])
+    def test_a_norm_with_a_float32_weight_rounds_once(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int
+    ) -> None:
+        """Alone and before a product, here by the identity, which rounds nothing itself."""
+        x_TE = random(rows, 64, device=device, dtype=dtype)
+        norm_E = random(64, device=device, seed=1)
+        identity_EE = torch.eye(64, device=device, dtype=dtype)
+        for name, arguments in {
+            "rms_norm": (x_TE, norm_E, 1e-2),
+            "norm_linear": (x_TE, norm_E, 1e-2, identity_EE),
+            "norm_gate_up": (x_TE, norm_E, 1e-2, identity_EE.repeat(2, 1)),
+        }.items():
+            expected, actual = getattr(REFERENCE, name)(*arguments), run(kernels, name, *arguments)
+            assert actual.dtype == dtype
+            assert_close_report(actual, expected, rel_norm=max(torch.finfo(dtype).eps / 8, 3e-6))
+
     @pytest.mark.parametrize(("rows", "size"), ROW_SHAPES)
     def test_silu_and_mul_equals_the_reference(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int, size: int

@@ -7,7 +7,7 @@ draw is large in one thing, and draws the others as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -101,8 +101,9 @@ def draw(
         **{key: between(draws, kind.eps) for key in epsilons(known)},
     }
     if base.get("rope_parameters"):
-        theta = between(draws, kind.theta)
-        settings["rope_parameters"] = {**base["rope_parameters"], "rope_theta": theta}
+        settings["rope_parameters"] = each_rope(
+            base["rope_parameters"], lambda rope: {**rope, "rope_theta": between(draws, kind.theta)}
+        )
     kept = stated.keys() - {*HEADS, "rope_parameters"}
     settings = {key: value for key, value in settings.items() if key in known and key not in kept}
     settings |= _one_per_layer({**base, **settings}, base.get("num_hidden_layers"))
@@ -123,6 +124,13 @@ def split_over(draws: Random, size: int) -> Kind:
     return replace(
         Kind(), kv_heads=(shared, shared), groups=(group, group), intermediate=(fed, fed)
     )
+
+
+def each_rope(ropes: Settings, change: Callable[[Settings], dict[str, Any]]) -> dict[str, Any]:
+    """One rope changed, or where `rope_parameters` has one for each kind of layer, all of them."""
+    if any(isinstance(value, Mapping) for value in ropes.values()):
+        return {kind: change(rope) for kind, rope in ropes.items()}
+    return change(ropes)
 
 
 def draw_rope(draws: Random, rope: Settings) -> dict[str, Any]:

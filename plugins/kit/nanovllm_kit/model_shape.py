@@ -45,16 +45,11 @@ class ShapeChecks(SmallModel):
     def test_the_built_model_has_the_shape(
         self, model_class: Any, reference: ReferenceCheckpoint
     ) -> None:
-        """As many attention layers, of the heads, window and soft cap that `shape()` says."""
+        """As many attention layers, each of the heads, window and soft cap that `shape()` says."""
         shape: ModelShape = model_class.shape(reference.config)
         model = build_model(model_class, reference.config)
         layers = [module for module in model.modules() if isinstance(module, Attention)]
-        assert len(layers) == shape.num_layers
-        for layer in layers:
-            heads = (layer.prep.num_heads, layer.prep.num_kv_heads, layer.prep.head_size)
-            assert heads == (shape.num_heads, shape.num_kv_heads, shape.head_size)
-            assert layer.sliding_window == shape.sliding_window
-            assert layer.soft_cap == shape.soft_cap
+        assert [layer.shape for layer in layers] == list(shape.attention_shapes)
 
     def test_the_last_position_of_the_shape_can_be_computed(
         self, model_class: Any, reference: ReferenceCheckpoint

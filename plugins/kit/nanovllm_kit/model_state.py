@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm_core.layers import Attention
 from nanovllm_kit.dense_attention import DenseRuntime
-from nanovllm_kit.model_draws import between
+from nanovllm_kit.model_draws import between, each_rope
 from nanovllm_kit.model_small import SmallModel
 from nanovllm_kit.model_weights import assert_same_logits
 from nanovllm_kit.reference_model import (
@@ -76,7 +76,10 @@ class StateChecks(SmallModel):
     ) -> None:
         """Equal shapes with other weights and another theta: each is what transformers says."""
         base = self.small_config(reference_class)
-        rope = {**(base.get("rope_parameters") or {}), "rope_theta": between(draws, (20.0, 1e5))}
+        rope = each_rope(
+            base.get("rope_parameters") or {},
+            lambda rope: {**rope, "rope_theta": between(draws, (20.0, 1e5))},
+        )
         folder = tmp_path / "another"
         other = ReferenceCheckpoint.save(
             folder,
@@ -135,9 +138,9 @@ class StateChecks(SmallModel):
         reference = self.save(reference_class, tmp_path, {"tie_word_embeddings": True})
         model = load_model(model_class, tmp_path, reference.config)
         shape = model_class.shape(reference.config)
-        before = run_model(model, ids)  # whatever is copied at first use has been
+        run_model(model, ids)  # whatever is copied at first use has been
         hidden_TE = model(ids, torch.arange(len(ids), dtype=torch.int32))
-        before = model.compute_logits(hidden_TE).clone()
+        expected_TV = model.compute_logits(2 * hidden_TE).clone()
         size = (shape.vocab_size, shape.hidden_size)
         matrices = [p for p in model.parameters() if tuple(p.shape) == size]
         if len(matrices) != 1:
@@ -147,7 +150,7 @@ class StateChecks(SmallModel):
             )
         matrices[0].mul_(2.0)
         try:
-            assert_same_logits(model.compute_logits(hidden_TE), 2 * before)
+            assert_same_logits(model.compute_logits(hidden_TE), expected_TV)
         except AssertionError as error:
             raise AssertionError(
                 f"the embedding was doubled in place, and the logits did not follow: {error}"

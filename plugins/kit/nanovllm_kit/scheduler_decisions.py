@@ -142,4 +142,4 @@ class SchedulerDecisions(SchedulingConformance):
                 assert first.decisions == second.decisions
                 assert first.victims == second.victims
 
-        for_each(st.tuples(traffic(), traffic()), draws, agrees, examples=15)
+        for_each(st.tuples(traffic(), traffic()), draws, agrees, examples=25)

@@ -30,7 +30,7 @@ class SchedulerQueue(SchedulingConformance):
         for name in "abcd":
             harness.add(name, [ord(name) % 50] * 9)
         harness.step()
-        waiting = [name for name in "abcd" if not harness.requests[name, 0].block_ids]
+        waiting = [name for name in "abcd" if not harness.requests[name, 0].block_tables]
         assert len(waiting) == 3, "one row, and not one of four requests has it"
         harness.engine.abort(waiting[1])
         assert_all_end(harness)
@@ -78,12 +78,22 @@ class SchedulerQueue(SchedulingConformance):
         harness.engine.abort("first")
         assert_all_end(harness)
 
+    @pytest.mark.parametrize(("num_blocks", "windows"), [(14, (None,)), (25, (None, 6))])
     @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
     def test_a_preempted_request_waits_again_and_ends(
-        self, plugin: PluginUnderTest, steps_ahead: int
+        self,
+        plugin: PluginUnderTest,
+        steps_ahead: int,
+        num_blocks: int,
+        windows: tuple[int | None, ...],
     ) -> None:
         """Four answers outgrow the cache together; no token is lost, none computed twice."""
-        setting = Setting(num_blocks=14, prefix_caching=False, steps_ahead=steps_ahead)
+        setting = Setting(
+            num_blocks=num_blocks,
+            prefix_caching=False,
+            steps_ahead=steps_ahead,
+            cache_windows=windows,
+        )
         harness = self.harness(plugin, setting)
         for name in "abcd":
             answer = SamplingParams(temperature=0, max_tokens=30)

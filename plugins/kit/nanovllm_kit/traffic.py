@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from nanovllm_core.interfaces.cache_groups import peak_blocks
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Letters, Setting
 from nanovllm_kit.scheduler_views import request_labels
 
 _FIRST = [7 * i % 50 for i in range(60)]
@@ -28,6 +29,7 @@ class Arrival:
     priority: int
     n: int
     stream: bool
+    stop: str | None
     salt: bytes
     labels: Mapping[str, str]
     steps_before: int
@@ -58,6 +60,7 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
         priority=st.sampled_from([0, 0, -1, 2]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stream=st.booleans(),
+        stop=st.sampled_from([None, None, "q"]),
         salt=st.sampled_from([b"", b"", b"tenant"]),
         labels=request_labels(),
         steps_before=st.integers(0, 3),
@@ -65,24 +68,39 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
     )
 
 
+def cache_windows() -> st.SearchStrategy[tuple[int | None, ...]]:
+    """One to three groups of any windows."""
+    window = st.none() | st.integers(1, 40)
+    return st.lists(window, min_size=1, max_size=3).map(tuple)
+
+
+MOSTLY_ONE = st.sampled_from([(None,), (None,), (None,), (None,), (None, 6), (9, None, 2)])
+"""Cache groups as most models have them; blocks run out less often where windows let them go."""
+
+
 @st.composite
-def engine_settings(draw: st.DrawFn) -> tuple[Setting, int, int]:
+def engine_settings(
+    draw: st.DrawFn, windows: st.SearchStrategy[tuple[int | None, ...]] = MOSTLY_ONE
+) -> tuple[Setting, int, int]:
     """An engine's sizes with the longest prompt and output that it must take."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     max_prompt, max_output = (60, 10) if block_size == 16 else (24, 12)
     longest = max_prompt + max_output
-    enough = -(-(longest - 1) // block_size)
     max_num_seqs = draw(st.integers(1, 8))
+    max_num_batched_tokens = max_num_seqs + draw(st.sampled_from([0, 1, 7, 30, 200]))
+    cache_windows = draw(windows)
+    enough = peak_blocks(cache_windows, longest - 1, block_size, max_num_batched_tokens)
     setting = Setting(
         # From so few blocks that every second request is preempted, to plenty.
         num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, enough, 3 * enough])),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 7, 30, 200])),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=longest,
         prefix_caching=draw(st.booleans()),
         steps_ahead=draw(st.integers(0, 3)),
         eos_token_ids=draw(st.sampled_from([(), (3,), (3, 17, 40)])),
+        cache_windows=cache_windows,
     )
     return setting, max_prompt, max_output
 
@@ -116,12 +134,14 @@ def play(harness: Harness, requests: Sequence[Arrival]) -> Iterator[None]:
             max_tokens=arrival.max_tokens,
             priority=arrival.priority,
             n=arrival.n,
+            stop=arrival.stop,
         )
         harness.add(
             f"r{i}",
             arrival.prompt(),
             params,
             stream=arrival.stream,
+            detokenizer=Letters if arrival.stop else None,
             cache_salt=arrival.salt,
             labels=arrival.labels,
         )

@@ -67,7 +67,9 @@ class Plain(AttentionBackend):
         config = self.config
         for row, keys in enumerate(lens):
             start, stop = starts[row], starts[row + 1]
-            blocks = table[row, : -(-keys // config.block_size)].long()
+            skipped = self._freed_blocks(keys, stop - start)
+            blocks = table[row, skipped : -(-keys // config.block_size)].long()
+            keys -= skipped * config.block_size
             queries = slice(start, stop if keys else start)
             k_KLD, v_KLD = (
                 cache[blocks].flatten(0, 1)[:keys].double().transpose(0, 1)
@@ -85,6 +87,12 @@ class Plain(AttentionBackend):
             out[queries] = (
                 (weights @ v_KLD[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
             )
+
+    def _freed_blocks(self, keys: int, queries: int) -> int:
+        """Blocks before the window of the first query, which may belong to another sequence."""
+        if self.config.sliding_window is None:
+            return 0
+        return max(0, keys - queries - self.config.sliding_window + 1) // self.config.block_size
 
 
 @hookimpl

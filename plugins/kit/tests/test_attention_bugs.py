@@ -37,6 +37,7 @@ BESIDE = "test_backends_share_nothing"
 LET_GO = "test_past_steps_are_let_go"
 GROWTH = "test_memory_does_not_grow_with_the_steps"
 SHARED = "test_sequences_may_share_blocks"
+FREED = "test_blocks_before_the_window_may_belong_to_others"
 SCRATCH = "test_backends_write_to_no_memory_of_each_other"
 
 
@@ -464,9 +465,25 @@ class EachBlockHasOneRow(Plain):
         super()._attend(q, k_cache, v_cache, table, lens, starts, out)
 
 
+class ReadsFreedBlocks(Plain):
+    """Keys before the window have no weight, but they are multiplied."""
+
+    def _freed_blocks(self, keys: int, queries: int) -> int:
+        return 0
+
+
+class FreesByTheLastQuery(Plain):
+    """Blocks count as freed by the window of a chunk's last query, not of its first."""
+
+    def _freed_blocks(self, keys: int, queries: int) -> int:
+        return super()._freed_blocks(keys, 1)
+
+
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
+        (ReadsFreedBlocks, FREED),
+        (FreesByTheLastQuery, FREED),
         (EachBlockHasOneRow, SHARED),
         (CutAt, CONTEXTS),
         (CutAt4096, CONTEXTS),

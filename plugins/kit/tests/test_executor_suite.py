@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.plan import StepPlan, StepResult, WorkerInfo
+from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.interfaces.specs import ExecutorSpec, NoOptions
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_kit import ExecutorConformance, PluginUnderTest, executor as suite
@@ -134,6 +134,45 @@ class Mends(SingleProcessExecutor):
         super().submit(replace(plan, epoch=self.epoch))
 
 
+class SamplesAtOnce(SingleProcessExecutor):
+    """Allows everything as soon as the plan comes, and loses the masks."""
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        if plan.samples_later:
+            super().sample(suite.all_ids(0))
+
+    def sample(self, masks: TokenMasks) -> None:
+        pass
+
+
+class SamplesLate(SingleProcessExecutor):
+    """Uses the masks of the step before."""
+
+    last: TokenMasks | None = None
+
+    def sample(self, masks: TokenMasks) -> None:
+        last, self.last = self.last, masks
+        super().sample(last or masks)
+
+
+class MendsMasks(SingleProcessExecutor):
+    """Leaves out masks that the step has no use for, and samples where none came."""
+
+    waits = False
+
+    def submit(self, plan: StepPlan) -> None:
+        if self.waits:
+            super().sample(suite.all_ids(0))
+        super().submit(plan)
+        self.waits = plan.samples_later
+
+    def sample(self, masks: TokenMasks) -> None:
+        if self.waits:
+            super().sample(masks)
+        self.waits = False
+
+
 class Widens(SingleProcessExecutor):
     """Sends ids as Python's encoders like them."""
 
@@ -161,6 +200,34 @@ class Shown(UserDict[Any, Any]):
         return Shown, ()
 
 
+class OneTable(SingleProcessExecutor):
+    """Knows one block table of a row."""
+
+    def submit(self, plan: StepPlan) -> None:
+        admissions = tuple(
+            replace(one, block_ids=np.repeat(one.block_ids[:1], len(one.block_ids), axis=0))
+            for one in plan.admissions
+        )
+        super().submit(replace(plan, admissions=admissions))
+
+
+class OneGroup(SingleProcessExecutor):
+    """Appends every block to the first group's table."""
+
+    def submit(self, plan: StepPlan) -> None:
+        appends = plan.appends
+        if appends is not None:
+            appends = appends[appends[:, 1] == 0]
+        super().submit(replace(plan, appends=appends))
+
+
+class NoWindows(SingleProcessExecutor):
+    """Does not say that the cache has groups."""
+
+    def start(self, setup: WorkerSetup) -> WorkerInfo:
+        return replace(super().start(setup), cache_windows=(None,))
+
+
 @pytest.fixture
 def setup(tmp_path: Path) -> WorkerSetup:
     made: Any = ExecutorConformance
@@ -169,7 +236,7 @@ def setup(tmp_path: Path) -> WorkerSetup:
 
 
 def plugin(executor: type[SingleProcessExecutor]) -> PluginUnderTest:
-    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=3)
+    spec = ExecutorSpec(name="x", impl=f"{__name__}:{executor.__name__}", contract=4)
     return PluginUnderTest(spec, NoOptions(), __name__)
 
 
@@ -224,6 +291,24 @@ def test_a_worker_that_serves_an_epoch_whose_rows_it_lacks_is_caught(
     SUITE.test_a_plan_without_the_rows_of_its_epoch_is_refused(plugin(Right), setup)
 
 
+@pytest.mark.parametrize("executor", [SamplesAtOnce, SamplesLate])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_masks_that_are_lost_or_late_are_caught(
+    executor: type[SingleProcessExecutor], ahead: int, setup: WorkerSetup
+) -> None:
+    """A row would choose what its grammar forbids."""
+    check = SUITE.test_a_step_in_two_parts_chooses_among_the_allowed_ids
+    with pytest.raises(AssertionError, match="token ids of step"):
+        check(plugin(executor), setup, ahead)
+    check(plugin(Right), setup, ahead)
+
+
+def test_parts_that_are_put_in_order_silently_are_caught(setup: WorkerSetup) -> None:
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        SUITE.test_parts_out_of_order_are_refused(plugin(MendsMasks), setup)
+    SUITE.test_parts_out_of_order_are_refused(plugin(Right), setup)
+
+
 @pytest.mark.parametrize("executor", [Waits, WaitsForAThread])
 def test_waiting_in_submit_is_caught(
     executor: type[SingleProcessExecutor], setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
@@ -239,3 +324,19 @@ def test_a_worker_that_is_out_of_reach_proves_nothing(
 ) -> None:
     with pytest.raises(pytest.skip.Exception, match="no Worker of this process"):
         SUITE.test_submit_does_not_wait_for_the_step(plugin(Elsewhere), setup, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("executor", "said"),
+    [(OneTable, "log-probab|token ids"), (OneGroup, "log-probab|token ids"), (NoWindows, "None")],
+)
+def test_executors_that_know_one_cache_group_are_caught(
+    executor: type[SingleProcessExecutor], said: str, setup: WorkerSetup
+) -> None:
+    """They are right for every model whose layers are alike."""
+    with pytest.raises(AssertionError, match=said):
+        SUITE.test_each_cache_group_has_block_tables_of_its_own(plugin(executor), setup)
+
+
+def test_an_executor_that_knows_cache_groups_passes(setup: WorkerSetup) -> None:
+    SUITE.test_each_cache_group_has_block_tables_of_its_own(plugin(Right), setup)

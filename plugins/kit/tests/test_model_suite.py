@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from transformers import Phi3ForCausalLM, SmolLM3ForCausalLM
 
+from nanovllm_core.api import ModelShape
 from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, refuse_unless
 from nanovllm_kit.model import ModelConformance
+from nanovllm_kit.model_draws import each_rope
 from nanovllm_kit.model_settings import ROPE_KINDS, WatchedConfig
 from nanovllm_kit.reference_model import ReferenceCheckpoint
 
@@ -100,3 +103,37 @@ def test_the_settings_of_the_suite_stay_as_they_are(tmp_path: Path) -> None:
             tmp_path, Phi3ForCausalLM, {**SUITE.tiny_config, "rope_parameters": ROPE_KINDS["yarn"]}
         )
     assert ROPE_KINDS["yarn"] == yarn
+
+
+class OneLayerElsewhere(Forgetful):
+    """`shape` says that the fourth layer slides, and it was built as all others."""
+
+    @classmethod
+    def shape(cls, config: Mapping[str, Any]) -> ModelShape:
+        shape = super().shape(config)
+        layers = list(shape.attention_shapes)
+        layers[3] = replace(layers[3], sliding_window=5)
+        return replace(shape, attention_layers=tuple(layers))
+
+
+def test_a_layer_that_is_not_as_the_shape_states_it_is_caught(tmp_path: Path) -> None:
+    """Its blocks would be freed while it still reads them."""
+    reference = SUITE.save(SmolLM3ForCausalLM, tmp_path, {"no_rope_layers": [1] * 5})
+    SUITE.test_the_built_model_has_the_shape(Forgetful, reference)
+    with pytest.raises(AssertionError):
+        SUITE.test_the_built_model_has_the_shape(OneLayerElsewhere, reference)
+
+
+def test_ropes_by_kind_of_layer_are_drawn_for_each() -> None:
+    """As Gemma 3 has them; one rope for all stays one."""
+    thetas = iter((7.0, 8.0, 9.0))
+
+    def drawn(rope: Mapping[str, Any]) -> dict[str, Any]:
+        return {**rope, "rope_theta": next(thetas)}
+
+    nested = {"full_attention": {"factor": 2.0}, "sliding_attention": {"rope_theta": 1.0}}
+    assert each_rope(nested, drawn) == {
+        "full_attention": {"factor": 2.0, "rope_theta": 7.0},
+        "sliding_attention": {"rope_theta": 8.0},
+    }
+    assert each_rope({"rope_theta": 1.0}, drawn) == {"rope_theta": 9.0}

@@ -14,6 +14,7 @@ from nanovllm_core.api import (
     SamplingParams,
     StepPlan,
     StepResult,
+    TokenMasks,
     WorkerInfo,
     WorkerSetup,
 )
@@ -36,6 +37,9 @@ class OneTokenWorker(Executor):
     def submit(self, plan: StepPlan) -> None:
         self.sizes.append(plan.num_sampled)
         self.admitted += [len(admission.token_ids) for admission in plan.admissions]
+
+    def sample(self, masks: TokenMasks) -> None:
+        raise NotImplementedError("no request is constrained")
 
     def collect(self) -> StepResult:
         size = self.sizes.popleft()

@@ -21,6 +21,7 @@ from nanovllm_core.api import (
     ExecutorError,
     StepPlan,
     StepResult,
+    TokenMasks,
     WorkerInfo,
     WorkerSetup,
 )
@@ -51,6 +52,9 @@ class ProcessExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> None:
         self._send(plan)
+
+    def sample(self, masks: TokenMasks) -> None:
+        self._send(masks)
 
     def collect(self) -> StepResult:
         if not self._is_asked:

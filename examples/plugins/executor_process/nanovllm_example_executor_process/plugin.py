@@ -24,7 +24,7 @@ PROCESS = ExecutorSpec(
     impl="nanovllm_example_executor_process.executor:ProcessExecutor",
     summary="The model runs in a process of its own, on one device.",
     options=ProcessOptions,
-    contract=3,
+    contract=4,
 )
 
 

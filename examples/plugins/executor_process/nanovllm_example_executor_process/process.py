@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from traceback import format_exception
 
-from nanovllm_core.api import ExecutorError, NanoVLLMError, WorkerSetup
+from nanovllm_core.api import ExecutorError, NanoVLLMError, TokenMasks, WorkerSetup
 from nanovllm_core.worker import Worker
 
 COLLECT = "collect"
@@ -18,8 +18,8 @@ COLLECT = "collect"
 def serve(pipe: Connection, setup: WorkerSetup) -> None:
     """Handle messages in order, until None, an error, or the end of the engine's process.
 
-    A message is a plan, or `COLLECT`. The start is answered by its `WorkerInfo`, `COLLECT` by a
-    `StepResult`, any error by itself.
+    A message is a plan, masks, or `COLLECT`. The start is answered by its `WorkerInfo`, `COLLECT`
+    by a `StepResult`, any error by itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
     worker = Worker(setup)
@@ -28,6 +28,8 @@ def serve(pipe: Connection, setup: WorkerSetup) -> None:
         for message in iter(pipe.recv, None):
             if message == COLLECT:
                 pipe.send(worker.collect())
+            elif isinstance(message, TokenMasks):
+                worker.sample(message)
             else:
                 worker.submit(message)
     except Exception as error:

@@ -6,7 +6,15 @@ from collections import deque
 from time import perf_counter
 from typing import TextIO
 
-from nanovllm_core.api import ConfigError, Executor, StepPlan, StepResult, WorkerInfo, WorkerSetup
+from nanovllm_core.api import (
+    ConfigError,
+    Executor,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    WorkerInfo,
+    WorkerSetup,
+)
 from nanovllm_core.worker import SingleProcessExecutor
 from nanovllm_example_more_kinds.command import Step
 from nanovllm_example_more_kinds.plugin import TimedOptions
@@ -44,6 +52,9 @@ class TimedExecutor(Executor):
         submitted = perf_counter()  # on a CPU the step is computed in the call
         self._worker.submit(plan)
         self._in_flight.append((plan, submitted))
+
+    def sample(self, masks: TokenMasks) -> None:
+        self._worker.sample(masks)
 
     def collect(self) -> StepResult:
         result = self._worker.collect()

@@ -21,7 +21,7 @@ class Float64Kernels(TorchKernels):
     name = "float64"
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return normalised(x_TE.double(), eps).to(x_TE.dtype) * weight_E
+        return (normalised(x_TE.double(), eps).to(weight_E.dtype) * weight_E).to(x_TE.dtype)
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         gate_TF, up_TF = gate_up_T2F.double().chunk(2, dim=-1)

@@ -25,7 +25,7 @@ TIMED = ExecutorSpec(
     impl="nanovllm_example_more_kinds.executor:TimedExecutor",
     summary="One device in this process, and a file with the time of every step.",
     options=TimedOptions,
-    contract=3,
+    contract=4,
 )
 
 INVERSE_CDF = SamplerSpec(

@@ -24,6 +24,7 @@ from nanovllm_core.errors import (
     PluginNotFoundError,
     shown,
 )
+from nanovllm_core.interfaces.constraint import ConstraintSpec
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, SchedulerSpec
 from nanovllm_core.registry import (
     NO_SPEC,
@@ -150,9 +151,9 @@ def _check_arguments(
 ) -> None:
     """ConfigError for what no request may ask of this plugin."""
     spec = None if plugin.kind in NO_SPEC else manager.spec(plugin.kind, plugin.name)
-    if not isinstance(spec, LogitsProcessorSpec):
+    if not isinstance(spec, LogitsProcessorSpec | ConstraintSpec):
         raise ConfigError(
-            "--argument is what requests ask of a logits processor, and "
+            "--argument is what requests ask of a logits processor or a constraint, and "
             f"{plugin.name} is of the kind {plugin.kind}; its settings are --option KEY=VALUE"
         )
     try:

@@ -69,6 +69,9 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
         "logits_processor": Template(
             "logits_processor", "A logits processor for nanovllm: repeat less"
         ),
+        "constraint": Template(
+            "constraint", "A constraint for nanovllm: an answer of few characters"
+        ),
         "observer": Template(
             "observer", "Rates and waits of nanovllm, in the log", extras="kit,qwen3,sdpa,demo"
         ),

@@ -27,7 +27,7 @@ from nanovllm_attention_my_plugin.plugin import MyPluginOptions
 
 
 class MyPluginBackend(AttentionBackend):
-    """One instance serves all layers of an engine."""
+    """One instance serves all layers with the same heads, window, soft cap and scale."""
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
@@ -77,18 +77,27 @@ class MyPluginBackend(AttentionBackend):
         self, q_QHD: Tensor, k_cache: Tensor, v_cache: Tensor, blocks_M: Tensor, num_keys: int
     ) -> Tensor:
         """Causal attention of a sequence's last Q positions to all its keys, [Q, H, D]."""
-        used = blocks_M[: -(-num_keys // self.config.block_size)].long()
+        cap, window, block_size = (
+            self.config.soft_cap,
+            self.config.sliding_window,
+            self.config.block_size,
+        )
+        num_queries, _, head_size = q_QHD.shape
+        skipped = 0
+        if window is not None:
+            # Blocks wholly before the first query's window may belong to another sequence by now.
+            skipped = max(0, num_keys - num_queries - window + 1) // block_size
+        used = blocks_M[skipped : -(-num_keys // block_size)].long()
+        num_keys -= skipped * block_size
         k_LKD, v_LKD = (
             # The rest of the last block may hold anything, NaN too: cut it off before computing.
             cache_NPKD[used].flatten(0, 1)[:num_keys].to(self._compute)
             for cache_NPKD in (k_cache, v_cache)
         )
-        num_queries, _, head_size = q_QHD.shape
         q_QKGD = q_QHD.to(self._compute).reshape(
             num_queries, self.config.num_kv_heads, -1, head_size
         )
         scores_KGQL = torch.einsum("qkgd,lkd->kgql", q_QKGD, k_LKD) * self.config.scale
-        cap, window = self.config.soft_cap, self.config.sliding_window
         if cap is not None:
             scores_KGQL = cap * torch.tanh(scores_KGQL / cap)
         keys_L = torch.arange(num_keys, device=q_QHD.device)

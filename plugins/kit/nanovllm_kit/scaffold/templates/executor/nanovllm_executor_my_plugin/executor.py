@@ -1,7 +1,7 @@
 """An executor around the core's own: it passes plans on and measures what comes back.
 
-An executor that reaches workers elsewhere has the same four methods. It sends `WorkerSetup` and
-every plan, in order, to a `nanovllm_core.worker.Worker` there: both are data that can be pickled.
+An executor that reaches workers elsewhere has the same methods. It sends `WorkerSetup`,
+every plan and all masks, in order, to a `nanovllm_core.worker.Worker` there: all of it is data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from collections import deque
 from time import perf_counter
 from typing import TextIO
 
-from nanovllm_core.api import ConfigError, Executor, StepPlan, StepResult, WorkerInfo, WorkerSetup
+from nanovllm_core.api import (
+    ConfigError,
+    Executor,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    WorkerInfo,
+    WorkerSetup,
+)
 from nanovllm_core.worker import SingleProcessExecutor
 
 from nanovllm_executor_my_plugin.plugin import MyPluginOptions
@@ -48,6 +56,10 @@ class MyPluginExecutor(Executor):
         """Called once per step; must not wait for the device."""
         self._in_flight.append((plan, perf_counter()))
         self._worker.submit(plan)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Called after `submit` where the plan `samples_later`; must not wait either."""
+        self._worker.sample(masks)
 
     def collect(self) -> StepResult:
         """Called once per step, in the order of the plans; waits for the oldest."""

@@ -24,7 +24,7 @@ SPEC = ExecutorSpec(
     name="my_plugin",
     impl="nanovllm_executor_my_plugin.executor:MyPluginExecutor",
     summary="One worker in this process, and the time of each step.",
-    contract=3,
+    contract=4,
     options=MyPluginOptions,
     max_tensor_parallel_size=1,
 )

@@ -30,8 +30,8 @@ class MyPluginKernels:
         return weight_VE[ids_T]
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """Rounded before the weight and after it, as transformers does."""
-        return self._normed(x_TE, eps).to(x_TE.dtype) * weight_E
+        """Rounded before the weight and after it, as transformers does; a float32 weight once."""
+        return (self._normed(x_TE, eps).to(weight_E.dtype) * weight_E).to(x_TE.dtype)
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         gate_TF, up_TF = gate_up_T2F.to(self._compute).chunk(2, dim=-1)

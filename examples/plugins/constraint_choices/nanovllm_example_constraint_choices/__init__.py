@@ -1,0 +1,1 @@
+"""An answer that is one of some texts."""

@@ -1,0 +1,1 @@
+"""The Gemma 2 and Gemma 3 text models for nanovllm."""

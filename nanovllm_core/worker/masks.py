@@ -1,0 +1,110 @@
+"""The second part of a step: masks that the host made while the forward pass ran.
+
+A step whose rows are all free needs none of this. One with a constrained row runs the same graph,
+in which the sampler is off as for every tail; its tail waits for the masks of these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm_core.errors import InconsistentStateError, shown
+from nanovllm_core.interfaces.plan import RowSampling, StepPlan, TokenMasks, mask_words
+from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.logits import StepRows
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """A step whose forward pass is launched and whose tail is not.
+
+    `rows` are those of its entries, -1 for padding, and `sampling` theirs, empty where no row needs
+    the tail. `entries` are those to report, None for all. `constrained` are the rows whose masks
+    may come.
+    """
+
+    inputs: StepInputs
+    rows: tuple[int, ...]
+    sampling: tuple[RowSampling, ...]
+    constrained: tuple[int, ...]
+    entries: NDArray[np.int64] | None = None
+
+    def check(self, plan: StepPlan) -> None:
+        """InconsistentStateError where the plan and its rows disagree about the second part."""
+        if plan.samples_later != bool(self.constrained):
+            raise InconsistentStateError(
+                f"the plan says samples_later={plan.samples_later}, but of the rows that get a "
+                f"token {shown(list(self.constrained))} are constrained; it must be set where "
+                "there are such rows, and only there"
+            )
+
+    def refuse_plan(self, plan: StepPlan) -> NoReturn:
+        """The next plan came before the masks."""
+        raise InconsistentStateError(
+            f"a plan of epoch {plan.epoch} came while the step before it waits for the masks of "
+            f"rows {shown(list(self.constrained))}; call sample() between the two"
+        )
+
+
+def constrained_rows(rows: Sequence[int], sampling: Sequence[RowSampling]) -> tuple[int, ...]:
+    """The rows that wait for masks; without `sampling` there are none."""
+    return tuple(row for row, one in zip(rows, sampling, strict=False) if one.constrained)
+
+
+def unexpected(masks: TokenMasks) -> InconsistentStateError:
+    """The error of masks that no step waits for."""
+    return InconsistentStateError(
+        f"masks for rows {shown(masks.rows.tolist())} came, but no step waits for masks; sample() "
+        "belongs to the plan before it, where that plan samples_later"
+    )
+
+
+class MaskTable:
+    """The ids that each row may choose, on the device: int32 [R, W], W = ceil(V / 32) words."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        words = mask_words(vocab_size)
+        self._allowed_RW = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
+        bits = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
+        self._bits = torch.from_numpy(bits).to(device)
+
+    @torch.inference_mode()
+    def load(self, masks: TokenMasks, step: ForwardPass) -> None:
+        """Copy these masks into the table, in one copy that the host does not wait for.
+
+        Raises InconsistentStateError for rows that `step` does not have and for other shapes.
+        """
+        rows, shape = masks.rows.tolist(), (len(masks.rows), self._allowed_RW.shape[1])
+        if len(set(rows)) != len(rows) or not set(rows) <= set(step.constrained):
+            raise InconsistentStateError(
+                f"masks came for rows {shown(rows)}, but the step waits for those of rows "
+                f"{shown(list(step.constrained))}, each once at most"
+            )
+        if masks.allowed.shape != shape or masks.allowed.dtype != np.int32:
+            raise InconsistentStateError(
+                f"the masks are {masks.allowed.dtype} {list(masks.allowed.shape)}; {shape[0]} rows "
+                f"of {self._vocab_size} ids are int32 {list(shape)}"
+            )
+        if not rows:
+            return
+        packed = torch.from_numpy(np.concatenate([masks.rows, masks.allowed.ravel()]))
+        if self._allowed_RW.is_cuda:
+            packed = packed.pin_memory().to(self._allowed_RW.device, non_blocking=True)
+        which, allowed = packed[: len(rows)].long(), packed[len(rows) :].view(shape)
+        self._allowed_RW.index_copy_(0, which, allowed)
+
+    def forbid(self, logits_SV: Tensor, step: StepRows, which_N: Tensor) -> None:
+        """-inf for the ids that the rows' masks do not allow; an operation as in `logits`."""
+        allowed_NW = self._allowed_RW[step.rows[which_N]]
+        forbidden_NV = (allowed_NW[:, :, None] & self._bits == 0).flatten(1)
+        logits_NV = logits_SV[which_N]
+        logits_NV.masked_fill_(forbidden_NV[:, : self._vocab_size], -torch.inf)
+        logits_SV.index_copy_(0, which_N, logits_NV)
