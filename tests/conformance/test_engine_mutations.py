@@ -157,7 +157,16 @@ MUTATIONS = [
         "a prefix is cached where blocks of a window are gone",
         "prefix_cache.py",
         ANY,
-        ("            length -= 1\n", "            break\n"),
+        (
+            "            number = number + 1 if found == length else 0\n",
+            "            number += 1\n",
+        ),
+    ),
+    bug(
+        "a block behind a window is published before its ids are known",
+        "prefix_cache.py",
+        ANY,
+        ("min(end * self.block_size, request.num_tokens - 1)", "end * self.block_size"),
     ),
     bug(
         "two cache groups find each other's blocks",
@@ -167,7 +176,6 @@ MUTATIONS = [
             "self.pool.publish(table[index], (digests[index], group))",
             "self.pool.publish(table[index], (digests[index], 0))",
         ),
-        ("find((digest, group)) for", "find((digest, 0)) for"),
         ("find((digest, group))) ==", "find((digest, 0))) =="),
     ),
     bug(
