@@ -28,7 +28,8 @@ def test_layers_with_different_windows_say_what_dense_masks_say(
 ) -> None:
     """Captured decode steps and steps with prompts, chunks, prefix hits, freed blocks.
 
-    There are blocks for two of the longest requests, so that what is freed is soon another's. The reference is computed in float32 on the CPU from whole sequences.
+    There are blocks for two of the longest requests, so that what is freed is soon another's. The
+    reference is computed in float32 on the CPU from whole sequences.
     """
     install_alternating(install)
     facts = {"architectures": [NAME], "windows": windows, "max_position_embeddings": 1024}
