@@ -65,9 +65,8 @@ class BlockPool:
         """Give blocks back, in the order of the tokens that they hold.
 
         Of published blocks the last is allocated again before the first: a prefix is worth more
-        than what follows it. That holds also in a group with a window, where what lies before the
-        window was released earlier and goes earlier: until all of that is gone the whole sequence
-        is still found, and from then on, with its next block, nothing of it.
+        than what follows it. What lies before a window was released earlier, and goes before all:
+        until it is gone the whole sequence is found, then, without one block more, nothing of it.
         """
         for block_id in reversed(block_ids):
             holders = self._holders[block_id] - 1

@@ -39,12 +39,8 @@ class PagedKV:
         self.pool = BlockPool(limits.num_blocks)
         self.block_size = limits.block_size
         self.need = limits.need
-        self.windows = tuple(
-            None if window is None or window >= limits.max_model_len else window
-            for window in limits.cache_windows
-        )
-        """Those of the groups; a window that holds every sequence is none."""
-        bounded = ((group, window) for group, window in enumerate(self.windows) if window)
+        self.windows = limits.cache_windows
+        bounded = ((g, w) for g, w in enumerate(self.windows) if w is not None)
         self._bounded = sorted(bounded, key=itemgetter(1))
         """The groups with a window, each with it, the shortest first."""
         self.early_steps = self.block_size // 4

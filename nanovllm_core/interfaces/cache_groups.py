@@ -90,9 +90,8 @@ class SequenceNeed:
 
     def or_smaller_chunks(self, num_tokens: int) -> str:
         """Words for one more remedy, where the chunks decide what a window's group holds."""
-        if self.blocks(num_tokens) == replace(self, max_chunk=1).blocks(num_tokens):
-            return ""
-        return f", or lower limits.max_num_batched_tokens ({self.max_chunk})"
+        decide = self.blocks(num_tokens) > replace(self, max_chunk=1).blocks(num_tokens)
+        return f", or lower limits.max_num_batched_tokens ({self.max_chunk})" if decide else ""
 
     def check_fits(self, num_blocks: int, max_model_len: int, *, given: bool) -> None:
         """Refuse a cache in which the longest allowed sequence could never finish.

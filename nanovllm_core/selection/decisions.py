@@ -119,11 +119,6 @@ class Decisions:
                 "the file again"
             ) from error
 
-    @property
-    def rank_shape(self) -> ModelShape:
-        """The shape with the heads of one rank, as its worker has it."""
-        return self.shape.on_rank(self.config.tensor_parallel_size)
-
     @decision
     def device(self) -> str:
         """`cpu` or `cuda:N`."""
@@ -153,7 +148,8 @@ class Decisions:
     def requirements(self, phase: Phase) -> Asked:
         """The requirements of one phase on a backend that has the heads of one rank."""
         asked: dict[AttentionRequirements, list[int]] = {}
-        for layer, of_rank in enumerate(self.rank_shape.attention_shapes):
+        shape = self.shape.on_rank(self.config.tensor_parallel_size)
+        for layer, of_rank in enumerate(shape.attention_shapes):
             requirements = AttentionRequirements(
                 phase=phase,
                 device=self.device.split(":")[0],
@@ -190,7 +186,8 @@ class Decisions:
 
     def sequence_need(self, block_size: int) -> SequenceNeed:
         """What one sequence takes of the KV cache."""
-        windows = [group.sliding_window for group in make_groups(self.rank_shape)]
+        shape = self.shape.on_rank(self.config.tensor_parallel_size)
+        windows = [group.sliding_window for group in make_groups(shape)]
         return SequenceNeed(windows, block_size, self.config.limits.max_num_batched_tokens)
 
     @decision

@@ -111,9 +111,8 @@ class RowUpdates:
         row, sampling = admission.row, admission.sampling
         if len(admission.block_ids) != self._num_groups:
             raise InconsistentStateError(
-                f"the admission of row {row} has block tables for {len(admission.block_ids)} cache "
-                f"groups, the worker has {self._num_groups}; the engine must plan for the "
-                "cache_windows that the worker's start gave"
+                f"row {row} has block tables for {len(admission.block_ids)} cache groups, the "
+                f"worker has {self._num_groups}; plan for the cache_windows that its start gave"
             )
         self._set("token_ids", row, admission.token_ids)
         first, group_size = self._layout["block_table"]

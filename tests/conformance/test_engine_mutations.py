@@ -67,7 +67,10 @@ MUTATIONS = [
         "a row goes on past its last block",
         "planner.py",
         ANY,
-        ("return min(capacity, request.max_length - 1)", "return capacity"),
+        (
+            "return min(request.num_blocks * self.kv.block_size, request.max_length - 1)",
+            "return request.num_blocks * self.kv.block_size",
+        ),
         peers=4,
     ),
     bug(
@@ -161,12 +164,6 @@ MUTATIONS = [
             "            number = number + 1 if found == length else 0\n",
             "            number += 1\n",
         ),
-    ),
-    bug(
-        "a block behind a window is published before its ids are known",
-        "prefix_cache.py",
-        ANY,
-        ("min(end * self.block_size, request.num_tokens - 1)", "end * self.block_size"),
     ),
     bug(
         "two cache groups find each other's blocks",

@@ -204,6 +204,24 @@ def test_a_hit_outlives_what_its_window_dropped_and_no_block_of_the_window() -> 
     assert cached_after((None, 32), dropped + 1) == 0
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_block_behind_a_window_is_published_only_with_its_ids(window: int) -> None:
+    """Steps ahead of the results, a row leaves blocks behind whose ids are not on the host yet."""
+    setting = Setting(cache_windows=(window,), block_size=1, steps_ahead=3)
+    harness = Harness(setting)
+    (request,) = harness.add("a", ids(3), greedy(12))
+    went_ahead = False
+    for _ in harness.steps():
+        went_ahead |= request.num_scheduled - window >= request.num_tokens
+        assert request.num_published < request.num_tokens
+    harness.check_all()
+    assert went_ahead
+    turn = [*ids(3), *harness.finished["a", 0].token_ids, 1]
+    harness.add("b", turn, greedy(3))
+    harness.run()
+    harness.check_all()
+
+
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_blocks_behind_a_window_stay_findable(chunk: int) -> None:
     """A second prompt branches off where no window of the first one's end reaches."""
