@@ -122,7 +122,7 @@ class PagedKV:
 
     def add_blocks(self, request: Request) -> list[Append]:
         """Give a request one more block in each group; the caller made room for them."""
-        index, appends = request.num_blocks, []
+        index, appends = len(request.block_tables[0]), []
         for group, table in enumerate(request.block_tables):
             table.append(self.pool.allocate())
             appends.append((request.row, group, index, table[index]))
