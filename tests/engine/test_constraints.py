@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from threading import Event
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nanovllm_core.engine import LoadedConstraint
-from nanovllm_core.engine.constraints import MAX_STUCK, SampleConstraints
+from nanovllm_core.engine.constraints import MAX_STUCK, Filling, MaskFiller, SampleConstraints
 from nanovllm_core.errors import InvalidSamplingError, ModelOutputError, PluginFailedError
 from nanovllm_core.interfaces.constraint import (
     Constraint,
@@ -40,6 +41,13 @@ class Step(BaseModel):
     model_config = ConfigDict(extra="forbid")
     step: int
     fails: str = ""
+
+
+class Wordless(Exception):  # noqa: N818
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no text")
 
 
 def allowed_after(step: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int]:
@@ -70,6 +78,8 @@ class Rising(Constraint):
             match arguments.fails:
                 case "fill":
                     raise SystemExit("no mask")
+                case "wordless":
+                    raise Wordless
                 case "nothing":
                     return
                 case "beyond":
@@ -211,7 +221,8 @@ FAILURES = {
         r"constraint 'rising' allowed none of the 50 ids after 2 of the output; an answer",
     ),
     "beyond": (2, r"allowed none of the 50 ids"),
-    "hang": (2, r"constraint 'rising': fill has not returned within 0.2 s, .*or raise limits"),
+    "hang": (2, r"constraint 'rising': fill has not returned, .* within 0.2 s, .*or raise limits"),
+    "wordless": (2, r"constraint 'rising': fill failed: Wordless; only this request ends"),
 }
 
 
@@ -224,11 +235,14 @@ def test_a_constraint_that_fails_ends_its_own_request_alone(fails: str, steps_ah
     harness = make(seconds=0.2, steps_ahead=steps_ahead)
     harness.add("before", [1], params(4, "slow"))
     harness.add("fails", [2], params(3, fails))
-    harness.add("after", [3], params(2))
+    if fails != "hang":
+        harness.add("after", [3], params(2))
     harness.add("free", [4], params(None))
     started = time.perf_counter()
     harness.run()
     assert time.perf_counter() - started < 5.0
+    harness.add("later", [3], params(2))
+    harness.run()
     RELEASE.set()
     check(harness)
     output = harness.finished["fails", 0]
@@ -237,27 +251,135 @@ def test_a_constraint_that_fails_ends_its_own_request_alone(fails: str, steps_ah
     with pytest.raises(PluginFailedError, match=said):
         raise output.error
     others = [one for key, one in harness.finished.items() if key != ("fails", 0)]
-    assert [(one.finish_reason, one.error) for one in others] == [("length", None)] * 3
+    assert {(one.finish_reason, one.error) for one in others} == {("length", None)}
+
+
+@pytest.mark.parametrize("fails", ["hang", "slow"])
+def test_a_step_waits_once_however_many_rows_are_late(fails: str) -> None:
+    """Those whose masks are not made in time end, and the error names the call that was late."""
+    RELEASE.clear()
+    harness = make(seconds=0.3, max_num_seqs=32, num_blocks=128)
+    for number in range(31):
+        harness.add(str(number), [number + 1], params(3, fails))
+    harness.add("free", [4], params(None))
+    started = time.perf_counter()
+    harness.run()
+    assert time.perf_counter() - started < 1.2
+    RELEASE.set()
+    check(harness)
+    assert harness.finished["free", 0].finish_reason == "length"
+    errors = [str(one.error) for one in harness.finished.values() if one.error]
+    assert len(errors) == 31 if fails == "hang" else 20 < len(errors) < 31
+    assert all("constraint 'rising': fill has not returned, and the masks" in e for e in errors)
 
 
 def test_threads_that_are_stuck_are_bounded() -> None:
     """Beyond the limit no further constraint is called, and requests without one go on."""
     RELEASE.clear()
-    harness = make(seconds=0.01, max_num_seqs=2 * MAX_STUCK, num_blocks=128)
-    for number in range(MAX_STUCK + 3):
+    harness = make(seconds=0.02)
+    for number in range(MAX_STUCK + 1):
         harness.add(str(number), [number + 1], params(3, "hang"))
-    harness.add("free", [4], params(None))
-    harness.run()
+        harness.add(f"free {number}", [4], params(None))
+        harness.run()
     errors = [str(one.error) for one in harness.finished.values() if one.error]
-    assert sum("has not returned within" in one for one in errors) == MAX_STUCK
-    assert sum("16 calls of constraints have not returned" in one for one in errors) == 3
+    assert sum("has not returned, and the masks" in one for one in errors) == MAX_STUCK
+    assert sum("16 calls of constraints have not returned" in one for one in errors) == 1
     RELEASE.set()
     check(harness)
     for thread in harness.engine._masking._filler._stuck:
-        thread.join()
+        thread.join(5.0)
+        assert not thread.is_alive(), "it ends when its call returns"
     harness.add("again", [1], params(3))
     harness.run()
     assert harness.finished["again", 0].finish_reason == "length"
+
+
+def test_a_call_that_was_late_makes_no_further_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of its own sample's next constraint, nor of the samples behind it."""
+    RELEASE.clear()
+    calls: list[str] = []
+
+    class Noted(Rising):
+        def start(self, arguments: Any, prompt_ids: NDArray[np.int32]) -> Any:
+            calls.append(f"start {prompt_ids[0]}")
+            RELEASE.wait(10)
+            return super().start(arguments, prompt_ids)
+
+        def fill(self, state: Any, mask: NDArray[np.int32]) -> None:
+            calls.append("fill")
+
+    one = loaded()["rising"]
+    noted = LoadedConstraint("noted", one.spec, Noted(NoOptions(), one.constraint.context))
+    samples = [
+        SampleConstraints([(noted, Step(step=1))] * 2, np.array([first], np.int32), VOCAB)
+        for first in (1, 2)
+    ]
+    filler = MaskFiller(0.05)
+    errors = filler.fill([Filling(sample, []) for sample in samples])
+    assert all("noted: start has not returned" in str(error) for error in errors)
+    RELEASE.set()
+    [thread] = filler._stuck
+    thread.join(5.0)
+    assert calls == ["start 1"]
+
+
+def test_the_thread_is_kept_and_ends_with_its_engine() -> None:
+    harness = make()
+    harness.add("a", [1], params(3))
+    harness.run()
+    thread = harness.engine._masking._filler._thread
+    assert thread is not None
+    harness.add("b", [2], params(3))
+    harness.run()
+    assert harness.engine._masking._filler._thread is thread
+    assert thread.is_alive()
+    del harness
+    gc.collect()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_request_may_choose_what_all_its_constraints_allow(steps_ahead: int) -> None:
+    """Of ids that one allows and of ids that the other does, those in both sets."""
+
+    class Pair(Rising):
+        def fill(self, state: Any, mask: NDArray[np.int32]) -> None:
+            allow_ids(mask, [state[0].step, 40])
+
+    one = loaded()["rising"]
+    both = {
+        name: LoadedConstraint(name, one.spec, Pair(NoOptions(), one.constraint.context))
+        for name in ("one", "two")
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pair, "advance", lambda self, state, token_id: None)
+        harness = Harness(Setting(steps_ahead=steps_ahead), constraints=both)
+        asked = {"one": {"step": 3}, "two": {"step": 5}}
+        harness.add("a", [1, 2], SamplingParams(temperature=0, max_tokens=6, constraints=asked))
+        harness.run()
+    assert harness.finished["a", 0].token_ids == [40] * 6
+
+
+@pytest.mark.parametrize("steps_ahead", [2, 3])
+def test_a_prompt_that_is_over_gets_no_mask(steps_ahead: int) -> None:
+    """Its chunk is in flight when it is aborted, and its row has another request or none."""
+    harness = make(steps_ahead=steps_ahead, max_num_batched_tokens=4)
+    harness.add("free", [5], params(None, max_tokens=30))
+    for _ in range(3):
+        harness.step()
+    harness.add("over", [1, 2], params(3, "start"))
+    submit = harness.executor.submit
+
+    def aborting(plan: Any) -> None:
+        submit(plan)
+        if plan.samples_later:
+            harness.engine.abort("over")
+
+    harness.executor.submit = aborting  # type: ignore[method-assign]
+    harness.run()
+    assert harness.finished["over", 0].finish_reason == "abort"
+    check(harness)
 
 
 def test_an_id_that_no_mask_allowed_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,12 +391,14 @@ def test_an_id_that_no_mask_allowed_ends_the_request(monkeypatch: pytest.MonkeyP
         harness.executor.rows[row].ids.append(9)
         return 9, False
 
-    harness.add("asks", [1, 2], params(1))
+    harness.add("asks", [1, 2], params(1, logprobs=1))
     harness.run()
     output = harness.finished["asks", 0]
-    assert (output.finish_reason, output.token_ids) == ("error", [9])
-    assert "id 9 was chosen, which constraint 'rising' did not allow: min_tokens" in str(
-        output.error
+    assert (output.finish_reason, output.token_ids, output.logprobs) == ("error", [], [])
+    assert harness.requests["asks", 0].num_output_tokens == 0 == harness.engine.stats.output_tokens
+    assert str(output.error) == (
+        "min_tokens or a logits processor of the request forbids every id that constraint "
+        "'rising' allowed after 0 of the output; change one of them"
     )
 
 
@@ -321,6 +445,26 @@ def test_logits_that_no_model_may_give_are_named_in_the_second_part_too(
         harness.run()
 
 
+def test_logits_of_a_row_that_is_over_end_the_engine_with_that_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host knows its end between the two parts of a step, by a stop id that it alone checks."""
+    harness = make(steps_ahead=1)
+    sample = harness.executor.sample
+
+    def broken(masks: Any) -> None:
+        over = [row for row in harness.executor.waiting if row not in harness.engine._running]
+        if over:
+            raise ModelOutputError("NaN", rows=over)
+        sample(masks)
+
+    monkeypatch.setattr(harness.executor, "sample", broken)
+    harness.add("asks", [1, 2], params(1, max_tokens=20))
+    harness.add("ends", [3], params(None, max_tokens=20, stop_token_ids=range(VOCAB)))
+    with pytest.raises(ModelOutputError, match=r"^NaN$"):
+        harness.run()
+
+
 @pytest.mark.parametrize("vocab", [31, 32, 33, 64])
 def test_bits_beyond_the_vocabulary_count_for_nothing(vocab: int) -> None:
     """A plugin may set whole words."""
@@ -335,5 +479,6 @@ def test_bits_beyond_the_vocabulary_count_for_nothing(vocab: int) -> None:
     one = loaded()["rising"]
     context = one.constraint.context
     every = LoadedConstraint("all", one.spec, All(NoOptions(), context))
-    mask = SampleConstraints([(every, Step(step=1))], np.array([1], np.int32), vocab).next_mask([])
+    sample = SampleConstraints([(every, Step(step=1))], np.array([1], np.int32), vocab)
+    mask = sample.next_mask([], lambda call: None)
     assert np.unpackbits(mask.view(np.uint8)).sum() == vocab
