@@ -422,12 +422,41 @@ def test_arguments_are_checked_when_the_request_is_added() -> None:
 @given(st.sets(st.integers(0, 99)))
 @settings(derandomize=True)
 def test_bits_of_a_mask_are_ids(ids: set[int]) -> None:
-    """Bit i of word j is id 32 j + i, in whatever sequence they come."""
-    mask = np.zeros(mask_words(100), np.int32)
-    allow_ids(mask, [*ids, *ids])
-    assert {one for one in range(100) if allows(mask, one)} == ids
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    assert {*np.flatnonzero(bits).tolist()} == ids
+    """Bit i of word j is id 32 j + i, in whatever sequence they come, or as a boolean array."""
+    listed = [*ids, *ids]
+    flags = np.isin(np.arange(100), listed)
+    for ways in (
+        listed,
+        np.array(listed, np.uint8),
+        flags,
+        [*flags],
+        flags[: max(ids, default=0) + 1],
+    ):
+        mask = np.zeros(mask_words(100), np.int32)
+        allow_ids(mask, [99])
+        allow_ids(mask, ways)
+        assert {one for one in range(100) if allows(mask, one)} == ids | {99}
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        assert {*np.flatnonzero(bits).tolist()} == ids | {99}
+
+
+@pytest.mark.parametrize("times", [1, 100])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([-1, 5], "token_ids are -1 to 5; a mask of 4 words has bits for 0 to 127"),
+        ([128], "token_ids are 128 to 128; a mask of 4 words"),
+        ([0.5], r"token_ids are float64 \[1(00)?\]; they must be ids, or bool"),
+        ([None], r"token_ids are object \[1(00)?\]; they must be ids, or bool"),
+        ([True] * 129, r"token_ids are bool \[129(00)?\]; they must be ids, or bool"),
+    ],
+)
+def test_what_is_no_id_of_a_mask_is_refused(wrong: list[Any], said: str, times: int) -> None:
+    """A negative id would set the bit of another one."""
+    mask = np.zeros(4, np.int32)
+    with pytest.raises(ValueError, match=said):
+        allow_ids(mask, wrong * times)
+    assert not mask.any()
 
 
 def test_logits_that_no_model_may_give_are_named_in_the_second_part_too(
