@@ -22,7 +22,7 @@ from nanovllm_core.worker.masks import ForwardPass, MaskTable
 from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
-from nanovllm_kit.executor import admit, decodes
+from nanovllm_kit.executor_plans import admit, decodes
 
 from ..e2e.tiny import VOCAB_SIZE, write_config
 
