@@ -272,7 +272,11 @@ def limit_table() -> str:
         ("plugins in one list", "100", "refused at start"),
         ("integers in one file", "64 bits", "refused at start"),
         ("prompts in a file of `nanovllm generate`", f"{MAX_PROMPTS:,}, {MAX_SIZE >> 20} MiB"),
-        ("working memory of `sdpa`", f"{WORKSPACE_LIMIT >> 20} MiB", "steps are split into slices"),
+        (
+            "working memory of `sdpa`, for each cache group",
+            f"{WORKSPACE_LIMIT >> 20} MiB",
+            "steps are split into slices",
+        ),
     ]
     complete = [row if len(row) == 3 else (*row, "refused") for row in rows]
     return table(["what", "limit", "beyond it"], complete)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.interfaces.cache_groups import make_groups, peak_blocks
+from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import AttentionShape, ModelShape
 
 
@@ -76,7 +76,7 @@ def test_the_peak_holds_every_chunk_with_its_window(data: st.DataObject) -> None
     """Wherever chunks are cut, no group holds more blocks than its part of the peak."""
     block_size, length = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 80))
     max_chunk, window = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 40))
-    peak = peak_blocks((None, window), length, block_size, max_chunk)
+    peak = SequenceNeed((None, window), block_size, max_chunk).blocks(length)
     whole = -(-length // block_size)
     start = 0
     while start < length:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,21 @@ def test_attention_is_asked_for_the_heads_of_one_rank(folders: Path) -> None:
     [(asked, layers)] = decisions.requirements("decode").items()
     assert (asked.num_heads, asked.num_kv_heads) == (2, 1)
     assert layers == [*range(decisions.shape.num_layers)]
+
+
+def test_what_a_sequence_needs_is_that_of_a_ranks_groups(folders: Path) -> None:
+    """Layers of 1 and of 2 KV heads are two groups unsplit; on two ranks all have one head."""
+    for size, groups in ((1, 2), (2, 1)):
+        changes = {"tensor_parallel_size": size, "device": "cpu"}
+        loaded = load_with_sources(str(folders / "right"), overrides=changes, env={})
+        decisions = Decisions(loaded.config)
+        layers = tuple(
+            replace(one, num_kv_heads=1 + index % 2)
+            for index, one in enumerate(decisions.shape.attention_shapes)
+        )
+        shape = replace(decisions.shape, attention_layers=layers)
+        decisions._made[Decisions.__dict__["shape"]._decide] = shape
+        assert len(decisions.sequence_need(16).windows) == groups
 
 
 def test_a_failure_is_told_once(folders: Path) -> None:

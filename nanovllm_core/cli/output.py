@@ -15,7 +15,7 @@ from rich.console import Console
 
 import nanovllm_core
 from nanovllm_core.cli.prompts import PromptInput, naming
-from nanovllm_core.errors import RequestError
+from nanovllm_core.errors import PluginFailedError, RequestError
 
 
 @dataclass(slots=True)
@@ -59,7 +59,8 @@ class Work:
         """Every finished output with the index of its prompt, in the order of the prompts.
 
         All prompts are checked before any is run; an error names the line that it comes from.
-        The speed is reported at the end.
+        The speed is reported at the end. Then PluginFailedError tells of outputs that an error
+        ended.
         """
         speed = Speed()
         params = [one.params for one in self.inputs]
@@ -76,8 +77,18 @@ class Work:
             raise
         speed.num_tokens = sum(len(output.token_ids) for output in outputs)
         indices = (index for index, one in enumerate(params) for _ in range(one.n))
-        yield from zip(indices, outputs, strict=True)
+        failed: list[str] = []
+        for index, output in zip(indices, outputs, strict=True):
+            yield index, output
+            failed += self.failures(index, output)
         speed.report()
+        if failed:
+            raise PluginFailedError("\n".join(failed))
+
+    def failures(self, index: int, output: nanovllm_core.RequestOutput) -> list[str]:
+        """The error that ended an output, if one did, and which prompt it was."""
+        place = self.inputs[index].place or f"prompts[{index}]"
+        return [] if output.error is None else [f"{place}: {output.error}"]
 
     def show_prompt(self, index: int) -> None:
         """Echo a prompt: on a terminal set off from the answer, elsewhere as it is."""
@@ -94,13 +105,17 @@ def stream_each(work: Work) -> None:
     for index, one in enumerate(work.inputs):
         work.show_prompt(index)
         speed, reason = Speed(), None
+        failed: list[str] = []
         with naming(one.place):
             for output in work.llm.stream(one.prompt, one.params):
                 speed.add(len(output.new_token_ids))
                 write_text(output.new_text)
                 reason = output.finish_reason
+                failed += work.failures(index, output)
         write_text("\n")
         speed.report(f" ({reason})")
+        if failed:
+            raise PluginFailedError(*failed)
 
 
 def show_all(work: Work) -> None:
@@ -126,6 +141,7 @@ def _as_json(output: nanovllm_core.RequestOutput) -> dict[str, Any]:
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
+        "error": None if output.error is None else str(output.error),
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_output_tokens": len(output.token_ids),
         "num_cached_tokens": output.num_cached_tokens,

@@ -65,7 +65,8 @@ class BlockPool:
         """Give blocks back, in the order of the tokens that they hold.
 
         Of published blocks the last is allocated again before the first: a prefix is worth more
-        than what follows it.
+        than what follows it. What lies before a window was released earlier, and goes before all:
+        until it is gone the whole sequence is found, then, without one block more, nothing of it.
         """
         for block_id in reversed(block_ids):
             holders = self._holders[block_id] - 1

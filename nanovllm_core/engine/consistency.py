@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from nanovllm_core.engine.block_pool import NO_BLOCK
 from nanovllm_core.engine.planner import Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
-from nanovllm_core.errors import InconsistentStateError, shown
+from nanovllm_core.errors import InconsistentStateError, ModelOutputError, shown
 from nanovllm_core.interfaces.executor import Executor
 from nanovllm_core.interfaces.plan import StepPlan
 
@@ -26,6 +26,13 @@ def wrong_result(plan: StepPlan, result: object, executor: Executor) -> Inconsis
         "tokens; collect() must return a StepResult with one for each decoding row and each chunk "
         "that samples"
     )
+
+
+def named(error: ModelOutputError, running: Mapping[int, Request]) -> ModelOutputError:
+    """The same error with the requests of its rows; those that have ended meanwhile have none."""
+    ids = [running[row].request_id for row in error.rows if row in running]
+    requests = f"request {', '.join(ids)}, " if ids else ""
+    return ModelOutputError(f"{requests}{error}", error.rows)
 
 
 def _faults(planner: Planner, requests: Collection[Request], max_in_flight: int) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Event, Lock, Thread
-from time import perf_counter
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,66 +52,71 @@ class SampleConstraints:
         self._uses = [_Use(loaded, arguments) for loaded, arguments in asked]
         self._prompt_ids = prompt_ids
         self._vocab_size = vocab_size
+        self._names = " and ".join(loaded.label for loaded, _ in asked)
         self.num_taken = 0
         """Output ids that the constraints have taken in, or are taking in."""
-        self._call = ""
-        self.names = " and ".join(loaded.label for loaded, _ in asked)
         self.mask: NDArray[np.int32] | None = None
         """The ids allowed for the newest id, int32 [W]."""
 
-    def next_mask(self, new_ids: Sequence[int]) -> NDArray[np.int32]:
+    def next_mask(self, new_ids: Sequence[int], begin: Callable[[str], None]) -> NDArray[np.int32]:
         """Take in the output ids after the first `num_taken`, and fill the mask of the next one.
 
-        Raises PluginFailedError where a constraint raises, or where no id is allowed.
+        `begin` gets the name of each call of a constraint before it is made. Raises
+        PluginFailedError where a constraint raises, or where no id is allowed, and what `begin`
+        raises.
         """
         self.num_taken += len(new_ids)
         allowed = np.full(mask_words(self._vocab_size), -1, np.int32)
         if self._vocab_size % 32:
             allowed[-1] = (1 << self._vocab_size % 32) - 1
-        for use in self._uses:
-            mask = np.zeros_like(allowed)
+
+        def call(use: _Use, method: str, *arguments: Any) -> Any:
+            name = f"{use.loaded.label}: {method}"
+            begin(name)
             try:
-                self._advance(use, new_ids)
-                self._call = f"{use.loaded.label}: fill"
-                use.loaded.constraint.fill(use.state, mask)
+                return getattr(use.loaded.constraint, method)(*arguments)
             except BaseException as error:
                 raise PluginFailedError(
-                    f"{self._call} failed: {type(error).__name__}: {error}; only this request ends"
+                    f"{name} failed: {_text(error)}; only this request ends"
                 ) from error
+
+        for use in self._uses:
+            mask = np.zeros_like(allowed)
+            if not use.has_started:
+                use.state = call(use, "start", use.arguments, self._prompt_ids)
+                use.has_started = True
+            for token_id in new_ids:
+                call(use, "advance", use.state, token_id)
+            call(use, "fill", use.state, mask)
             allowed &= mask
         if not allowed.any():
             raise PluginFailedError(
-                f"{self.names} allowed none of the {self._vocab_size} ids after "
+                f"{self._names} allowed none of the {self._vocab_size} ids after "
                 f"{self.num_taken} of the output; an answer that is complete must allow an "
                 "end-of-sequence id"
             )
         return allowed
 
-    def _advance(self, use: _Use, new_ids: Sequence[int]) -> None:
-        constraint = use.loaded.constraint
-        if not use.has_started:
-            self._call = f"{use.loaded.label}: start"
-            use.state = constraint.start(use.arguments, self._prompt_ids)
-            use.has_started = True
-        self._call = f"{use.loaded.label}: advance"
-        for token_id in new_ids:
-            constraint.advance(use.state, token_id)
-
-    def stuck(self, seconds: float) -> PluginFailedError:
-        """The error of a call that has not returned."""
-        return PluginFailedError(
-            f"{self._call} has not returned within {seconds:g} s, so this request ends; make it "
-            "faster, or raise limits.constraint_seconds"
-        )
-
     def refused(self, token_id: int) -> PluginFailedError | None:
-        """The error of an id that the newest mask does not allow."""
+        """The error of an id that the newest mask does not allow.
+
+        The device chooses one where no id that the mask allows is left.
+        """
         if self.mask is None or allows(self.mask, token_id):
             return None
         return PluginFailedError(
-            f"id {token_id} was chosen, which {self.names} did not allow: min_tokens, logit_bias "
-            "or a logits processor of the request forbids every id that was; change one of them"
+            f"min_tokens or a logits processor of the request forbids every id that {self._names} "
+            f"allowed after {self.num_taken} of the output; change one of them"
         )
+
+
+def _text(error: BaseException) -> str:
+    """The type and the text of an error whose `__str__` may raise."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except BaseException:
+        return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,29 +131,43 @@ Filled = NDArray[np.int32] | PluginFailedError
 
 
 class MaskFiller:
-    """Makes masks on threads of its own, and never waits longer than `seconds` for one of them.
+    """Makes the masks of a step on a thread of its own, within `seconds` for all of them.
 
-    A call that does not return keeps its thread, which is left behind.
+    The thread is kept from step to step. One that is late is left behind: it ends when the call
+    that it is in returns, and the next step gets another.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._stuck: list[Thread] = []
+        self._thread: _FillingThread | None = None
+        self._stuck: list[_FillingThread] = []
 
     def fill(self, fillings: Sequence[Filling]) -> list[Filled]:
         """The mask of each, or the error that ends its request."""
-        filled: list[Filled] = []
-        while len(filled) < len(fillings):
-            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-            rest = fillings[len(filled) :]
-            if len(self._stuck) >= MAX_STUCK:
-                return [*filled, *([self._refusal()] * len(rest))]
-            batch = _Batch(rest, self._seconds)
-            filled += batch.wait()
-            if len(filled) < len(fillings):
-                filled.append(fillings[len(filled)].sample.stuck(self._seconds))
-                self._stuck.append(batch.thread)
-        return filled
+        if not fillings:
+            return []
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        if len(self._stuck) >= MAX_STUCK:
+            return [self._refusal() for _ in fillings]
+        if self._thread is None:
+            self._thread = _FillingThread()
+            weakref.finalize(self, self._thread.leave)
+        batch = _Batch(fillings)
+        self._thread.batches.put(batch)
+        if not batch.is_finished.wait(self._seconds):
+            batch.is_left = True
+            self._thread.leave()
+            self._stuck.append(self._thread)
+            self._thread = None
+        filled = batch.filled.copy()  # A thread that was left behind may still add one.
+        return filled + [self._late(batch) for _ in fillings[len(filled) :]]
+
+    def _late(self, batch: _Batch) -> PluginFailedError:
+        return PluginFailedError(
+            f"{batch.call} has not returned, and the masks of a step must be made within "
+            f"{self._seconds:g} s, so the requests that wait for theirs end; make it faster, or "
+            "raise limits.constraint_seconds"
+        )
 
     def _refusal(self) -> PluginFailedError:
         return PluginFailedError(
@@ -155,39 +176,49 @@ class MaskFiller:
         )
 
 
+class _LeftBehindError(Exception):
+    """Nobody waits for this batch any more."""
+
+
 class _Batch:
-    """Masks made one after another on a thread of their own, until one takes too long."""
+    """The masks of one step, and the call that is being made for them."""
 
-    def __init__(self, fillings: Sequence[Filling], seconds: float) -> None:
+    def __init__(self, fillings: Sequence[Filling]) -> None:
         self._fillings = fillings
-        self._seconds = seconds
-        self._filled: list[Filled] = []
-        self._finished = Event()
-        self._lock = Lock()
-        self._is_left = False
-        self._deadline = perf_counter() + seconds
-        self.thread = Thread(target=self._run, name="nanovllm-constraints", daemon=True)
-        self.thread.start()
+        self.filled: list[Filled] = []
+        self.is_finished = Event()
+        self.is_left = False
+        self.call = "the thread of the constraints"
 
-    def wait(self) -> list[Filled]:
-        """Those that were made; the one after them is stuck."""
-        while not self._finished.wait(self._deadline - perf_counter()):
-            with self._lock:
-                if perf_counter() >= self._deadline and not self._finished.is_set():
-                    self._is_left = True
-                    break
-        return self._filled
-
-    def _run(self) -> None:
+    def run(self) -> None:
         for filling in self._fillings:
-            result: Filled
             try:
-                result = filling.sample.next_mask(filling.new_ids)
+                filled: Filled = filling.sample.next_mask(filling.new_ids, self._begin)
             except PluginFailedError as error:
-                result = error
-            with self._lock:
-                if self._is_left:
-                    return
-                self._filled.append(result)
-                self._deadline = perf_counter() + self._seconds
-        self._finished.set()
+                filled = error
+            except _LeftBehindError:
+                return
+            self.filled.append(filled)
+        self.is_finished.set()
+
+    def _begin(self, call: str) -> None:
+        if self.is_left:
+            raise _LeftBehindError
+        self.call = call
+
+
+class _FillingThread(Thread):
+    """Makes the masks of batches, one after another, until it is told to leave."""
+
+    def __init__(self) -> None:
+        super().__init__(name="nanovllm-constraints", daemon=True)
+        self.batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        for batch in iter(self.batches.get, None):
+            batch.run()
+
+    def leave(self) -> None:
+        """End once the batches before are done or left."""
+        self.batches.put(None)

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.engine.consistency import assert_consistent, wrong_result
+from nanovllm_core.engine.consistency import assert_consistent, named, wrong_result
 from nanovllm_core.engine.constraints import LoadedConstraint
 from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.intake import Intake
@@ -48,7 +48,7 @@ class Engine:
     them. `sampling_defaults` are the checkpoint's, for fields of `sampling_params.NEUTRAL` that a
     request does not state. `logits_processors` are what requests may ask for, by name; the executor
     runs them. `constraints` are too; the engine runs them, and waits at most `constraint_seconds`
-    for a mask.
+    for the masks of a step.
     `observation` receives a record of every step. `debug` checks every invariant at every step.
 
     The executor and the observers stay the caller's to close.
@@ -302,7 +302,7 @@ class Engine:
                 try:
                     self._executor.submit(planned.plan)
                 except ModelOutputError as error:
-                    raise self._named(error) from error
+                    raise named(error, self._running) from error
                 self._in_flight.append(planned)
                 if planned.plan.samples_later:
                     self._is_unsampled = True
@@ -322,15 +322,11 @@ class Engine:
         try:
             self._executor.sample(masks)
         except ModelOutputError as error:
-            raise self._named(error) from error
+            raise named(error, self._running) from error
         self._is_unsampled = False
         for request, fault in failed:
             self._now = perf_counter()
             self._finish(request, "error", error=fault)
-
-    def _named(self, error: ModelOutputError) -> ModelOutputError:
-        ids = ", ".join(self._running[row].request_id for row in error.rows)
-        return ModelOutputError(f"request {ids}, {error}", error.rows)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -354,6 +350,11 @@ class Engine:
 
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
         """Finish the request at its newest token, or hand the token out if it is streamed."""
+        newest, sampling = int(result.token_ids[entry]), request.sampling
+        if request.constraints is not None and (error := request.constraints.refused(newest)):
+            self._intake.take_back(request)
+            self._finish(request, "error", error=error)
+            return
         if request.params.logprobs is not None:
             if entry not in result.logprobs:
                 raise InconsistentStateError(
@@ -361,10 +362,6 @@ class Engine:
                     "which asked for them"
                 )
             request.new_logprobs.append(result.logprobs[entry])
-        newest, sampling = int(result.token_ids[entry]), request.sampling
-        if request.constraints is not None and (error := request.constraints.refused(newest)):
-            self._finish(request, "error", error=error)
-            return
         # The device does not check all of many stop ids.
         if newest in sampling.stop_token_ids and request.num_output_ids >= sampling.min_tokens:
             self._finish(request, "stop", newest)

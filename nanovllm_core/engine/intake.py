@@ -62,6 +62,11 @@ class Intake:
                         yield entry, request
             entry += chunk.samples
 
+    def take_back(self, request: Request) -> None:
+        """The newest id of a request that ends now does not count."""
+        self._rows.known[request.row] -= 1
+        self.num_output_tokens -= 1
+
     def _accept_first(self, request: Request, token_id: int, now: float) -> None:
         """The prompt is computed and gave a token; from now on decoding fills the blocks."""
         publishes = request.block_tables and self._kv.prefix_caching

@@ -14,7 +14,7 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     RequestTooLongError,
 )
-from nanovllm_core.interfaces.cache_groups import peak_blocks
+from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 _SIZES = (
@@ -62,6 +62,11 @@ class EngineLimits:
                 "raise the first or lower the second"
             )
 
+    @property
+    def need(self) -> SequenceNeed:
+        """The blocks that a request needs."""
+        return SequenceNeed(self.cache_windows, self.block_size, self.max_num_batched_tokens)
+
     def check_prompt(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
         """The prompt as a read-only int32 array.
 
@@ -107,14 +112,13 @@ class EngineLimits:
             )
         max_length = self.max_model_len if params.max_tokens is None else length
         # The last token is never fed back, so it needs no place in the cache.
-        needed = peak_blocks(
-            self.cache_windows, max_length - 1, self.block_size, self.max_num_batched_tokens
-        )
+        needed = self.need.blocks(max_length - 1)
         if needed > self.num_blocks:
             raise RequestTooLongError(
                 f"a request of up to {max_length} tokens needs {needed} blocks of "
                 f"{self.block_size} tokens; the KV cache has {self.num_blocks}, so lower "
                 "max_tokens or give the cache more memory"
+                f"{self.need.or_smaller_chunks(max_length - 1)}"
             )
         return max_length
 

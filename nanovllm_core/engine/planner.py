@@ -191,8 +191,7 @@ class Planner:
 
     def _next_due(self, request: Request) -> int:
         """The scheduled length at which a decoding row needs a block or has everything planned."""
-        capacity = len(request.block_tables[0]) * self.kv.block_size
-        return min(capacity, request.max_length - 1)
+        return min(request.num_blocks * self.kv.block_size, request.max_length - 1)
 
     def _start_decoding(self, request: Request) -> None:
         """The last chunk of a prompt is planned; from the next step on its row decodes."""

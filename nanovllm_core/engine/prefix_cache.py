@@ -15,13 +15,13 @@ different salts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import xxhash
 
 from nanovllm_core.engine.block_pool import NO_BLOCK, BlockPool
 from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.request import Request
-from nanovllm_core.interfaces.cache_groups import peak_blocks
 
 Append = tuple[int, int, int, int]
 """Row, cache group, index in the row's block table of that group, block id."""
@@ -38,10 +38,11 @@ class PagedKV:
     def __init__(self, limits: EngineLimits, prefix_caching: bool) -> None:
         self.pool = BlockPool(limits.num_blocks)
         self.block_size = limits.block_size
-        self.max_chunk = limits.max_num_batched_tokens
+        self.need = limits.need
         self.windows = limits.cache_windows
-        self._bounded = [(g, w) for g, w in enumerate(self.windows) if w is not None]
-        """The groups with a window, each with it."""
+        bounded = ((g, w) for g, w in enumerate(self.windows) if w is not None)
+        self._bounded = sorted(bounded, key=itemgetter(1))
+        """The groups with a window, each with it, the shortest first."""
         self.early_steps = self.block_size // 4
         """When one row needs a block, rows that need one within this many steps get theirs too."""
         self.prefix_caching = prefix_caching
@@ -65,24 +66,26 @@ class PagedKV:
         one with a window the last ones. What lies before these is `NO_BLOCK`.
         """
         digests = self._digests(request, self.num_sharable(request.num_tokens))
-        tables = [self._find(digests, group) for group in range(len(self.windows))]
-        length = min(map(len, tables))
-        while any(
-            NO_BLOCK in tables[group][self.first_block(window, length * self.block_size) : length]
-            for group, window in self._bounded
-        ):
-            length -= 1
-        tables = [table[:length] for table in tables]
-        for group, window in self._bounded:
+        tables: list[list[int]] = [[]] * len(self.windows)
+        length = len(digests)
+        for group, whole in enumerate(self.windows):
+            if whole is None:
+                tables[group] = self._find(digests[:length], group)
+                length = len(tables[group])
+        number = 0
+        while number < len(self._bounded):
+            group, window = self._bounded[number]
             unseen = self.first_block(window, length * self.block_size)
-            tables[group][:unseen] = [NO_BLOCK] * unseen
-        return tables
+            tables[group] = self._find(digests[unseen:length], group)
+            found = unseen + len(tables[group])
+            # Every longer prefix, up to the one tried, has the same gap in its window.
+            number = number + 1 if found == length else 0
+            length = found
+        return [[NO_BLOCK] * (length - len(table)) + table[:length] for table in tables]
 
     def _find(self, digests: list[bytes], group: int) -> list[int]:
-        """The blocks of a cached prefix in one group, with gaps where it has a window."""
+        """The blocks of one group with these contents, up to the first that is not there."""
         find = self.pool.find
-        if self.windows[group] is not None:
-            return [find((digest, group)) for digest in digests]
         blocks: list[int] = []
         for digest in digests:
             if (block_id := find((digest, group))) == NO_BLOCK:
@@ -103,8 +106,7 @@ class PagedKV:
             hits = self.match(request)
             done = len(hits[0]) * self.block_size
             held = sum(b != NO_BLOCK and not self.pool.is_free(b) for table in hits for b in table)
-        chunk = min(num_tokens, self.max_chunk)
-        return peak_blocks(self.windows, done + num_tokens, self.block_size, chunk) - held
+        return self.need.blocks(done + num_tokens, done) - held
 
     def share(self, request: Request) -> None:
         """Give a request without a row the blocks of its longest cached prefix."""

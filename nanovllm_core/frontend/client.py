@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -164,18 +164,18 @@ class Mailbox:
         self.unfinished.update((new.request_id, new.params.n) for new in requests)
         self._client.send(AddRequests(self.number, tuple(requests)))
 
-    def deltas(self) -> list[OutputDelta]:
+    def deltas(self) -> Iterator[OutputDelta]:
         """Wait for the next deltas of these requests.
 
-        Raises the error for which a request was refused, or which ended the engine.
+        A sample counts as finished once its caller has dealt with its last delta and takes the
+        next. Raises the error for which a request was refused, or which ended the engine.
         """
-        deltas: list[OutputDelta] = self.wait()
-        for delta in deltas:
+        for delta in self.wait():
+            yield delta
             if delta.finish_reason is not None:
                 self.unfinished[delta.request_id] -= 1
                 if not self.unfinished[delta.request_id]:
                     del self.unfinished[delta.request_id]
-        return deltas
 
     def wait(self) -> Any:
         """The next answer; an error is raised."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.model import AttentionShape, ModelShape
@@ -59,52 +59,59 @@ def make_groups(shape: ModelShape) -> tuple[CacheGroup, ...]:
     )
 
 
-def peak_blocks(
-    windows: Sequence[int | None], num_tokens: int, block_size: int, max_chunk: int
-) -> int:
-    """The most blocks that a request of `num_tokens` cached tokens holds at once, in all groups.
-
-    A group with a window holds the window before the next token and the chunk behind it, which has
-    at most `max_chunk` tokens; both ends may lie anywhere in a block.
-    """
-    whole = -(-num_tokens // block_size)
-    return sum(
-        whole if window is None else min(whole, -(-(window + max_chunk - 2) // block_size) + 1)
-        for window in windows
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class SequenceNeed:
     """The blocks that one sequence needs at its peak, in groups of these `windows`.
 
-    `max_chunk` is the most tokens that one step computes of it.
+    `max_chunk` is the most tokens that one step computes of it, `limits.max_num_batched_tokens`.
     """
 
     windows: Sequence[int | None]
     block_size: int
     max_chunk: int
 
-    def blocks(self, num_tokens: int) -> int:
-        """At the peak of a sequence of `num_tokens`."""
-        return peak_blocks(self.windows, num_tokens, self.block_size, self.max_chunk)
+    def blocks(self, num_tokens: int, num_computed: int = 0) -> int:
+        """The most that a sequence holds at once, in all groups, until it has `num_tokens` cached.
+
+        The first `num_computed` are; the others come in chunks of at most `max_chunk`. A group with
+        a window holds the window before the next token and the chunk behind it; both ends may lie
+        anywhere in a block.
+        """
+        whole = -(-num_tokens // self.block_size)
+        chunk = min(num_tokens - num_computed, self.max_chunk)
+        return sum(
+            whole if window is None else min(whole, -(-(window + chunk - 2) // self.block_size) + 1)
+            for window in self.windows
+        )
 
     def fitting_length(self, num_blocks: int, max_model_len: int) -> int:
         """Tokens of the longest sequence that these blocks hold, `max_model_len` at most."""
         return bisect_right(range(1, max_model_len + 1), num_blocks, key=self.blocks)
 
+    def or_smaller_chunks(self, num_tokens: int) -> str:
+        """Words for one more remedy, where the chunks decide what a window's group holds."""
+        decide = self.blocks(num_tokens) > replace(self, max_chunk=1).blocks(num_tokens)
+        return f", or lower limits.max_num_batched_tokens ({self.max_chunk})" if decide else ""
+
     def check_fits(self, num_blocks: int, max_model_len: int, *, given: bool) -> None:
         """Refuse a cache in which the longest allowed sequence could never finish.
 
         `given`: the configuration states the number of blocks; else a GPU's memory decided it.
+        Where the length is to fit, the least is asked for: two tokens, of prompt and output.
         """
         needed = self.blocks(max_model_len)
         if num_blocks < needed:
             fitting = self.fitting_length(num_blocks, max_model_len)
             more = f"cache.num_blocks to {needed}" if given else "cache.gpu_memory_utilization"
+            if fitting < 2:
+                raise OutOfMemoryError(
+                    f"the KV cache holds {num_blocks} blocks of {self.block_size} tokens, but even "
+                    f"a prompt token and an output token need {self.blocks(2)} (cache groups: "
+                    f"{len(self.windows)}); raise {more}"
+                )
             raise OutOfMemoryError(
                 f"the KV cache holds {num_blocks} blocks of {self.block_size} tokens "
                 f"(a sequence of {fitting} tokens), but limits.max_model_len={max_model_len} needs "
                 f"{needed}; set limits.max_model_len to at most {fitting} (or to fit, which takes "
-                f"the longest that fits), or raise {more}"
+                f"the longest that fits), or raise {more}{self.or_smaller_chunks(max_model_len)}"
             )

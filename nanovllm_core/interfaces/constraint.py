@@ -12,9 +12,13 @@ Who calls what, and when:
     advance(state, token_id)             once per id that was chosen, in order
     fill(state, mask)                    once per id to choose, after `advance` for all before it
 
-The last three run on a thread that is not the engine's, one call at a time. The engine waits for
-them at most `limits.constraint_seconds` per sample and step. It imports no torch; W is
-ceil(V / 32) for a vocabulary of V ids.
+The first runs on the engine's thread, without a bound, so it must be quick: what takes long, such
+as compiling a grammar, belongs in `start`. The last three run on another thread, one call at a
+time. For those of one step, of all its samples, the engine waits `limits.constraint_seconds` at
+most; then it leaves the thread behind and goes on with another one. So a call that is late may
+overlap calls for other samples; no further call is made for the sample that it is of.
+
+The module imports no torch; W is ceil(V / 32) for a vocabulary of V ids.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class ConstraintSpec(PluginSpec):
     `arguments` is the model of a request's arguments, `SamplingParams(constraints={name: {...}})`;
     it forbids unknown keys. `check` takes valid arguments and the vocabulary's size and returns
     reasons to refuse that request, such as a pattern that cannot be read; other requests continue.
+    Both run on the engine's thread, which waits for them: they must be quick.
     """
 
     arguments: type[BaseModel] = NoOptions
@@ -51,7 +56,8 @@ class ConstraintContext:
     """The facts of the engine that a constraint is made with.
 
     `tokenizer` is the folder that holds the tokenizer's files, if the model has one.
-    `eos_token_ids` end an answer: allow one of them where it may end.
+    `eos_token_ids` end an answer: allow one of them where it may end. `max_model_len` is an upper
+    bound: with `max_model_len: fit` the engine's own is known only when the weights are loaded.
     """
 
     vocab_size: int
@@ -67,8 +73,8 @@ class Constraint(ABC):
     before temperature, min_p, top_k and top_p; log-probabilities are reported of the logits before
     all of them. A request may use several constraints: then it may choose the ids that all allow.
 
-    An error in `start`, `advance` or `fill`, one that does not return in time, and a mask that
-    allows no id end the request with `finish_reason="error"`. Other requests go on.
+    An error in `start`, `advance` or `fill`, a mask that is not made in time, and one that allows
+    no id end the request with `finish_reason="error"`. Other requests go on.
     """
 
     def __init__(self, options: BaseModel, context: ConstraintContext) -> None:
@@ -86,7 +92,8 @@ class Constraint(ABC):
     def advance(self, state: Any, token_id: int) -> None:
         """Take in the id that was chosen; the last mask allowed it.
 
-        Not called for an id that ended the sample.
+        Not called for an id that ended the sample. An end-of-sequence id does not always: a request
+        with `ignore_eos` goes on behind it, so the masks behind it must allow it again.
         """
 
     @abstractmethod
@@ -99,10 +106,34 @@ class Constraint(ABC):
 
 
 def allow_ids(mask: NDArray[np.int32], token_ids: Any) -> None:
-    """Set the bits of these ids (integers, of any sequence or array) in a mask."""
-    ids = np.asarray(token_ids, np.int64).reshape(-1)
-    bits = np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32))
-    np.bitwise_or.at(mask.view(np.uint32), ids >> 5, bits)
+    """Set the bits of these ids in a mask: integers, of any sequence or array.
+
+    Or those where a boolean array [V] is true. Raises ValueError for ids that the mask has no bit
+    for, and for what are no ids.
+    """
+    ids = np.asarray(token_ids).reshape(-1)
+    size = 32 * len(mask)
+    if ids.dtype == np.bool_ and len(ids) <= size:
+        flags = ids
+    elif not len(ids):
+        return
+    elif not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"token_ids are {ids.dtype} [{len(ids)}]; they must be ids, or bool [V]")
+    elif ids.min() < 0 or ids.max() >= size:
+        raise ValueError(
+            f"token_ids are {ids.min()} to {ids.max()}; a mask of {len(mask)} words has bits for 0 "
+            f"to {size - 1}"
+        )
+    elif len(ids) < len(mask):  # The cost of each way, up to a factor.
+        ids = ids.astype(np.int64)
+        bits = np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32))
+        np.bitwise_or.at(mask.view(np.uint32), ids >> 5, bits)
+        return
+    else:
+        flags = np.zeros(size, np.bool_)
+        flags[ids] = True
+    packed = np.packbits(flags, bitorder="little")
+    mask.view(np.uint8)[: len(packed)] |= packed
 
 
 def allows(mask: NDArray[np.int32], token_id: int) -> bool:

@@ -120,6 +120,11 @@ class ModelShape:
         )
         return (alike,) * self.num_layers
 
+    def on_rank(self, tp_size: int) -> ModelShape:
+        """The same, its attention layers with the heads of one of `tp_size` ranks."""
+        layers = tuple(one.on_rank(tp_size) for one in self.attention_shapes)
+        return replace(self, attention_layers=layers)
+
 
 @runtime_checkable
 class CausalLM(Protocol):

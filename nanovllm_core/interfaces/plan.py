@@ -177,6 +177,7 @@ class TokenMasks(ArrayEquality):
     `rows` int32 [n], and `allowed` int32 [n, W], a row of W = ceil(V / 32) words each: bit i of
     word j stands for id 32 j + i, the layout of xgrammar and llguidance. Bits beyond the vocabulary
     mean nothing. A constrained row that is left out has ended on the host: its choice is dropped.
+    Where other parameters forbid every id that a mask allows, the row gets an id that it does not.
     """
 
     rows: NDArray[np.int32]

@@ -148,8 +148,8 @@ class Decisions:
     def requirements(self, phase: Phase) -> Asked:
         """The requirements of one phase on a backend that has the heads of one rank."""
         asked: dict[AttentionRequirements, list[int]] = {}
-        for layer, attention in enumerate(self.shape.attention_shapes):
-            of_rank = attention.on_rank(self.config.tensor_parallel_size)
+        shape = self.shape.on_rank(self.config.tensor_parallel_size)
+        for layer, of_rank in enumerate(shape.attention_shapes):
             requirements = AttentionRequirements(
                 phase=phase,
                 device=self.device.split(":")[0],
@@ -179,13 +179,15 @@ class Decisions:
     def block_size(self) -> int:
         """Tokens of a block; OutOfMemoryError where `cache.num_blocks` hold no sequence."""
         blocks, block_size = self.config.cache.num_blocks, self.attention.block_size
-        if blocks is not None and self.config.limits.max_model_len != FIT:
-            self.sequence_need(block_size).check_fits(blocks, self.max_model_len, given=True)
+        if blocks is not None:
+            least = 2 if self.config.limits.max_model_len == FIT else self.max_model_len
+            self.sequence_need(block_size).check_fits(blocks, least, given=True)
         return block_size
 
     def sequence_need(self, block_size: int) -> SequenceNeed:
         """What one sequence takes of the KV cache."""
-        windows = [group.sliding_window for group in make_groups(self.shape)]
+        shape = self.shape.on_rank(self.config.tensor_parallel_size)
+        windows = [group.sliding_window for group in make_groups(shape)]
         return SequenceNeed(windows, block_size, self.config.limits.max_num_batched_tokens)
 
     @decision

@@ -41,6 +41,10 @@ class CacheLayout:
         """The sliding window of each group; see `WorkerInfo.cache_windows`."""
         return tuple(group.sliding_window for group in self.groups)
 
+    def need(self, max_chunk: int) -> SequenceNeed:
+        """The blocks that one sequence needs, in steps of at most `max_chunk` of its tokens."""
+        return SequenceNeed(self.windows, self.block_size, max_chunk)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all its slots, keys and values."""
@@ -187,22 +191,20 @@ def size_cache(
     The blocks are the number that the configuration gives; else on a GPU what `memory` leaves; else
     on a CPU, where it is None, as many as the rows could ever use, within `CPU_CACHE_BYTES`. Unless
     the length is to `fit`, one sequence of `max_model_len` always has room there, for blocks that
-    are never written cost nothing. Raises OutOfMemoryError if not one block fits, or a length that
-    is not to `fit` does not.
+    are never written cost nothing. Raises OutOfMemoryError if not one block fits, or not a sequence
+    of that length; of one that is to `fit`, if not even one of two tokens does.
     """
     cache, limits, longest = setup.config.cache, setup.config.limits, setup.max_model_len
     layout = CacheLayout(shape, setup.block_size, getattr(torch, setup.dtype))
-    need = SequenceNeed(layout.windows, setup.block_size, limits.max_num_batched_tokens)
-    is_to_fit = limits.max_model_len == FIT
+    need = layout.need(limits.max_num_batched_tokens)
+    least = 2 if limits.max_model_len == FIT else longest
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
     elif memory is not None:
         num_blocks = num_blocks_on_gpu(memory, cache.gpu_memory_utilization, layout.block_bytes)
     else:
-        least = need.blocks(1 if is_to_fit else longest)
         most = need.blocks(longest) * limits.max_num_seqs
-        num_blocks = min(most, max(least, CPU_CACHE_BYTES // layout.block_bytes))
+        num_blocks = min(most, max(need.blocks(least), CPU_CACHE_BYTES // layout.block_bytes))
     num_blocks = min_over_ranks(num_blocks)
-    if not is_to_fit:
-        need.check_fits(num_blocks, longest, given=cache.num_blocks is not None)
+    need.check_fits(num_blocks, least, given=cache.num_blocks is not None)
     return num_blocks, need.fitting_length(num_blocks, longest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -55,7 +55,8 @@ def _own_shape(module: nn.Module, shape: ModelShape, tp_size: int) -> ModelShape
     The backends were asked at start by the shape alone: a layer that differs from it is refused,
     not ignored in silence.
     """
-    stated = tuple(one.on_rank(tp_size) for one in shape.attention_shapes)
+    own = shape.on_rank(tp_size)
+    stated = own.attention_shapes
     built = tuple(one.shape for one in module.modules() if isinstance(one, Attention))
     if len(built) != len(stated):
         raise UnsupportedError(
@@ -69,4 +70,4 @@ def _own_shape(module: nn.Module, shape: ModelShape, tp_size: int) -> ModelShape
                 "shape() says for this rank: the backends are chosen by shape(); correct the model "
                 "plugin, and state attention_layers there where layers differ"
             )
-    return replace(shape, attention_layers=stated)
+    return own

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm_core.errors import OutOfMemoryError
+from nanovllm_core.errors import InconsistentStateError, OutOfMemoryError
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission
 
 _MAX_ELEMENTS = 2**31
@@ -102,13 +102,18 @@ class RowUpdates:
         scalars = ("computed", "num_prompt", "max_length", "min_tokens", "finished", "temperature")
         wide = ("token_ids", "block_table", "stop_ids", "seed", "active_rows", "skip_sampler")
         self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide)}
-        self._max_blocks = tables.block_table.shape[2]
+        self._num_groups, _, self._max_blocks = tables.block_table.shape
         self._scalar_at = np.array([self._layout[name][0] for name in scalars], np.int32)
         self._pieces: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
 
     def admit(self, admission: Admission) -> None:
-        """Set every table of a row anew."""
+        """Set every table of a row anew; InconsistentStateError for other cache groups."""
         row, sampling = admission.row, admission.sampling
+        if len(admission.block_ids) != self._num_groups:
+            raise InconsistentStateError(
+                f"row {row} has block tables for {len(admission.block_ids)} cache groups, the "
+                f"worker has {self._num_groups}; plan for the cache_windows that its start gave"
+            )
         self._set("token_ids", row, admission.token_ids)
         first, group_size = self._layout["block_table"]
         for group, block_ids in enumerate(admission.block_ids):

@@ -34,7 +34,10 @@ from nanovllm_core.worker.runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 _CLOSED = "the worker has not started, or is closed; create a new LLM"
-_CUT = "limits.max_model_len: fit: the KV cache holds %d of the %d tokens of the model's own limit"
+_CUT = (
+    "limits.max_model_len: fit: the KV cache holds %d of the %d tokens of the model's own limit; "
+    "for more, give the cache more memory%s"
+)
 
 
 class Worker:
@@ -80,7 +83,9 @@ class Worker:
                 memory = _try_steps(setup, runner, memory)
             num_blocks, length = size_cache(setup, model.shape, memory, parallel.min_over_ranks)
             if length < self.setup.max_model_len:
-                logger.info(_CUT, length, self.setup.max_model_len)
+                need = attention.layout.need(setup.config.limits.max_num_batched_tokens)
+                remedy = need.or_smaller_chunks(length + 1)
+                logger.info(_CUT, length, self.setup.max_model_len, remedy)
             attention.allocate_cache(num_blocks)
             laps.end("cache")
             load_seconds = sum(laps.seconds.values())

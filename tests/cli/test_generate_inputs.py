@@ -14,7 +14,12 @@ from typer.testing import CliRunner, Result
 
 from nanovllm_core.cli import prompts as prompts_module
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from nanovllm_core.errors import (
+    InvalidPromptError,
+    InvalidSamplingError,
+    PluginFailedError,
+    RequestError,
+)
 from nanovllm_core.frontend import RequestOutput, Transcript
 from nanovllm_core.interfaces.plan import TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -34,7 +39,10 @@ class FakeTokenizer:
 
 
 class FakeLLM:
-    """Answers "-> PROMPT", as often as `n` says; a prompt with "long" is refused."""
+    """Answers "-> PROMPT", as often as `n` says; a prompt with "long" is refused.
+
+    An error ends the output of one with "fails".
+    """
 
     made: ClassVar[list[FakeLLM]] = []
     templates: ClassVar[list[tuple[Any, dict[str, Any]]]] = []
@@ -81,6 +89,7 @@ class FakeLLM:
         return RequestOutput(
             request_id="0", index=sample, prompt_token_ids=[1, 2], new_token_ids=[4],
             new_text=text, finish_reason="stop", stop_reason=4, num_token_ids=1, num_texts=1,
+            error=PluginFailedError("no mask") if "fails" in prompt else None,
             transcript=Transcript([4], [text], [known] if params.logprobs is not None else None),
         )  # fmt: skip
 
@@ -290,8 +299,8 @@ def test_json_is_one_object_a_line_for_each_output(tmp_path: Path) -> None:
     assert printed.isascii()
     records = [json.loads(line) for line in printed.splitlines()]
     common = {
-        "token_ids": [4], "finish_reason": "stop", "stop_reason": 4, "num_prompt_tokens": 2,
-        "num_output_tokens": 1, "num_cached_tokens": 0,
+        "token_ids": [4], "finish_reason": "stop", "stop_reason": 4, "error": None,
+        "num_prompt_tokens": 2, "num_output_tokens": 1, "num_cached_tokens": 0,
     }  # fmt: skip
     logprobs = [
         {
@@ -309,6 +318,30 @@ def test_json_is_one_object_a_line_for_each_output(tmp_path: Path) -> None:
         },
         {"index": 2, "sample": 0, "messages": messages, "text": "-> [7]\u2028é", **common},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--json", "--no-stream"])
+def test_an_output_that_an_error_ended_is_told_when_all_are_printed(
+    tmp_path: Path, flag: str
+) -> None:
+    """With the prompt that it is of, or its line; the command fails."""
+    result = run("a", "fails", "b", "--no-echo", flag)
+    lines = result.stdout.removesuffix("\n").split("\n")
+    if flag == "--json":
+        assert [json.loads(line)["error"] for line in lines] == [None, "no mask", None]
+    else:
+        assert lines == ["-> a\u2028é", "-> fails\u2028é", "-> b\u2028é"]
+    assert isinstance(result.exception, PluginFailedError)
+    assert str(result.exception) == "prompts[1]: no mask"
+    file = write(tmp_path / "p.jsonl", '"a"', '"fails"', '"fails"')
+    said = str(run("--prompts", file, flag).exception)
+    assert said == f"{file}, line 2: no mask\n{file}, line 3: no mask"
+
+
+def test_an_error_ends_a_stream_and_the_command() -> None:
+    result = run("fails", "--stream", "--no-echo")
+    assert result.stdout == "-> fails\u2028é\n"
+    assert str(result.exception) == "prompts[0]: no mask"
 
 
 def test_json_without_echo_holds_no_prompt() -> None:

@@ -67,7 +67,10 @@ MUTATIONS = [
         "a row goes on past its last block",
         "planner.py",
         ANY,
-        ("return min(capacity, request.max_length - 1)", "return capacity"),
+        (
+            "return min(request.num_blocks * self.kv.block_size, request.max_length - 1)",
+            "return request.num_blocks * self.kv.block_size",
+        ),
         peers=4,
     ),
     bug(
@@ -157,7 +160,10 @@ MUTATIONS = [
         "a prefix is cached where blocks of a window are gone",
         "prefix_cache.py",
         ANY,
-        ("            length -= 1\n", "            break\n"),
+        (
+            "            number = number + 1 if found == length else 0\n",
+            "            number += 1\n",
+        ),
     ),
     bug(
         "two cache groups find each other's blocks",
@@ -167,7 +173,6 @@ MUTATIONS = [
             "self.pool.publish(table[index], (digests[index], group))",
             "self.pool.publish(table[index], (digests[index], 0))",
         ),
-        ("find((digest, group)) for", "find((digest, 0)) for"),
         ("find((digest, group))) ==", "find((digest, 0))) =="),
     ),
     bug(

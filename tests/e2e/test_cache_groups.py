@@ -27,17 +27,24 @@ def drawn_prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("windows", [(8, None), (None, 24), (5, 40), (1, None)])
+@pytest.mark.parametrize(
+    ("windows", "soft_caps"),
+    [((8, None), (None,)), ((None, 24), (None, 1.5)), ((5, 40), (None,)), ((1, None), (None,))],
+)
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_layers_with_different_windows_say_what_dense_masks_say(
-    tmp_path: Path, install: Install, windows: tuple[int | None, ...], steps_ahead: int
+    tmp_path: Path,
+    install: Install,
+    windows: tuple[int | None, ...],
+    soft_caps: tuple[float | None, ...],
+    steps_ahead: int,
 ) -> None:
     """Prompts in chunks, shorter and far longer than the windows, in batches, with prefix hits.
 
     The cache is too small for the batch, so that rows are preempted.
     """
     install_alternating(install)
-    facts = {"architectures": [NAME], "windows": windows}
+    facts = {"architectures": [NAME], "windows": windows, "soft_caps": soft_caps}
     folder = write_checkpoint(tmp_path / "tiny", **facts)
     prompts = drawn_prompts(steps_ahead, 3, 33, 17, 150, 200, 90)
     prompts += [prompts[4][:120] + prompts[0], prompts[4]]

@@ -21,13 +21,17 @@ PROMPT = [5, 17, 3, 60, 41, 8, 8, 90]
 LENGTH = 16
 
 SOURCE = """
+import time
 from pydantic import BaseModel, ConfigDict
-from nanovllm_core.api import Constraint, ConstraintSpec, allow_ids, hookimpl
+from nanovllm_core.api import (
+    Constraint, ConstraintSpec, LogitsProcessor, LogitsProcessorSpec, allow_ids, hookimpl,
+)
 
 class Multiple(BaseModel):
     model_config = ConfigDict(extra="forbid")
     of: int
     fails_after: int = 99
+    sleeps: float = 0.0
 
 class Multiples(Constraint):
     "The sum of all ids is a multiple of a number; at most so many ids."
@@ -43,18 +47,32 @@ class Multiples(Constraint):
         arguments, total, count = state
         if count == arguments.fails_after:
             raise RuntimeError("no more")
+        time.sleep(arguments.sleeps)
         allow_ids(mask, range(-total % arguments.of, self.context.vocab_size, arguments.of))
 
 @hookimpl
 def nanovllm_constraints():
     return [ConstraintSpec(name="multiples", impl="sums:Multiples", contract=1,
                            arguments=Multiple)]
+
+class Assigns(LogitsProcessor):
+    "Every id but one has the same logit, and that one a larger one."
+
+    def process(self, logits_SV, requests):
+        logits_SV.fill_(1.0)
+        logits_SV[:, 8] = 2.0
+
+@hookimpl
+def nanovllm_logits_processors():
+    return [LogitsProcessorSpec(name="assigns", impl="sums:Assigns", contract=1)]
 """
 
 
 @pytest.fixture(autouse=True)
 def sums(install: Install) -> None:
-    install("nanovllm-sums", {"nanovllm.constraints": {"multiples": "sums"}}, {"sums": SOURCE})
+    groups = {"nanovllm.constraints": {"multiples": "sums"},
+              "nanovllm.logits_processors": {"assigns": "sums"}}  # fmt: skip
+    install("nanovllm-sums", groups, {"sums": SOURCE})
 
 
 def greedy(of: int | None = None, **fields: Any) -> SamplingParams:
@@ -157,4 +175,40 @@ def test_nothing_is_left_where_other_parameters_forbid_what_is_allowed(tiny: Pat
         params = greedy(3, stop_token_ids=stops, min_tokens=2)
         [output] = llm.generate([prompt], params, use_tqdm=False)
     assert output.finish_reason == "error"
-    assert "did not allow: min_tokens" in str(output.error)
+    assert output.token_ids == []
+    assert "min_tokens or a logits processor of the request forbids" in str(output.error)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_an_id_that_min_tokens_forbids_is_not_given_where_it_is_id_0_either(
+    tiny: Path, steps_ahead: int
+) -> None:
+    """Of a prompt whose sum is a multiple of the vocabulary's size, id 0 alone is allowed."""
+    params = greedy(VOCAB_SIZE, stop_token_ids=[0], min_tokens=4, logprobs=0)
+    with open_tiny(tiny, constraints=["multiples"], steps_ahead=steps_ahead) as llm:
+        output, other = llm.generate([[1, VOCAB_SIZE - 1]] * 2, [params, greedy()], use_tqdm=False)
+    assert (output.finish_reason, output.token_ids, output.logprobs) == ("error", [], [])
+    assert "min_tokens or a logits processor" in str(output.error)
+    assert (other.finish_reason, len(other.token_ids)) == ("length", LENGTH)
+
+
+def test_a_processor_cannot_allow_an_id_again(tiny: Path) -> None:
+    """It assigns logits, also to ids that the mask forbids; the mask comes behind it."""
+    with open_tiny(tiny, constraints=["multiples"], logits_processors=["assigns"]) as llm:
+        params = greedy(3, logits_processors={"assigns": {}})
+        [output] = llm.generate([PROMPT], params, use_tqdm=False)
+    assert (output.finish_reason, len(output.token_ids)) == ("length", LENGTH)
+    total = sum(PROMPT)
+    for token_id in output.token_ids:
+        total += token_id
+        assert total % 3 == 0
+
+
+def test_the_longest_wait_is_a_setting(tiny: Path) -> None:
+    changes: dict[str, Any] = {"limits.constraint_seconds": 0.05}
+    with open_tiny(tiny, constraints=["multiples"], **changes) as llm:
+        slow = SamplingParams(max_tokens=2, constraints={"multiples": {"of": 3, "sleeps": 0.5}})
+        [output] = llm.generate([PROMPT], slow, use_tqdm=False)
+    assert "fill has not returned, and the masks of a step must be made within 0.05 s" in str(
+        output.error
+    )

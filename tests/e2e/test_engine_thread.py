@@ -242,3 +242,12 @@ def test_the_engine_is_handed_out_once_the_door_has_no_unfinished_request(tiny: 
         own = [delta for _ in range(10) for delta in engine.step()]
         assert [len(delta.new_token_ids) for delta in own] == [3]
         assert sum(len(output.new_token_ids) for output in stream) == 39
+
+
+def test_a_searched_stream_that_is_left_at_its_first_end_leaves_nothing(demo: LLM) -> None:
+    """Both samples end in one step; the caller has not searched the second one's last id."""
+    stream = demo.stream("hello", greedy(3, n=2, stop=["no such text"]))
+    next(output for output in stream if output.finished)
+    stream.close()
+    demo.generate(["a"], greedy(1), use_tqdm=False)
+    assert not demo.engine._samples

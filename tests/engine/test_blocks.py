@@ -216,16 +216,24 @@ def test_rows_that_need_a_block_soon_get_it_with_the_one_that_needs_it_now() -> 
     assert [len(together) for together in appends] == [4, 4]
 
 
-def test_no_block_is_given_early_where_not_every_row_could_have_another() -> None:
-    """The same four rows on a cache that is nearly full: each gets its block when it needs it."""
-    harness = Harness(Setting(block_size=16, num_blocks=9, max_model_len=128))
+@pytest.mark.parametrize("windows", [(None,), (None, None)])
+def test_no_block_is_given_early_where_not_every_row_could_have_another(
+    windows: tuple[int | None, ...],
+) -> None:
+    """The same four rows on a cache that is nearly full: each gets its blocks when it needs them.
+
+    A row needs one in each group.
+    """
+    groups = len(windows)
+    setting = Setting(block_size=16, num_blocks=9 * groups, max_model_len=128)
+    harness = Harness(replace(setting, cache_windows=windows))
     for index in range(4):
         harness.add(str(index), [1] * (8 + index), greedy(20))
     harness.run()
     harness.check_all()
     assert harness.engine.stats.preemptions == 0
     appends = [plan.appends for plan in harness.executor.plans if plan.appends is not None]
-    assert [len(together) for together in appends] == [1, 1, 1, 1]
+    assert [len(together) for together in appends] == [groups] * 4
 
 
 def test_blocks_come_early_also_where_the_row_that_is_due_was_preempted() -> None:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm_core.engine import EngineLimits
-from nanovllm_core.engine.block_pool import NO_BLOCK
+from nanovllm_core.engine.block_pool import NO_BLOCK, BlockPool, Content
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request
 from nanovllm_core.errors import ConfigError, InconsistentStateError, RequestTooLongError
-from nanovllm_core.interfaces.cache_groups import peak_blocks
+from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Setting
 from nanovllm_kit.fake_worker import first_seen
@@ -115,6 +115,113 @@ def test_a_prefix_hit_has_the_blocks_that_the_next_token_sees(
     harness.check_all()
 
 
+class Finder(BlockPool):
+    """Finds these blocks, and counts the look-ups."""
+
+    def __init__(self, blocks: dict[Content, int]) -> None:
+        super().__init__(1)
+        self._block_of = blocks
+        self.looked_up = 0
+
+    def find(self, content: Content) -> int:
+        self.looked_up += 1
+        return super().find(content)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_longest_prefix_is_found_with_few_look_ups(data: st.DataObject) -> None:
+    """Whatever is gone: as many as there are blocks, for each pair of groups, not their square."""
+    windows = data.draw(cache_windows())
+    kv, request = cached(windows, num_blocks=60)
+    kept = data.draw(st.sampled_from([0.0, 0.5, 0.9, 0.97, 1.0]))
+    draws = data.draw(st.randoms(use_true_random=False))
+    contents = [(digest, group) for digest in request.digests for group in range(len(windows))]
+    there = {content for content in contents if draws.random() < kept}
+
+    def holds(length: int) -> bool:
+        firsts = [0 if window is None else kv.first_block(window, 2 * length) for window in windows]
+        return all(
+            (digest, group) in there
+            for group, first in enumerate(firsts)
+            for digest in request.digests[first:length]
+        )
+
+    kv.pool = pool = Finder({content: contents.index(content) for content in there})
+    tables = kv.match(request)
+    longest = max(length for length in range(61) if holds(length))
+    assert [len(table) for table in tables] == [longest] * len(windows)
+    for group, (window, table) in enumerate(zip(windows, tables, strict=True)):
+        first = 0 if window is None else kv.first_block(window, 2 * longest)
+        for index, block in enumerate(table):
+            there_as = contents.index((request.digests[index], group))
+            assert block == (there_as if index >= first else NO_BLOCK)
+    assert pool.looked_up <= 60 * len(windows) ** 2 + 60
+
+
+def test_a_prompt_that_waits_costs_few_look_ups_where_nothing_is_cached() -> None:
+    """A window at a time; and one look-up where the window holds every sequence, as without."""
+    for windows, most in [((64,), 3), ((None,), 1), ((500,), 1), ((None, 64), 1)]:
+        kv, request = cached(windows, num_blocks=60)
+        kv.pool = pool = Finder({})
+        assert kv.match(request) == [[] for _ in windows]
+        assert pool.looked_up <= most
+
+
+def cached(windows: tuple[int | None, ...], num_blocks: int) -> tuple[PagedKV, Request]:
+    """A request for a prompt of so many blocks of 2 tokens and one token, not added anywhere."""
+    num_tokens = 2 * num_blocks + 1
+    setting = Setting(
+        block_size=2, max_model_len=num_tokens + 1, num_blocks=1000, cache_windows=windows
+    )
+    harness = Harness(setting)
+    (request,) = harness.add("a", ids(num_tokens), greedy(1))
+    kv = harness.engine._kv
+    kv.match(request)
+    return kv, request
+
+
+def cached_after(windows: tuple[int | None, ...], taken: int) -> int:
+    """Cached tokens of 256 after others took so many blocks, those with nothing to find aside."""
+    setting = Setting(max_num_batched_tokens=512, max_model_len=512, num_blocks=300)
+    harness = Harness(replace(setting, block_size=4, cache_windows=windows))
+    harness.add("a", ids(257), greedy(2))
+    harness.run()
+    pool = harness.engine._kv.pool
+    unknown = [block for block in pool._free if block not in pool._content_of]
+    blocks = [pool.allocate() for _ in range(len(unknown) + taken)]
+    for block in blocks:
+        pool.release([block])
+    harness.add("b", ids(257), greedy(2))
+    return harness.run()["b", 0].num_cached_tokens
+
+
+def test_a_hit_outlives_what_its_window_dropped_and_no_block_of_the_window() -> None:
+    """Without a window it is shortened block by block; with one it is whole, then gone at once."""
+    assert [cached_after((None,), taken) for taken in (0, 1, 4, 60)] == [256, 252, 240, 16]
+    dropped = (257 - 32) // 4
+    assert [cached_after((None, 32), taken) for taken in (0, dropped)] == [256, 256]
+    assert cached_after((None, 32), dropped + 1) == 0
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_block_behind_a_window_is_published_only_with_its_ids(window: int) -> None:
+    """Steps ahead of the results, a row leaves blocks behind whose ids are not on the host yet."""
+    setting = Setting(cache_windows=(window,), block_size=1, steps_ahead=3)
+    harness = Harness(setting)
+    (request,) = harness.add("a", ids(3), greedy(12))
+    went_ahead = False
+    for _ in harness.steps():
+        went_ahead |= request.num_scheduled - window >= request.num_tokens
+        assert request.num_published < request.num_tokens
+    harness.check_all()
+    assert went_ahead
+    turn = [*ids(3), *harness.finished["a", 0].token_ids, 1]
+    harness.add("b", turn, greedy(3))
+    harness.run()
+    harness.check_all()
+
+
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_blocks_behind_a_window_stay_findable(chunk: int) -> None:
     """A second prompt branches off where no window of the first one's end reaches."""
@@ -158,12 +265,8 @@ def test_a_request_that_is_taken_ends_without_preemption_and_one_block_less_refu
     setting: Setting, prompt: int, max_tokens: int
 ) -> None:
     """Alone on the blocks that it needs at most; a second time with whatever is cached of it."""
-    needed = peak_blocks(
-        setting.cache_windows,
-        prompt + max_tokens - 1,
-        setting.block_size,
-        setting.max_num_batched_tokens,
-    )
+    need = SequenceNeed(setting.cache_windows, setting.block_size, setting.max_num_batched_tokens)
+    needed = need.blocks(prompt + max_tokens - 1)
     harness = Harness(replace(setting, num_blocks=needed))
     for name in "ab":
         harness.add(name, ids(prompt), greedy(max_tokens))

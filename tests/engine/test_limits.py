@@ -96,6 +96,15 @@ def test_a_request_may_fill_the_cache_whose_last_token_needs_no_place() -> None:
         two_blocks.check_length(4, SamplingParams(max_tokens=6))
 
 
+def test_smaller_chunks_are_a_remedy_where_a_window_and_a_chunk_decide() -> None:
+    """Ten tokens: three blocks of the whole context, and of a window of 1 and a chunk of 4 two."""
+    windowed = replace(LIMITS, cache_windows=(None, 1), num_blocks=4)
+    with pytest.raises(RequestTooLongError, match=r"5 blocks .*max_num_batched_tokens \(4\)$"):
+        windowed.check_length(4, SamplingParams(max_tokens=6))
+    with pytest.raises(RequestTooLongError, match=r"give the cache more memory$"):
+        replace(LIMITS, num_blocks=2).check_length(4, SamplingParams(max_tokens=6))
+
+
 def test_the_last_id_may_stop_a_request_or_be_biased() -> None:
     LIMITS.check_token_ids(SamplingParams(stop_token_ids=[0, 49], logit_bias={49: 1.0}))
     with pytest.raises(InvalidSamplingError, match="stop_token_ids has token id 50; the vocab"):

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from nanovllm_core import SamplingParams
+from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from tests.e2e.alternating import NAME, choices, install_alternating
 from tests.e2e.tiny import CONFIG, VOCAB_SIZE, open_tiny, write_checkpoint
 
@@ -16,16 +17,19 @@ LENGTHS = (3, 40, 129, 300, 700, 511)
 
 
 @pytest.mark.parametrize("attention", ["triton", "sdpa"])
+@pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("windows", [(24, None), (100, 7)])
 def test_layers_with_different_windows_say_what_dense_masks_say(
     tmp_path: Path,
     install: Callable[..., None],
     windows: tuple[int | None, ...],
     attention: str,
+    block_size: int,
 ) -> None:
     """Captured decode steps and steps with prompts, chunks, prefix hits, freed blocks.
 
-    The reference is computed in float32 on the CPU from whole sequences.
+    There are blocks for two of the longest requests, so that what is freed is soon another's. The
+    reference is computed in float32 on the CPU from whole sequences.
     """
     install_alternating(install)
     facts = {"architectures": [NAME], "windows": windows, "max_position_embeddings": 1024}
@@ -33,6 +37,7 @@ def test_layers_with_different_windows_say_what_dense_masks_say(
     draws = Random(len(windows))
     prompts = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
     params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=0.0)
+    need = SequenceNeed(windows, block_size, max_chunk=256)
     with open_tiny(
         folder,
         device="cuda",
@@ -41,7 +46,7 @@ def test_layers_with_different_windows_say_what_dense_masks_say(
         max_model_len=1024,
         max_num_seqs=4,
         max_num_batched_tokens=256,
-        cache={"num_blocks": 1024},
+        cache={"block_size": block_size, "num_blocks": 2 * need.blocks(1024)},
     ) as llm:
         assert llm.info.cache_windows == windows
         first, second = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,23 @@ def test_the_forward_pass_is_launched_before_the_masks_and_nothing_waits_but_col
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert events == ["submit", "collect", "fill", "sample"] * 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_request_of_whose_ids_nothing_is_left_ends_alone(
+    constrained: Path, temperature: float
+) -> None:
+    """`min_tokens` forbids every id that its masks allow, id 0 among them; no id comes out."""
+    params = replace(
+        constrained_params(0, temperature), stop_token_ids=tuple(range(40)), min_tokens=4
+    )
+    with LLM(
+        str(constrained), load_format="dummy", device="cuda", constraints=["range"],
+        max_num_seqs=8, max_model_len=256, **{"cache.num_blocks": 256},
+    ) as llm:  # fmt: skip
+        each = [params, constrained_params(100, temperature)]
+        ended, other = llm.generate(PROMPTS[:2], each, use_tqdm=False)
+    assert (ended.finish_reason, ended.token_ids) == ("error", [])
+    assert "forbids every id that constraint 'range'" in str(ended.error)
+    assert (other.finish_reason, len(other.token_ids)) == ("length", 32)
+    assert follows(100, other.token_ids)

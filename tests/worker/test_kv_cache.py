@@ -209,6 +209,44 @@ def test_a_cpu_takes_what_its_rows_can_use_within_a_bound(
     assert size_cache(setup, SHAPE, None, SINGLE.min_over_ranks) == (blocks, min(112, 16 * blocks))
 
 
+BOTH = replace(
+    SHAPE,
+    num_layers=2,
+    attention_layers=tuple(
+        AttentionShape(num_heads=4, num_kv_heads=2, head_size=16, sliding_window=window)
+        for window in (8, None)
+    ),
+)
+
+
+def sized(length: int | str, num_blocks: int | None) -> tuple[int, int]:
+    """Blocks and tokens of two cache groups, chunks of 32 tokens and a model's limit of 112."""
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "max_model_len": length}
+    config = EngineConfig(model="m", limits=limits, cache={"num_blocks": num_blocks})
+    facts = {"max_model_len": 112, "block_size": 16, "dtype": "float32"}
+    setup = cast(WorkerSetup, SimpleNamespace(config=config, **facts))
+    return size_cache(setup, BOTH, None, SINGLE.min_over_ranks)
+
+
+def test_a_cache_is_sized_for_all_groups() -> None:
+    """112 tokens take 7 blocks of the whole context and 4 of a window of 8 with chunks of 32."""
+    assert sized(112, None) == (33, 112)
+    assert sized(112, 11) == (11, 112)
+    assert sized("fit", 10) == (10, 96)
+    assert sized("fit", 2) == (2, 16)
+    said = r"needs 11; .* at most 96 .* to 11, or lower limits\.max_num_batched_tokens \(32\)$"
+    with pytest.raises(OutOfMemoryError, match=said):
+        sized(112, 10)
+
+
+@pytest.mark.parametrize(("length", "remedy"), [("fit", 2), (112, 11)])
+def test_a_cache_without_a_block_for_each_group_is_refused(length: int | str, remedy: int) -> None:
+    """No request has less than a prompt token and an output token."""
+    said = rf"an output token need 2 \(cache groups: 2\); raise cache\.num_blocks to {remedy}$"
+    with pytest.raises(OutOfMemoryError, match=said):
+        sized(length, 1)
+
+
 def test_more_blocks_than_there_is_memory_for_are_refused_with_the_bytes() -> None:
     """The message says what was asked for, what it takes, and what to do."""
     with pytest.raises(

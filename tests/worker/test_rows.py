@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.plan import (
     MAX_DEVICE_STOP_IDS,
     PADDED,
@@ -131,6 +132,16 @@ def test_every_group_has_block_tables_of_its_own() -> None:
     chunk = torch.tensor([[2], [8], [1], [0], [1]], dtype=torch.int32)
     rows_reference.prepare_prefill(tables, chunk, inputs.slice(slice(1), slice(1)), 1)
     assert inputs.slot_mapping.tolist() == [[7 * BLOCK_SIZE, -1], [9 * BLOCK_SIZE, -1]]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_an_admission_for_other_cache_groups_is_refused(groups: int) -> None:
+    """Its tables would be another's, or none's."""
+    tables = RowTables.allocate(4, MAX_LEN, BLOCK_SIZE, CPU, num_groups=2)
+    block_ids = np.ones((groups, 3), np.int32)
+    said = f"row 2 has block tables for {groups} cache groups, the worker has 2"
+    with pytest.raises(InconsistentStateError, match=said):
+        RowUpdates(tables).admit(admission(2, [1] * 9, block_ids=block_ids))
 
 
 def test_nothing_collected_is_nothing_to_copy() -> None:

@@ -410,6 +410,20 @@ def test_a_prompt_for_every_row_is_one_replay(folder: Path) -> None:
     started.executor.close()
 
 
+def test_trials_run_on_one_block_whatever_the_groups(
+    tmp_path: Path, install: Callable[..., None]
+) -> None:
+    """As a GPU's start does: every block table names block 0, and the results are thrown away."""
+    install_alternating(install)
+    facts = {"architectures": [ALTERNATING], "windows": (8, None)}
+    started = Started(write_checkpoint(tmp_path / "tiny", **facts), max_num_batched_tokens=40)
+    started.runner.attention.allocate_cache(1)
+    started.runner.trial_step(40)
+    started.runner.trial_captured_step()
+    assert torch.isfinite(started.blocks).all()
+    started.executor.close()
+
+
 @pytest.mark.parametrize("prompt_sizes", [(), (8, 32)], ids=["exact", "padded"])
 def test_a_trial_step_does_all_that_a_request_may_ask_for(
     folder: Path, prompt_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from nanovllm_core.worker.masks import ForwardPass, MaskTable
 from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
-from nanovllm_kit.executor import admit, decodes
+from nanovllm_kit.executor_plans import admit, decodes
 
 from ..e2e.tiny import VOCAB_SIZE, write_config
 
@@ -143,6 +143,34 @@ def test_a_masked_row_samples_as_if_its_other_logits_were_forbidden(
     already = logits.masked_fill(forbidden, -torch.inf)
     assert masked == run_tail(already, free, MaskTable(len(rows), vocab, CPU))
     assert all(masked[i] in chosen[i] for i in constrained)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("allowed", [0, 5, 69])
+def test_a_row_whose_allowed_ids_are_all_forbidden_gets_another_id(
+    allowed: int, temperature: float
+) -> None:
+    """One that its mask does not allow, by which the host knows; its neighbour gets its own."""
+    vocab = 70
+    ends = RowSampling(
+        temperature=temperature,
+        stop_token_ids=(allowed,),
+        min_tokens=9,
+        constrained=True,
+        top_k=3,
+        top_p=0.5,
+        seed=4,
+    )
+    words = np.zeros((2, mask_words(vocab)), np.int32)
+    for mask in words:
+        allow_ids(mask, [allowed])
+    table = MaskTable(2, vocab, CPU)
+    step = ForwardPass(None, (), (), (0, 1))  # type: ignore[arg-type]
+    table.load(TokenMasks(rows=np.arange(2, dtype=np.int32), allowed=words), step)
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3))
+    other, chosen = run_tail(logits, [ends, replace(ends, min_tokens=0)], table)
+    assert other not in (allowed, -1)
+    assert chosen == allowed
 
 
 def run_tail(logits: torch.Tensor, rows: list[RowSampling], table: MaskTable) -> list[int]:

@@ -70,7 +70,10 @@ class Chunk:
 
 
 class SdpaAttention(AttentionBackend):
-    """torch's SDPA over gathered blocks. Holds at most 256 MiB, whatever the batch and lengths."""
+    """torch's SDPA over gathered blocks. Holds at most 256 MiB, whatever the batch and lengths.
+
+    So does each instance: an engine has one for each cache group of its model.
+    """
 
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
@@ -304,8 +307,8 @@ class SdpaAttention(AttentionBackend):
     def plan_prefill(self, metadata: PrefillMetadata) -> None:
         """Read the chunks' bounds once for all layers.
 
-        On a device this is the step's one synchronising call; prefill is neither captured nor the
-        steady path.
+        On a device this is the instance's one synchronising call of a step; prefill is neither
+        captured nor the steady path.
         """
         bounds = torch.cat((metadata.query_start_loc, metadata.seq_lens)).tolist()
         num_seqs = metadata.seq_lens.shape[0]

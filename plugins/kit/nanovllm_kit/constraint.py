@@ -95,6 +95,24 @@ class ConstraintConformance(SpecConformance):
         for arguments in asked:
             answer(constraint, arguments, draws)
 
+    def test_an_answer_goes_on_behind_an_end_that_is_ignored(
+        self, constraint: Constraint, asked: list[BaseModel], draws: Random
+    ) -> None:
+        """With `ignore_eos` the id that ends an answer is taken in, and allowed again."""
+        for arguments in asked:
+            ids, masks = answer(constraint, arguments, draws)
+            if len(masks) == len(ids):
+                continue  # It did not end.
+            state = constraint.start(arguments, PROMPT.copy())
+            for token_id in ids:
+                constraint.advance(state, token_id)
+            for _ in range(3):
+                constraint.advance(state, END)
+                assert END in ids_of(fill(constraint, state)), (
+                    f"behind {ids} and an end-of-sequence id, that id is not allowed again; with "
+                    "ignore_eos the answer goes on"
+                )
+
     def test_something_is_forbidden(
         self, constraint: Constraint, asked: list[BaseModel], draws: Random
     ) -> None:

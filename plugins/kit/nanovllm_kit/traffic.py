@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from nanovllm_core.interfaces.cache_groups import peak_blocks
+from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Letters, Setting
 from nanovllm_kit.scheduler_views import request_labels
@@ -70,7 +70,7 @@ def arrivals(max_prompt: int, max_output: int) -> st.SearchStrategy[Arrival]:
 
 def cache_windows() -> st.SearchStrategy[tuple[int | None, ...]]:
     """One to three groups of any windows."""
-    window = st.none() | st.integers(1, 40)
+    window = st.none() | st.integers(1, 4) | st.integers(1, 40)
     return st.lists(window, min_size=1, max_size=3).map(tuple)
 
 
@@ -89,7 +89,8 @@ def engine_settings(
     max_num_seqs = draw(st.integers(1, 8))
     max_num_batched_tokens = max_num_seqs + draw(st.sampled_from([0, 1, 7, 30, 200]))
     cache_windows = draw(windows)
-    enough = peak_blocks(cache_windows, longest - 1, block_size, max_num_batched_tokens)
+    need = SequenceNeed(cache_windows, block_size, max_num_batched_tokens)
+    enough = need.blocks(longest - 1)
     setting = Setting(
         # From so few blocks that every second request is preempted, to plenty.
         num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, enough, 3 * enough])),

@@ -20,6 +20,7 @@ from nanovllm_core.interfaces.constraint import (
 )
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_kit import ConstraintConformance, PluginUnderTest
+from nanovllm_kit.constraint import END
 
 SUITE = ConstraintConformance()
 
@@ -52,6 +53,17 @@ class DeadEnd(Right):
     def fill(self, state: Any, mask: NDArray[np.int32]) -> None:
         if len(state) <= state[0] + 1:
             super().fill(state, mask)
+
+
+class EndsOnce(Right):
+    """Counts down past the end of its answer, as `left -= 1` does."""
+
+    def fill(self, state: Any, mask: NDArray[np.int32]) -> None:
+        if END not in state[:-1]:
+            super().fill(state, mask)
+        if state[-1] == END:
+            mask[:] = 0
+            allow_ids(mask, [5])
 
 
 class CountsFills(Right):
@@ -170,6 +182,7 @@ def check(constraint: type[Constraint], name: str, folder: Path) -> None:
     [
         (DeadEnd, "test_no_answer_comes_to_a_dead_end", "no id is allowed after .*eos_token"),
         (Returns, "test_no_answer_comes_to_a_dead_end", "fill returned ndarray, which is ignored"),
+        (EndsOnce, "test_an_answer_goes_on_behind_an_end_that_is_ignored", "is not allowed again"),
         (CountsFills, "test_filling_again_gives_the_same_mask", "masks filled only once: mask"),
         (OneState, "test_an_answer_has_a_state_of_its_own", "answers that take turns: mask"),
         (Remembers, "test_a_mask_follows_from_the_arguments_and_the_ids", "again: mask 0 differs"),

@@ -44,7 +44,10 @@ class Choices(Constraint):
 
 
 def token_texts(context: ConstraintContext) -> list[str]:
-    """The text of each id; "" for special ids and those that are part of a character."""
+    """The text of each id; "" for special ids and those that are part of a character.
+
+    It is the text behind another id: alone, some tokenizers drop the space that it begins with.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -54,6 +57,12 @@ def token_texts(context: ConstraintContext) -> list[str]:
             f"choices needs the texts of the tokens, but the tokenizer in {context.tokenizer!r} "
             f"cannot be loaded ({error}); name one under `tokenizer` of the configuration"
         ) from error
-    ids = [[token_id] for token_id in range(min(len(tokenizer), context.vocab_size))]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return [text if "\N{REPLACEMENT CHARACTER}" not in text else "" for text in texts]
+    anchor = tokenizer.encode("a", add_special_tokens=False)
+    ids = [[*anchor, token_id] for token_id in range(min(len(tokenizer), context.vocab_size))]
+    before, *texts = tokenizer.batch_decode(
+        [anchor, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return [
+        text.removeprefix(before) if "\N{REPLACEMENT CHARACTER}" not in text else ""
+        for text in texts
+    ]

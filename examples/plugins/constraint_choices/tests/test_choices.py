@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.api import ConfigError, ConstraintContext, InvalidSamplingError, NoOptions
+from nanovllm_core.api import (
+    ConfigError,
+    ConstraintContext,
+    InvalidSamplingError,
+    NoOptions,
+    allows,
+)
 from nanovllm_example_constraint_choices.constraint import Choices
+from nanovllm_example_constraint_choices.plugin import ChoicesArguments
 
 QUESTION = [{"role": "user", "content": "What is 27 + 15?"}]
 TEXTS = ["forty-two", "43", "forty", "I do not know."]
@@ -44,6 +56,40 @@ def test_answers_are_among_the_choices_at_any_depth_and_the_free_ones_are_free()
     assert len({text for text, _ in chosen[1:5]}) > 1, "it is sampled"
     assert [text for text, _ in chosen[5:]] == ["no", "no"]
     assert {reason for _, reason in chosen} == {"stop"}
+
+
+def test_texts_are_those_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    """Also of a tokenizer that drops the space at the beginning of a text."""
+    ids = {"<unk>": 0, "</s>": 1, "▁forty": 2, "▁two": 3, "two": 4, "forty": 5, "▁": 6, "a": 7}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
+    context = ConstraintContext(
+        vocab_size=8, max_model_len=9, tokenizer=str(tmp_path), eos_token_ids=(1,)
+    )
+    choices = Choices(NoOptions(), context)
+    given = {}
+    for text in ("fortytwo", "forty two"):
+        state = choices.start(ChoicesArguments(texts=(text,)), np.zeros(1, np.int32))
+        mask = np.zeros(1, np.int32)
+        choices.fill(state, mask)
+        choices.advance(state, 5)
+        choices.fill(state, mask)
+        given[text] = [token_id for token_id in range(8) if allows(mask, token_id)]
+    assert given == {"fortytwo": [4, 5], "forty two": [3, 5, 6]}
+
+
+def test_a_choice_goes_on_with_its_end_where_that_is_ignored() -> None:
+    """Up to the length that the request states."""
+    with LLM("demo", device="cpu", attention="sdpa", constraints=["choices"]) as llm:
+        params = SamplingParams(
+            max_tokens=12, ignore_eos=True, constraints={"choices": {"texts": ["yes"]}}
+        )
+        [output] = llm.generate(["a"], params, use_tqdm=False)
+    assert (output.text, output.finish_reason) == ("yes", "length")
 
 
 def test_a_wrong_request_is_refused_and_a_model_without_texts_too() -> None:

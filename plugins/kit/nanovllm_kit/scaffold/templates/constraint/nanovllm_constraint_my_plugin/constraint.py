@@ -55,10 +55,18 @@ class MyPluginConstraint(Constraint):
 
 
 def token_texts(context: ConstraintContext) -> list[str]:
-    """The text of each id; "" for special ids and those that are part of a character."""
+    """The text of each id; "" for special ids and those that are part of a character.
+
+    It is the text behind another id: alone, some tokenizers drop the space that it begins with.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(context.tokenizer, local_files_only=True)
-    ids = [[token_id] for token_id in range(min(len(tokenizer), context.vocab_size))]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return ["" if "\N{REPLACEMENT CHARACTER}" in text else text for text in texts]
+    anchor = tokenizer.encode("a", add_special_tokens=False)
+    ids = [[*anchor, token_id] for token_id in range(min(len(tokenizer), context.vocab_size))]
+    before, *texts = tokenizer.batch_decode(
+        [anchor, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return [
+        "" if "\N{REPLACEMENT CHARACTER}" in text else text.removeprefix(before) for text in texts
+    ]
