@@ -20,6 +20,8 @@ pytestmark = [
 ]
 
 DEVICE, WINDOW, VOCAB_SIZE, COUNT = "cuda", 96, 4096, 160
+FEW_BLOCKS = 150
+"""Of 16 tokens: little more than the longest sequence needs in all cache groups."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 768,
@@ -29,6 +31,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "sliding_window": WINDOW,
     "query_pre_attn_scalar": 512,
+    "head_dim": 256,
     "pad_token_id": 0,
 }
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -38,23 +41,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"num_hidden_layers": 6, "sliding_window_pattern": 3},
     ),
 }
-BACKENDS: dict[str, tuple[Any, int]] = {
-    "triton": ("triton", 256),
-    "sdpa": ("sdpa", 256),
-    "flash": ("flash", 128),
-    "flash for prompts": ({"prefill": "flash", "decode": "triton"}, 128),
-}
-"""The setting `attention`, and a head size that it has."""
-
-
-def skip_without(attention: Any) -> None:
-    for name in {attention} if isinstance(attention, str) else {*attention.values()}:
-        pytest.importorskip(f"nanovllm_attention_{name}")
-        if name == "flash":
-            from nanovllm_attention_flash.providers import PROVIDERS
-
-            if reason := PROVIDERS["fa4"].missing():
-                pytest.skip(reason)
 
 
 @torch.inference_mode()
@@ -72,27 +58,26 @@ def make_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("attention", ["triton", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_are_as_exact_as_those_of_transformers(
-    name: str, backend: str, enforce_eager: bool, tmp_path: Path
+    name: str, attention: str, enforce_eager: bool, tmp_path: Path
 ) -> None:
     """The log-probabilities of sampled tokens, far beyond the windows, are about as close to
     float32 as those of transformers in bfloat16.
 
     In one batch, in chunks; again behind prefix hits; and in a cache so small that requests are
-    preempted.
+    preempted. Compared are the errors that nine of ten tokens stay below: random weights make some
+    choices of attention so close that a rounding decides them, and a mean square would be theirs.
     """
-    attention, head_dim = BACKENDS[backend]
-    skip_without(attention)
+    pytest.importorskip(f"nanovllm_attention_{attention}")
     reference_class, layers = MODELS[name]
-    sizes = {**SIZES, **layers, "head_dim": head_dim}
+    sizes = {**SIZES, **layers}
     reference = ReferenceCheckpoint.save(tmp_path, reference_class, sizes, std=0.05)
     exact = reference.model.to(DEVICE)
     half = reference_class.from_pretrained(tmp_path, dtype=torch.bfloat16).to(DEVICE).eval()
     params = SamplingParams(temperature=1.0, seed=1, logprobs=0, max_tokens=COUNT, ignore_eos=True)
-    block_size = 128 if "flash" in backend else 16
-    for num_tokens in (64_000, 3200):
+    for num_blocks in (4000, FEW_BLOCKS):
         with LLM(
             str(tmp_path),
             device=DEVICE,
@@ -102,7 +87,7 @@ def test_logprobs_are_as_exact_as_those_of_transformers(
             max_model_len=1024,
             max_num_seqs=16,
             max_num_batched_tokens=512,
-            cache={"block_size": block_size, "num_blocks": num_tokens // block_size},
+            cache={"block_size": 16, "num_blocks": num_blocks},
         ) as llm:
             for _ in range(2):
                 ours, theirs = [], []
@@ -114,6 +99,6 @@ def test_logprobs_are_as_exact_as_those_of_transformers(
                         torch.tensor([one.token_logprob for one in output.logprobs]) - right_T
                     )
                     theirs.append(logprobs_of(half, ids) - right_T)
-                our, their = (torch.cat(errors).square().mean().sqrt() for errors in (ours, theirs))
+                our, their = (torch.cat(errors).abs().quantile(0.9) for errors in (ours, theirs))
                 assert our <= 1.2 * their, (our, their)
-            assert (llm.stats.preemptions > 0) is (num_tokens < 10_000)
+            assert (llm.stats.preemptions > 0) is (num_blocks == FEW_BLOCKS)
