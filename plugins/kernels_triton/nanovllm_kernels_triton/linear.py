@@ -2,8 +2,9 @@
 
 Two kernels, each with an optional residual sum or gated activation behind the product.
 `vector_linear_kernel` holds whole weight rows in registers, and norms its rows itself where asked:
-right for one row or two. `tile_linear_kernel` runs on the tensor cores, with the weight as the wide
-operand: right for up to 64 rows. Which is used where is `linear_choice`'s decision.
+right for one row or two. `tile_linear_kernel` runs on the tensor cores, with the wider of the tile
+and x as the first operand: right for up to 64 rows. Which is used where is `linear_choice`'s
+decision.
 
 Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS]; GATED: weight [2·OUTPUTS, INPUTS], the gate's
 rows first. BLOCK_N counts weight rows: a gated program holds as many of the gate as of up.
@@ -85,6 +86,7 @@ def tile_linear_kernel(
     finished parts; zero before, zero after.
     """
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    ROWS_FIRST: tl.constexpr = BLOCK_M > BLOCK_N  # Hopper's wide product takes a first one of 64
     first = tl.program_id(1) * STEPS // SPLITS
     end = (tl.program_id(1) + 1) * STEPS // SPLITS
     weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
@@ -97,7 +99,7 @@ def tile_linear_kernel(
     if ADD:
         residual = tl.load(out_ptrs, mask=out_mask, other=0.0)
 
-    y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    y = tl.zeros((BLOCK_M, BLOCK_N) if ROWS_FIRST else (BLOCK_N, BLOCK_M), tl.float32)
     for step in range(end - first):
         columns = (first + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = columns < INPUTS
@@ -105,9 +107,14 @@ def tile_linear_kernel(
         weight = tl.load(weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
         mask = live[:, None] & inside[None, :]
         x = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
-        y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+        if ROWS_FIRST:
+            y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+        else:
+            y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
     if DEPENDENT:  # not earlier: programs that wait here would only be in the loop's way
         gdc_launch_dependents()
+    if ROWS_FIRST:
+        y = tl.trans(y)
 
     if SPLITS == 1:
         if ADD:

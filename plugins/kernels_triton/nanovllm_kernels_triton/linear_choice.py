@@ -84,7 +84,7 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     if not half:
         return None
     if outputs < _WIDE_OUTPUTS:
-        return _narrow_tile_plan(outputs, inputs)
+        return _narrow_tile_plan(rows, outputs, inputs)
     return _wide_tile_plan(rows, outputs, inputs)
 
 
@@ -94,13 +94,15 @@ def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
     return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
 
 
-def _narrow_tile_plan(outputs: int, inputs: int) -> TilePlan:
+def _narrow_tile_plan(rows: int, outputs: int, inputs: int) -> TilePlan:
     """As many parts as give every multiprocessor a program.
 
-    At least two steps to a part: the loads of a single one would not be pipelined.
+    At least two steps to a part, or the loads of a single one would not be pipelined. Above 32
+    rows x is the wide operand, and steps are shorter, so that four fit in shared memory.
     """
-    splits = _splits(_PROGRAMS, -(-outputs // 32), -(-inputs // 256), least=2)
-    return TilePlan(block_n=32, block_k=256, splits=splits, num_warps=4, num_stages=3)
+    block_k, num_stages, least = (256, 3, 2) if rows <= 32 else (128, 4, 4)
+    splits = _splits(_PROGRAMS, -(-outputs // 32), -(-inputs // block_k), least=least)
+    return TilePlan(32, block_k, splits, num_warps=4, num_stages=num_stages)
 
 
 def _wide_tile_plan(rows: int, outputs: int, inputs: int) -> TilePlan:

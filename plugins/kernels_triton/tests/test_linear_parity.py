@@ -37,8 +37,8 @@ PLANS: dict[str, LinearPlan] = {
     "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3),
     "uneven": TilePlan(16, 16, splits=3, num_warps=4, num_stages=3),
 }
-SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200)]
-"""(rows, outputs, inputs): whole blocks, and ends of blocks in every dimension."""
+SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200), (37, 22, 100)]
+"""(rows, outputs, inputs): whole blocks, ends of blocks in every dimension, more rows than outputs."""
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
