@@ -124,7 +124,7 @@ def test_few_rows_use_the_tensor_cores_and_asynchronous_copies(
 def test_64_rows_take_the_product_of_a_whole_warp_group(
     name: str, reports: dict[str, AotReport]
 ) -> None:
-    """Its first operand has 64 rows: of the weight, or of x where tiles of the weight are narrow."""
+    """Its first operand has 64 rows: of the weight, or of x where tiles are narrower."""
     assert "wgmma.mma_async" in reports[f"tile-{name}-64-dependent"].ptx
 
 

@@ -38,7 +38,7 @@ PLANS: dict[str, LinearPlan] = {
     "uneven": TilePlan(16, 16, splits=3, num_warps=4, num_stages=3),
 }
 SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200), (37, 22, 100)]
-"""(rows, outputs, inputs): whole blocks, ends of blocks in every dimension, more rows than outputs."""
+"""(rows, outputs, inputs): whole blocks, ends of blocks in all dimensions, x as wide operand."""
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
