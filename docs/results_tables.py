@@ -201,17 +201,17 @@ def start_table(results: Results) -> str:
             starts = [s for s in record["starts"] if s["triton_cache"] == cache]
             quickest = min(starts, key=lambda start: float(start["ready"]))
             parts = [("import", "plan", "device"), ("model", "attention", "cache")]
-            parts.append(("warm_up", "capture"))
+            parts.append(("compile", "warm_up", "capture"))
             ours.append(
                 (
                     f"nanovllm, `{name.removeprefix('start_')}`",
                     cache,
                     f"{quickest['ready']:.1f} s",
-                    *(f"{sum(quickest[part] for part in group):.1f} s" for group in parts),
+                    *(f"{sum(quickest.get(part, 0) for part in group):.1f} s" for group in parts),
                 )
             )
     head = ("engine", "compile caches", "start to ready", "imports and choices")
-    return table((*head, "weights, trial step, blocks", "warm-up and capture"), [*ours, *peers])
+    return table((*head, "weights, trial step, blocks", "kernels and capture"), [*ours, *peers])
 
 
 def latency_table(results: Results) -> str:

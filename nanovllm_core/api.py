@@ -58,6 +58,7 @@ from nanovllm_core.interfaces.executor import (
     WorkerSetup as WorkerSetup,
 )
 from nanovllm_core.interfaces.kernels import (
+    CompilingKernels as CompilingKernels,
     KernelSet as KernelSet,
     QKPrep as QKPrep,
 )

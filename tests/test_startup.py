@@ -408,3 +408,25 @@ def test_the_chosen_attention_is_logged_with_why_others_lost(
     with caplog.at_level("INFO", logger="nanovllm_core.selection.startup"):
         started(folder)
     assert "sdpa" in caplog.text
+
+
+def test_steps_warm_up_unless_every_plugin_of_a_step_needs_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One plugin that needs it is enough: here `sdpa`, which does not say."""
+    decisions = decided(folder)
+    assert startup.make_setup(decisions).needs_warm_up
+    states_none = SimpleNamespace(needs_warm_up=False)
+    monkeypatch.setattr(type(decisions.plugins), "spec", lambda *_: states_none)
+    assert not startup.make_setup(decisions).needs_warm_up
+
+
+def test_the_plugins_of_triton_kernels_need_no_warm_up() -> None:
+    """So an engine of them compiles its kernels in parallel."""
+    plugins = get_plugin_manager()
+    for kind in ("attention", "kernels"):
+        pytest.importorskip(f"nanovllm_{kind}_triton", reason="it is not installed")
+        assert not plugins.spec(kind, "triton").needs_warm_up
+    assert not plugins.spec("model", "Qwen3ForCausalLM").needs_warm_up
+    assert not plugins.spec("sampler", "gumbel").needs_warm_up
+    assert not plugins.spec("executor", "single").needs_warm_up

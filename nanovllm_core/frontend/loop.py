@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
+from threading import Thread
 from time import perf_counter
 
 from nanovllm_core.config.settings import EngineConfig
@@ -19,7 +20,7 @@ from nanovllm_core.engine import (
     OutputDelta,
 )
 from nanovllm_core.errors import EngineClosedError
-from nanovllm_core.frontend.gc_freeze import freeze_objects, thawed_objects
+from nanovllm_core.frontend.gc_freeze import freeze_objects, no_collections, thawed_objects
 from nanovllm_core.frontend.messages import (
     Abort,
     AddRequests,
@@ -35,7 +36,7 @@ from nanovllm_core.frontend.messages import (
 )
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
-from nanovllm_core.selection.startup import Startup, make_constraints, start
+from nanovllm_core.selection.startup import Startup, make_constraints, start, wake_gpu
 
 Deliver = Callable[[Answer], None]
 """Called on the engine's thread: it must not wait."""
@@ -80,7 +81,8 @@ class EngineLoop:
     def run(self) -> None:
         """Start, serve until `Close`, free the device. Every error goes to callers that wait."""
         try:
-            started = self._start()
+            with no_collections():
+                started = self._start()
         except BaseException as error:
             self.is_starting = self.is_open = False
             self.started.set_exception(error)
@@ -101,6 +103,8 @@ class EngineLoop:
 
     def _start(self) -> Started:
         began = perf_counter()
+        if self.config.device != "cpu":
+            Thread(target=wake_gpu, daemon=True).start()
         startup = self._startup = start(self.config)
         observation = Observation(startup.observers) if startup.observers else None
         self._observation = observation

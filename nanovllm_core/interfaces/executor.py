@@ -36,7 +36,8 @@ class WorkerSetup:
     ("bfloat16") are resolved, never "auto". `max_model_len` is a bound where the configuration says
     `fit`: an executor may offer less, by `WorkerInfo.max_model_len`. `prompt_graph_sizes`: the
     numbers of prompt tokens that steps are padded to, and captured with where `cuda_graphs` is set,
-    increasing; empty where the prefill backend cannot be captured.
+    increasing; empty where the prefill backend cannot be captured. `needs_warm_up`: whether a step
+    must run before it is captured; see `PluginSpec`.
     """
 
     config: EngineConfig
@@ -56,6 +57,7 @@ class WorkerSetup:
     dtype: str
     cuda_graphs: bool
     prompt_graph_sizes: tuple[int, ...] = ()
+    needs_warm_up: bool = True
 
 
 class Executor(ABC):

@@ -12,6 +12,8 @@ per block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -127,4 +129,17 @@ class KernelSet(Protocol):
 
         `positions_T` int32 or int64. `slot_mapping_T` int64: block · P + offset; -1 stores nothing.
         The caches may have any strides, as long as D is contiguous.
+        """
+
+
+@runtime_checkable
+class CompilingKernels(Protocol):
+    """A kernel set that can compile its kernels, and others in its language, in parallel."""
+
+    def compile_ahead(self) -> AbstractContextManager[Callable[[], bool]]:
+        """Within, kernels that are launched for the first time are compiled by threads, not run.
+
+        Leaving waits until all are loaded. Gives a function that says whether one of those so far
+        was not compiled by an earlier process. Entered once, before any step has run, with the
+        set's device as the current one.
         """

@@ -39,6 +39,11 @@ class PluginSpec:
 
     The core calls every kind's `impl` with the validated options first, an instance of `options`;
     the arguments after them are the kind's.
+
+    `needs_warm_up`: whether a step with this plugin must run before it can be captured in a CUDA
+    graph, because its first run makes something and keeps it (a buffer, a communicator, a choice
+    by timing). By default it must. Where no plugin of a step needs it (model, attention, kernels,
+    sampler, executor), an engine starts sooner, and compiles Triton kernels in parallel.
     """
 
     name: str
@@ -46,6 +51,7 @@ class PluginSpec:
     contract: int
     summary: str = ""
     options: type[BaseModel] = NoOptions
+    needs_warm_up: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, make_parameter
+from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, copy_weight, make_parameter
 
 if TYPE_CHECKING:
     from nanovllm_core.layers.context import LayerContext
@@ -48,7 +48,7 @@ def make_split_parameter(
         loaded = tensor[piece.source : piece.source + piece.size]
         if columns is not None:
             loaded = loaded.narrow(1, columns.source, columns.size)
-        part[: len(loaded)].copy_(loaded)
+        copy_weight(part[: len(loaded)], loaded)
         part[len(loaded) :].zero_()
 
     size = sum(piece.size for piece in rows.values())

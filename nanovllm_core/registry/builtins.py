@@ -31,6 +31,7 @@ def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
             impl="nanovllm_core.worker.executor:SingleProcessExecutor",
             contract=4,
             summary="The model runs in this process, on one device.",
+            needs_warm_up=False,
         )
     ]
 
@@ -65,6 +66,7 @@ def nanovllm_samplers() -> Sequence[specs.SamplerSpec]:
             summary="Greedy and temperature; noise follows from seed, output index and id alone.",
             devices=frozenset({"cpu", "cuda"}),
             cuda_graphs=True,
+            needs_warm_up=False,
         )
     ]
 

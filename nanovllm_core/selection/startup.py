@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -46,6 +48,18 @@ class Startup:
     """Why these attention backends and this kernel set: the lines of the log."""
 
 
+def wake_gpu() -> None:
+    """What takes time and neither torch nor Python's lock, for a thread beside torch's import.
+
+    CUDA is initialised, and Triton reads all of itself, for the names of its compiled kernels.
+    """
+    with suppress(OSError, ImportError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)  # OSError: there is no GPU
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def start(config: EngineConfig) -> Startup:
     """Resolve every choice of `config`; loads no weights and allocates nothing on the device."""
     decisions = Decisions(config)
@@ -85,13 +99,15 @@ def start(config: EngineConfig) -> Startup:
 def make_setup(decisions: Decisions) -> WorkerSetup:
     """The choices as plain data, for the workers."""
     [kernels], [sampler] = decisions.named("kernels"), decisions.named("sampler")
+    attention = decisions.attention.prefill.resolved, decisions.attention.decode.resolved
+    in_steps = decisions.model, *attention, kernels, sampler, *decisions.named("executor")
     return WorkerSetup(
         config=decisions.config,
         checkpoint=str(decisions.checkpoint),
         model_config=decisions.model_config,
         model=decisions.model,
-        prefill_attention=decisions.attention.prefill.resolved,
-        decode_attention=decisions.attention.decode.resolved,
+        prefill_attention=attention[0],
+        decode_attention=attention[1],
         kernels=kernels,
         sampler=sampler,
         logits_processors=decisions.named("logits_processor"),
@@ -103,6 +119,9 @@ def make_setup(decisions: Decisions) -> WorkerSetup:
         dtype=decisions.dtype,
         cuda_graphs=decisions.cuda_graphs,
         prompt_graph_sizes=decisions.prompt_graph_sizes,
+        needs_warm_up=any(
+            decisions.plugins.spec(one.kind, one.name).needs_warm_up for one in in_steps
+        ),
     )
 
 

@@ -74,11 +74,16 @@ class StepGraphs:
 
     @_no_collection()
     def capture(
-        self, keys: Collection[StepKey], step: Callable[[StepKey], None], laps: Laps
+        self,
+        keys: Collection[StepKey],
+        step: Callable[[StepKey], None],
+        laps: Laps,
+        *,
+        warm_up: bool = True,
     ) -> None:
         """Capture `step(key)` for every key, those of the most tokens first: they lay out the pool.
 
-        A run before each capture compiles kernels and creates handles, which none can capture.
+        A run before each capture compiles kernels and creates handles, unless without `warm_up`.
         """
         largest_first = sorted(keys, key=lambda key: key.total_tokens, reverse=True)
         stream = torch.cuda.Stream(self._device)
@@ -86,13 +91,16 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(stream), counting("Capturing CUDA graphs") as progress:
             torch.cuda.empty_cache()
+            torch.cuda.current_blas_handle()  # is made now, for no capture can
             for done, key in enumerate(largest_first, start=1):
-                step(key)
-                stream.synchronize()
-                laps.end("warm_up")
+                if warm_up:
+                    step(key)
+                    stream.synchronize()
+                    laps.end("warm_up")
                 graph = torch.cuda.CUDAGraph()
-                # `torch.cuda.graph` would empty the allocator's cache for each of them.
-                graph.capture_begin(pool=pool)
+                # `torch.cuda.graph` would empty the allocator's cache for each of them. Other
+                # threads may load kernels meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="relaxed")
                 try:
                     step(key)
                 finally:

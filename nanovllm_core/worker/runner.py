@@ -9,6 +9,7 @@ where the attention backends can be, launched eagerly beyond the largest.
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -21,6 +22,7 @@ from torch import Tensor
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.kernels import CompilingKernels
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import (
     PrefillChunk,
@@ -108,6 +110,7 @@ class ModelRunner:
         self._debug = config.debug
         self._num_steps = 0
         self._graphs: StepGraphs | None = None
+        self._needs_warm_up = setup.needs_warm_up
 
     def _allocate_inputs(self, num_tokens: int, num_entries: int) -> StepInputs:
         num_groups, _, max_blocks = self.tables.block_table.shape
@@ -216,10 +219,27 @@ class ModelRunner:
         """The smallest of the bucket sizes that holds `num_rows`."""
         return self.bucket_sizes[bisect_left(self.bucket_sizes, num_rows)]
 
+    def compile_ahead(self, kernels: CompilingKernels) -> None:
+        """Compile the kernels of all captured steps in parallel, before any of them runs.
+
+        The steps are captured into graphs that are thrown away. If all kernels of the first were
+        compiled by an earlier start, so were those of the others, and each is loaded when it is
+        captured.
+        """
+        graphs = StepGraphs(self.device, self._watched)
+        first, *others = self._keys
+        with warnings.catch_warnings(), kernels.compile_ahead() as is_needed:
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # but for such kernels
+            graphs.capture([first], self.run_captured, Laps(), warm_up=False)
+            if is_needed():
+                graphs.capture(others, self.run_captured, Laps(), warm_up=False)
+        graphs.clear()
+        torch.cuda.empty_cache()
+
     def capture(self, laps: Laps) -> None:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
         graphs = StepGraphs(self.device, self._watched, debug=self._debug)
-        graphs.capture(self._keys, self.run_captured, laps)
+        graphs.capture(self._keys, self.run_captured, laps, warm_up=self._needs_warm_up)
         self._results.reset()
         self._graphs = graphs
 

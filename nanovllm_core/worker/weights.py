@@ -1,7 +1,7 @@
 """From safetensors to parameters, with nothing missing, nothing left over and nothing twice.
 
 First the headers of all files are read and every name and shape is checked, which takes
-milliseconds; only then are tensors copied, one at a time, to where the parameters live.
+milliseconds; only then do threads copy the tensors to where the parameters live.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from nanovllm_core.errors import PluginLoadError, WeightsError
 from nanovllm_core.interfaces.model import CausalLM
@@ -28,6 +30,8 @@ from nanovllm_core.layers.module import ShardId
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES = 8
+_LOADERS = 4
+"""Threads that copy tensors."""
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _PARTS = ("weight_loader", "shard_shapes", "dummy_mean", "dummy_std")
 
@@ -62,14 +66,19 @@ def load_weights(
     files = {name: file for file, header in headers.items() for name in header}
     _check(folder, slots, unwanted, headers, files)
     _check_copies(model, files)
-    done = 0
-    for file, header in headers.items():
-        with _open(file) as tensors:
-            for name in (name for name in header if name in slots):  # as they lie in the file
-                slots[name].load(tensors.get_tensor(name))
-                done += 1
-                if progress is not None:
-                    progress(done, len(slots))
+    with ExitStack() as stack:
+        tensors = {file: stack.enter_context(_open(file)) for file in headers}
+        pool = ThreadPoolExecutor(_LOADERS)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        names = [name for header in headers.values() for name in header if name in slots]
+        loads = [
+            pool.submit(slots[name].load, name, tensors[files[name]], files[name])
+            for name in names  # as they lie in the files
+        ]
+        for done, load in enumerate(as_completed(loads), start=1):
+            load.result()
+            if progress is not None:
+                progress(done, len(loads))
 
 
 def check_finite(model: nn.Module, checkpoint_dir: str | Path) -> None:
@@ -109,6 +118,8 @@ class _Slot:
 
     parameter: ModelParameter
     shard_ids: tuple[ShardId, ...]
+    lock: Lock
+    """Of the parameter."""
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -119,11 +130,15 @@ class _Slot:
         first, *more = self.shapes
         return (sum(shape[0] for shape in self.shapes), *first[1:]) if more else first
 
-    def load(self, tensor: Tensor) -> None:
-        alone = len(self.shard_ids) == 1
-        parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])
-        for shard_id, part in zip(self.shard_ids, parts, strict=True):
-            self.parameter.weight_loader(self.parameter, part, shard_id)
+    @torch.inference_mode()
+    def load(self, name: str, tensors: Any, file: Path) -> None:
+        """Called by threads, but for one parameter by one at a time."""
+        with self.lock, _reading(file):
+            tensor = tensors.get_tensor(name)
+            alone = len(self.shard_ids) == 1
+            parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])
+            for shard_id, part in zip(self.shard_ids, parts, strict=True):
+                self.parameter.weight_loader(self.parameter, part, shard_id)
 
 
 def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
@@ -144,7 +159,8 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
     for name, parameter in parameters.items():
         checked = _checked(name, parameter)
         own = _checkpoint_tensors(name, checked.shard_shapes, sources)
-        slots |= {source: _Slot(checked, shard_ids) for source, shard_ids in own.items()}
+        lock = Lock()
+        slots |= {source: _Slot(checked, shard_ids, lock) for source, shard_ids in own.items()}
     return slots, aliases | set(contract.ignored_weights)
 
 
@@ -217,9 +233,14 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
+    with _reading(file), safe_open(file, framework="pt", device="cpu") as tensors:
+        yield tensors
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
     try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
+        yield
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise WeightsError(

@@ -18,7 +18,7 @@ from nanovllm_core.errors import (
     OutOfMemoryError,
 )
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.kernels import CompilingKernels, KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
@@ -79,6 +79,14 @@ class Worker:
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, model, attention)
+            if (
+                setup.cuda_graphs
+                and not setup.needs_warm_up
+                and isinstance(kernels, CompilingKernels)
+            ):
+                attention.allocate_cache(1)
+                runner.compile_ahead(kernels)
+                laps.end("compile")
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)
             num_blocks, length = size_cache(setup, model.shape, memory, parallel.min_over_ranks)

@@ -100,7 +100,7 @@ def test_the_steps_of_the_most_tokens_are_captured_first(monkeypatch: pytest.Mon
     """They lay out the pool, in which all others then find room."""
     for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    for name in ("synchronize", "empty_cache"):
+    for name in ("synchronize", "empty_cache", "current_blas_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     keys = [
         *map(StepKey.decode, (1, 8, 300)),
@@ -110,6 +110,9 @@ def test_the_steps_of_the_most_tokens_are_captured_first(monkeypatch: pytest.Mon
     StepGraphs(torch.device("cpu"), dict).capture(keys, ran.append, Laps())
     assert [key.total_tokens for key in ran[::2]] == [768, 520, 384, 300, 136, 8, 1]
     assert ran[::2] == ran[1::2], "each once to warm up and once for its graph"
+    traced: list[StepKey] = []
+    StepGraphs(torch.device("cpu"), dict).capture(keys, traced.append, Laps(), warm_up=False)
+    assert traced == ran[::2], "where kernels are compiled already, none runs before"
 
 
 def test_graphs_are_freed_once_however_often_it_is_asked() -> None:

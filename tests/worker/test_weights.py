@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from nanovllm_core.layers import (
     SingleRank,
     VocabParallelEmbedding,
 )
+from nanovllm_core.layers.module import ShardId
 from nanovllm_core.worker.weights import INDEX_NAME, init_dummy_weights, load_weights
 
 CPU = torch.device("cpu")
@@ -441,3 +444,43 @@ def test_a_shared_parameter_must_be_declared_tied(tmp_path: Path) -> None:
     save(tmp_path, checkpoint())
     with pytest.raises(PluginLoadError, match=r"shares head\.weight"):
         load_weights(TinyModel(tied=True), tmp_path, tied=False)
+
+
+def test_threads_load_but_one_parameter_at_a_time(tmp_path: Path) -> None:
+    """A loader may keep state of its parameter; those of different parameters run side by side."""
+    tensors, model = checkpoint(), TinyModel()
+    save(tmp_path, tensors)
+    busy: set[int] = set()
+    both = threading.Barrier(2)
+    twice = []
+
+    def load(param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
+        if id(param) in busy:
+            twice.append(shard_id)
+        busy.add(id(param))
+        if shard_id in ("q", 0):
+            both.wait(timeout=60)  # until the loader of another parameter is here, too
+        time.sleep(0.01)
+        original[id(param)](param, tensor, shard_id)
+        busy.remove(id(param))
+
+    packed = (model.qkv_proj.weight, model.gate_up_proj.weight)
+    original = {id(param): param.weight_loader for param in packed}
+    for param in packed:
+        param.weight_loader = load
+    load_weights(model, tmp_path, tied=False)
+    assert not twice
+    assert_holds(model, tensors)
+
+
+def test_an_error_in_a_thread_ends_the_load(tmp_path: Path) -> None:
+    """What a loader raises reaches the caller as it is, and nothing hangs."""
+    model = TinyModel()
+    save(tmp_path, checkpoint())
+
+    def load(param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
+        raise ZeroDivisionError
+
+    model.norm.weight.weight_loader = load
+    with pytest.raises(ZeroDivisionError):
+        load_weights(model, tmp_path, tied=False)

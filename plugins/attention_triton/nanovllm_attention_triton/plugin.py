@@ -85,5 +85,6 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
             check=_check,
             provider=_provider,
             rank=_rank,
+            needs_warm_up=False,
         )
     ]

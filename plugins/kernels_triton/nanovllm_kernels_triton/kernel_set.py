@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from nanovllm_core.api import QKPrep
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
+from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
@@ -23,7 +24,9 @@ _HEADS_PER_PROGRAM = 8
 
 def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
     """The set for a CUDA device, with dependent launch where the device has it."""
-    return TritonKernels(dependent_launch=supports_dependent_launch(device))
+    kernels = TritonKernels(dependent_launch=supports_dependent_launch(device))
+    kernels.allocate(device)
+    return kernels
 
 
 class TritonKernels:
@@ -34,6 +37,14 @@ class TritonKernels:
     def __init__(self, *, dependent_launch: bool = False) -> None:
         self._linears = LinearLauncher(dependent_launch=dependent_launch)
         self._options = launch_options(dependent_launch)
+
+    def allocate(self, device: torch.device) -> None:
+        """Make what the first product would make otherwise, so that a capture may be the first."""
+        self._linears.allocate(device)
+
+    def compile_ahead(self) -> CompileAhead:
+        """See `CompilingKernels`."""
+        return CompileAhead()
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         num_tokens, size = ids_T.shape[0], weight_VE.shape[1]

@@ -192,6 +192,10 @@ class LinearLauncher:
         self.dependent_launch = dependent_launch
         self._tickets: Tensor | None = None
 
+    def allocate(self, device: torch.device) -> None:
+        """Make the tickets; without this the first split product does, outside of captures."""
+        self._tickets = torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+
     def run(
         self,
         plan: LinearPlan,
@@ -258,8 +262,8 @@ class LinearLauncher:
             if out.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise InconsistentStateError(
                     "the first split product of a launcher allocates its tickets and cannot be "
-                    "captured; run it once before the capture"
+                    "captured; call allocate before the capture"
                 )
-            self._tickets = torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=out.device)
+            self.allocate(out.device)
         size = tiles * plan.splits * plan.block_n * block_m
         return out.new_empty(size, dtype=torch.float32), self._tickets

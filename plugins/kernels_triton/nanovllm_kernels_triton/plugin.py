@@ -18,5 +18,6 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
             devices=frozenset({"cuda"}),
             min_compute_capability=(8, 0),
             rank=50,
+            needs_warm_up=False,
         )
     ]

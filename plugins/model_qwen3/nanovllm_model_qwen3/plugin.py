@@ -15,5 +15,6 @@ def nanovllm_models() -> Sequence[ModelSpec]:
             impl="nanovllm_model_qwen3.model:Qwen3ForCausalLM",
             contract=2,
             summary="Qwen3 dense: grouped-query attention with per-head norm of q and k",
+            needs_warm_up=False,
         )
     ]
