@@ -11,7 +11,9 @@ import triton
 from torch import Tensor
 
 from nanovllm_attention_triton.decode_kernels import ITEM_FIELDS, decode_kernel, plan_kernel
+from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
 from nanovllm_attention_triton.tuning import DECODE_REGISTERS, DecodeTuning
+from nanovllm_core.api import QKPrep
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
 LOG2_E = math.log2(math.e)
@@ -238,6 +240,61 @@ class DecodeWorkspace:
             k_cache.stride(2),
             self.capacity,
             shape.programs_per_item,
+            **shape.constants(k_cache.shape[1], tuning.tile),
+            **self._launch_options,
+            num_warps=tuning.num_warps,
+            num_stages=tuning.num_stages,
+        )
+
+    def run_from_qkv(
+        self,
+        qkv_BX: Tensor,
+        prep: QKPrep,
+        positions_B: Tensor,
+        slot_mapping_B: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+    ) -> None:
+        """`run` from packed q, k, v on, whose newest k and v are stored in their slots."""
+        shape, tuning = self.shape, self.tuning
+        max_items = min(
+            shape.max_items(qkv_BX.shape[0], max_seq_len, tuning),
+            self.capacity,
+        )
+        decode_qkv_kernel[(max_items * shape.programs_per_item,)](
+            qkv_BX,
+            prep.q_norm_weight,
+            prep.k_norm_weight,
+            prep.cos_sin_cache,
+            positions_B,
+            slot_mapping_B,
+            k_cache,
+            v_cache,
+            out_BHD,
+            block_table,
+            self.items,
+            self.num_items,
+            self.partial,
+            self.lse,
+            self.tickets,
+            scale * LOG2_E,
+            qkv_BX.stride(0),
+            out_BHD.stride(0),
+            out_BHD.stride(1),
+            block_table.stride(0),
+            k_cache.stride(0),
+            k_cache.stride(1),
+            k_cache.stride(2),
+            self.capacity,
+            shape.programs_per_item,
+            EPS=prep.eps,
+            HALF=prep.cos_sin_cache.shape[1] // 2,
+            WAIT=getattr(self, "wait", 2),
+            PREFETCH=getattr(self, "prefetch", 0),
             **shape.constants(k_cache.shape[1], tuning.tile),
             **self._launch_options,
             num_warps=tuning.num_warps,

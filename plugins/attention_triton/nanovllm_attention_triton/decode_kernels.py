@@ -90,7 +90,6 @@ def plan_kernel(
         tl.store(item + 3 * item_capacity, first, mask=here)
         tl.store(item + 4 * item_capacity, counts, mask=here)
     num_items = tl.sum(counts, 0)
-    tl.store(num_items_ptr, num_items)
     if BLOCK_SIZE % TILE == 0:
         # One look-up for all items: in the loop above every round would wait for its own.
         tl.debug_barrier()
@@ -105,6 +104,10 @@ def plan_kernel(
                 table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end
             )
             tl.store(item + 5 * item_capacity, block_id, mask=begin < end)
+    # Released behind all other stores: some runs read the items without waiting for this kernel's
+    # end to be visible.
+    tl.debug_barrier()
+    tl.atomic_xchg(num_items_ptr, num_items, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -168,6 +171,27 @@ def tanh(x):
     series = size * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     result = tl.where(size < 0.2, series, large)
     return tl.where(x < 0.0, -result, result)
+
+
+@triton.jit
+def attend_tile(
+    q, k, v, live, log2_scale, peak, denominator, acc, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """One round of the online softmax over the keys that are `live`.
+
+    Returns the new (peak, denominator, acc). Where no key may be live yet, the peak must be finite.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
+    if SOFT_CAP > 0.0:
+        scores = tanh(scores / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)
+    scores = tl.where(live[None, :], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    rescale = tl.exp2(peak - new_peak)
+    denominator = denominator * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_peak, denominator, acc
 
 
 @triton.jit
@@ -261,26 +285,54 @@ def decode_kernel(
         block_ids = load_block_ids(table_row, start + TILE, end, BLOCK_SIZE, TILE)
         kv_offsets = offsets[:, None] + dims[None, :]
         k = tl.load(k_head + kv_offsets, mask=live_head, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
-        if SOFT_CAP > 0.0:
-            scores = tanh(scores / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)
-        scores = tl.where(live[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        rescale = tl.exp2(peak - new_peak)
-        denominator = denominator * rescale + tl.sum(weights, 1)
         v = tl.load(v_head + kv_offsets, mask=live_head, other=0.0)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        peak = new_peak
+        peak, denominator, acc = attend_tile(
+            q, k, v, live, log2_scale, peak, denominator, acc, SOFT_CAP
+        )
+    store_result(
+        acc, peak, denominator, out_ptr + row.to(tl.int64) * out_stride_row,
+        partial_ptr, lse_ptr, tickets_ptr, item, row, first_item, num_chunks, head_block,
+        out_stride_head, programs_per_item,
+        HEAD_BLOCKS, GROUP, BLOCK_H, PARTIAL_HEADS, MERGE, HEAD_SIZE, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_result(
+    acc,
+    peak,
+    denominator,
+    out_row,
+    partial_ptr,
+    lse_ptr,
+    tickets_ptr,
+    item,
+    row,
+    first_item,
+    num_chunks,
+    head_block,
+    out_stride_head,
+    programs_per_item,
+    HEAD_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTIAL_HEADS: tl.constexpr,
+    MERGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store the output of an item that is its whole row, else its part; the last one merges."""
+    lanes = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
+    real = members < GROUP
     # Only a padded row has no mass: its zeros stay zeros.
     result = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
-
-    out_row = out_ptr + row.to(tl.int64) * out_stride_row
     if num_chunks == 1:
+        heads = (head_block // HEAD_BLOCKS) * GROUP + members
         out_offsets = heads[:, None] * out_stride_head + dims[None, :]
         out_mask = within_head(real, HEAD_SIZE, BLOCK_D)
-        tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_row + out_offsets, result.to(out_row.dtype.element_ty), mask=out_mask)
     else:
         slot = (item * programs_per_item + head_block).to(tl.int64) * PARTIAL_HEADS
         tl.store(lse_ptr + slot + lanes, peak + tl.log2(denominator), mask=real)
