@@ -184,20 +184,6 @@ def decode_qkv_kernel(
 
     dims = tl.arange(0, BLOCK_D)
     partners = rotation_partners(HALF, BLOCK_D)
-    position = tl.load(positions_ptr + row)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    cos, sin = load_rotation(cos_sin_ptr, position, HALF, BLOCK_D)
-    q_weight = cos
-    q_weight_partner = cos
-    if q_weight_ptr is not None:
-        q_weight = load_weight(q_weight_ptr, dims, HEAD_SIZE)
-        q_weight_partner = load_weight(q_weight_ptr, partners, HEAD_SIZE)
-    k_weight = cos
-    k_weight_partner = cos
-    if k_weight_ptr is not None:
-        k_weight = load_weight(k_weight_ptr, dims, HEAD_SIZE)
-        k_weight_partner = load_weight(k_weight_ptr, partners, HEAD_SIZE)
-
     kv_head = head_block // HEAD_BLOCKS
     members = (head_block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, PARTIAL_HEADS)
     real = members < GROUP
@@ -233,6 +219,19 @@ def decode_qkv_kernel(
             HEAD_SIZE, BLOCK_D, BLOCK_SIZE, TILE, WINDOWED,
         )  # fmt: skip
         block_ids = load_block_ids(table_row, first_tile + TILE, old_end, BLOCK_SIZE, TILE)
+    position = tl.load(positions_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    cos, sin = load_rotation(cos_sin_ptr, position, HALF, BLOCK_D)
+    q_weight = cos
+    q_weight_partner = cos
+    if q_weight_ptr is not None:
+        q_weight = load_weight(q_weight_ptr, dims, HEAD_SIZE)
+        q_weight_partner = load_weight(q_weight_ptr, partners, HEAD_SIZE)
+    k_weight = cos
+    k_weight_partner = cos
+    if k_weight_ptr is not None:
+        k_weight = load_weight(k_weight_ptr, dims, HEAD_SIZE)
+        k_weight_partner = load_weight(k_weight_ptr, partners, HEAD_SIZE)
     if PREFETCH > 0:
         ids = block_ids
         place = first_tile + (TILE if WAIT == 2 else 0)
