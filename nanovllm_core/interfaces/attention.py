@@ -5,10 +5,16 @@ Who calls what, and when:
     spec.check, spec.kv_layouts     once, at start, before torch touches the device
     Backend(options, config)        once, after the weights are loaded
     allocate()                      once, before the KV cache is sized and before any capture
+    prepares_decode()               once per layer, after allocate()
     plan_decode / plan_prefill      once per step, before the layers
     run_decode / run_prefill        once per layer and step
+    run_decode_from_qkv             in the place of run_decode, for layers that it prepares
 
-In a captured decode step plan_decode and run_decode are captured; a test may also plan outside the
+A backend may take over the preparation of decode tokens (norm, rotation, the store of k and v), and
+save each layer a kernel. Where it does not, `KernelSet.prepare_qkv` prepares them, as it prepares
+all prompt tokens, and is the reference of what it must compute.
+
+In a captured decode step plan_decode and the runs are captured; a test may also plan outside the
 graph and replay the runs alone. Where `cuda_graphs` is "full", small steps with prompt chunks are
 captured too, plan_prefill and run_prefill with them; all others run eagerly.
 
@@ -40,6 +46,8 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
     from torch import Tensor
+
+    from nanovllm_core.interfaces.kernels import QKPrep
 
 Phase = Literal["prefill", "decode"]
 GraphSupport = Literal["none", "decode", "full"]
@@ -223,6 +231,36 @@ class AttentionBackend(ABC):
         once per layer and step, after the step's own k and v are in their blocks; captured where
         the spec says so.
         """
+
+    def prepares_decode(self, prep: QKPrep) -> bool:
+        """Whether `run_decode_from_qkv` serves layers of this preparation, at any number of rows.
+
+        Asked once per layer, at start.
+        """
+        return False
+
+    def run_decode_from_qkv(
+        self,
+        qkv_BX: Tensor,
+        prep: QKPrep,
+        positions_B: Tensor,
+        slot_mapping_B: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: DecodeMetadata,
+        out_BHD: Tensor,
+    ) -> None:
+        """`KernelSet.prepare_qkv` and `run_decode` in one, for the layers of `prepares_decode`.
+
+        Each row's last key and value are those of `qkv_BX` [B, X]: they are stored in the slot of
+        the row, which is where its block table has its last token, and -1 for a padded row. All
+        earlier keys, `positions_B`, `slot_mapping_B` and the metadata were written before
+        `plan_decode`. Roundings are those of `prepare_qkv`; nothing else is written.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}.prepares_decode accepts a layer, so run_decode_from_qkv must "
+            "be implemented"
+        )
 
     @abstractmethod
     def run_prefill(
