@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.interfaces.attention import AttentionBackend
+from nanovllm_core.interfaces.attention import AttentionBackend, DecodeMetadata
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kit.attention_backend import (
@@ -50,17 +50,43 @@ class UnpreparedCase:
         )
         return replace(case, q_THD=q_BHD, k_cache=k_cache, v_cache=v_cache)
 
+    def rows(self, rows: slice) -> UnpreparedCase:
+        """Some rows of the batch, in caches of their own."""
+        case = replace(
+            self.case,
+            q_THD=self.case.q_THD[rows],
+            k_cache=self.case.k_cache.clone(),
+            v_cache=self.case.v_cache.clone(),
+            block_table=self.case.block_table[rows],
+            query_lens=self.case.query_lens[rows],
+            seq_lens=self.case.seq_lens[rows],
+        )
+        of_rows = self.qkv_BX[rows], self.positions[rows], self.slots[rows]
+        return UnpreparedCase(case, of_rows[0], self.prep, *of_rows[1:])
+
     def decode(self, backend: AttentionBackend) -> Tensor:
-        """Plan and run one layer of one step; the caches of the case are written."""
+        """Plan one step and run one layer of it; the caches of the case are written."""
+        backend.plan_decode(self._metadata(backend))
+        return self.run(backend)
+
+    def run(self, backend: AttentionBackend) -> Tensor:
+        """Run one layer of the planned step, into a tensor that held NaN."""
         case = self.case
-        metadata = case.decode_metadata(max_seq_len=backend.config.max_model_len)
         out = torch.full_like(case.q_THD, float("nan"))
-        backend.plan_decode(metadata)
         backend.run_decode_from_qkv(
-            self.qkv_BX, self.prep, self.positions, self.slots, case.k_cache, case.v_cache,
-            metadata, out,
-        )  # fmt: skip
+            self.qkv_BX,
+            self.prep,
+            self.positions,
+            self.slots,
+            case.k_cache,
+            case.v_cache,
+            self._metadata(backend),
+            out,
+        )
         return out
+
+    def _metadata(self, backend: AttentionBackend) -> DecodeMetadata:
+        return self.case.decode_metadata(max_seq_len=backend.config.max_model_len)
 
 
 def drawn_prep(case: PagedCase, draws: Random) -> QKPrep:
