@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 
-from nanovllm_attention_triton.decode_kernels import ITEM_FIELDS, decode_kernel, plan_kernel
+from nanovllm_attention_triton.decode_kernels import decode_kernel
+from nanovllm_attention_triton.decode_plan import ITEM_FIELDS, plan_kernel
 from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
 from nanovllm_attention_triton.tuning import DECODE_REGISTERS, DecodeTuning
 from nanovllm_core.api import QKPrep
@@ -213,37 +215,9 @@ class DecodeWorkspace:
 
         The innermost dimension of every tensor is contiguous. `max_seq_len` bounds the grid.
         """
-        shape, tuning = self.shape, self.tuning
-        max_items = min(
-            shape.max_items(q_BHD.shape[0], max_seq_len, tuning),
-            self.capacity,
-        )
-        decode_kernel[(max_items * shape.programs_per_item,)](
-            q_BHD,
-            k_cache,
-            v_cache,
-            out_BHD,
-            block_table,
-            self.items,
-            self.num_items,
-            self.partial,
-            self.lse,
-            self.tickets,
-            scale * LOG2_E,
-            q_BHD.stride(0),
-            q_BHD.stride(1),
-            out_BHD.stride(0),
-            out_BHD.stride(1),
-            block_table.stride(0),
-            k_cache.stride(0),
-            k_cache.stride(1),
-            k_cache.stride(2),
-            self.capacity,
-            shape.programs_per_item,
-            **shape.constants(k_cache.shape[1], tuning.tile),
-            **self._launch_options,
-            num_warps=tuning.num_warps,
-            num_stages=tuning.num_stages,
+        queries = q_BHD, q_BHD.stride(0), q_BHD.stride(1)
+        self._launch(
+            decode_kernel, queries, k_cache, v_cache, block_table, max_seq_len, scale, out_BHD
         )
 
     def run_from_qkv(
@@ -260,18 +234,39 @@ class DecodeWorkspace:
         out_BHD: Tensor,
     ) -> None:
         """`run` from packed q, k, v on, whose newest k and v are stored in their slots."""
+        unprepared = (
+            qkv_BX, qkv_BX.stride(0), prep.q_norm_weight, prep.k_norm_weight, prep.cos_sin_cache,
+            positions_B, slot_mapping_B,
+        )  # fmt: skip
+        self._launch(
+            decode_qkv_kernel, unprepared, k_cache, v_cache, block_table, max_seq_len, scale,
+            out_BHD,
+            EPS=prep.eps,
+            HALF=prep.cos_sin_cache.shape[1] // 2,
+            WAIT=getattr(self, "wait", 2),
+            PREFETCH=getattr(self, "prefetch", 0),
+        )  # fmt: skip
+
+    def _launch(
+        self,
+        kernel: Any,
+        inputs: Sequence[Tensor | int | None],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+        **constants: float,
+    ) -> None:
+        """Launch a kernel over the planned items; `inputs` are the arguments that are its own."""
         shape, tuning = self.shape, self.tuning
         max_items = min(
-            shape.max_items(qkv_BX.shape[0], max_seq_len, tuning),
+            shape.max_items(out_BHD.shape[0], max_seq_len, tuning),
             self.capacity,
         )
-        decode_qkv_kernel[(max_items * shape.programs_per_item,)](
-            qkv_BX,
-            prep.q_norm_weight,
-            prep.k_norm_weight,
-            prep.cos_sin_cache,
-            positions_B,
-            slot_mapping_B,
+        kernel[(max_items * shape.programs_per_item,)](
+            *inputs,
             k_cache,
             v_cache,
             out_BHD,
@@ -282,7 +277,6 @@ class DecodeWorkspace:
             self.lse,
             self.tickets,
             scale * LOG2_E,
-            qkv_BX.stride(0),
             out_BHD.stride(0),
             out_BHD.stride(1),
             block_table.stride(0),
@@ -291,10 +285,7 @@ class DecodeWorkspace:
             k_cache.stride(2),
             self.capacity,
             shape.programs_per_item,
-            EPS=prep.eps,
-            HALF=prep.cos_sin_cache.shape[1] // 2,
-            WAIT=getattr(self, "wait", 2),
-            PREFETCH=getattr(self, "prefetch", 0),
+            **constants,
             **shape.constants(k_cache.shape[1], tuning.tile),
             **self._launch_options,
             num_warps=tuning.num_warps,

@@ -120,6 +120,7 @@ def prefetch_tile(
 @triton.jit
 def decode_qkv_kernel(
     qkv_ptr,
+    qkv_stride,
     q_weight_ptr,
     k_weight_ptr,
     cos_sin_ptr,
@@ -135,7 +136,6 @@ def decode_qkv_kernel(
     lse_ptr,
     tickets_ptr,
     log2_scale,
-    qkv_stride,
     out_stride_row,
     out_stride_head,
     table_stride,

@@ -129,7 +129,7 @@ def prefill_job(
 
 
 PLAN = AotJob(
-    kernel=f"{KERNELS}.decode_kernels:plan_kernel",
+    kernel=f"{KERNELS}.decode_plan:plan_kernel",
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
     | integers("table_stride", "item_capacity")
     | dict.fromkeys(

@@ -157,8 +157,12 @@ class AttentionPreparation(AttentionSubject):
     def test_decode_from_qkv_at_the_edges_of_tiles_and_blocks(
         self, decoder: BackendUnderTest, draws: Random
     ) -> None:
-        """The newest key is the first of a block or of a tile, or the only one."""
+        """The newest key is the first of a block or of a tile, or the only one.
+
+        Alone, a long row is worth cutting in parts that are merged: only one of them has that key.
+        """
         _check(decoder, decoder.case([*EDGES, 0, decoder.longest]), draws)
+        _check(decoder, decoder.case([decoder.longest]), draws)
 
     def test_decode_from_qkv_sees_windows_and_soft_caps(
         self, decoder: BackendUnderTest, draws: Random
