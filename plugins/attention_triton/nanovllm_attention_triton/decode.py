@@ -243,7 +243,6 @@ class DecodeWorkspace:
             out_BHD,
             EPS=prep.eps,
             HALF=prep.cos_sin_cache.shape[1] // 2,
-            WAIT=getattr(self, "wait", 2),
             PREFETCH=getattr(self, "prefetch", 0),
         )  # fmt: skip
 
