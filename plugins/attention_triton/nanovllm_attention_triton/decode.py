@@ -243,6 +243,7 @@ class DecodeWorkspace:
             out_BHD,
             EPS=prep.eps,
             HALF=prep.cos_sin_cache.shape[1] // 2,
+            IN_LOOP=getattr(self, "in_loop", 1),
             PREFETCH=getattr(self, "prefetch", 0),
         )  # fmt: skip
 

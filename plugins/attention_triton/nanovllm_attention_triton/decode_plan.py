@@ -12,13 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = tl.constexpr(7)
-"""An item is (row, first token, end token, the row's first item, its number of items, first block,
-last block).
+ITEM_FIELDS = tl.constexpr(6)
+"""An item is (row, first token, end token, the row's first item, its number of items, first block).
 
 With a sliding window the tokens of a row's items are those that its query sees, and the first one
-may lie within a tile; without, an item begins with a tile. The blocks save every layer one of the
-dependent loads with which a program begins; they are there where a block holds whole tiles.
+may lie within a tile; without, an item begins with a tile. The block saves every layer one of the
+dependent loads with which a program begins; it is there where a block holds whole tiles.
 """
 PLAN_LANES = tl.constexpr(512)
 """Items whose first blocks the plan looks up at a time."""
@@ -95,13 +94,10 @@ def plan_kernel(
             row = tl.load(item, mask=here, other=0).to(tl.int64)
             begin = tl.load(item + item_capacity, mask=here, other=0)
             end = tl.load(item + 2 * item_capacity, mask=here, other=0)
-            seen = begin < end
-            blocks = table_ptr + row * table_stride
-            tl.store(
-                item + 5 * item_capacity, tl.load(blocks + begin // BLOCK_SIZE, mask=seen), mask=seen
+            block_id = tl.load(
+                table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end
             )
-            last = tl.load(blocks + (end - 1) // BLOCK_SIZE, mask=seen)
-            tl.store(item + 6 * item_capacity, last, mask=seen)
+            tl.store(item + 5 * item_capacity, block_id, mask=begin < end)
     # Released behind all other stores: some runs read the items without waiting for this kernel's
     # end to be visible.
     tl.debug_barrier()

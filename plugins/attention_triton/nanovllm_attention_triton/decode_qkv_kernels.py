@@ -16,10 +16,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_attention_triton.decode_kernels import (
+    LOG2_E,
     attend_tile,
     block_offsets,
     load_block_ids,
     store_result,
+    tanh,
     within_head,
 )
 
@@ -28,67 +30,71 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def rotation_partners(HALF: tl.constexpr, BLOCK_D: tl.constexpr):
-    """For each of a head's columns the one that it rotates with: itself where it does not rotate.
-
-    The first 2 * HALF columns rotate, those of one half against those of the other.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    other = tl.where(dims < HALF, dims + HALF, dims - HALF)
-    partners = tl.where(dims < 2 * HALF, other, dims)
-    if HALF % 8 == 0:
-        # Eight columns at a time: the compiler cannot see it behind the choice.
-        partners = tl.max_contiguous(tl.multiple_of(partners, 8), 8)
-    return partners
-
-
-@triton.jit
-def prepared_heads(
-    head_ptrs, real, weight_ptr, rotation_ptr, EPS: tl.constexpr, HALF: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+def load_heads(
+    head_ptrs, real, weight_ptr, rotation_ptr, HALF: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Heads [heads, BLOCK_D] in fp32 as `KernelSet.prepare_qkv` makes them, not rounded yet.
+    """All that `prepared` needs of heads [heads, BLOCK_D], whose first elements are `head_ptrs`.
 
-    `head_ptrs` [heads]; those that are not `real` are zeros. Each column is loaded with its partner
-    in the rotation beside it, so that no element moves between lanes.
+    Those that are not `real` are zeros. Each column comes with its partner in the rotation, so that
+    no element moves between lanes. All loads have one shape, and VECTOR columns per thread: in
+    other layouts the compiler waits for each to move what it brought, before it issues the next.
     """
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    partners = rotation_partners(HALF, BLOCK_D)[None, :]
-    mask = within_head(real, HEAD_SIZE, BLOCK_D)
-    x = tl.load(head_ptrs[:, None] + dims, mask=mask, other=0.0).to(tl.float32)
-    partner = tl.load(head_ptrs[:, None] + partners, mask=mask, other=0.0).to(tl.float32)
-    turns = dims < 2 * HALF
+    VECTOR: tl.constexpr = 4  # 16 bytes of fp32
+    dims = tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], [head_ptrs.shape[0], BLOCK_D])
     angles = tl.where(dims < HALF, dims, dims - HALF)
-    cos = tl.load(rotation_ptr + angles, mask=turns, other=1.0)
-    sin = tl.load(rotation_ptr + HALF + angles, mask=turns, other=0.0)
+    partners = tl.where(dims < HALF, dims + HALF, angles)
+    partners = tl.where(dims < 2 * HALF, partners, dims)
+    if HALF % VECTOR == 0:
+        dims = tl.max_contiguous(tl.multiple_of(dims, [1, VECTOR]), [1, VECTOR])
+        angles = tl.max_contiguous(tl.multiple_of(angles, [1, VECTOR]), [1, VECTOR])
+        partners = tl.max_contiguous(tl.multiple_of(partners, [1, VECTOR]), [1, VECTOR])
+    mask = real[:, None] & (dims < HEAD_SIZE)
+    x = tl.load(head_ptrs[:, None] + dims, mask=mask, other=0.0)
+    partner = tl.load(head_ptrs[:, None] + partners, mask=mask, other=0.0)
+    cos = tl.load(rotation_ptr + angles, mask=dims < 2 * HALF, other=1.0)
+    sin = tl.load(rotation_ptr + HALF + angles, mask=dims < 2 * HALF, other=0.0)
+    sin = tl.where(dims < HALF, -sin, sin)
+    weight = cos
+    partner_weight = cos
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + dims, mask=dims < HEAD_SIZE, other=0.0)
         partner_weight = tl.load(weight_ptr + partners, mask=dims < HEAD_SIZE, other=0.0)
+    return x, partner, weight, partner_weight, cos, sin
+
+
+@triton.jit
+def prepared(
+    x, partner, weight, partner_weight, cos, sin,
+    NORM: tl.constexpr, EPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Loaded heads as `KernelSet.prepare_qkv` makes them: fp32 until one rounding at the end."""
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    partner = partner.to(tl.float32)
+    if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + EPS)[:, None]
         x = x * (scale * weight.to(tl.float32))
         partner = partner * (scale * partner_weight.to(tl.float32))
-    return x * cos + partner * tl.where(dims < HALF, -sin, sin)
+    return (x * cos + partner * sin).to(dtype)
 
 
 @triton.jit
 def load_tile(
-    k_head, v_head, block_ids, start, begin, end, newest, stride_block, stride_token,
+    k_head, v_head, block_ids, start, begin, end, stride_block, stride_token,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """K and V of TILE tokens from `start`, and which of them are in [begin, end).
-
-    Zeros for the others, and for token `newest`.
-    """
+    """K and V of TILE tokens from `start`, zeros outside [begin, end), and which are inside."""
     tokens = start + tl.arange(0, TILE)
     live = tokens < end
     if WINDOWED:
         live = live & (tokens >= begin)
-    cached = within_head(live & (tokens != newest), HEAD_SIZE, BLOCK_D)
+    live_head = within_head(live, HEAD_SIZE, BLOCK_D)
     offsets = block_offsets(block_ids, start, stride_block, stride_token, BLOCK_SIZE, TILE)
     kv_offsets = offsets[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    k = tl.load(k_head + kv_offsets, mask=cached, other=0.0)
-    v = tl.load(v_head + kv_offsets, mask=cached, other=0.0)
+    k = tl.load(k_head + kv_offsets, mask=live_head, other=0.0)
+    v = tl.load(v_head + kv_offsets, mask=live_head, other=0.0)
     return k, v, live
 
 
@@ -110,6 +116,46 @@ def prefetch_tile(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def prepare_row(
+    q_ptrs, real, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, rotation_ptr, is_new, log2_scale,
+    EPS: tl.constexpr, HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """The program's queries [heads, BLOCK_D]; and where the newest key is its item's: key and value
+    [heads, BLOCK_D], as many times as there are heads, and the scores [heads], else -inf.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    same = tl.zeros_like(real).to(tl.int32)
+    new = same + is_new.to(tl.int32) > 0
+    # Every load before the first use.
+    x, xp, xw, xpw, xc, xs = load_heads(
+        q_ptrs, real, q_weight_ptr, rotation_ptr, HALF, HEAD_SIZE, BLOCK_D
+    )
+    y, yp, yw, ypw, yc, ys = load_heads(
+        k_ptr + same, new, k_weight_ptr, rotation_ptr, HALF, HEAD_SIZE, BLOCK_D
+    )
+    new_v = tl.load(
+        (v_ptr + same)[:, None] + dims[None, :],
+        mask=within_head(new, HEAD_SIZE, BLOCK_D),
+        other=0.0,
+    )
+    q = prepared(x, xp, xw, xpw, xc, xs, q_weight_ptr is not None, EPS, HEAD_SIZE)
+    new_k = prepared(y, yp, yw, ypw, yc, ys, k_weight_ptr is not None, EPS, HEAD_SIZE)
+    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * log2_scale
+    if SOFT_CAP > 0.0:
+        score = tanh(score / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)
+    return q, new_k, new_v, tl.where(new, score, float("-inf"))
+
+
+@triton.jit
+def repeated(x, ROWS: tl.constexpr):
+    """[heads, columns] -> [ROWS, columns]: the heads again and again."""
+    HEADS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    return tl.broadcast_to(x[None, :, :], [ROWS // HEADS, HEADS, COLUMNS]).reshape([ROWS, COLUMNS])
 
 
 @triton.jit
@@ -153,6 +199,7 @@ def decode_qkv_kernel(
     WINDOWED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    IN_LOOP: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
     """`decode_kernel` from packed q, k, v on; see there for what is not here.
@@ -172,92 +219,98 @@ def decode_qkv_kernel(
     end = tl.load(items_ptr + 2 * item_capacity + item, cache_modifier=".cg")
     first_item = tl.load(items_ptr + 3 * item_capacity + item, cache_modifier=".cg")
     num_chunks = tl.load(items_ptr + 4 * item_capacity + item, cache_modifier=".cg")
-    last_block_id = tl.load(items_ptr + 6 * item_capacity + item, cache_modifier=".cg")
+    first_block_id = tl.load(items_ptr + 5 * item_capacity + item, cache_modifier=".cg")
     if item >= tl.load(num_items_ptr, cache_modifier=".cg"):
         return
 
     # The last item of a row holds its newest key, which is not in the cache yet.
-    newest = tl.where((item - first_item == num_chunks - 1) & (begin < end), end - 1, -1)
+    is_new = (item - first_item == num_chunks - 1) & (begin < end)
+    old_end = tl.where(is_new, end - 1, end)
     first_tile = begin
     if WINDOWED:
         first_tile = begin // TILE * TILE
-    last_tile = tl.maximum(end - 1, 0) // TILE * TILE
     kv_head = head_block // HEAD_BLOCKS
     table_row = table_ptr + row.to(tl.int64) * table_stride
     k_head = k_ptr + kv_head * stride_head
     v_head = v_ptr + kv_head * stride_head
     if BLOCK_SIZE % TILE == 0:
-        block_ids = last_block_id.to(tl.int64)
+        block_ids = first_block_id.to(tl.int64)
     else:
-        block_ids = load_block_ids(table_row, last_tile, end, BLOCK_SIZE, TILE)
-    k, v, live = load_tile(
-        k_head, v_head, block_ids, last_tile, begin, end, newest, stride_block, stride_token,
-        HEAD_SIZE, BLOCK_D, BLOCK_SIZE, TILE, WINDOWED,
-    )  # fmt: skip
-    position = tl.load(positions_ptr + row)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    block_ids = load_block_ids(table_row, first_tile, last_tile, BLOCK_SIZE, TILE)
-    if DEPENDENT:
-        ahead = block_ids
-        for index in tl.static_range(PREFETCH):
-            place = first_tile + index * TILE
-            prefetch_tile(
-                k_head, v_head, ahead, place, last_tile, stride_block, stride_token,
-                HEAD_SIZE, BLOCK_SIZE, TILE,
-            )  # fmt: skip
-            ahead = load_block_ids(table_row, place + TILE, last_tile, BLOCK_SIZE, TILE)
-        gdc_wait()
-
+        block_ids = load_block_ids(table_row, first_tile, old_end, BLOCK_SIZE, TILE)
     members = (head_block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, PARTIAL_HEADS)
     num_kv_heads = programs_per_item // HEAD_BLOCKS
     qkv_row = qkv_ptr + row.to(tl.int64) * qkv_stride
-    rotation = cos_sin_ptr + position.to(tl.int64) * (2 * HALF)
-    k_place = qkv_row + (GROUP * num_kv_heads + kv_head) * HEAD_SIZE
-    is_new = (tl.zeros([1], tl.int32) + newest) >= 0
-    q = prepared_heads(
-        qkv_row + (kv_head * GROUP + members) * HEAD_SIZE, members < GROUP, q_weight_ptr, rotation,
-        EPS, HALF, HEAD_SIZE, BLOCK_D,
-    ).to(k_ptr.dtype.element_ty)  # fmt: skip
-    new_k = prepared_heads(
-        k_place + tl.zeros([1], tl.int32), is_new, k_weight_ptr, rotation,
-        EPS, HALF, HEAD_SIZE, BLOCK_D,
-    ).to(k_ptr.dtype.element_ty)  # fmt: skip
-    dims = tl.arange(0, BLOCK_D)
-    new_mask = within_head(is_new, HEAD_SIZE, BLOCK_D)
-    new_v = tl.load(
-        k_place + num_kv_heads * HEAD_SIZE + dims[None, :], mask=new_mask, other=0.0
-    ).to(v_ptr.dtype.element_ty)  # fmt: skip
-    # Query heads of one KV head may be several programs': the first of them stores.
-    stored = new_mask & (slot >= 0) & (head_block % HEAD_BLOCKS == 0)
-    place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token + dims[None, :]
-    tl.store(k_head + place, new_k, mask=stored)
-    tl.store(v_head + place, new_v, mask=stored)
-    is_newest = (last_tile + tl.arange(0, TILE) == newest)[:, None]
-    k = tl.where(is_newest, new_k, k)
-    v = tl.where(is_newest, new_v, v)
+    q_ptrs = qkv_row + (kv_head * GROUP + members) * HEAD_SIZE
+    new_k_ptr = qkv_row + (GROUP * num_kv_heads + kv_head) * HEAD_SIZE
+    new_v_ptr = new_k_ptr + num_kv_heads * HEAD_SIZE
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    rotation = cos_sin_ptr + tl.load(positions_ptr + row).to(tl.int64) * (2 * HALF)
 
-    # The heads again and again, in place of the rows of a dot that no head has.
-    REPEATS: tl.constexpr = BLOCK_H // PARTIAL_HEADS
-    q = tl.broadcast_to(q[None, :, :], [REPEATS, PARTIAL_HEADS, BLOCK_D])
-    q = q.reshape([BLOCK_H, BLOCK_D])
-    # Finite: a padded row has no key, and inf - inf is no number.
+    # Finite: a tile may hold no older key, and inf - inf is no number.
     peak = tl.full([BLOCK_H], LOWEST, tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    peak, denominator, acc = attend_tile(
-        q, k, v, live, log2_scale, peak, denominator, acc, SOFT_CAP
-    )
-    for start in tl.range(first_tile, last_tile, TILE):
+    if IN_LOOP:
+        q = tl.zeros([BLOCK_H, BLOCK_D], k_ptr.dtype.element_ty)
+        new_k = tl.zeros([PARTIAL_HEADS, BLOCK_D], k_ptr.dtype.element_ty)
+        new_v = new_k
+        new_score = tl.zeros([PARTIAL_HEADS], tl.float32)
+        last = tl.maximum(old_end, first_tile + 1)
+    else:
+        if DEPENDENT:
+            ahead = block_ids
+            for index in tl.static_range(PREFETCH):
+                place = first_tile + index * TILE
+                prefetch_tile(
+                    k_head, v_head, ahead, place, old_end, stride_block, stride_token,
+                    HEAD_SIZE, BLOCK_SIZE, TILE,
+                )  # fmt: skip
+                ahead = load_block_ids(table_row, place + TILE, old_end, BLOCK_SIZE, TILE)
+            gdc_wait()
+        q, new_k, new_v, new_score = prepare_row(
+            q_ptrs, members < GROUP, new_k_ptr, new_v_ptr, q_weight_ptr, k_weight_ptr,
+            rotation, is_new, log2_scale, EPS, HALF, HEAD_SIZE, BLOCK_D, SOFT_CAP,
+        )  # fmt: skip
+        q = repeated(q, BLOCK_H)
+        last = old_end
+    for start in tl.range(first_tile, last, TILE):
         k, v, live = load_tile(
-            k_head, v_head, block_ids, start, begin, end, -1, stride_block, stride_token,
+            k_head, v_head, block_ids, start, begin, old_end, stride_block, stride_token,
             HEAD_SIZE, BLOCK_D, BLOCK_SIZE, TILE, WINDOWED,
         )  # fmt: skip
-        block_ids = load_block_ids(table_row, start + TILE, last_tile, BLOCK_SIZE, TILE)
+        block_ids = load_block_ids(table_row, start + TILE, old_end, BLOCK_SIZE, TILE)
+        if IN_LOOP:
+            if start == first_tile:
+                if DEPENDENT:
+                    gdc_wait()
+                heads, new_k, new_v, new_score = prepare_row(
+                    q_ptrs, members < GROUP, new_k_ptr, new_v_ptr, q_weight_ptr, k_weight_ptr,
+                    rotation, is_new, log2_scale, EPS, HALF, HEAD_SIZE, BLOCK_D, SOFT_CAP,
+                )  # fmt: skip
+                q = repeated(heads, BLOCK_H)
         peak, denominator, acc = attend_tile(
             q, k, v, live, log2_scale, peak, denominator, acc, SOFT_CAP
         )
+
+    # Query heads of one KV head may be several programs': the first of them stores.
+    dims = tl.arange(0, BLOCK_D)
+    first_head = tl.arange(0, PARTIAL_HEADS) == 0
+    stored = is_new & (slot >= 0) & (head_block % HEAD_BLOCKS == 0)
+    stored = within_head(first_head & stored, HEAD_SIZE, BLOCK_D)
+    place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+    places = place + tl.zeros_like(members)[:, None] + dims[None, :]
+    tl.store(k_head + places, new_k, mask=stored)
+    tl.store(v_head + places, new_v, mask=stored)
+
+    score = repeated(new_score[:, None], BLOCK_H).reshape([BLOCK_H])
+    new_peak = tl.maximum(peak, score)
+    rescale = tl.exp2(peak - new_peak)
+    weight = tl.exp2(score - new_peak)
+    denominator = denominator * rescale + weight
+    new_values = repeated(new_v, BLOCK_H).to(tl.float32)
+    acc = acc * rescale[:, None] + weight[:, None] * new_values
     store_result(
-        acc, peak, denominator, out_ptr + row.to(tl.int64) * out_stride_row,
+        acc, new_peak, denominator, out_ptr + row.to(tl.int64) * out_stride_row,
         partial_ptr, lse_ptr, tickets_ptr, item, row, first_item, num_chunks, head_block,
         out_stride_head, programs_per_item,
         HEAD_BLOCKS, GROUP, BLOCK_H, PARTIAL_HEADS, MERGE, HEAD_SIZE, BLOCK_D,
