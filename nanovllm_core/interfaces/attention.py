@@ -5,10 +5,10 @@ Who calls what, and when:
     spec.check, spec.kv_layouts     once, at start, before torch touches the device
     Backend(options, config)        once, after the weights are loaded
     allocate()                      once, before the KV cache is sized and before any capture
-    prepares_decode()               once per layer, after allocate()
     plan_decode / plan_prefill      once per step, before the layers
     run_decode / run_prefill        once per layer and step
-    run_decode_from_qkv             in the place of run_decode, for layers that it prepares
+    prepares_decode                 once per layer and step with decode rows, before its run
+    run_decode_from_qkv             in the place of run_decode, where it says so
 
 A backend may take over the preparation of decode tokens (norm, rotation, the store of k and v), and
 save each layer a kernel. Where it does not, `KernelSet.prepare_qkv` prepares them, as it prepares
@@ -232,10 +232,10 @@ class AttentionBackend(ABC):
         the spec says so.
         """
 
-    def prepares_decode(self, prep: QKPrep) -> bool:
-        """Whether `run_decode_from_qkv` serves layers of this preparation, at any number of rows.
+    def prepares_decode(self, prep: QKPrep, num_rows: int) -> bool:
+        """Whether `run_decode_from_qkv` shall serve a layer in a step of so many decode rows.
 
-        Asked once per layer, at start.
+        It depends on nothing else.
         """
         return False
 
@@ -250,7 +250,7 @@ class AttentionBackend(ABC):
         metadata: DecodeMetadata,
         out_BHD: Tensor,
     ) -> None:
-        """`KernelSet.prepare_qkv` and `run_decode` in one, for the layers of `prepares_decode`.
+        """`KernelSet.prepare_qkv` and `run_decode` in one, where `prepares_decode` says so.
 
         Each row's last key and value are those of `qkv_BX` [B, X]: they are stored in the slot of
         the row, which is where its block table has its last token, and -1 for a padded row. All
@@ -258,8 +258,7 @@ class AttentionBackend(ABC):
         `plan_decode`. Roundings are those of `prepare_qkv`; nothing else is written.
         """
         raise NotImplementedError(
-            f"{type(self).__name__}.prepares_decode accepts a layer, so run_decode_from_qkv must "
-            "be implemented"
+            f"{type(self).__name__}.prepares_decode says yes, so run_decode_from_qkv must be there"
         )
 
     @abstractmethod

@@ -63,12 +63,6 @@ class PagedAttention:
         ]
         self._kernels = kernels
         self._device = model.device
-        self._prepared = {
-            index
-            for group, backends in zip(self.layout.groups, self.groups, strict=True)
-            for index in group.layers
-            if backends.decode.prepares_decode(layers[index].prep)
-        }
         for index, layer in enumerate(layers):
             layer.bind(self, index)
 
@@ -111,26 +105,37 @@ class PagedAttention:
         number, k_cache, v_cache = self._layers[layer.layer_index]
         group, slots_T, prep = self.groups[number], self._slots[number], layer.prep
         out_THD = qkv_TX.new_empty((len(qkv_TX), prep.num_heads, prep.head_size))
-        decode = self._decode[number] if self._decode else None
-        num_decode = decode.num_rows if decode else 0
+        num_decode = self._decode[number].num_rows if self._decode else 0
         rows, first = slice(num_decode), 0
-        if decode and layer.layer_index in self._prepared:
+        if num_decode and group.decode.prepares_decode(prep, num_decode):
             group.decode.run_decode_from_qkv(
-                qkv_TX[rows], prep, positions_T[rows], slots_T[rows], k_cache, v_cache, decode,
+                qkv_TX[rows],
+                prep,
+                positions_T[rows],
+                slots_T[rows],
+                k_cache,
+                v_cache,
+                self._decode[number],
                 out_THD[rows],
-            )  # fmt: skip
-            decode, first = None, num_decode
+            )
+            first = num_decode
         if first == len(qkv_TX):
             return out_THD.flatten(1)
         q_THD = self._kernels.prepare_qkv(
             qkv_TX[first:], prep, positions_T[first:], slots_T[first:], k_cache, v_cache
         )
-        if decode:
-            group.decode.run_decode(q_THD[rows], k_cache, v_cache, decode, out_THD[rows])
+        if first < num_decode:
+            group.decode.run_decode(
+                q_THD[rows], k_cache, v_cache, self._decode[number], out_THD[rows]
+            )
         if self._prefill:
-            chunks = self._prefill[number]
-            q_THD, out_SHD = q_THD[num_decode - first :], out_THD[num_decode:]
-            group.prefill.run_prefill(q_THD, k_cache, v_cache, chunks, out_SHD)
+            group.prefill.run_prefill(
+                q_THD[num_decode - first :],
+                k_cache,
+                v_cache,
+                self._prefill[number],
+                out_THD[num_decode:],
+            )
         return out_THD.flatten(1)
 
 

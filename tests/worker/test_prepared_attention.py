@@ -45,7 +45,7 @@ def test_decode_tokens_are_prepared_by_the_backend_and_prompts_by_the_kernel_set
 
     folder = write_checkpoint(tmp_path)
     monkeypatch.setattr(TorchKernels, "prepare_qkv", prepare_qkv)
-    monkeypatch.setattr(SdpaAttention, "prepares_decode", lambda self, prep: True)
+    monkeypatch.setattr(SdpaAttention, "prepares_decode", lambda self, prep, rows: True)
     monkeypatch.setattr(SdpaAttention, "run_decode_from_qkv", run_decode_from_qkv)
     started = Started(folder, prompt_sizes=prompt_sizes)
     by_kernel_set.clear()

@@ -111,7 +111,7 @@ class TritonAttention(AttentionBackend):
             out_BHD,
         )
 
-    def prepares_decode(self, prep: QKPrep) -> bool:
+    def prepares_decode(self, prep: QKPrep, num_rows: int) -> bool:
         return True
 
     def run_decode_from_qkv(

@@ -192,7 +192,7 @@ class AttentionPreparation(AttentionSubject):
 def _preparing(subject: BackendUnderTest, case: PagedCase, prep: QKPrep) -> AttentionBackend:
     """A backend for the case; skips where it leaves the preparation to the kernel set."""
     backend = subject.backend(case.config())
-    if not backend.prepares_decode(prep):
+    if not backend.prepares_decode(prep, len(case.seq_lens)):
         pytest.skip("leaves the preparation of decode tokens to the kernel set")
     return backend
 
