@@ -165,8 +165,8 @@ def test_a_layer_takes_one_kernel():
     backend = backend_of(step)
     step.decode(backend)
     out, metadata = torch.empty_like(step.case.q_THD), step.case.decode_metadata()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             backend.run_decode_from_qkv(
                 step.qkv_BX, step.prep, step.positions, step.slots, step.case.k_cache,
