@@ -65,6 +65,8 @@ DECODE_MANY = {2: DecodeTuning(tile=64, num_warps=4, num_stages=3), 4: DECODE_FE
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
+QKV_REGISTERS = 255
+"""The same where a program prepares q, k and v too. Such steps have few programs."""
 PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
