@@ -99,26 +99,6 @@ def load_tile(
 
 
 @triton.jit
-def prefetch_tile(
-    k_head, v_head, block_ids, start, end, stride_block, stride_token,
-    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 for K and V of the tokens from `start`, lines of 128 bytes; none waits for it."""
-    LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.cdiv(HEAD_SIZE, LINE)
-    columns = tl.arange(0, triton.next_power_of_2(LINES)) * LINE
-    offsets = block_offsets(block_ids, start, stride_block, stride_token, BLOCK_SIZE, TILE)
-    live = (start + tl.arange(0, TILE) < end)[:, None] & (columns < HEAD_SIZE)[None, :]
-    places = tl.where(live, offsets[:, None] + columns[None, :], 0)
-    for head in tl.static_range(2):
-        pointers = (k_head if head == 0 else v_head) + places
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def prepare_row(
     q_ptrs, real, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, rotation_ptr, is_new, log2_scale,
     EPS: tl.constexpr, HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -199,8 +179,6 @@ def decode_qkv_kernel(
     WINDOWED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    IN_LOOP: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """`decode_kernel` from packed q, k, v on; see there for what is not here.
 
@@ -250,44 +228,26 @@ def decode_qkv_kernel(
     peak = tl.full([BLOCK_H], LOWEST, tl.float32)
     denominator = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    if IN_LOOP:
-        q = tl.zeros([BLOCK_H, BLOCK_D], k_ptr.dtype.element_ty)
-        new_k = tl.zeros([PARTIAL_HEADS, BLOCK_D], k_ptr.dtype.element_ty)
-        new_v = new_k
-        new_score = tl.zeros([PARTIAL_HEADS], tl.float32)
-        last = tl.maximum(old_end, first_tile + 1)
-    else:
-        if DEPENDENT:
-            ahead = block_ids
-            for index in tl.static_range(PREFETCH):
-                place = first_tile + index * TILE
-                prefetch_tile(
-                    k_head, v_head, ahead, place, old_end, stride_block, stride_token,
-                    HEAD_SIZE, BLOCK_SIZE, TILE,
-                )  # fmt: skip
-                ahead = load_block_ids(table_row, place + TILE, old_end, BLOCK_SIZE, TILE)
-            gdc_wait()
-        q, new_k, new_v, new_score = prepare_row(
-            q_ptrs, members < GROUP, new_k_ptr, new_v_ptr, q_weight_ptr, k_weight_ptr,
-            rotation, is_new, log2_scale, EPS, HALF, HEAD_SIZE, BLOCK_D, SOFT_CAP,
-        )  # fmt: skip
-        q = repeated(q, BLOCK_H)
-        last = old_end
-    for start in tl.range(first_tile, last, TILE):
+    q = tl.zeros([BLOCK_H, BLOCK_D], k_ptr.dtype.element_ty)
+    new_k = tl.zeros([PARTIAL_HEADS, BLOCK_D], k_ptr.dtype.element_ty)
+    new_v = new_k
+    new_score = tl.zeros([PARTIAL_HEADS], tl.float32)
+    # The first round holds the wait: then the compiler's pipeline has the keys of the first rounds
+    # in flight before it. So there is one round at least.
+    for start in tl.range(first_tile, tl.maximum(old_end, first_tile + 1), TILE):
         k, v, live = load_tile(
             k_head, v_head, block_ids, start, begin, old_end, stride_block, stride_token,
             HEAD_SIZE, BLOCK_D, BLOCK_SIZE, TILE, WINDOWED,
         )  # fmt: skip
         block_ids = load_block_ids(table_row, start + TILE, old_end, BLOCK_SIZE, TILE)
-        if IN_LOOP:
-            if start == first_tile:
-                if DEPENDENT:
-                    gdc_wait()
-                heads, new_k, new_v, new_score = prepare_row(
-                    q_ptrs, members < GROUP, new_k_ptr, new_v_ptr, q_weight_ptr, k_weight_ptr,
-                    rotation, is_new, log2_scale, EPS, HALF, HEAD_SIZE, BLOCK_D, SOFT_CAP,
-                )  # fmt: skip
-                q = repeated(heads, BLOCK_H)
+        if start == first_tile:
+            if DEPENDENT:
+                gdc_wait()
+            heads, new_k, new_v, new_score = prepare_row(
+                q_ptrs, members < GROUP, new_k_ptr, new_v_ptr, q_weight_ptr, k_weight_ptr,
+                rotation, is_new, log2_scale, EPS, HALF, HEAD_SIZE, BLOCK_D, SOFT_CAP,
+            )  # fmt: skip
+            q = repeated(heads, BLOCK_H)
         peak, denominator, acc = attend_tile(
             q, k, v, live, log2_scale, peak, denominator, acc, SOFT_CAP
         )

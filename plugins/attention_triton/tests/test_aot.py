@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
 from nanovllm_attention_triton.decode import DecodeShape, padded_head_size
 from nanovllm_attention_triton.options import TritonOptions
@@ -18,6 +19,7 @@ from nanovllm_attention_triton.tuning import (
     decode_tuning,
     prefill_tuning,
 )
+from nanovllm_core.api import QKPrep
 from nanovllm_kit.aot import AotJob, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
@@ -49,6 +51,21 @@ def strides(*names: str, unit: int) -> dict[str, str]:
     return dict.fromkeys(names, "i32" if unit % 16 else "i32:16")
 
 
+def decode_shape(
+    head_size: int, group: int, window: int | None, soft_cap: float | None
+) -> DecodeShape:
+    return DecodeShape(
+        num_heads=8 * group,
+        num_kv_heads=8,
+        head_size=head_size,
+        max_num_seqs=256,
+        max_seq_len=4096,
+        num_multiprocessors=132,
+        window=window,
+        soft_cap=soft_cap,
+    )
+
+
 def decode_job(
     dtype: str,
     head_size: int,
@@ -59,16 +76,7 @@ def decode_job(
     soft_cap: float | None = None,
     capability: int = 90,
 ) -> AotJob:
-    shape = DecodeShape(
-        num_heads=8 * group,
-        num_kv_heads=8,
-        head_size=head_size,
-        max_num_seqs=256,
-        max_seq_len=4096,
-        num_multiprocessors=132,
-        window=window,
-        soft_cap=soft_cap,
-    )
+    shape = decode_shape(head_size, group, window, soft_cap)
     tuning = decode_tuning(2, head_size, rows, TritonOptions())
     return AotJob(
         kernel=f"{KERNELS}.decode_kernels:decode_kernel",
@@ -101,6 +109,14 @@ def qkv_job(
     job = decode_job(dtype, head_size, block_size, group, 16, window, soft_cap)
     own = {"q_ptr", "q_stride_row", "q_stride_head"}
     weights = ("q_weight_ptr", "k_weight_ptr")
+    shape = decode_shape(head_size, group, window, soft_cap)
+    prep = QKPrep(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=head_size,
+        cos_sin_cache=torch.empty(1, rotary or head_size),
+    )
+    constants = shape.qkv_constants(block_size, int(job.constexprs["TILE"] or 0), prep)
     return replace(
         job,
         kernel=f"{KERNELS}.decode_qkv_kernels:decode_qkv_kernel",
@@ -110,9 +126,7 @@ def qkv_job(
         | pointers("i32", "positions_ptr")
         | pointers("i64", "slots_ptr")
         | strides("qkv_stride", unit=8 * head_size),
-        constexprs=dict(job.constexprs)
-        | {"EPS": 1e-6, "HALF": (rotary or head_size) // 2}
-        | ({} if norm else dict.fromkeys(weights)),
+        constexprs=constants | {"DEPENDENT": True} | ({} if norm else dict.fromkeys(weights)),
         maxnreg=QKV_REGISTERS,
     )
 
