@@ -111,16 +111,16 @@ def prepare_row(
     same = tl.zeros_like(real).to(tl.int32)
     new = same + is_new.to(tl.int32) > 0
     # Every load before the first use.
+    new_v = tl.load(
+        (v_ptr + same)[:, None] + dims[None, :],
+        mask=within_head(new, HEAD_SIZE, BLOCK_D),
+        other=0.0,
+    )
     x, xp, xw, xpw, xc, xs = load_heads(
         q_ptrs, real, q_weight_ptr, rotation_ptr, HALF, HEAD_SIZE, BLOCK_D
     )
     y, yp, yw, ypw, yc, ys = load_heads(
         k_ptr + same, new, k_weight_ptr, rotation_ptr, HALF, HEAD_SIZE, BLOCK_D
-    )
-    new_v = tl.load(
-        (v_ptr + same)[:, None] + dims[None, :],
-        mask=within_head(new, HEAD_SIZE, BLOCK_D),
-        other=0.0,
     )
     q = prepared(x, xp, xw, xpw, xc, xs, q_weight_ptr is not None, EPS, HEAD_SIZE)
     new_k = prepared(y, yp, yw, ypw, yc, ys, k_weight_ptr is not None, EPS, HEAD_SIZE)
