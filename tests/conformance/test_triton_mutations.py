@@ -311,20 +311,21 @@ MUTATIONS = [
     # Decode from packed q, k, v.
     bug(
         "the newest key is not stored", QKV_KERNEL, FROM_QKV,
-        ("    tl.store(k_head + place, k, mask=stored)\n", ""),
+        ("    tl.store(k_head + places, new_k, mask=stored)\n", ""),
     ),
     bug(
-        "the newest value is stored in the slot beside its own", QKV_KERNEL, FROM_QKV,
-        ("tl.store(v_head + place, v,", "tl.store(v_head + (place ^ stride_token), v,"),
+        "the newest value is stored in the first slot of its block", QKV_KERNEL, FROM_QKV,
+        ("tl.store(v_head + places,",
+         "tl.store(v_head + places - slot % BLOCK_SIZE * stride_token,"),
     ),
     bug(
-        "q is normed twice", QKV_KERNEL, FROM_QKV,
-        ("x = x * (scale * weight[None, :])",
-         "x = x * (scale * weight[None, :] * weight[None, :])"),
+        "heads are normed twice", QKV_KERNEL, FROM_QKV,
+        ("x = x * (scale * weight.to(tl.float32))",
+         "x = x * (scale * weight.to(tl.float32) * weight.to(tl.float32))"),
     ),
     bug(
         "the newest key is also read where it was to be stored", QKV_KERNEL, FROM_QKV,
-        ("old_end = tl.where(has_new, end - 1, end)", "old_end = end"),
+        ("old_end = tl.where(is_new, end - 1, end)", "old_end = end"),
     ),
     bug(
         "the newest key counts in every chunk of its row", QKV_KERNEL, NEWEST,
@@ -332,11 +333,11 @@ MUTATIONS = [
     ),
     bug(
         "columns that do not rotate are lost", QKV_KERNEL, FROM_QKV,
-        ("mask=turns, other=1.0)", "mask=turns, other=0.0)"),
+        ("mask=dims < 2 * HALF, other=1.0)", "mask=dims < 2 * HALF, other=0.0)"),
     ),
     bug(
         "a row rotates by its length, not by its position", QKV_KERNEL, FROM_QKV,
-        ("position = tl.load(positions_ptr + row)", "position = end"),
+        ("tl.load(positions_ptr + row).to(tl.int64)", "end.to(tl.int64)"),
     ),
     bug(
         "a dtype under a name that is none of torch's", "plugin.py",

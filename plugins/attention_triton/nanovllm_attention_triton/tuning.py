@@ -71,8 +71,8 @@ QKV_REGISTERS = 255
 """The same where a program prepares q, k and v too. Such steps have few programs."""
 PREPARING_PROGRAMS = 2
 """Programs prepare q, k and v where those of one chunk of each row are at most so many on every
-multiprocessor. Measured with 8 KV heads between the products of a layer: 4 µs less at one row, 1 to 2
-at 16 and 33, 2 more at 48."""
+multiprocessor. Measured with 16 query and 8 KV heads between the products of a layer: 4 µs less at
+one row, 1 to 2 less at 16 and 33, 2 more at 48."""
 PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
