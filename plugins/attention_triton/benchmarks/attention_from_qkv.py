@@ -155,10 +155,7 @@ def microseconds(layers: Layers, attend: Callable[[Tensor, Tensor, Tensor], Tens
         layers.step(attend)
     times = []
     for _ in range(6):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own gap
-            for _ in range(2)
-        )
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(6):
             graph.replay()
