@@ -7,8 +7,14 @@ Who calls what, and when:
     allocate()                      once, before the KV cache is sized and before any capture
     plan_decode / plan_prefill      once per step, before the layers
     run_decode / run_prefill        once per layer and step
+    prepares_decode                 once per layer and step with decode rows, before its run
+    run_decode_from_qkv             in the place of run_decode, where it says so
 
-In a captured decode step plan_decode and run_decode are captured; a test may also plan outside the
+A backend may take over the preparation of decode tokens (norm, rotation, the store of k and v), and
+save each layer a kernel. Where it does not, `KernelSet.prepare_qkv` prepares them, as it prepares
+all prompt tokens, and is the reference of what it must compute.
+
+In a captured decode step plan_decode and the runs are captured; a test may also plan outside the
 graph and replay the runs alone. Where `cuda_graphs` is "full", small steps with prompt chunks are
 captured too, plan_prefill and run_prefill with them; all others run eagerly.
 
@@ -40,6 +46,8 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
     from torch import Tensor
+
+    from nanovllm_core.interfaces.kernels import QKPrep
 
 Phase = Literal["prefill", "decode"]
 GraphSupport = Literal["none", "decode", "full"]
@@ -223,6 +231,35 @@ class AttentionBackend(ABC):
         once per layer and step, after the step's own k and v are in their blocks; captured where
         the spec says so.
         """
+
+    def prepares_decode(self, prep: QKPrep, num_rows: int) -> bool:
+        """Whether `run_decode_from_qkv` shall serve a layer in a step of so many decode rows.
+
+        It depends on nothing else.
+        """
+        return False
+
+    def run_decode_from_qkv(
+        self,
+        qkv_BX: Tensor,
+        prep: QKPrep,
+        positions_B: Tensor,
+        slot_mapping_B: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: DecodeMetadata,
+        out_BHD: Tensor,
+    ) -> None:
+        """`KernelSet.prepare_qkv` and `run_decode` in one, where `prepares_decode` says so.
+
+        Each row's last key and value are those of `qkv_BX` [B, X]: they are stored in the slot of
+        the row, which is where its block table has its last token, and -1 for a padded row. All
+        earlier keys, `positions_B`, `slot_mapping_B` and the metadata were written before
+        `plan_decode`. Roundings are those of `prepare_qkv`; nothing else is written.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}.prepares_decode says yes, so run_decode_from_qkv must be there"
+        )
 
     @abstractmethod
     def run_prefill(

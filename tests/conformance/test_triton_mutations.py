@@ -60,9 +60,12 @@ LAYERS = "test_a_plan_serves_every_layer"
 REPLAYS = "test_recorded_steps_follow_changed_inputs"
 PROMPT_REPLAYS = "test_recorded_prefill_follows_changed_chunks"
 ADDRESSES = "test_captured_tensors_stay_where_they_are"
+NEWEST = "test_decode_from_qkv_at_the_edges_of_tiles_and_blocks"
+FROM_QKV = "test_decode_from_qkv_equals_preparation_and_decode"
 BOTH_PARTS = "test_both_parts_of_a_step_and_all_its_layers"
 
 DECODE_KERNEL, PREFILL_KERNEL = "decode_kernels.py", "prefill_kernels.py"
+DECODE_PLAN, QKV_KERNEL = "decode_plan.py", "decode_qkv_kernels.py"
 
 
 def bug(
@@ -81,22 +84,24 @@ MUTATIONS = [
             "        self._table[:, self.config.max_model_len // self.config.block_size :] = 0\n"
             "        workspace.plan(",
         ),
-        ("metadata.block_table,\n            metadata.max_seq_len", "self._table,\n"
-         "            metadata.max_seq_len"),
+        ("            q_BHD,\n            k_cache,\n            v_cache,\n"
+         "            metadata.block_table,\n",
+         "            q_BHD,\n            k_cache,\n            v_cache,\n"
+         "            self._table,\n"),
         peers=4,
     ),
     bug(
         "a padded row stores a key in slot 0", DECODE_KERNEL, WRITES,
         (
-            "    if num_chunks == 1:\n",
+            "    store_result(\n",
             "    if end == begin:\n"
             "        tl.store(k_ptr + dims, tl.zeros([HEAD_SIZE], k_ptr.dtype.element_ty))\n"
-            "    if num_chunks == 1:\n",
+            "    store_result(\n",
         ),
         peers=9,
     ),
     bug(
-        "the decode position is off by one", DECODE_KERNEL, DECODE,
+        "the decode position is off by one", DECODE_PLAN, DECODE,
         ("lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)",
          "lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)\n"
          "    lens = tl.maximum(lens - 1, 0)"),
@@ -167,8 +172,10 @@ MUTATIONS = [
             " metadata.block_table\n"
             "        workspace.plan(",
         ),
-        ("metadata.block_table,\n            metadata.max_seq_len", "self._table,\n"
-         "            metadata.max_seq_len"),
+        ("            q_BHD,\n            k_cache,\n            v_cache,\n"
+         "            metadata.block_table,\n",
+         "            q_BHD,\n            k_cache,\n            v_cache,\n"
+         "            self._table,\n"),
         peers=22,
     ),
     # Masks and positions.
@@ -196,7 +203,7 @@ MUTATIONS = [
          "tl.load(table_ptr + tl.maximum((end - 1) // BLOCK_SIZE - tokens // BLOCK_SIZE, 0),"),
     ),
     bug(
-        "the block of a row's first token for every chunk of it", DECODE_KERNEL, BLOCK_SIZES,
+        "the block of a row's first token for every chunk of it", DECODE_PLAN, BLOCK_SIZES,
         ("row * table_stride + begin // BLOCK_SIZE, mask", "row * table_stride, mask"),
     ),
     bug(
@@ -290,7 +297,7 @@ MUTATIONS = [
         ("(tl.arange(0, BLOCK_D) < HEAD_SIZE)", "(tl.arange(0, BLOCK_D) < HEAD_SIZE - 1)"),
     ),
     bug(
-        "a window is one key too long in decode", DECODE_KERNEL, WINDOWS,
+        "a window is one key too long in decode", DECODE_PLAN, WINDOWS,
         ("tl.maximum(lens - WINDOW, 0)", "tl.maximum(lens - WINDOW - 1, 0)"),
     ),
     bug(
@@ -300,6 +307,37 @@ MUTATIONS = [
     bug(
         "a soft cap is applied to scores before their scale", DECODE_KERNEL, SOFT_CAPS,
         ("tanh(scores / (SOFT_CAP * LOG2_E))", "tanh(scores / log2_scale / (SOFT_CAP * LOG2_E))"),
+    ),
+    # Decode from packed q, k, v.
+    bug(
+        "the newest key is not stored", QKV_KERNEL, FROM_QKV,
+        ("    tl.store(k_head + places, new_k, mask=stored)\n", ""),
+    ),
+    bug(
+        "the newest value is stored in the first slot of its block", QKV_KERNEL, FROM_QKV,
+        ("tl.store(v_head + places,",
+         "tl.store(v_head + places - slot % BLOCK_SIZE * stride_token,"),
+    ),
+    bug(
+        "heads are normed twice", QKV_KERNEL, FROM_QKV,
+        ("x = x * (scale * weight.to(tl.float32))",
+         "x = x * (scale * weight.to(tl.float32) * weight.to(tl.float32))"),
+    ),
+    bug(
+        "the newest key is also read where it was to be stored", QKV_KERNEL, FROM_QKV,
+        ("old_end = tl.where(is_new, end - 1, end)", "old_end = end"),
+    ),
+    bug(
+        "the newest key counts in every chunk of its row", QKV_KERNEL, NEWEST,
+        ("(item - first_item == num_chunks - 1) & (begin < end)", "begin < end"),
+    ),
+    bug(
+        "columns that do not rotate are lost", QKV_KERNEL, FROM_QKV,
+        ("mask=dims < 2 * HALF, other=1.0)", "mask=dims < 2 * HALF, other=0.0)"),
+    ),
+    bug(
+        "a row rotates by its length, not by its position", QKV_KERNEL, FROM_QKV,
+        ("tl.load(positions_ptr + row).to(tl.int64)", "end.to(tl.int64)"),
     ),
     bug(
         "a dtype under a name that is none of torch's", "plugin.py",
@@ -334,11 +372,11 @@ MUTATIONS = [
 
 WINDOWS_AND_SOFT_CAPS = [
     bug(
-        "a window one key too long, in decode", DECODE_KERNEL, WINDOWS,
+        "a window one key too long, in decode", DECODE_PLAN, WINDOWS,
         ("hidden = tl.maximum(lens - WINDOW, 0)", "hidden = tl.maximum(lens - WINDOW - 1, 0)"),
     ),
     bug(
-        "a window without the query's own key, in decode", DECODE_KERNEL, WINDOWS,
+        "a window without the query's own key, in decode", DECODE_PLAN, WINDOWS,
         ("hidden = tl.maximum(lens - WINDOW, 0)", "hidden = tl.maximum(lens - WINDOW + 1, 0)"),
     ),
     bug(

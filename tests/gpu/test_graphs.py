@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from importlib import metadata
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -218,3 +219,24 @@ def test_debug_mode_looks_at_the_logits_that_a_graph_left(machine: Callable[...,
         next(made.runner.model.module.parameters()).fill_(float("nan"))
     with pytest.raises(ModelOutputError, match=r"3 of 3 rows is not finite.*Qwen3ForCausalLM"):
         made.executor.submit(plan)
+
+
+def test_a_decode_step_of_one_row_launches_five_kernels_per_layer(
+    machine: Callable[..., Machine],
+) -> None:
+    """Norm and q, k, v; attention with its preparation; projection; norm, gate and up; down."""
+    made = machine(attention="triton", max_num_seqs=8, max_model_len=512)
+    made.prefill(random_prompts(1, 150), computed=150)
+    made.activate(1)
+    assert made.runner._graphs is not None
+    made.runner._graphs.replay(StepKey.decode(1))
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        made.runner._graphs.replay(StepKey.decode(1))
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    names = [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+    attention = [place for place, name in enumerate(names) if name == "decode_qkv_kernel"]
+    assert len(attention) == 4, names
+    assert {later - place for place, later in pairwise(attention)} == {5}, names
+    assert "prepare_qkv_kernel" not in names

@@ -23,6 +23,7 @@ from nanovllm_core.api import (
     DecodeMetadata,
     InconsistentStateError,
     PrefillMetadata,
+    QKPrep,
     UnsupportedError,
 )
 
@@ -102,6 +103,36 @@ class TritonAttention(AttentionBackend):
         self._check_tensors(q_BHD, k_cache, v_cache, out_BHD)
         self._workspace(q_BHD.shape[0]).run(
             q_BHD,
+            k_cache,
+            v_cache,
+            metadata.block_table,
+            metadata.max_seq_len,
+            self.config.scale,
+            out_BHD,
+        )
+
+    def prepares_decode(self, prep: QKPrep, num_rows: int) -> bool:
+        # The interpreter runs one program at a time: for tests, it always does.
+        interpreted = self.config.device.type != "cuda"
+        return interpreted or self._workspace(num_rows).shape.prepares(num_rows)
+
+    def run_decode_from_qkv(
+        self,
+        qkv_BX: Tensor,
+        prep: QKPrep,
+        positions_B: Tensor,
+        slot_mapping_B: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: DecodeMetadata,
+        out_BHD: Tensor,
+    ) -> None:
+        self._check_tensors(qkv_BX, k_cache, v_cache, out_BHD)
+        self._workspace(qkv_BX.shape[0]).run_from_qkv(
+            qkv_BX,
+            prep,
+            positions_B,
+            slot_mapping_B,
             k_cache,
             v_cache,
             metadata.block_table,

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 
-from nanovllm_attention_triton.decode_kernels import ITEM_FIELDS, decode_kernel, plan_kernel
-from nanovllm_attention_triton.tuning import DECODE_REGISTERS, DecodeTuning
+from nanovllm_attention_triton.decode_kernels import decode_kernel
+from nanovllm_attention_triton.decode_plan import ITEM_FIELDS, plan_kernel
+from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
+from nanovllm_attention_triton.tuning import (
+    DECODE_REGISTERS,
+    FEW_ROWS,
+    PREPARING_PROGRAMS,
+    QKV_REGISTERS,
+    DecodeTuning,
+)
+from nanovllm_core.api import QKPrep
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
 LOG2_E = math.log2(math.e)
@@ -19,6 +29,8 @@ MAX_BLOCK_HEADS = 64
 """Query heads of one program at most; larger groups take several."""
 MERGE_ELEMENTS = 4096
 """Partial results that a program merges at a time (fp32 in registers)."""
+QKV_MERGE_ELEMENTS = 8192
+"""The same where a program prepares q, k and v too: few rows, in many chunks each."""
 MIN_BLOCK_D = 16
 """The fewest columns that `tl.dot` multiplies."""
 
@@ -90,7 +102,7 @@ class DecodeShape:
             "BLOCK_H": self.block_heads,
             "HEAD_BLOCKS": self.head_blocks,
             "PARTIAL_HEADS": self.partial_heads,
-            "MERGE": max(MERGE_ELEMENTS // (self.partial_heads * self.block_d), 1),
+            "MERGE": self._chunks_of(MERGE_ELEMENTS),
             "HEAD_SIZE": self.head_size,
             "BLOCK_D": self.block_d,
             "BLOCK_SIZE": block_size,
@@ -99,11 +111,32 @@ class DecodeShape:
             "SOFT_CAP": self.soft_cap or 0.0,
         }
 
+    def qkv_constants(self, block_size: int, tile: int, prep: QKPrep) -> dict[str, int | float]:
+        """The compile-time arguments of `decode_qkv_kernel`."""
+        return self.constants(block_size, tile) | {
+            "EPS": prep.eps,
+            "HALF": prep.cos_sin_cache.shape[1] // 2,
+            "MERGE": self._chunks_of(QKV_MERGE_ELEMENTS),
+        }
+
+    def _chunks_of(self, elements: int) -> int:
+        """The chunks whose partial results have so many elements, one at least."""
+        return max(elements // (self.partial_heads * self.block_d), 1)
+
     @property
     def registers(self) -> dict[str, int]:
         """The compiler's `maxnreg`, for all but the plain kernel of head sizes 64 and 128."""
         plain = self.window is None and not self.soft_cap and self.head_size in (64, 128)
         return {} if plain else {"maxnreg": DECODE_REGISTERS}
+
+    def prepares(self, num_rows: int) -> bool:
+        """Whether this many rows are few enough that programs shall prepare q, k and v too.
+
+        That saves a kernel, and costs every program the preparation of its heads again, which only
+        programs that run side by side do at the same time.
+        """
+        most = PREPARING_PROGRAMS * self.num_multiprocessors
+        return num_rows <= FEW_ROWS and num_rows * self.programs_per_item <= most
 
     def items_per_step(self, programs_per_multiprocessor: int) -> int:
         """The items that make this many programs on every multiprocessor."""
@@ -141,7 +174,6 @@ class DecodeWorkspace:
         self.shape = shape
         self.tuning = tuning
         self._launch_options = launch_options(supports_dependent_launch(device))
-        self._launch_options |= shape.registers
         max_items = shape.max_items(shape.max_num_seqs, shape.max_seq_len, tuning)
         # A multiple of 16: Triton compiles another variant for integers that are not.
         self.capacity = -(-max_items // 16) * 16
@@ -211,13 +243,57 @@ class DecodeWorkspace:
 
         The innermost dimension of every tensor is contiguous. `max_seq_len` bounds the grid.
         """
+        queries = q_BHD, q_BHD.stride(0), q_BHD.stride(1)
+        constants = self.shape.constants(k_cache.shape[1], self.tuning.tile)
+        self._launch(
+            decode_kernel, queries, k_cache, v_cache, block_table, max_seq_len, scale, out_BHD,
+            constants | self.shape.registers,
+        )  # fmt: skip
+
+    def run_from_qkv(
+        self,
+        qkv_BX: Tensor,
+        prep: QKPrep,
+        positions_B: Tensor,
+        slot_mapping_B: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+    ) -> None:
+        """`run` from packed q, k, v on, whose newest k and v are stored in their slots."""
+        unprepared = (
+            qkv_BX, qkv_BX.stride(0), prep.q_norm_weight, prep.k_norm_weight, prep.cos_sin_cache,
+            positions_B, slot_mapping_B,
+        )  # fmt: skip
+        constants = self.shape.qkv_constants(k_cache.shape[1], self.tuning.tile, prep)
+        self._launch(
+            decode_qkv_kernel, unprepared, k_cache, v_cache, block_table, max_seq_len, scale,
+            out_BHD, constants | {"maxnreg": QKV_REGISTERS},
+        )  # fmt: skip
+
+    def _launch(
+        self,
+        kernel: Any,
+        inputs: Sequence[Tensor | int | None],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+        constants: Mapping[str, int | float],
+    ) -> None:
+        """Launch a kernel over the planned items; `inputs` are the arguments that are its own."""
         shape, tuning = self.shape, self.tuning
         max_items = min(
-            shape.max_items(q_BHD.shape[0], max_seq_len, tuning),
+            shape.max_items(out_BHD.shape[0], max_seq_len, tuning),
             self.capacity,
         )
-        decode_kernel[(max_items * shape.programs_per_item,)](
-            q_BHD,
+        kernel[(max_items * shape.programs_per_item,)](
+            *inputs,
             k_cache,
             v_cache,
             out_BHD,
@@ -228,8 +304,6 @@ class DecodeWorkspace:
             self.lse,
             self.tickets,
             scale * LOG2_E,
-            q_BHD.stride(0),
-            q_BHD.stride(1),
             out_BHD.stride(0),
             out_BHD.stride(1),
             block_table.stride(0),
@@ -238,7 +312,7 @@ class DecodeWorkspace:
             k_cache.stride(2),
             self.capacity,
             shape.programs_per_item,
-            **shape.constants(k_cache.shape[1], tuning.tile),
+            **constants,
             **self._launch_options,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,

@@ -1,11 +1,9 @@
-"""The decode kernels: cut the batch into equal work on the device, attend, merge.
+"""The decode kernel: attend the items of the plan, merge the parts of a row.
 
-A step's work is a flat list of items, one per (row, chunk of its context), rebuilt on the device
-from the true lengths, so that a captured graph stays valid and ragged rows still balance. Each item
-is attended once per block of query heads of one KV head ("flash decoding", Dao et al. 2023). A row
-of one chunk writes its output at once; of several, each program leaves a partial result and the
-last to arrive (an integer ticket) merges them in the order of the chunks, so the result does not
-depend on who came last.
+An item is a chunk of a row's context, see `decode_plan`. Each is attended once per block of query
+heads of one KV head ("flash decoding", Dao et al. 2023). A row of one chunk writes its output at
+once; of several, each program leaves a partial result and the last to arrive (an integer ticket)
+merges them in the order of the chunks, so the result does not depend on who came last.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -17,94 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ITEM_FIELDS = tl.constexpr(6)
-"""An item is (row, first token, end token, the row's first item, its number of items, first block).
-
-With a sliding window the tokens of a row's items are those that its query sees, and the first one
-may lie within a tile; without, an item begins with a tile. The block saves every layer one of the
-dependent loads with which a program begins; it is there where a block holds whole tiles.
-"""
-PLAN_LANES = tl.constexpr(512)
-"""Items whose first blocks the plan looks up at a time."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"],
-)
-def plan_kernel(
-    seq_lens_ptr,
-    table_ptr,
-    items_ptr,
-    num_items_ptr,
-    table_stride,
-    num_rows,
-    max_len,
-    wave_items,
-    max_items,
-    min_chunk,
-    max_chunk,
-    item_capacity,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """List the step's items: one program over all rows, of at most `max_len` tokens each.
-
-    The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
-    and raised where that would make more than `max_items` (+ 1 per row). Chunks are whole tiles,
-    and a row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
-    query, the last of its tokens, sees nothing: they make no work and no item.
-    """
-    rows = tl.arange(0, BLOCK_ROWS)
-    lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
-    lens = tl.minimum(tl.maximum(lens, 0), max_len)
-    spans = lens
-    if WINDOW > 0:
-        hidden = tl.maximum(lens - WINDOW, 0)
-        skipped = hidden // TILE * TILE
-        spans = lens - skipped
-    total = tl.sum(spans, 0)
-    chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
-    chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
-    chunk = tl.cdiv(chunk, TILE) * TILE
-    counts = tl.cdiv(spans, chunk)
-    # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.
-    size = tl.cdiv(tl.cdiv(spans, tl.maximum(counts, 1)), TILE) * TILE
-    size = tl.maximum(size, TILE)
-    # A padded row keeps one item of no tokens, which writes zeros.
-    counts = tl.where(rows < num_rows, tl.maximum(tl.cdiv(spans, size), 1), 0)
-    first = tl.cumsum(counts, 0) - counts
-    for index in range(0, tl.max(counts, 0)):
-        here = index < counts
-        begin = index * size
-        end = begin + size
-        if WINDOW > 0:
-            begin = tl.maximum(begin + skipped, hidden)
-            end = end + skipped
-        item = items_ptr + first + index
-        tl.store(item, rows, mask=here)
-        tl.store(item + item_capacity, begin, mask=here)
-        tl.store(item + 2 * item_capacity, tl.minimum(end, lens), mask=here)
-        tl.store(item + 3 * item_capacity, first, mask=here)
-        tl.store(item + 4 * item_capacity, counts, mask=here)
-    num_items = tl.sum(counts, 0)
-    tl.store(num_items_ptr, num_items)
-    if BLOCK_SIZE % TILE == 0:
-        # One look-up for all items: in the loop above every round would wait for its own.
-        tl.debug_barrier()
-        for base in range(0, num_items, PLAN_LANES):
-            slots = base + tl.arange(0, PLAN_LANES)
-            item = items_ptr + slots
-            here = slots < num_items
-            row = tl.load(item, mask=here, other=0).to(tl.int64)
-            begin = tl.load(item + item_capacity, mask=here, other=0)
-            end = tl.load(item + 2 * item_capacity, mask=here, other=0)
-            block_id = tl.load(
-                table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end
-            )
-            tl.store(item + 5 * item_capacity, block_id, mask=begin < end)
 
 
 @triton.jit
@@ -171,8 +82,31 @@ def tanh(x):
 
 
 @triton.jit
+def attend_tile(
+    q, k, v, live, log2_scale, peak, denominator, acc, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """One round of the online softmax over the keys that are `live`.
+
+    Returns the new (peak, denominator, acc). Where no key may be live yet, the peak must be finite.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
+    if SOFT_CAP > 0.0:
+        scores = tanh(scores / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)
+    scores = tl.where(live[None, :], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    rescale = tl.exp2(peak - new_peak)
+    denominator = denominator * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_peak, denominator, acc
+
+
+@triton.jit
 def decode_kernel(
     q_ptr,
+    q_stride_row,
+    q_stride_head,
     k_ptr,
     v_ptr,
     out_ptr,
@@ -183,8 +117,6 @@ def decode_kernel(
     lse_ptr,
     tickets_ptr,
     log2_scale,
-    q_stride_row,
-    q_stride_head,
     out_stride_row,
     out_stride_head,
     table_stride,
@@ -261,26 +193,54 @@ def decode_kernel(
         block_ids = load_block_ids(table_row, start + TILE, end, BLOCK_SIZE, TILE)
         kv_offsets = offsets[:, None] + dims[None, :]
         k = tl.load(k_head + kv_offsets, mask=live_head, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
-        if SOFT_CAP > 0.0:
-            scores = tanh(scores / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)
-        scores = tl.where(live[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        rescale = tl.exp2(peak - new_peak)
-        denominator = denominator * rescale + tl.sum(weights, 1)
         v = tl.load(v_head + kv_offsets, mask=live_head, other=0.0)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        peak = new_peak
+        peak, denominator, acc = attend_tile(
+            q, k, v, live, log2_scale, peak, denominator, acc, SOFT_CAP
+        )
+    store_result(
+        acc, peak, denominator, out_ptr + row.to(tl.int64) * out_stride_row,
+        partial_ptr, lse_ptr, tickets_ptr, item, row, first_item, num_chunks, head_block,
+        out_stride_head, programs_per_item,
+        HEAD_BLOCKS, GROUP, BLOCK_H, PARTIAL_HEADS, MERGE, HEAD_SIZE, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_result(
+    acc,
+    peak,
+    denominator,
+    out_row,
+    partial_ptr,
+    lse_ptr,
+    tickets_ptr,
+    item,
+    row,
+    first_item,
+    num_chunks,
+    head_block,
+    out_stride_head,
+    programs_per_item,
+    HEAD_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTIAL_HEADS: tl.constexpr,
+    MERGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store the output of an item that is its whole row, else its part; the last one merges."""
+    lanes = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
+    real = members < GROUP
     # Only a padded row has no mass: its zeros stay zeros.
     result = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
-
-    out_row = out_ptr + row.to(tl.int64) * out_stride_row
     if num_chunks == 1:
+        heads = (head_block // HEAD_BLOCKS) * GROUP + members
         out_offsets = heads[:, None] * out_stride_head + dims[None, :]
         out_mask = within_head(real, HEAD_SIZE, BLOCK_D)
-        tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_row + out_offsets, result.to(out_row.dtype.element_ty), mask=out_mask)
     else:
         slot = (item * programs_per_item + head_block).to(tl.int64) * PARTIAL_HEADS
         tl.store(lse_ptr + slot + lanes, peak + tl.log2(denominator), mask=real)

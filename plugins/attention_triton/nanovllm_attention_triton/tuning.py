@@ -58,13 +58,21 @@ class PrefillTuning:
 # multiply-adds (IEEE): small tiles, or its operands do not fit the registers.
 FEW_ROWS = 96
 DECODE_FEW = {
-    2: DecodeTuning(tile=32, num_warps=2, num_stages=3, max_chunk=256, max_programs=16),
+    2: DecodeTuning(
+        tile=32, num_warps=2, num_stages=3, min_chunk=32, max_chunk=256, max_programs=16
+    ),
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
 DECODE_MANY = {2: DecodeTuning(tile=64, num_warps=4, num_stages=3), 4: DECODE_FEW[4]}
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
+QKV_REGISTERS = 255
+"""The same where a program prepares q, k and v too. Such steps have few programs."""
+PREPARING_PROGRAMS = 2
+"""Programs prepare q, k and v where those of one chunk of each row are at most so many on every
+multiprocessor. Measured with 16 query and 8 KV heads between the products of a layer: 4 µs less at
+one row, 1 to 2 less at 16 and 33, 2 more at 48."""
 PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
 from nanovllm_attention_triton.decode import DecodeShape, padded_head_size
 from nanovllm_attention_triton.options import TritonOptions
@@ -13,19 +15,22 @@ from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
 from nanovllm_attention_triton.tuning import (
     LARGE_CAPABILITIES,
     LARGE_TILE,
+    QKV_REGISTERS,
     decode_tuning,
     prefill_tuning,
 )
+from nanovllm_core.api import QKPrep
 from nanovllm_kit.aot import AotJob, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 KERNELS = "nanovllm_attention_triton"
 # What the programs that share a multiprocessor may take each of its 65,536 registers and 228 KiB
 # of shared memory, of which the system keeps 1 KiB per program: six decode programs of 64 threads
-# for few rows, two of 128 for many, three of 128 for heads of 256; two prefill programs of 128, one
-# of 256 for heads of 256.
+# for few rows, three where they prepare q, k and v too, two of 128 for many, three of 128 for heads
+# of 256; two prefill programs of 128, one of 256 for heads of 256.
 FEW_REGISTERS, FEW_SHARED = 168, 228 * 1024 // 6 - 1024
 WIDE_REGISTERS, WIDE_SHARED = 168, 228 * 1024 // 3 - 1024
+QKV_SHARED = 228 * 1024 // 3 - 1024
 MANY_REGISTERS, MANY_SHARED = 255, 228 * 1024 // 2 - 1024
 PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 // 2 - 1024
 WIDE_PREFILL_REGISTERS, WIDE_PREFILL_SHARED = 255, 228 * 1024 - 1024
@@ -46,6 +51,21 @@ def strides(*names: str, unit: int) -> dict[str, str]:
     return dict.fromkeys(names, "i32" if unit % 16 else "i32:16")
 
 
+def decode_shape(
+    head_size: int, group: int, window: int | None, soft_cap: float | None
+) -> DecodeShape:
+    return DecodeShape(
+        num_heads=8 * group,
+        num_kv_heads=8,
+        head_size=head_size,
+        max_num_seqs=256,
+        max_seq_len=4096,
+        num_multiprocessors=132,
+        window=window,
+        soft_cap=soft_cap,
+    )
+
+
 def decode_job(
     dtype: str,
     head_size: int,
@@ -56,16 +76,7 @@ def decode_job(
     soft_cap: float | None = None,
     capability: int = 90,
 ) -> AotJob:
-    shape = DecodeShape(
-        num_heads=8 * group,
-        num_kv_heads=8,
-        head_size=head_size,
-        max_num_seqs=256,
-        max_seq_len=4096,
-        num_multiprocessors=132,
-        window=window,
-        soft_cap=soft_cap,
-    )
+    shape = decode_shape(head_size, group, window, soft_cap)
     tuning = decode_tuning(2, head_size, rows, TritonOptions())
     return AotJob(
         kernel=f"{KERNELS}.decode_kernels:decode_kernel",
@@ -81,6 +92,42 @@ def decode_job(
         num_stages=tuning.num_stages,
         capability=capability,
         **shape.registers,
+    )
+
+
+def qkv_job(
+    dtype: str,
+    head_size: int,
+    block_size: int,
+    group: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    rotary: int | None = None,
+    norm: bool = True,
+) -> AotJob:
+    """Decode from packed q, k, v, which few rows take; `rotary` columns rotate, None: all."""
+    job = decode_job(dtype, head_size, block_size, group, 16, window, soft_cap)
+    own = {"q_ptr", "q_stride_row", "q_stride_head"}
+    weights = ("q_weight_ptr", "k_weight_ptr")
+    shape = decode_shape(head_size, group, window, soft_cap)
+    prep = QKPrep(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=head_size,
+        cos_sin_cache=torch.empty(1, rotary or head_size),
+    )
+    constants = shape.qkv_constants(block_size, int(job.constexprs["TILE"] or 0), prep)
+    return replace(
+        job,
+        kernel=f"{KERNELS}.decode_qkv_kernels:decode_qkv_kernel",
+        signature={name: kind for name, kind in job.signature.items() if name not in own}
+        | pointers(dtype, "qkv_ptr", *(weights if norm else ()))
+        | pointers("fp32", "cos_sin_ptr")
+        | pointers("i32", "positions_ptr")
+        | pointers("i64", "slots_ptr")
+        | strides("qkv_stride", unit=8 * head_size),
+        constexprs=constants | {"DEPENDENT": True} | ({} if norm else dict.fromkeys(weights)),
+        maxnreg=QKV_REGISTERS,
     )
 
 
@@ -129,7 +176,7 @@ def prefill_job(
 
 
 PLAN = AotJob(
-    kernel=f"{KERNELS}.decode_kernels:plan_kernel",
+    kernel=f"{KERNELS}.decode_plan:plan_kernel",
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
     | integers("table_stride", "item_capacity")
     | dict.fromkeys(
@@ -184,6 +231,25 @@ JOBS = {
         )
     },
     **{
+        f"qkv {dtype}-d{size}-block{block_size}-group{group}"
+        + (f"-window{window}" if window else "")
+        + (f"-cap{cap:g}" if cap else "")
+        + (f"-rotary{rotary}" if rotary else "")
+        + ("" if norm else "-plain"): qkv_job(
+            dtype, size, block_size, group, window, cap, rotary, norm
+        )
+        for dtype, size, block_size, group, window, cap, rotary, norm in (
+            ("bf16", 128, 256, 2, None, None, None, True),
+            ("bf16", 128, 16, 4, None, None, None, True),
+            ("bf16", 128, 256, 8, None, None, None, True),
+            ("fp16", 64, 128, 4, None, None, None, False),
+            ("bf16", 80, 256, 1, None, None, 32, False),
+            ("bf16", 96, 16, 2, 1024, 50.0, None, True),
+            ("bf16", 256, 256, 2, 1024, None, None, True),
+            ("bf16", 192, 16, 1, None, 50.0, None, False),
+        )
+    },
+    **{
         ("wide " if size > 128 else "")
         + f"prefill-bf16-d{size}-block{block_size}"
         + (f"-window{left + 1}" if left >= 0 else "")
@@ -230,6 +296,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
         ("decode few", FEW_REGISTERS, FEW_SHARED),
         ("decode many", MANY_REGISTERS, MANY_SHARED),
         ("decode wide", WIDE_REGISTERS, WIDE_SHARED),
+        ("qkv", QKV_REGISTERS, QKV_SHARED),
         ("prefill", PREFILL_REGISTERS, PREFILL_SHARED),
         ("wide prefill", WIDE_PREFILL_REGISTERS, WIDE_PREFILL_SHARED),
     ],
@@ -249,9 +316,24 @@ def test_decode_keeps_several_tiles_in_flight(reports):
 
     A block id loaded in the round that needs it would leave `wait_group 0` alone.
     """
-    for report in of_kind(reports, "decode"):
+    for report in of_kind(reports, "decode") + of_kind(reports, "qkv"):
         assert "cp.async.wait_group \t2" in report.ptx or "cp.async.wait_group 2" in report.ptx
         assert "0x10" in report.ptx.split("cp.async.cg.shared.global", 1)[1][:80]
+
+
+def test_decode_from_qkv_loads_keys_before_the_wait_and_q_behind_it(reports):
+    """In front of the wait: K and V tiles on their way, and of other tensors scalars alone.
+
+    Behind it every load is issued before a barrier could wait for one of them.
+    """
+    for name, report in reports.items():
+        if name.startswith("qkv") and "block16" not in name:
+            assert report.ptx.count("griddepcontrol.wait") == 1
+            entry, _, rest = report.ptx.partition("griddepcontrol.wait")
+            assert "cp.async.commit_group" in entry
+            assert not re.search(r"ld\.global(\.\w+)?\.v\d", entry), name
+            loads = rest.partition("bar.sync")[0]
+            assert len(re.findall(r"ld\.global", loads)) >= 7, name
 
 
 def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):

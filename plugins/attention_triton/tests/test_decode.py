@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import DECODE_FEW
+from nanovllm_attention_triton.tuning import DECODE_FEW, FEW_ROWS
 from nanovllm_core.api import DecodeMetadata, InconsistentStateError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -182,3 +182,17 @@ def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
     assert bare.captured_tensors() == {}
     with pytest.raises(InconsistentStateError, match="allocate"):
         bare.plan_decode(metadata)
+
+
+def test_few_rows_prepare_q_k_v_by_the_programs_that_they_make():
+    """Two programs per multiprocessor, of one chunk of each row; with few KV heads the few rows."""
+    for kv_heads, group, most in ((8, 4, 33), (4, 2, 66), (16, 1, 16), (1, 8, FEW_ROWS)):
+        shape = DecodeShape(
+            num_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            head_size=128,
+            max_num_seqs=256,
+            max_seq_len=4096,
+            num_multiprocessors=132,
+        )
+        assert [rows for rows in range(1, 257) if shape.prepares(rows)] == [*range(1, most + 1)]

@@ -7,7 +7,7 @@
 
 It runs on the GPU where the backend declares CUDA and the machine has one, else on the CPU with
 smaller shapes; checks that need what the backend does not declare, or what the machine does not
-have, are skipped with the reason. The checks are in five files, by what they are about.
+have, are skipped with the reason. The checks are in several files, by what they are about.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from nanovllm_kit.attention_blocks import AttentionBlocks
 from nanovllm_kit.attention_declarations import AttentionDeclarations
 from nanovllm_kit.attention_memory import AttentionMemory
 from nanovllm_kit.attention_numbers import AttentionNumbers
+from nanovllm_kit.attention_preparation import AttentionPreparation
 from nanovllm_kit.attention_replay import AttentionReplay
 from nanovllm_kit.attention_replay_prefill import AttentionPrefillReplay
 from nanovllm_kit.attention_shapes import AttentionShapes
@@ -27,6 +28,7 @@ from nanovllm_kit.attention_state import AttentionState
 class AttentionConformance(
     AttentionPrefillReplay,
     AttentionReplay,
+    AttentionPreparation,
     AttentionMemory,
     AttentionState,
     AttentionShapes,

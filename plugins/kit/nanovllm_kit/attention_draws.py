@@ -87,7 +87,7 @@ def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits, number
 
     Of eight numbers in a row each has its own choice of phase, window and soft cap.
     """
-    shape = _shape(subject, draws)
+    shape = drawn_shape(subject, draws)
     block_size = shape["block_size"]
     lens: list[int] = []
     for _ in range(size(draws, 1, 24)):
@@ -116,7 +116,7 @@ def mixed_batch(subject: BackendUnderTest, draws: Random, limits: Limits, number
     return pointed(with_stale_entries(with_shared_prefixes(case, draws), draws), draws)
 
 
-def _shape(subject: BackendUnderTest, draws: Random) -> dict[str, Any]:
+def drawn_shape(subject: BackendUnderTest, draws: Random) -> dict[str, Any]:
     """Heads, head size, block size and dtype that the backend accepts together."""
     while True:
         num_kv_heads = size(draws, 1, 8)

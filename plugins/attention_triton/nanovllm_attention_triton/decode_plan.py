@@ -1,0 +1,104 @@
+"""The plan of a decode step: the batch cut into equal work, on the device.
+
+A step's work is a flat list of items, one per (row, chunk of its context), rebuilt on the device
+from the true lengths, so that a captured graph stays valid and ragged rows still balance.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+# Triton is untyped, and a kernel's parameters are traced, not typed.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ITEM_FIELDS = tl.constexpr(6)
+"""An item is (row, first token, end token, the row's first item, its number of items, first block).
+
+With a sliding window the tokens of a row's items are those that its query sees, and the first one
+may lie within a tile; without, an item begins with a tile. The block saves every layer one of the
+dependent loads with which a program begins; it is there where a block holds whole tiles.
+"""
+PLAN_LANES = tl.constexpr(512)
+"""Items whose first blocks the plan looks up at a time."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"],
+)
+def plan_kernel(
+    seq_lens_ptr,
+    table_ptr,
+    items_ptr,
+    num_items_ptr,
+    table_stride,
+    num_rows,
+    max_len,
+    wave_items,
+    max_items,
+    min_chunk,
+    max_chunk,
+    item_capacity,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """List the step's items: one program over all rows, of at most `max_len` tokens each.
+
+    The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
+    and raised where that would make more than `max_items` (+ 1 per row). Chunks are whole tiles,
+    and a row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
+    query, the last of its tokens, sees nothing: they make no work and no item.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)
+    lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+    lens = tl.minimum(tl.maximum(lens, 0), max_len)
+    spans = lens
+    if WINDOW > 0:
+        hidden = tl.maximum(lens - WINDOW, 0)
+        skipped = hidden // TILE * TILE
+        spans = lens - skipped
+    total = tl.sum(spans, 0)
+    chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
+    chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
+    chunk = tl.cdiv(chunk, TILE) * TILE
+    counts = tl.cdiv(spans, chunk)
+    # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.
+    size = tl.cdiv(tl.cdiv(spans, tl.maximum(counts, 1)), TILE) * TILE
+    size = tl.maximum(size, TILE)
+    # A padded row keeps one item of no tokens, which writes zeros.
+    counts = tl.where(rows < num_rows, tl.maximum(tl.cdiv(spans, size), 1), 0)
+    first = tl.cumsum(counts, 0) - counts
+    for index in range(0, tl.max(counts, 0)):
+        here = index < counts
+        begin = index * size
+        end = begin + size
+        if WINDOW > 0:
+            begin = tl.maximum(begin + skipped, hidden)
+            end = end + skipped
+        item = items_ptr + first + index
+        tl.store(item, rows, mask=here)
+        tl.store(item + item_capacity, begin, mask=here)
+        tl.store(item + 2 * item_capacity, tl.minimum(end, lens), mask=here)
+        tl.store(item + 3 * item_capacity, first, mask=here)
+        tl.store(item + 4 * item_capacity, counts, mask=here)
+    num_items = tl.sum(counts, 0)
+    if BLOCK_SIZE % TILE == 0:
+        # One look-up for all items: in the loop above every round would wait for its own.
+        tl.debug_barrier()
+        for base in range(0, num_items, PLAN_LANES):
+            slots = base + tl.arange(0, PLAN_LANES)
+            item = items_ptr + slots
+            here = slots < num_items
+            row = tl.load(item, mask=here, other=0).to(tl.int64)
+            begin = tl.load(item + item_capacity, mask=here, other=0)
+            end = tl.load(item + 2 * item_capacity, mask=here, other=0)
+            block_id = tl.load(
+                table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end
+            )
+            tl.store(item + 5 * item_capacity, block_id, mask=begin < end)
+    # Released behind all other stores: some runs read the items without waiting for this kernel's
+    # end to be visible.
+    tl.debug_barrier()
+    tl.atomic_xchg(num_items_ptr, num_items, sem="release", scope="gpu")
