@@ -111,7 +111,7 @@ def timed_engine(step_ms: float, prompt_ms: float, input_len: int) -> Iterator[A
         limits = {"max_num_seqs": 256, "max_model_len": 1024}
         llm = AsyncLLM(
             folder, load_format="dummy", device="cpu", dtype="float32", limits=limits,
-            cache={"num_blocks": 1024},
+            cache={"num_blocks": 65536},
         )  # fmt: skip
         executor = TimedExecutor(256, step_ms * 1e-3, prompt_ms * 1e-3 / input_len)
         started, llm.engine._executor = llm.engine._executor, executor

@@ -9,7 +9,7 @@ from nanovllm_core.interfaces.observer import FinishReason
 from nanovllm_core.interfaces.plan import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OutputDelta:
     """The ids that one sample of a request got since its last delta. Plain data; can be pickled.
 

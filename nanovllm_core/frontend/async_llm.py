@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,6 @@ from nanovllm_core.frontend.outputs import RequestOutput
 from nanovllm_core.frontend.prompts import Message, Prompt
 from nanovllm_core.interfaces.request_labels import Labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-Answers = asyncio.Queue[OutputDelta | Refused | Ended]
-
 
 class AsyncLLM(Door):
     """An engine with its model loaded, for programs with an event loop.
@@ -56,7 +54,9 @@ class AsyncLLM(Door):
         try:
             answers = mailbox.add(request)
             while left:
-                answer = await answers.get()
+                if not answers.pending:
+                    await answers.wait()
+                answer = answers.pending.popleft()
                 if not isinstance(answer, OutputDelta):
                     raise answer.error
                 left -= answer.finish_reason is not None
@@ -76,6 +76,25 @@ class AsyncLLM(Door):
         await asyncio.to_thread(self.close)
 
 
+class Answers:
+    """What has come for one request and its task has not taken. Only that task waits."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.pending: deque[OutputDelta | Refused | Ended] = deque()
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, answer: OutputDelta | Refused | Ended) -> None:
+        self.pending.append(answer)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def wait(self) -> asyncio.Future[None]:
+        """Done when the next answer has come."""
+        self._waiter = self._loop.create_future()
+        return self._waiter
+
+
 class LoopMailbox:
     """The answers for all requests of one event loop, which is woken once for each step."""
 
@@ -92,7 +111,7 @@ class LoopMailbox:
 
     def add(self, request: NewRequest) -> Answers:
         """Send a request; where its answers come."""
-        answers = self._answers[request.request_id] = Answers()
+        answers = self._answers[request.request_id] = Answers(self._loop)
         self._client.send(AddRequests(self._number, (request,)))
         return answers
 
@@ -113,10 +132,10 @@ class LoopMailbox:
         """Give every request its own; those that were removed want none."""
         if isinstance(answer, list):
             for delta in answer:
-                if delta.request_id in self._answers:
-                    self._answers[delta.request_id].put_nowait(delta)
+                if (answers := self._answers.get(delta.request_id)) is not None:
+                    answers.put(delta)
             return
         names = answer.request_ids if isinstance(answer, Refused) else tuple(self._answers)
         for name in names:
             if name in self._answers and not isinstance(answer, EngineStats):
-                self._answers[name].put_nowait(answer)
+                self._answers[name].put(answer)

@@ -38,7 +38,7 @@ class Transcript:
     logprobs: list[TokenLogprobs] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class RequestOutput:
     """One sample of a request, so far (`finish_reason` None) or for good.
 
