@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -83,9 +82,7 @@ class TimedExecutor(Executor):
         rows = np.concatenate([self._decode_rows, prompts]).astype(np.intp)
         is_padded = self._left[rows] <= 0
         self._left[rows] -= 1
-        result = StepResult(
-            np.where(is_padded, PADDED, 7).astype(np.int32), self._left[rows] == 0
-        )
+        result = StepResult(np.where(is_padded, PADDED, 7).astype(np.int32), self._left[rows] == 0)
         hashlib.sha256(LAUNCH_BYTES)
         now = perf_counter()
         seconds = self._step_seconds + self._token_seconds * (plan.num_tokens - plan.num_decode)
@@ -181,7 +178,9 @@ def main() -> None:
                 executor.late.clear()
                 traces[name].append(run(llm, workload, times))
                 late[name] += executor.late
-    table = Table(title=f"{asked.rate:g} requests/s, steps of {asked.step_ms:g} ms, {asked.turns} turns")
+    table = Table(
+        title=f"{asked.rate:g} requests/s, steps of {asked.step_ms:g} ms, {asked.turns} turns"
+    )
     for column in ("way", "what", "p50 ms", "p90 ms", "p99 ms", "mean ms"):
         table.add_column(column, justify="left" if column in ("way", "what") else "right")
     for name in WAYS:

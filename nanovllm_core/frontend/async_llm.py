@@ -17,6 +17,7 @@ from nanovllm_core.frontend.prompts import Message, Prompt
 from nanovllm_core.interfaces.request_labels import Labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
+
 class AsyncLLM(Door):
     """An engine with its model loaded, for programs with an event loop.
 

@@ -191,7 +191,8 @@ class OutputStream:
 
     def _take(self, delta: OutputDelta) -> RequestOutput:
         is_last, transcript = delta.finish_reason is not None, self._transcript
-        sendable = len(self._held) - (0 if is_last else self._num_held_back())
+        held_back = 0 if is_last or not self._stop_strings else self._num_held_back()
+        sendable = len(self._held) - held_back
         new_text, self._held = self._held[:sendable], self._held[sendable:]
         transcript.texts.append(new_text)
         start, self._num_sent = self._num_sent, len(transcript.token_ids)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from nanovllm_core import AsyncLLM, SamplingParams
+from nanovllm_core.engine import OutputDelta
 from nanovllm_core.errors import EngineClosedError, InvalidPromptError, RequestTooLongError
+from nanovllm_core.frontend.async_llm import Answers
 
 from .tiny import CONFIG, Reference
 
@@ -66,8 +68,11 @@ def test_outputs_come_as_they_grow_and_the_loop_serves_others_meanwhile(llm: Asy
     assert ticks > 10
 
 
-def test_a_loop_is_woken_once_for_each_step_whatever_it_brings(llm: AsyncLLM) -> None:
-    """Eight streams of thirty tokens: not one wake-up for each token."""
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_loop_is_woken_once_for_each_step_whatever_it_brings(
+    requests: int, llm: AsyncLLM
+) -> None:
+    """Streams of thirty tokens: the wake-ups do not grow with their number."""
     wakes = 0
 
     async def main() -> None:
@@ -81,12 +86,35 @@ def test_a_loop_is_woken_once_for_each_step_whatever_it_brings(llm: AsyncLLM) ->
 
         loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
         params = greedy(30, ignore_eos=True)
-        await asyncio.gather(*(tokens(llm, [7 + i], params) for i in range(8)))
+        await asyncio.gather(*(tokens(llm, [7 + i], params) for i in range(requests)))
         loop.call_soon_threadsafe = call  # type: ignore[method-assign]
 
     steps = llm.stats.steps
     asyncio.run(main())
     assert 30 <= wakes <= llm.stats.steps - steps
+
+
+def test_a_task_that_does_not_wait_is_not_woken(llm: AsyncLLM) -> None:
+    """Answers that come before it takes any wake it once, however many they are."""
+
+    async def main() -> list[int]:
+        answers, taken = Answers(asyncio.get_running_loop()), []
+
+        async def take() -> None:
+            while len(taken) < 4:
+                if not answers.pending:
+                    await answers.wait()
+                taken.append(len(answers.pending))
+                answers.pending.popleft()
+
+        task = asyncio.create_task(take())
+        await asyncio.sleep(0)
+        for index in range(4):
+            answers.put(OutputDelta(request_id="a", index=0, new_token_ids=[index]))
+        await task
+        return taken
+
+    assert asyncio.run(main()) == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("samples", [1, 3])
