@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2
+from nanovllm_core.kernels.tail_parameters import NUM_COLUMNS
 
 TILE = 2048
 NUM_WARPS = 8
@@ -62,26 +63,16 @@ def sample_tokens(
 
     All tensors are contiguous. Allocates nothing and never waits for the device.
     """
-    batch, vocab_size = logits_BV.shape
-    splits = num_splits(batch, vocab_size)
-    sample_partial_kernel[(batch, splits)](
+    splits = launch_partial(
         logits_BV,
         rows_B,
         temperature_R,
         seed_R,
         output_index_B,
-        skip_flag,
-        workspace.scores,
-        workspace.ids,
-        vocab_size,
-        tiles_per_split(batch, vocab_size),
-        MAX_SPLITS=MAX_SPLITS,
-        TILE=TILE,
-        # The interpreter runs no assembly.
-        APPROXIMATE=not triton.knobs.runtime.interpret,
-        num_warps=NUM_WARPS,
+        workspace=workspace,
+        skip_flag=skip_flag,
     )
-    sample_reduce_kernel[(batch,)](
+    sample_reduce_kernel[(len(rows_B),)](
         rows_B,
         skip_flag,
         workspace.scores,
@@ -91,6 +82,45 @@ def sample_tokens(
         MAX_SPLITS=MAX_SPLITS,
         num_warps=1,
     )
+
+
+def launch_partial(
+    logits_BV: Tensor,
+    rows_B: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    output_index_B: Tensor,
+    *,
+    workspace: SamplingWorkspace,
+    skip_flag: Tensor,
+    asked: Tensor | None = None,
+) -> int:
+    """Leave the best of each split in the workspace, and return how many splits there are.
+
+    Rows whose first element of `asked` (int32 [R, NUM_COLUMNS]) is not 0 are left out.
+    """
+    batch, vocab_size = logits_BV.shape
+    splits = num_splits(batch, vocab_size)
+    sample_partial_kernel[(batch, splits)](
+        logits_BV,
+        rows_B,
+        temperature_R,
+        seed_R,
+        output_index_B,
+        skip_flag,
+        asked,
+        workspace.scores,
+        workspace.ids,
+        vocab_size,
+        tiles_per_split(batch, vocab_size),
+        MAX_SPLITS=MAX_SPLITS,
+        NUM_COLUMNS=NUM_COLUMNS,
+        TILE=TILE,
+        # The interpreter runs no assembly.
+        APPROXIMATE=not triton.knobs.runtime.interpret,
+        num_warps=NUM_WARPS,
+    )
+    return splits
 
 
 @triton.jit
@@ -144,11 +174,13 @@ def sample_partial_kernel(
     seed_ptr,
     output_index_ptr,
     skip_ptr,
+    asked_ptr,
     scores_ptr,
     ids_ptr,
     vocab_size,
     num_tiles,
     MAX_SPLITS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     APPROXIMATE: tl.constexpr,
     C1: tl.constexpr = LOWBIAS_1,
@@ -162,6 +194,9 @@ def sample_partial_kernel(
     row = tl.load(rows_ptr + entry)
     if row < 0:
         return
+    if asked_ptr is not None:
+        if tl.load(asked_ptr + row.to(tl.int64) * NUM_COLUMNS) != 0:
+            return
     temperature = tl.load(temperature_ptr + row)
     seed = tl.load(seed_ptr + row)
     index = tl.load(output_index_ptr + entry).to(tl.uint32, bitcast=True)

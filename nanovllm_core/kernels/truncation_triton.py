@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm_core.kernels.edits_triton import read_logits
+
 TILE = 8192
 NUM_WARPS = 32
 
@@ -64,7 +66,15 @@ def weigh(x, top, scale):
 
 @triton.jit
 def find_threshold(
-    row_ptr, vocab_size, top, scale, target, BY_MASS: tl.constexpr, TILE: tl.constexpr
+    row_ptr,
+    vocab_size,
+    top,
+    scale,
+    target,
+    edits,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr,
 ):
     """The largest key that weighs `target` or more with all above it, and the weight of those.
 
@@ -80,10 +90,11 @@ def find_threshold(
         lane_2 = tl.zeros((TILE,), tl.float32)
         lane_3 = tl.zeros((TILE,), tl.float32)
         for first in range(0, vocab_size, TILE):
-            ids = first + lanes
-            x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+            x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
             key = to_key(x)
-            weight = weigh(x, top, scale) if BY_MASS else tl.where(ids < vocab_size, 1.0, 0.0)
+            weight = weigh(x, top, scale)
+            if not BY_MASS:
+                weight = tl.where(first + lanes < vocab_size, 1.0, 0.0)
             lane_1 += tl.where(key >= threshold + unit, weight, 0.0)
             lane_2 += tl.where(key >= threshold + 2 * unit, weight, 0.0)
             lane_3 += tl.where(key >= threshold + 3 * unit, weight, 0.0)
@@ -103,6 +114,68 @@ def find_threshold(
     return threshold, above
 
 
+@triton.jit
+def find_cut(
+    row_ptr,
+    vocab_size,
+    top_k,
+    top_p,
+    scale,
+    edits,
+    TILE: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr,
+):
+    """What is kept of a row: all ids above the first result, a key, and at it the first `room`.
+
+    `top_k` int64; `scale` is log2(e) divided by the temperature.
+    """
+    lanes = tl.arange(0, TILE)
+    threshold = tl.full((), 0, tl.uint32)
+    room = top_k
+    if top_k < vocab_size:
+        threshold, above = find_threshold(
+            row_ptr, vocab_size, 0.0, 0.0, top_k.to(tl.float64), edits, False, TILE, NUM_STOP_IDS
+        )
+        room = top_k - above.to(tl.int64)
+
+    if top_p <= 1.0:
+        best = tl.full((TILE,), float("-inf"), tl.float32)
+        for first in range(0, vocab_size, TILE):
+            x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
+            best = tl.maximum(best, x)
+        top = tl.max(best, axis=0)
+        mass = tl.zeros((TILE,), tl.float32)
+        for first in range(0, vocab_size, TILE):
+            x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
+            mass += tl.where(to_key(x) > threshold, weigh(x, top, scale), 0.0)
+        kept = tl.sum(mass.to(tl.float64), axis=0)
+        if top_k < vocab_size:
+            kept += room * weigh(to_float(threshold), top, scale)
+        # Above 0, so that the likeliest id stays however small top_p is.
+        target = tl.maximum(top_p * kept, 1e-30)
+        end, above = find_threshold(
+            row_ptr, vocab_size, top, scale, target, edits, True, TILE, NUM_STOP_IDS
+        )
+        share = weigh(to_float(end), top, scale)
+        fits = tl.maximum(tl.ceil((target - above) / share), 1.0).to(tl.int64)
+        if end > threshold:
+            threshold, room = end, fits
+        elif end == threshold:
+            room = tl.minimum(fits, room)
+    return threshold, room
+
+
+@triton.jit
+def keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE: tl.constexpr):
+    """Which ids of a tile `find_cut` keeps, and `num_at` with those at the threshold here."""
+    ids = first + tl.arange(0, TILE)
+    key = to_key(x)
+    at = ((key == threshold) & (ids < vocab_size)).to(tl.int32)
+    before = num_at + tl.cumsum(at, axis=0) - 1
+    keep = (key > threshold) | ((at != 0) & (before < room))
+    return keep & (ids < vocab_size), num_at + tl.sum(at, axis=0)
+
+
 # Both are parts of one upload, whose addresses follow from how many rows ask for what.
 @triton.jit(do_not_specialize_on_alignment=["which_ptr", "top_k_ptr"])
 def cut_top_k_top_p_kernel(
@@ -117,53 +190,14 @@ def cut_top_k_top_p_kernel(
 ):
     entry = tl.program_id(0)
     row_ptr = logits_ptr + tl.load(which_ptr + entry) * row_stride
-    temperature = tl.load(temperature_ptr + entry)
+    scale = 1.4426950408889634 / tl.load(temperature_ptr + entry)
     top_k = tl.load(top_k_ptr + entry)
     top_p = tl.load(top_p_ptr + entry)
-    lanes = tl.arange(0, TILE)
-
-    # What is kept: all ids above `threshold`, and the first `room` of those at it.
-    threshold = tl.full((), 0, tl.uint32)
-    room = top_k
-    if top_k < vocab_size:
-        threshold, above = find_threshold(
-            row_ptr, vocab_size, 0.0, 0.0, top_k.to(tl.float64), False, TILE
-        )
-        room = top_k - above.to(tl.int64)
-
-    if top_p <= 1.0:
-        scale = 1.4426950408889634 / temperature
-        best = tl.full((TILE,), float("-inf"), tl.float32)
-        for first in range(0, vocab_size, TILE):
-            ids = first + lanes
-            x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-            best = tl.maximum(best, x)
-        top = tl.max(best, axis=0)
-        mass = tl.zeros((TILE,), tl.float32)
-        for first in range(0, vocab_size, TILE):
-            ids = first + lanes
-            x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-            mass += tl.where(to_key(x) > threshold, weigh(x, top, scale), 0.0)
-        kept = tl.sum(mass.to(tl.float64), axis=0)
-        if top_k < vocab_size:
-            kept += room * weigh(to_float(threshold), top, scale)
-        # Above 0, so that the likeliest id stays however small top_p is.
-        target = tl.maximum(top_p * kept, 1e-30)
-        end, above = find_threshold(row_ptr, vocab_size, top, scale, target, True, TILE)
-        share = weigh(to_float(end), top, scale)
-        fits = tl.maximum(tl.ceil((target - above) / share), 1.0).to(tl.int64)
-        if end > threshold:
-            threshold, room = end, fits
-        elif end == threshold:
-            room = tl.minimum(fits, room)
-
+    no_edits = (0,)
+    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, no_edits, TILE, 0)
     num_at = tl.full((), 0, tl.int64)
     for first in range(0, vocab_size, TILE):
-        ids = first + lanes
-        x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-        key = to_key(x)
-        at = ((key == threshold) & (ids < vocab_size)).to(tl.int32)
-        before = num_at + tl.cumsum(at, axis=0) - 1
-        keep = (key > threshold) | ((at != 0) & (before < room))
+        x = read_logits(row_ptr, first, vocab_size, no_edits, TILE, 0)
+        keep, num_at = keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE)
+        ids = first + tl.arange(0, TILE)
         tl.store(row_ptr + ids, float("-inf"), mask=(ids < vocab_size) & (keep == 0))
-        num_at += tl.sum(at, axis=0)

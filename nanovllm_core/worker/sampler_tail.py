@@ -58,10 +58,10 @@ Arguments = dict[Operation, Sequence[tuple[float, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities (nats) of the N batch entries that asked, K the most that any asked for.
+    """Log-probabilities (nats) of the batch entries that asked, K columns or fewer for each.
 
-    `token_logprobs` [N] and `top_logprobs` [N, K] are float32, `top_ids` [N, K] int64.
-    `num_top[i]` of the K columns are what entry `entries[i]` asked for.
+    `token_logprobs` [N] and `top_logprobs` [N, K] are float32, `top_ids` [N, K] integers.
+    `num_top[i]` of the K columns are what entry `entries[i]` asked for, at `places[i]` of the N.
     """
 
     entries: tuple[int, ...]
@@ -69,6 +69,7 @@ class LogprobTensors:
     token_logprobs: Tensor
     top_logprobs: Tensor
     top_ids: Tensor
+    places: Sequence[int]
 
     def to_host(self) -> LogprobTensors:
         """Start copies to pinned memory; they are there when the stream has come past them."""
@@ -78,17 +79,16 @@ class LogprobTensors:
             torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
             for one in (self.token_logprobs, self.top_logprobs, self.top_ids)
         )
-        return LogprobTensors(self.entries, self.num_top, *pinned)
+        return LogprobTensors(self.entries, self.num_top, *pinned, self.places)
 
     def to_records(self) -> dict[int, TokenLogprobs]:
         """The same as plain data by batch entry; waits for the device unless on the host."""
-        columns = (self.token_logprobs, self.top_ids, self.top_logprobs)
-        lists = (column.tolist() for column in columns)
+        k = max(self.num_top)
+        tokens = self.token_logprobs.tolist()
+        ids, top = self.top_ids[:, :k].tolist(), self.top_logprobs[:, :k].tolist()
         return {
-            entry: TokenLogprobs(token, tuple(zip(ids[:num_top], top[:num_top], strict=True)))
-            for entry, num_top, token, ids, top in zip(
-                self.entries, self.num_top, *lists, strict=True
-            )
+            entry: TokenLogprobs(tokens[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
+            for entry, n, i in zip(self.entries, self.num_top, self.places, strict=True)
         }
 
 
@@ -167,7 +167,7 @@ class SamplerTail:
         k = max(self._num_top)
         parts = [raw_logprobs(logits_BV, group, out_B, k) for group in self._asked_groups]
         columns = (torch.cat(part) for part in zip(*parts, strict=True))
-        return LogprobTensors(self._asked, self._num_top, *columns)
+        return LogprobTensors(self._asked, self._num_top, *columns, range(len(self._asked)))
 
     def _plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""

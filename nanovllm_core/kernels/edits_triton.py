@@ -1,0 +1,115 @@
+"""Logit bias, penalties and forbidden ids in Triton, applied to logits as they are read.
+
+`worker.logits` has the definitions. What a row asks is a tuple, as `edits_of` makes it: nothing is
+written back, so every pass over a row may read it anew, and no copy of the logits exists.
+
+Penalties need to know how often each id came before. The count table has 16 bits for each row and
+id: the highest says whether the id is in the prompt, the others count it in the output, up to
+`MOST`. A program brings its own part of the vocabulary up to date before it reads it, by the ids
+that became known since the row was last counted: in a steady step, one.
+"""
+
+# Triton ships no types, and a kernel's arguments have none a checker knows.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanovllm_core.kernels import tail_parameters as columns
+
+FLAGS = tl.constexpr(columns.FLAGS)
+REPETITION = tl.constexpr(columns.REPETITION)
+PRESENCE = tl.constexpr(columns.PRESENCE)
+FREQUENCY = tl.constexpr(columns.FREQUENCY)
+NUM_BIASES = tl.constexpr(columns.NUM_BIASES)
+COUNTED = tl.constexpr(columns.COUNTED)
+PENALISED = tl.constexpr(columns.PENALISED)
+BIASED = tl.constexpr(columns.BIASED)
+FORBIDS = tl.constexpr(columns.FORBIDS)
+FLOORED = tl.constexpr(columns.FLOORED)
+MAX_BIASES = tl.constexpr(columns.MAX_BIASES)
+
+IN_PROMPT = tl.constexpr(0x8000)
+CHUNK = tl.constexpr(1024)
+MOST = tl.constexpr(0x8000 - 2 * 1024)
+"""A count stops here. Lanes of one chunk may pass it together, but never reach the prompt's bit."""
+
+
+@triton.jit
+def load_float(pointer):
+    """A float that is stored by its bits."""
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperature, lowest):
+    """What `read_logits` does to a row: pointers are the row's own, `flags` say what counts.
+
+    Ids are forbidden whose logit divided by `temperature` is below `lowest`, where FLOORED.
+    """
+    return (
+        flags,
+        halves_ptr,
+        biases_ptr,
+        tl.load(params_ptr + NUM_BIASES),
+        stop_ids_ptr,
+        load_float(params_ptr + REPETITION),
+        load_float(params_ptr + PRESENCE),
+        load_float(params_ptr + FREQUENCY),
+        temperature,
+        lowest,
+    )
+
+
+@triton.jit
+def read_logits(row_ptr, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr):
+    """The logits of ids `first` to `first + TILE - 1` as float32, edited; -inf beyond the end."""
+    ids = first + tl.arange(0, TILE)
+    x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("-inf"), x)
+    flags = edits[0]
+    if flags & BIASED:
+        for i in range(edits[3]):
+            token = tl.load(edits[2] + i)
+            if (token >= first) & (token < first + TILE):
+                x += tl.where(ids == token, load_float(edits[2] + MAX_BIASES + i), 0.0)
+    if flags & PENALISED:
+        counts = tl.load(edits[1] + ids, mask=ids < vocab_size, other=0).to(tl.int32)
+        outputs = counts & 0x7FFF
+        factor = tl.where(x > 0, tl.div_rn(1.0, edits[5]), edits[5])
+        x = tl.where(counts != 0, x * factor, x)
+        x -= edits[7] * outputs.to(tl.float32)
+        x -= tl.where(outputs > 0, edits[6], 0.0)
+    if flags & FORBIDS:
+        for i in tl.static_range(NUM_STOP_IDS):
+            x = tl.where(ids == tl.load(edits[4] + i), float("-inf"), x)
+    if flags & FLOORED:
+        x = tl.where(tl.div_rn(x, edits[8]) < edits[9], float("-inf"), x)
+    return x
+
+
+@triton.jit
+def count_known(words_ptr, token_ids_ptr, counted, known, num_prompt, first, end):
+    """Count a row's ids `counted` to `known - 1`, of those from `first` to `end - 1`, both even.
+
+    `words_ptr` is the row's part of the count table, two ids in a word.
+    """
+    lanes = tl.arange(0, CHUNK)
+    if counted < 0:
+        for word in range(first // 2, end // 2, CHUNK):
+            tl.store(words_ptr + word + lanes, 0, mask=word + lanes < end // 2)
+        tl.debug_barrier()
+    for start in range(tl.maximum(counted, 0), known, CHUNK):
+        at = start + lanes
+        token = tl.load(token_ids_ptr + at, mask=at < known, other=-1)
+        mine = (token >= first) & (token < end)
+        shift = (token & 1) * 16
+        word_ptr = words_ptr + (token >> 1)
+        count = (tl.load(word_ptr, mask=mine, other=0) >> shift) & 0x7FFF
+        one = tl.full((CHUNK,), 1, tl.int32) << shift
+        tl.atomic_or(word_ptr, one * IN_PROMPT, mask=mine & (at < num_prompt), sem="relaxed")
+        more = mine & (at >= num_prompt) & (count < MOST)
+        tl.atomic_add(word_ptr, one, mask=more, sem="relaxed")
+        tl.debug_barrier()
