@@ -65,10 +65,23 @@ def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperatur
 
 @triton.jit
 def read_logits(row_ptr, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr):
-    """The logits of ids `first` to `first + TILE - 1` as float32, edited; -inf beyond the end."""
+    """The logits of ids `first` to `first + TILE - 1` as float32, edited; -inf beyond the end.
+
+    No `edits` are read if NUM_STOP_IDS is 0.
+    """
     ids = first + tl.arange(0, TILE)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("-inf"), x)
+    if NUM_STOP_IDS > 0:
+        x = edit(x, ids, first, vocab_size, edits, TILE, NUM_STOP_IDS)
+    return x
+
+
+@triton.jit
+def edit(
+    x, ids, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr
+):
+    """The float32 logits `x` of these ids with the row's edits."""
     flags = edits[0]
     if flags & BIASED:
         for i in range(edits[3]):

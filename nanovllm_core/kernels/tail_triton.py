@@ -53,6 +53,10 @@ from nanovllm_core.kernels.truncation_triton import (
 TILE = 2048
 MAX_SPLITS = 16
 NUM_WARPS = 8
+PARTIAL_REGISTERS = 64
+"""So that four programs of eight warps fit on a multiprocessor."""
+MERGE_REGISTERS = 128
+"""So that two do: 256 rows at once on 132 multiprocessors. What spills is of rare paths."""
 SLOTS = 128
 """The candidates that a split leaves, and those of a row that are ranked."""
 MAX_RANKED = 64
@@ -70,6 +74,8 @@ CUT = tl.constexpr(columns.CUT)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(0x7FFFFFFF)
 """Above every id."""
+GROUP = tl.constexpr(32)
+"""Candidates are compared with so many at once."""
 OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 """`to_key(-inf)`."""
 
@@ -161,11 +167,12 @@ def sample_asked(
     max_entries, num_words = workspace.stats.shape[1], tables.counts.shape[1]
     tail_partial_kernel[(batch, splits, 2)](
         *shared, tables.num_prompt, tables.token_ids, tables.counts, vocab_size, num_tiles,
-        num_words, max_entries, tables.token_ids.shape[1], **constants,
+        num_words, max_entries, tables.token_ids.shape[1], **constants, maxnreg=PARTIAL_REGISTERS,
     )  # fmt: skip
     tail_merge_kernel[(batch,)](
         *shared, out_B, workspace.token_logprobs, workspace.top_logprobs, workspace.top_ids,
         vocab_size, splits, plain_splits, num_words, max_entries, **constants,
+        maxnreg=MERGE_REGISTERS,
     )  # fmt: skip
 
 
@@ -184,6 +191,7 @@ def find_floor(keys, low, count, want, most):
     `low`, which `count` of them reach, where these are too few.
     """
     high = tl.max(keys, axis=0)
+    count += tl.zeros((), tl.int32)  # the loop changes it, so it is no constant
     while (count > most) & (low < high):
         middle = high - ((high - low) >> 1)
         reach = tl.sum((keys >= middle).to(tl.int32), axis=0)
@@ -543,13 +551,21 @@ def tail_merge_kernel(
             mask = ranks < num_found
             x = tl.load(values_ptr + slots * SLOTS + ranks, mask=mask, other=float("-inf"))
             ids = tl.load(ids_ptr + slots * SLOTS + ranks, mask=mask, other=NONE)
-        weight = tl.where(mask, weigh(x, top, scale), 0.0)
-        ahead = (x[None, :] > x[:, None]) | (
-            (x[None, :] == x[:, None]) & (ids[None, :] < ids[:, None])
-        )
-        rank = tl.sum(ahead.to(tl.int32), axis=1)
+        rank = tl.zeros((SLOTS,), tl.int32)
+        before = tl.zeros((SLOTS,), tl.float32)
+        for start in range(0, tl.minimum(num_found, SLOTS), GROUP):
+            others = start + tl.arange(0, GROUP)
+            at = slots * SLOTS + others
+            other_x = tl.load(values_ptr + at, mask=others < num_found, other=float("-inf"))
+            other_ids = tl.load(ids_ptr + at, mask=others < num_found, other=NONE)
+            ahead = (other_x[None, :] > x[:, None]) | (
+                (other_x[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])
+            )
+            rank += tl.sum(ahead.to(tl.int32), axis=1)
+            other_weight = weigh(other_x, top, scale)
+            before += tl.sum(tl.where(ahead, other_weight[None, :], 0.0), axis=1)
         if job == 0:
-            before = tl.sum(tl.where(ahead, weight[None, :], 0.0), axis=1)
+            weight = tl.where(mask, weigh(x, top, scale), 0.0)
             keep = mask & (rank < top_k) & (tl.div_rn(x, temperature) >= lowest_logit)
             mass = tl.where(enough, tl.sum(tl.where(keep, weight, 0.0), axis=0), total)
             keep = keep & ((before < top_p * mass) | (rank == 0))
