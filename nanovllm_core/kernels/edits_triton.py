@@ -78,9 +78,7 @@ def read_logits(row_ptr, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_
 
 
 @triton.jit
-def edit(
-    x, ids, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr
-):
+def edit(x, ids, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr):
     """The float32 logits `x` of these ids with the row's edits."""
     flags = edits[0]
     if flags & BIASED:

@@ -194,7 +194,7 @@ def sample_partial_kernel(
     row = tl.load(rows_ptr + entry)
     if row < 0:
         return
-    if asked_ptr is not None:
+    if asked_ptr is not None:  # noqa: SIM102 - decided when compiled
         if tl.load(asked_ptr + row.to(tl.int64) * NUM_COLUMNS) != 0:
             return
     temperature = tl.load(temperature_ptr + row)

@@ -1,7 +1,7 @@
 """The layout of what a row asks of the captured tail: int32 columns, floats by their bits.
 
-Host and kernels read it here. Neutral rows have no flag; their other columns are not read, but
-`NUM_TOP` (-1: no log-probabilities).
+Host and kernels read it here. Of a row without flags only NUM_TOP is read (-1: no
+log-probabilities).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FREQUENCY = 6
 NUM_TOP = 7
 NUM_BIASES = 8
 COUNTED = 9
-"""The known ids that the count table has, which the device writes; -1: none, and it holds others'."""
+"""The known ids that the count table has; the device writes it. -1: it has another request's."""
 NUM_COLUMNS = 12
 
 CUT = 1

@@ -6,9 +6,9 @@ programs here end at once for it.
 
 The first kernel reads one split of a row. Where the row is not cut it scores each id, as the
 sampler does. Where it is, and where log-probabilities are asked for, it leaves the split's largest
-logit, its sum of probabilities, and its candidates: all ids above a floor that enough of them reach.
-Enough are `top_k`, or `MAX_RANKED`; the floor is found by bisecting the largest logit of each lane,
-not all logits. All ids above the highest floor of a row are then among its candidates.
+logit, its sum of probabilities, and its candidates: the ids at or above a floor that enough of them
+reach. Enough are `top_k`, or MAX_RANKED; the floor is found by bisecting the largest logit of each
+lane, not all logits. All ids above the highest floor of a row are then among its candidates.
 
 The second kernel, a program per row, raises that floor until at most SLOTS candidates are left, and
 ranks these by comparing all pairs. Where they cannot say what is kept (`top_k` above `MAX_RANKED`,
@@ -21,25 +21,22 @@ row (`truncation_triton`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nanovllm_core.kernels import sampling_triton as sampling, tail_parameters as columns
+from nanovllm_core.kernels import tail_parameters as columns
 from nanovllm_core.kernels.edits_triton import (
     COUNTED,
     FLAGS,
     FLOORED,
     FORBIDS,
+    MAX_BIASES,
     PENALISED,
     count_known,
     edits_of,
     load_float,
     read_logits,
-)
+)  # fmt: skip
 from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2
 from nanovllm_core.kernels.sampling_triton import gumbel_base_2, stream_key
 from nanovllm_core.kernels.truncation_triton import (
@@ -48,140 +45,31 @@ from nanovllm_core.kernels.truncation_triton import (
     to_float,
     to_key,
     weigh,
-)
-
-TILE = 2048
-MAX_SPLITS = 16
-NUM_WARPS = 8
-PARTIAL_REGISTERS = 64
-"""So that four programs of eight warps fit on a multiprocessor."""
-MERGE_REGISTERS = 128
-"""So that two do: 256 rows at once on 132 multiprocessors. What spills is of rare paths."""
-SLOTS = 128
-"""The candidates that a split leaves, and those of a row that are ranked."""
-MAX_RANKED = 64
-"""The largest `top_k` that is cut by ranking."""
-NUM_STATS = 4
+)  # fmt: skip
 
 TOP_K = tl.constexpr(columns.TOP_K)
 TOP_P = tl.constexpr(columns.TOP_P)
 LOG_MIN_P = tl.constexpr(columns.LOG_MIN_P)
 NUM_TOP = tl.constexpr(columns.NUM_TOP)
 NUM_COLUMNS = tl.constexpr(columns.NUM_COLUMNS)
-MAX_BIASES = tl.constexpr(columns.MAX_BIASES)
 MAX_TOP = tl.constexpr(columns.MAX_TOP)
 CUT = tl.constexpr(columns.CUT)
+
+SLOTS = tl.constexpr(128)
+"""The candidates that a split leaves, and those of a row that are ranked."""
+MAX_RANKED = tl.constexpr(64)
+"""The largest `top_k` that is cut by ranking."""
+GROUP = tl.constexpr(32)
+"""Candidates are compared with so many at once."""
+NUM_STATS = tl.constexpr(4)
+"""Of each split: its largest logit, its sum, its floor, its number of candidates."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(0x7FFFFFFF)
 """Above every id."""
-GROUP = tl.constexpr(32)
-"""Candidates are compared with so many at once."""
 OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 """`to_key(-inf)`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TailTables:
-    """What the rows ask for and what they have; R rows, L ids at most, all int32 but the last.
-
-    `counts` is the table of `edits_triton`, two ids in a word: 2 bytes for each row and id.
-    """
-
-    parameters: Tensor  # [R, NUM_COLUMNS]
-    biases: Tensor  # [R, 2, MAX_BIASES]: ids, then biases by their bits
-    stop_ids: Tensor  # [R, S], -1 where unused
-    min_tokens: Tensor  # [R]
-    num_prompt: Tensor  # [R]
-    token_ids: Tensor  # [R, L]
-    counts: Tensor  # [R, W]
-    temperature: Tensor  # [R] float32
-    seed: Tensor  # [R] int64
-
-
-def count_words(vocab_size: int) -> int:
-    """The words of a row of the count table: of 16 bytes a whole number."""
-    return -(-vocab_size // 8) * 4
-
-
-class TailWorkspace:
-    """What the first kernel leaves for the second, and the log-probabilities; E entries at most.
-
-    The first axis is what a split was read for: its token, then its log-probabilities.
-    """
-
-    def __init__(self, max_entries: int, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(2, max_entries, MAX_SPLITS, *shape, dtype=dtype, device=device)
-
-        self.plain = sampling.SamplingWorkspace(max_entries, device)
-        self.stats = zeros(NUM_STATS, dtype=torch.int32)
-        self.values = zeros(SLOTS, dtype=torch.float32)
-        self.ids = zeros(SLOTS, dtype=torch.int32)
-        self.token_logprobs = torch.zeros(max_entries, device=device)
-        self.top_logprobs = torch.zeros(max_entries, columns.MAX_TOP, device=device)
-        self.top_ids = torch.zeros_like(self.top_logprobs, dtype=torch.int32)
-
-
-def sample_asked(
-    logits_BV: Tensor,
-    rows_B: Tensor,
-    num_known_B: Tensor,
-    output_index_B: Tensor,
-    out_B: Tensor,
-    *,
-    tables: TailTables,
-    workspace: TailWorkspace,
-    skip_flag: Tensor,
-) -> None:
-    """Choose a token per entry as each row asks; nothing while `skip_flag` (int32 [1]) is not 0.
-
-    Log-probabilities go to the workspace. All tensors are contiguous. Allocates nothing and never
-    waits for the device.
-    """
-    batch, vocab_size = logits_BV.shape
-    tiles = -(-vocab_size // TILE)
-    num_tiles = -(-tiles // MAX_SPLITS)
-    splits = -(-tiles // num_tiles)
-    approximate = not triton.knobs.runtime.interpret  # the interpreter runs no assembly
-    plain_splits = sampling.launch_partial(
-        logits_BV, rows_B, tables.temperature, tables.seed, output_index_B,
-        workspace=workspace.plain, skip_flag=skip_flag, asked=tables.parameters,
-    )  # fmt: skip
-    shared = (
-        logits_BV, rows_B, tables.temperature, tables.seed, output_index_B, num_known_B, skip_flag,
-        tables.parameters, tables.biases, tables.stop_ids, tables.min_tokens,
-        tables.counts.view(torch.int16), workspace.plain.scores, workspace.plain.ids,
-        workspace.stats, workspace.values, workspace.ids,
-    )  # fmt: skip
-    constants = {
-        "TILE": TILE,
-        "MAX_SPLITS": MAX_SPLITS,
-        "PLAIN_SPLITS": sampling.MAX_SPLITS,
-        "SLOTS": SLOTS,
-        "MAX_RANKED": MAX_RANKED,
-        "NUM_STATS": NUM_STATS,
-        "NUM_STOP_IDS": tables.stop_ids.shape[1],
-        "APPROXIMATE": approximate,
-        "num_warps": NUM_WARPS,
-    }
-    max_entries, num_words = workspace.stats.shape[1], tables.counts.shape[1]
-    tail_partial_kernel[(batch, splits, 2)](
-        *shared, tables.num_prompt, tables.token_ids, tables.counts, vocab_size, num_tiles,
-        num_words, max_entries, tables.token_ids.shape[1], **constants, maxnreg=PARTIAL_REGISTERS,
-    )  # fmt: skip
-    tail_merge_kernel[(batch,)](
-        *shared, out_B, workspace.token_logprobs, workspace.top_logprobs, workspace.top_ids,
-        vocab_size, splits, plain_splits, num_words, max_entries, **constants,
-        maxnreg=MERGE_REGISTERS,
-    )  # fmt: skip
-
-
-@triton.jit
-def active_flags(params_ptr, min_tokens_ptr, row, output_index):
-    """The row's flags, but for FORBIDS where it has given enough tokens."""
-    flags = tl.load(params_ptr + FLAGS)
-    early = output_index < tl.load(min_tokens_ptr + row)
-    return tl.where(early, flags, flags & ~FORBIDS)
+C1, C2 = tl.constexpr(LOWBIAS_1), tl.constexpr(LOWBIAS_2)
+K1, K2 = tl.constexpr(KEY_1), tl.constexpr(KEY_2)
 
 
 @triton.jit
@@ -204,83 +92,33 @@ def find_floor(keys, low, count, want, most):
 
 
 @triton.jit
-def best_of_split(
-    row_ptr,
-    first,
-    num_tiles,
-    vocab_size,
-    edits,
-    temperature,
-    scale,
-    key_1,
-    key_2,
-    TILE: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    C1: tl.constexpr,
-    C2: tl.constexpr,
-):
-    """The best score of a split and its id, as the sampler's own kernel finds it."""
-    lanes = tl.arange(0, TILE)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_ids = first + lanes
-    for tile in range(num_tiles):
-        start = first + tile * TILE
-        ids = start + lanes
-        scores = read_logits(row_ptr, start, vocab_size, edits, TILE, NUM_STOP_IDS)
-        if temperature != 0.0:
-            unsigned = ids.to(tl.uint32, bitcast=True)
-            noise = gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
-            scores = scores * scale + noise
-        better = scores > best
-        best = tl.where(better, scores, best)
-        best_ids = tl.where(better, ids, best_ids)
-    score = tl.max(best, axis=0)
-    return score, tl.min(tl.where(best == score, best_ids, NONE), axis=0)
+def noise_keys(seed_ptr, row, output_index):
+    """The two keys of the row's noise for this token."""
+    seed = tl.load(seed_ptr + row)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    index = output_index.to(tl.uint32, bitcast=True)
+    return stream_key(low, high, index, K1, C1, C2), stream_key(low, high, index, K2, C1, C2)
+
+
+@triton.jit
+def score_of(x, ids, scale, key_1, key_2, APPROXIMATE: tl.constexpr):
+    """The scores of logits at a temperature above 0."""
+    unsigned = ids.to(tl.uint32, bitcast=True)
+    return x * scale + gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
 
 
 # One variant for every batch size: a graph's capture must not meet one that is not compiled yet.
 @triton.jit(do_not_specialize=["num_tiles", "max_entries", "max_model_len"])
 def tail_partial_kernel(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    seed_ptr,
-    output_index_ptr,
-    num_known_ptr,
-    skip_ptr,
-    params_ptr,
-    biases_ptr,
-    stop_ids_ptr,
-    min_tokens_ptr,
-    halves_ptr,
-    scores_ptr,
-    score_ids_ptr,
-    stats_ptr,
-    values_ptr,
-    ids_ptr,
-    num_prompt_ptr,
-    token_ids_ptr,
-    words_ptr,
-    vocab_size,
-    num_tiles,
-    num_words,
-    max_entries,
-    max_model_len,
-    TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    PLAIN_SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    MAX_RANKED: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    C1: tl.constexpr = LOWBIAS_1,
-    C2: tl.constexpr = LOWBIAS_2,
-    K1: tl.constexpr = KEY_1,
-    K2: tl.constexpr = KEY_2,
-):
-    """A program for each entry, split, and what it is read for: 0 its token, 1 log-probabilities."""
+    logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, num_known_ptr, skip_ptr,
+    params_ptr, biases_ptr, stop_ids_ptr, min_tokens_ptr, halves_ptr,
+    scores_ptr, score_ids_ptr, stats_ptr, values_ptr, ids_ptr,
+    num_prompt_ptr, token_ids_ptr, words_ptr,
+    vocab_size, num_tiles, num_words, max_entries, max_model_len,
+    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PLAIN_SPLITS: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """One program for each entry, split and job: 0 is for its token, 1 for log-probabilities."""
     entry, split, job = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(skip_ptr) != 0:
         return
@@ -289,11 +127,9 @@ def tail_partial_kernel(
         return
     row = row.to(tl.int64)
     params_ptr += row * NUM_COLUMNS
+    flags = tl.load(params_ptr + FLAGS)
     num_top = tl.load(params_ptr + NUM_TOP)
-    if job == 0:
-        if tl.load(params_ptr + FLAGS) == 0:
-            return
-    elif num_top < 0:
+    if tl.where(job == 0, flags == 0, num_top < 0):
         return
 
     index = tl.load(output_index_ptr + entry)
@@ -301,58 +137,42 @@ def tail_partial_kernel(
     row_ptr = logits_ptr + entry.to(tl.int64) * vocab_size
     temperature = tl.load(temperature_ptr + row)
     scale = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature)) * LOG2_E
-    top_k = tl.load(params_ptr + TOP_K)
-    want = tl.minimum(top_k, MAX_RANKED)
-    flags = active_flags(params_ptr, min_tokens_ptr, row, index)
-    if job == 1:
-        flags = flags * 0
+    want = tl.minimum(tl.load(params_ptr + TOP_K), MAX_RANKED)
+    flags = tl.where(index < tl.load(min_tokens_ptr + row), flags, flags & ~FORBIDS)
+    if job == 1:  # of the logits as they are
+        flags *= 0
         scale = scale * 0.0 + LOG2_E
         want = tl.maximum(num_top, 1)
     edits = edits_of(
-        flags,
-        params_ptr,
-        halves_ptr + row * num_words * 2,
-        biases_ptr + row * 2 * MAX_BIASES,
-        stop_ids_ptr + row * NUM_STOP_IDS,
-        temperature,
-        0.0,
-    )
+        flags, params_ptr, halves_ptr + row * num_words * 2, biases_ptr + row * 2 * MAX_BIASES,
+        stop_ids_ptr + row * NUM_STOP_IDS, temperature, 0.0,
+    )  # fmt: skip
     if flags & PENALISED:
         count_known(
-            words_ptr + row * num_words,
-            token_ids_ptr + row * max_model_len,
-            tl.load(params_ptr + COUNTED),
-            tl.load(num_known_ptr + entry),
-            tl.load(num_prompt_ptr + row),
-            first,
+            words_ptr + row * num_words, token_ids_ptr + row * max_model_len,
+            tl.load(params_ptr + COUNTED), tl.load(num_known_ptr + entry),
+            tl.load(num_prompt_ptr + row), first,
             tl.minimum(first + num_tiles * TILE, 2 * num_words),
-        )
+        )  # fmt: skip
 
+    lanes = tl.arange(0, TILE)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
     if (job == 0) & ((flags & CUT) == 0):
-        seed = tl.load(seed_ptr + row)
-        low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-        unsigned = index.to(tl.uint32, bitcast=True)
-        score, token = best_of_split(
-            row_ptr,
-            first,
-            num_tiles,
-            vocab_size,
-            edits,
-            temperature,
-            scale,
-            stream_key(low, high, unsigned, K1, C1, C2),
-            stream_key(low, high, unsigned, K2, C1, C2),
-            TILE,
-            NUM_STOP_IDS,
-            APPROXIMATE,
-            C1,
-            C2,
-        )
+        key_1, key_2 = noise_keys(seed_ptr, row, index)
+        best_ids = first + lanes
+        for tile in range(num_tiles):
+            start = first + tile * TILE
+            scores = read_logits(row_ptr, start, vocab_size, edits, TILE, NUM_STOP_IDS)
+            if temperature != 0.0:
+                scores = score_of(scores, start + lanes, scale, key_1, key_2, APPROXIMATE)
+            better = scores > best
+            best = tl.where(better, scores, best)
+            best_ids = tl.where(better, start + lanes, best_ids)
+        score = tl.max(best, axis=0)
         slot = entry * PLAIN_SPLITS + split
         tl.store(scores_ptr + slot, score)
-        tl.store(score_ids_ptr + slot, token)
+        tl.store(score_ids_ptr + slot, tl.min(tl.where(best == score, best_ids, NONE), axis=0))
     else:
-        best = tl.full((TILE,), float("-inf"), tl.float32)
         for tile in range(num_tiles):
             x = read_logits(row_ptr, first + tile * TILE, vocab_size, edits, TILE, NUM_STOP_IDS)
             best = tl.maximum(best, x)
@@ -361,8 +181,6 @@ def tail_partial_kernel(
         # Fewer than the slots, since a lane may have several ids above the floor.
         floor = find_floor(keys, tl.min(keys, axis=0), TILE, want, SLOTS - SLOTS // 4)
         slots = (job * max_entries + entry).to(tl.int64) * MAX_SPLITS + split
-        values_ptr += slots * SLOTS
-        ids_ptr += slots * SLOTS
         weights = tl.zeros((TILE,), tl.float32)
         count = tl.full((), 0, tl.int32)
         for tile in range(num_tiles):
@@ -374,8 +192,8 @@ def tail_partial_kernel(
             if num_found > 0:
                 place = count + tl.cumsum(found, axis=0) - 1
                 mask = (found != 0) & (place < SLOTS)
-                tl.store(values_ptr + place, x, mask=mask)
-                tl.store(ids_ptr + place, start + tl.arange(0, TILE), mask=mask)
+                tl.store(values_ptr + slots * SLOTS + place, x, mask=mask)
+                tl.store(ids_ptr + slots * SLOTS + place, start + lanes, mask=mask)
                 count += num_found
         stats_ptr += slots * NUM_STATS
         tl.store(stats_ptr, top.to(tl.int32, bitcast=True))
@@ -386,45 +204,15 @@ def tail_partial_kernel(
 
 @triton.jit(do_not_specialize=["num_splits", "plain_splits", "max_entries"])
 def tail_merge_kernel(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    seed_ptr,
-    output_index_ptr,
-    num_known_ptr,
-    skip_ptr,
-    params_ptr,
-    biases_ptr,
-    stop_ids_ptr,
-    min_tokens_ptr,
-    halves_ptr,
-    scores_ptr,
-    score_ids_ptr,
-    stats_ptr,
-    values_ptr,
-    ids_ptr,
-    out_ptr,
-    token_logprob_ptr,
-    top_logprobs_ptr,
-    top_ids_ptr,
-    vocab_size,
-    num_splits,
-    plain_splits,
-    num_words,
-    max_entries,
-    TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    PLAIN_SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    MAX_RANKED: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    C1: tl.constexpr = LOWBIAS_1,
-    C2: tl.constexpr = LOWBIAS_2,
-    K1: tl.constexpr = KEY_1,
-    K2: tl.constexpr = KEY_2,
-):
+    logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, num_known_ptr, skip_ptr,
+    params_ptr, biases_ptr, stop_ids_ptr, min_tokens_ptr, halves_ptr,
+    scores_ptr, score_ids_ptr, stats_ptr, values_ptr, ids_ptr,
+    out_ptr, token_logprob_ptr, top_logprobs_ptr, top_ids_ptr,
+    vocab_size, num_splits, plain_splits, num_words, max_entries,
+    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PLAIN_SPLITS: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """One program for each entry: its token, then its log-probabilities."""
     entry = tl.program_id(0)
     if tl.load(skip_ptr) != 0:
         return
@@ -434,8 +222,10 @@ def tail_merge_kernel(
         return
     row = row.to(tl.int64)
     params_ptr += row * NUM_COLUMNS
-    num_top = tl.load(params_ptr + NUM_TOP)
     asked = tl.load(params_ptr + FLAGS)
+    num_top = tl.load(params_ptr + NUM_TOP)
+    if asked & PENALISED:
+        tl.store(params_ptr + COUNTED, tl.load(num_known_ptr + entry))
     answer = tl.full((), 0, tl.int32)
     if (asked & CUT) == 0:
         splits = tl.arange(0, PLAIN_SPLITS)
@@ -446,28 +236,20 @@ def tail_merge_kernel(
         best = tl.max(scores, axis=0)
         answer = tl.min(tl.where(scores == best, tokens, NONE), axis=0)
         tl.store(out_ptr + entry, answer)
-    if asked & PENALISED:
-        tl.store(params_ptr + COUNTED, tl.load(num_known_ptr + entry))
-    if ((asked & CUT) == 0) & (num_top < 0):
-        return
+        if num_top < 0:
+            return
 
     index = tl.load(output_index_ptr + entry)
-    seed = tl.load(seed_ptr + row)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    unsigned_index = index.to(tl.uint32, bitcast=True)
-    key_1 = stream_key(low, high, unsigned_index, K1, C1, C2)
-    key_2 = stream_key(low, high, unsigned_index, K2, C1, C2)
+    key_1, key_2 = noise_keys(seed_ptr, row, index)
     row_ptr = logits_ptr + entry.to(tl.int64) * vocab_size
-    first_job = tl.where((asked & CUT) == 0, 1, 0)
-    last_job = tl.where(num_top < 0, 0, 1)
-    for job in range(first_job, last_job + 1):
-        flags = active_flags(params_ptr, min_tokens_ptr, row, index)
+    for job in range(tl.where((asked & CUT) == 0, 1, 0), tl.where(num_top < 0, 1, 2)):
+        flags = tl.where(index < tl.load(min_tokens_ptr + row), asked, asked & ~FORBIDS)
         temperature = tl.load(temperature_ptr + row)
         top_k = tl.load(params_ptr + TOP_K)
         top_p = load_float(params_ptr + TOP_P)
         log_min_p = load_float(params_ptr + LOG_MIN_P)
-        if job == 1:
-            flags = flags * 0
+        if job == 1:  # the likeliest of the logits as they are
+            flags *= 0
             temperature = temperature * 0.0 + 1.0
             top_k = tl.maximum(num_top, 1)
             top_p = top_p * 0.0 + 2.0
@@ -476,25 +258,23 @@ def tail_merge_kernel(
 
         # What the splits left: the row's top, its sum, and the candidates above the highest floor.
         slots = (job * max_entries + entry).to(tl.int64) * MAX_SPLITS
+        row_values_ptr, row_ids_ptr = values_ptr + slots * SLOTS, ids_ptr + slots * SLOTS
+        row_stats_ptr = stats_ptr + slots * NUM_STATS
         splits = tl.arange(0, MAX_SPLITS)
-        stats = stats_ptr + (slots + splits) * NUM_STATS
-        there = splits < num_splits
+        stats, there = row_stats_ptr + splits * NUM_STATS, splits < num_splits
         tops = tl.load(stats, mask=there, other=-0x800000).to(tl.float32, bitcast=True)
         sums = tl.load(stats + 1, mask=there, other=0).to(tl.float32, bitcast=True)
         floors = tl.load(stats + 2, mask=there, other=0).to(tl.uint32, bitcast=True)
-        counts = tl.load(stats + 3, mask=there, other=0)
+        most = tl.max(tl.load(stats + 3, mask=there, other=0), axis=0)
         top = tl.max(tops, axis=0)
         total = tl.sum(sums * weigh(tops, top, scale), axis=0)
         floor = tl.max(floors, axis=0)
         lanes = tl.arange(0, MAX_SPLITS * SLOTS)
-        filled = tl.load(
-            stats_ptr + (slots + lanes // SLOTS) * NUM_STATS + 3,
-            mask=lanes // SLOTS < num_splits,
-            other=0,
-        )
+        split = lanes // SLOTS
+        filled = tl.load(row_stats_ptr + split * NUM_STATS + 3, mask=split < num_splits, other=0)
         mask = lanes % SLOTS < filled
-        value = tl.load(values_ptr + slots * SLOTS + lanes, mask=mask, other=float("-inf"))
-        token = tl.load(ids_ptr + slots * SLOTS + lanes, mask=mask, other=NONE)
+        value = tl.load(row_values_ptr + lanes, mask=mask, other=float("-inf"))
+        token = tl.load(row_ids_ptr + lanes, mask=mask, other=NONE)
         key = tl.where(mask & (to_key(value) >= floor), to_key(value), 0)
         num_found = tl.sum((key > 0).to(tl.int32), axis=0)
         lowest = find_floor(key, floor, num_found, tl.minimum(top_k, MAX_RANKED), SLOTS)
@@ -503,76 +283,54 @@ def tail_merge_kernel(
         place = tl.cumsum(found, axis=0) - 1
         mask = (found != 0) & (place < SLOTS)
         tl.debug_barrier()  # the candidates to be ranked take the place of those of split 0
-        tl.store(values_ptr + slots * SLOTS + place, value, mask=mask)
-        tl.store(ids_ptr + slots * SLOTS + place, token, mask=mask)
+        tl.store(row_values_ptr + place, value, mask=mask)
+        tl.store(row_ids_ptr + place, token, mask=mask)
         tl.debug_barrier()
 
-        # Ranked: who is ahead of each, by logit and then by id, and the weight of those.
+        # Where they do not decide what is kept, passes over the whole row do.
         ranks = tl.arange(0, SLOTS)
         mask = ranks < num_found
-        x = tl.load(values_ptr + slots * SLOTS + ranks, mask=mask, other=float("-inf"))
-        ids = tl.load(ids_ptr + slots * SLOTS + ranks, mask=mask, other=NONE)
-        lowest_logit = tl.div_rn(top, temperature) + log_min_p
-        all_found = lowest <= OF_MINUS_INF
-        all_above_floor = tl.div_rn(to_float(lowest), temperature) < lowest_logit
-        enough = (top_k <= MAX_RANKED) | all_found | all_above_floor
+        x = tl.load(row_values_ptr + ranks, mask=mask, other=float("-inf"))
         held = tl.sum(tl.where(mask, weigh(x, top, scale), 0.0), axis=0)
+        least = tl.div_rn(top, temperature) + log_min_p
+        all_above_least = tl.div_rn(to_float(lowest), temperature) < least
+        enough = (top_k <= MAX_RANKED) | (lowest <= OF_MINUS_INF) | all_above_least
         holds = (log_min_p == float("-inf")) & (top_k >= vocab_size) & (held >= top_p * total)
-        fits = (tl.max(counts, axis=0) <= SLOTS) & (num_found <= SLOTS)
-        fits = fits & ((job == 0) | (num_found >= num_top))
+        fits = (most <= SLOTS) & (num_found <= SLOTS) & ((job == 0) | (num_found >= num_top))
         chosen = tl.full((), -1, tl.int32)
         if (fits & (enough | holds)) == 0:
+            edits = edits_of(
+                flags | FLOORED, params_ptr, halves_ptr + row * num_words * 2,
+                biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * NUM_STOP_IDS,
+                temperature, least,
+            )  # fmt: skip
             chosen, num_found = choose_exactly(
-                row_ptr,
-                vocab_size,
-                top_k.to(tl.int64),
-                top_p,
-                scale,
-                edits_of(
-                    flags | FLOORED,
-                    params_ptr,
-                    halves_ptr + row * num_words * 2,
-                    biases_ptr + row * 2 * MAX_BIASES,
-                    stop_ids_ptr + row * NUM_STOP_IDS,
-                    temperature,
-                    lowest_logit,
-                ),
-                key_1,
-                key_2,
-                values_ptr + slots * SLOTS,
-                ids_ptr + slots * SLOTS,
-                TILE,
-                SLOTS,
-                NUM_STOP_IDS,
-                APPROXIMATE,
-                C1,
-                C2,
-            )
-            mask = ranks < num_found
-            x = tl.load(values_ptr + slots * SLOTS + ranks, mask=mask, other=float("-inf"))
-            ids = tl.load(ids_ptr + slots * SLOTS + ranks, mask=mask, other=NONE)
+                row_ptr, vocab_size, top_k.to(tl.int64), top_p, scale, edits, key_1, key_2,
+                row_values_ptr, row_ids_ptr, TILE, NUM_STOP_IDS, APPROXIMATE,
+            )  # fmt: skip
+
+        # Ranked by logit and then by id; `before` is the weight of those ahead.
+        mask = ranks < num_found
+        x = tl.load(row_values_ptr + ranks, mask=mask, other=float("-inf"))
+        ids = tl.load(row_ids_ptr + ranks, mask=mask, other=NONE)
         rank = tl.zeros((SLOTS,), tl.int32)
         before = tl.zeros((SLOTS,), tl.float32)
         for start in range(0, tl.minimum(num_found, SLOTS), GROUP):
             others = start + tl.arange(0, GROUP)
-            at = slots * SLOTS + others
-            other_x = tl.load(values_ptr + at, mask=others < num_found, other=float("-inf"))
-            other_ids = tl.load(ids_ptr + at, mask=others < num_found, other=NONE)
-            ahead = (other_x[None, :] > x[:, None]) | (
-                (other_x[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])
-            )
-            rank += tl.sum(ahead.to(tl.int32), axis=1)
+            there = others < num_found
+            other_x = tl.load(row_values_ptr + others, mask=there, other=float("-inf"))
+            other_ids = tl.load(row_ids_ptr + others, mask=there, other=NONE)
+            is_ahead = (other_x[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])
+            is_ahead |= other_x[None, :] > x[:, None]
+            rank += tl.sum(is_ahead.to(tl.int32), axis=1)
             other_weight = weigh(other_x, top, scale)
-            before += tl.sum(tl.where(ahead, other_weight[None, :], 0.0), axis=1)
+            before += tl.sum(tl.where(is_ahead, other_weight[None, :], 0.0), axis=1)
         if job == 0:
-            weight = tl.where(mask, weigh(x, top, scale), 0.0)
-            keep = mask & (rank < top_k) & (tl.div_rn(x, temperature) >= lowest_logit)
-            mass = tl.where(enough, tl.sum(tl.where(keep, weight, 0.0), axis=0), total)
-            keep = keep & ((before < top_p * mass) | (rank == 0))
-            noise = gumbel_base_2(
-                ids.to(tl.uint32, bitcast=True), key_1, key_2, C1, C2, APPROXIMATE
-            )
-            scores = tl.where(keep, x * scale + noise, float("-inf"))
+            keep = mask & (rank < top_k) & (tl.div_rn(x, temperature) >= least)
+            kept = tl.sum(tl.where(keep, weigh(x, top, scale), 0.0), axis=0)
+            keep &= (before < top_p * tl.where(enough, kept, total)) | (rank == 0)
+            scores = score_of(x, ids, scale, key_1, key_2, APPROXIMATE)
+            scores = tl.where(keep, scores, float("-inf"))
             best = tl.max(scores, axis=0)
             answer = tl.min(tl.where(keep & (scores == best), ids, NONE), axis=0)
             answer = tl.where(chosen < 0, answer, chosen)
@@ -583,7 +341,7 @@ def tail_merge_kernel(
             logit = tl.where(logit != logit, float("-inf"), logit)
             log_total = tl.log(total)
             tl.store(token_logprob_ptr + entry, (logit - top) - log_total)
-            mask = mask & (rank < num_top)
+            mask &= rank < num_top
             at = entry * MAX_TOP + rank
             tl.store(top_logprobs_ptr + at, (x - top) - log_total, mask=mask)
             tl.store(top_ids_ptr + at, ids, mask=mask)
@@ -591,27 +349,11 @@ def tail_merge_kernel(
 
 @triton.jit
 def choose_exactly(
-    row_ptr,
-    vocab_size,
-    top_k,
-    top_p,
-    scale,
-    edits,
-    key_1,
-    key_2,
-    values_ptr,
-    ids_ptr,
-    TILE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    C1: tl.constexpr,
-    C2: tl.constexpr,
-):
-    """The token of a row that is cut anywhere; how many ids are kept, SLOTS of them in the slots."""
-    threshold, room = find_cut(
-        row_ptr, vocab_size, top_k, top_p, scale, edits, TILE, NUM_STOP_IDS
-    )
+    row_ptr, vocab_size, top_k, top_p, scale, edits, key_1, key_2, values_ptr, ids_ptr,
+    TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """A row's token, cut wherever it is, and how many ids are kept; the slots get the first."""
+    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, edits, TILE, NUM_STOP_IDS)
     num_at = tl.full((), 0, tl.int64)
     num_kept = tl.full((), 0, tl.int32)
     lanes = tl.arange(0, TILE)
@@ -621,9 +363,8 @@ def choose_exactly(
         ids = first + lanes
         x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
         keep, num_at = keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE)
-        noise = gumbel_base_2(ids.to(tl.uint32, bitcast=True), key_1, key_2, C1, C2, APPROXIMATE)
-        scores = tl.where(keep, x * scale + noise, float("-inf"))
-        better = scores > best
+        scores = score_of(x, ids, scale, key_1, key_2, APPROXIMATE)
+        better = keep & (scores > best)
         best = tl.where(better, scores, best)
         best_ids = tl.where(better, ids, best_ids)
         place = num_kept + tl.cumsum(keep.to(tl.int32), axis=0) - 1

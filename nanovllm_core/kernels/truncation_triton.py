@@ -129,7 +129,6 @@ def find_cut(
 
     `top_k` int64; `scale` is log2(e) divided by the temperature.
     """
-    lanes = tl.arange(0, TILE)
     threshold = tl.full((), 0, tl.uint32)
     room = top_k
     if top_k < vocab_size:

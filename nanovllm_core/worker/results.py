@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
+from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.polling import StepWait, Wait
-from nanovllm_core.worker.sampler_tail import LogprobTensors
 
 TAG_BITS = 30
 """A word is tag << 32 | (id + 1) << 1 | finished; tags count steps from 1 and wrap."""

@@ -1,4 +1,4 @@
-"""The parameters of a row as the captured tail reads them: the columns of `kernels.tail_parameters`.
+"""The parameters of a row as the captured tail reads them: columns of `kernels.tail_parameters`.
 
 The tables hold them for each row; only an admission changes them.
 """

@@ -106,9 +106,9 @@ class RowUpdates:
     def __init__(self, tables: RowTables) -> None:
         self._max_rows = tables.computed.shape[0]
         scalars = ("computed", "num_prompt", "max_length", "min_tokens", "finished", "temperature")
-        wide = ("token_ids", "block_table", "stop_ids", "seed", "active_rows", "skip_sampler")
-        wide += ("parameters", "biases")
-        self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide)}
+        wide = ("token_ids", "block_table", "stop_ids", "seed", "parameters", "biases")
+        flat = ("active_rows", "skip_sampler")
+        self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide, *flat)}
         self._num_groups, _, self._max_blocks = tables.block_table.shape
         self._scalar_at = np.array([self._layout[name][0] for name in scalars], np.int32)
         self._pieces: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm_core.interfaces.plan import RowSampling, TokenLogprobs
+from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import logits as logit_ops
 from nanovllm_core.worker.logits import StepRows
+from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors, run_processor
 
@@ -54,42 +54,6 @@ Operation = Callable[..., None]
 
 Arguments = dict[Operation, Sequence[tuple[float, ...]]]
 """The operations that one row asks for, each with the arguments of one call or more."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """Log-probabilities (nats) of the batch entries that asked, K columns or fewer for each.
-
-    `token_logprobs` [N] and `top_logprobs` [N, K] are float32, `top_ids` [N, K] integers.
-    `num_top[i]` of the K columns are what entry `entries[i]` asked for, at `places[i]` of the N.
-    """
-
-    entries: tuple[int, ...]
-    num_top: tuple[int, ...]
-    token_logprobs: Tensor
-    top_logprobs: Tensor
-    top_ids: Tensor
-    places: Sequence[int]
-
-    def to_host(self) -> LogprobTensors:
-        """Start copies to pinned memory; they are there when the stream has come past them."""
-        if self.token_logprobs.device.type == "cpu":
-            return self
-        pinned = (
-            torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
-            for one in (self.token_logprobs, self.top_logprobs, self.top_ids)
-        )
-        return LogprobTensors(self.entries, self.num_top, *pinned, self.places)
-
-    def to_records(self) -> dict[int, TokenLogprobs]:
-        """The same as plain data by batch entry; waits for the device unless on the host."""
-        k = max(self.num_top)
-        tokens = self.token_logprobs.tolist()
-        ids, top = self.top_ids[:, :k].tolist(), self.top_logprobs[:, :k].tolist()
-        return {
-            entry: TokenLogprobs(tokens[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
-            for entry, n, i in zip(self.entries, self.num_top, self.places, strict=True)
-        }
 
 
 class SamplerTail:
@@ -167,7 +131,7 @@ class SamplerTail:
         k = max(self._num_top)
         parts = [raw_logprobs(logits_BV, group, out_B, k) for group in self._asked_groups]
         columns = (torch.cat(part) for part in zip(*parts, strict=True))
-        return LogprobTensors(self._asked, self._num_top, *columns, range(len(self._asked)))
+        return LogprobTensors(self._asked, self._num_top, range(len(self._asked)), *columns)
 
     def _plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""

@@ -19,7 +19,8 @@ from nanovllm_core.worker import sampler_tail as sampler_module
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.sampler import GumbelSampler
-from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
+from nanovllm_core.worker.logprobs import LogprobTensors
+from nanovllm_core.worker.sampler_tail import SamplerTail
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 50
