@@ -317,9 +317,9 @@ def tail_merge_kernel(
         before = tl.zeros((SLOTS,), tl.float32)
         for start in range(0, tl.minimum(num_found, SLOTS), GROUP):
             others = start + tl.arange(0, GROUP)
-            there = others < num_found
-            other_x = tl.load(row_values_ptr + others, mask=there, other=float("-inf"))
-            other_ids = tl.load(row_ids_ptr + others, mask=there, other=NONE)
+            valid = others < num_found
+            other_x = tl.load(row_values_ptr + others, mask=valid, other=float("-inf"))
+            other_ids = tl.load(row_ids_ptr + others, mask=valid, other=NONE)
             is_ahead = (other_x[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])
             is_ahead |= other_x[None, :] > x[:, None]
             rank += tl.sum(is_ahead.to(tl.int32), axis=1)
