@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_core.kernels.edits_triton import read_logits
-
 TILE = 8192
 NUM_WARPS = 32
 
@@ -32,16 +30,9 @@ def cut_top_k_top_p(
     """
     if len(which_N):
         cut_top_k_top_p_kernel[(len(which_N),)](
-            logits_SV,
-            which_N,
-            top_k_N,
-            top_p_N,
-            temperature_N,
-            logits_SV.stride(0),
-            logits_SV.shape[1],
-            TILE=TILE,
-            num_warps=NUM_WARPS,
-        )
+            logits_SV, which_N, top_k_N, top_p_N, temperature_N, logits_SV.stride(0),
+            logits_SV.shape[1], TILE=TILE, num_warps=NUM_WARPS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -65,17 +56,17 @@ def weigh(x, top, scale):
 
 
 @triton.jit
+def read_tile(row_ptr, first, vocab_size, TILE: tl.constexpr, edits):
+    """The logits of ids `first` to `first + TILE - 1`, -inf beyond the end; nothing is edited."""
+    ids = first + tl.arange(0, TILE)
+    return tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+
+
+@triton.jit
 def find_threshold(
-    row_ptr,
-    vocab_size,
-    top,
-    scale,
-    target,
-    edits,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-):
+    row_ptr, vocab_size, top, scale, target, edits,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
     """The largest key that weighs `target` or more with all above it, and the weight of those.
 
     Each lane adds up its own ids, in float32, and what the lanes have is added once a pass: sums
@@ -90,7 +81,7 @@ def find_threshold(
         lane_2 = tl.zeros((TILE,), tl.float32)
         lane_3 = tl.zeros((TILE,), tl.float32)
         for first in range(0, vocab_size, TILE):
-            x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
+            x = READ(row_ptr, first, vocab_size, TILE, edits)
             key = to_key(x)
             weight = weigh(x, top, scale)
             if not BY_MASS:
@@ -116,36 +107,30 @@ def find_threshold(
 
 @triton.jit
 def find_cut(
-    row_ptr,
-    vocab_size,
-    top_k,
-    top_p,
-    scale,
-    edits,
-    TILE: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr,
-):
+    row_ptr, vocab_size, top_k, top_p, scale, edits, TILE: tl.constexpr, READ: tl.constexpr
+):  # fmt: skip
     """What is kept of a row: all ids above the first result, a key, and at it the first `room`.
 
-    `top_k` int64; `scale` is log2(e) divided by the temperature.
+    `top_k` int64; `scale` is log2(e) divided by the temperature. `READ` reads a tile of the row, as
+    `read_tile` does, whose last argument `edits` is.
     """
     threshold = tl.full((), 0, tl.uint32)
     room = top_k
     if top_k < vocab_size:
         threshold, above = find_threshold(
-            row_ptr, vocab_size, 0.0, 0.0, top_k.to(tl.float64), edits, False, TILE, NUM_STOP_IDS
+            row_ptr, vocab_size, 0.0, 0.0, top_k.to(tl.float64), edits, False, TILE, READ
         )
         room = top_k - above.to(tl.int64)
 
     if top_p <= 1.0:
         best = tl.full((TILE,), float("-inf"), tl.float32)
         for first in range(0, vocab_size, TILE):
-            x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
+            x = READ(row_ptr, first, vocab_size, TILE, edits)
             best = tl.maximum(best, x)
         top = tl.max(best, axis=0)
         mass = tl.zeros((TILE,), tl.float32)
         for first in range(0, vocab_size, TILE):
-            x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
+            x = READ(row_ptr, first, vocab_size, TILE, edits)
             mass += tl.where(to_key(x) > threshold, weigh(x, top, scale), 0.0)
         kept = tl.sum(mass.to(tl.float64), axis=0)
         if top_k < vocab_size:
@@ -153,7 +138,7 @@ def find_cut(
         # Above 0, so that the likeliest id stays however small top_p is.
         target = tl.maximum(top_p * kept, 1e-30)
         end, above = find_threshold(
-            row_ptr, vocab_size, top, scale, target, edits, True, TILE, NUM_STOP_IDS
+            row_ptr, vocab_size, top, scale, target, edits, True, TILE, READ
         )
         share = weigh(to_float(end), top, scale)
         fits = tl.maximum(tl.ceil((target - above) / share), 1.0).to(tl.int64)
@@ -178,25 +163,18 @@ def keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE: tl.constex
 # Both are parts of one upload, whose addresses follow from how many rows ask for what.
 @triton.jit(do_not_specialize_on_alignment=["which_ptr", "top_k_ptr"])
 def cut_top_k_top_p_kernel(
-    logits_ptr,
-    which_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    temperature_ptr,
-    row_stride,
-    vocab_size,
+    logits_ptr, which_ptr, top_k_ptr, top_p_ptr, temperature_ptr, row_stride, vocab_size,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     entry = tl.program_id(0)
     row_ptr = logits_ptr + tl.load(which_ptr + entry) * row_stride
     scale = 1.4426950408889634 / tl.load(temperature_ptr + entry)
     top_k = tl.load(top_k_ptr + entry)
     top_p = tl.load(top_p_ptr + entry)
-    no_edits = (0,)
-    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, no_edits, TILE, 0)
+    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, None, TILE, read_tile)
     num_at = tl.full((), 0, tl.int64)
     for first in range(0, vocab_size, TILE):
-        x = read_logits(row_ptr, first, vocab_size, no_edits, TILE, 0)
+        x = read_tile(row_ptr, first, vocab_size, TILE, None)
         keep, num_at = keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE)
         ids = first + tl.arange(0, TILE)
         tl.store(row_ptr + ids, float("-inf"), mask=(ids < vocab_size) & (keep == 0))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError, OutOfMemoryError
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission
-from nanovllm_core.kernels.tail_parameters import MAX_BIASES, NUM_COLUMNS
+from nanovllm_core.interfaces.tail import MAX_ROW_BIASES, NUM_ROW_COLUMNS
 from nanovllm_core.worker.row_parameters import pack_biases, pack_parameters
 
 _MAX_ELEMENTS = 2**31
@@ -45,8 +45,8 @@ class RowTables:
     stop_ids: Tensor  # [R, MAX_DEVICE_STOP_IDS], -1 where unused
     temperature: Tensor  # [R] float32
     seed: Tensor  # [R] int64
-    parameters: Tensor  # [R, NUM_COLUMNS], see `kernels.tail_parameters`
-    biases: Tensor  # [R, 2, MAX_BIASES]: ids, then logit biases by their bits
+    parameters: Tensor  # [R, NUM_ROW_COLUMNS], see `RowColumn`
+    biases: Tensor  # [R, 2, MAX_ROW_BIASES]: ids, then logit biases by their bits
     active_rows: Tensor  # [R]
     skip_sampler: Tensor  # [1]
     block_size: int
@@ -73,8 +73,8 @@ class RowTables:
             "finished": (max_num_seqs,),
             "stop_ids": (max_num_seqs, MAX_DEVICE_STOP_IDS),
             "temperature": (max_num_seqs,),
-            "parameters": (max_num_seqs, NUM_COLUMNS),
-            "biases": (max_num_seqs, 2, MAX_BIASES),
+            "parameters": (max_num_seqs, NUM_ROW_COLUMNS),
+            "biases": (max_num_seqs, 2, MAX_ROW_BIASES),
             "active_rows": (max_num_seqs,),
             "skip_sampler": (1,),
         }
@@ -148,7 +148,7 @@ class RowUpdates:
         if sampling.logit_bias:
             first, row_size = self._layout["biases"]
             for column, values in enumerate(pack_biases(sampling)):
-                self._write(first + row * row_size + column * MAX_BIASES, values)
+                self._write(first + row * row_size + column * MAX_ROW_BIASES, values)
 
     def append_blocks(self, appends: NDArray[np.int32]) -> None:
         """Add blocks to block tables; `appends` as in `StepPlan`."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import (
     PrefillChunk,
@@ -56,7 +57,9 @@ class ModelRunner:
     In debug mode it looks at the logits of every step, and waits for the device to do so.
     """
 
-    def __init__(self, setup: WorkerSetup, model: LoadedModel, attention: PagedAttention) -> None:
+    def __init__(
+        self, setup: WorkerSetup, kernels: KernelSet, model: LoadedModel, attention: PagedAttention
+    ) -> None:
         config, device, vocab_size = setup.config, model.device, model.shape.vocab_size
         self.device = device
         self.model = model
@@ -95,7 +98,9 @@ class ModelRunner:
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
         self._masks = MaskTable(max_rows, vocab_size, device)
         self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
-        self._captured = make_captured_sampler(self.sampler, self.tables, vocab_size, num_entries)
+        self._captured = make_captured_sampler(
+            kernels, self.sampler, self.tables, vocab_size, num_entries
+        )
         # The last is that of row -1, which marks padding.
         self._row_sampling = [RowSampling()] * (max_rows + 1)
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)

@@ -78,7 +78,7 @@ class Worker:
         with _memory_for(device, *_steps_and_remedy(setup)):
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
-            runner = self._runner = ModelRunner(setup, model, attention)
+            runner = self._runner = ModelRunner(setup, kernels, model, attention)
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)
             num_blocks, length = size_cache(setup, model.shape, memory, parallel.min_over_ranks)

@@ -1,6 +1,6 @@
 """Logit bias, penalties and forbidden ids in Triton, applied to logits as they are read.
 
-`worker.logits` has the definitions. What a row asks is a tuple, as `edits_of` makes it: nothing is
+What a row asks is a tuple, as `edits_of` makes it: nothing is
 written back, so every pass over a row may read it anew, and no copy of the logits exists.
 
 Penalties need to know how often each id came before. The count table has 16 bits for each row and
@@ -17,20 +17,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm_core.kernels import tail_parameters as columns
+from nanovllm_core.api import MAX_DEVICE_STOP_IDS, MAX_ROW_BIASES, RowColumn, RowFlag
 
-FLAGS = tl.constexpr(columns.FLAGS)
-REPETITION = tl.constexpr(columns.REPETITION)
-PRESENCE = tl.constexpr(columns.PRESENCE)
-FREQUENCY = tl.constexpr(columns.FREQUENCY)
-NUM_BIASES = tl.constexpr(columns.NUM_BIASES)
-COUNTED = tl.constexpr(columns.COUNTED)
-PENALISED = tl.constexpr(columns.PENALISED)
-BIASED = tl.constexpr(columns.BIASED)
-FORBIDS = tl.constexpr(columns.FORBIDS)
-FLOORED = tl.constexpr(columns.FLOORED)
-MAX_BIASES = tl.constexpr(columns.MAX_BIASES)
+FLAGS = tl.constexpr(int(RowColumn.FLAGS))
+REPETITION = tl.constexpr(int(RowColumn.REPETITION))
+PRESENCE = tl.constexpr(int(RowColumn.PRESENCE))
+FREQUENCY = tl.constexpr(int(RowColumn.FREQUENCY))
+NUM_BIASES = tl.constexpr(int(RowColumn.NUM_BIASES))
+COUNTED = tl.constexpr(int(RowColumn.COUNTED))
+PENALISED = tl.constexpr(int(RowFlag.PENALISED))
+BIASED = tl.constexpr(int(RowFlag.BIASED))
+FORBIDS = tl.constexpr(int(RowFlag.FORBIDS))
+FLOORED = tl.constexpr(2 * max(RowFlag))
+"""Set here only: ids below a floor (min_p) are forbidden."""
+MAX_BIASES = tl.constexpr(MAX_ROW_BIASES)
 
+NUM_STOP_IDS = tl.constexpr(MAX_DEVICE_STOP_IDS)
 IN_PROMPT = tl.constexpr(0x8000)
 CHUNK = tl.constexpr(1024)
 MOST = tl.constexpr(0x8000 - 2 * 1024)
@@ -45,7 +47,7 @@ def load_float(pointer):
 
 @triton.jit
 def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperature, lowest):
-    """What `read_logits` does to a row: pointers are the row's own, `flags` say what counts.
+    """What `read_edited` does to a row: pointers are the row's own, `flags` say what counts.
 
     Ids are forbidden whose logit divided by `temperature` is below `lowest`, where FLOORED.
     """
@@ -64,22 +66,11 @@ def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperatur
 
 
 @triton.jit
-def read_logits(row_ptr, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr):
-    """The logits of ids `first` to `first + TILE - 1` as float32, edited; -inf beyond the end.
-
-    No `edits` are read if NUM_STOP_IDS is 0.
-    """
+def read_edited(row_ptr, first, vocab_size, TILE: tl.constexpr, edits):
+    """The logits of ids `first` to `first + TILE - 1` as float32, edited; -inf beyond the end."""
     ids = first + tl.arange(0, TILE)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("-inf"), x)
-    if NUM_STOP_IDS > 0:
-        x = edit(x, ids, first, vocab_size, edits, TILE, NUM_STOP_IDS)
-    return x
-
-
-@triton.jit
-def edit(x, ids, first, vocab_size, edits, TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr):
-    """The float32 logits `x` of these ids with the row's edits."""
     flags = edits[0]
     if flags & BIASED:
         for i in range(edits[3]):

@@ -1,8 +1,8 @@
-"""The captured tail in Triton: a row's own parameters between its logits and its token.
+"""The captured tail's kernels: a row's own parameters between its logits and its token.
 
-`worker.sampler_tail` says what is computed, and `worker.logits` how; the choice, its noise and its
-ties are `sampling_triton`'s. A row that asks for nothing is sampled by the kernel there, and the
-programs here end at once for it.
+`nanovllm_core.worker.sampler_tail` is the definition. The choice, its noise and its ties are those
+of the core's sampler, whose kernel samples the rows that ask for nothing; the programs here end at
+once for these.
 
 The first kernel reads one split of a row. Where the row is not cut it scores each id, as the
 sampler does. Where it is, and where log-probabilities are asked for, it leaves the split's largest
@@ -13,7 +13,7 @@ lane, not all logits. All ids above the highest floor of a row are then among it
 The second kernel, a program per row, raises that floor until at most SLOTS candidates are left, and
 ranks these by comparing all pairs. Where they cannot say what is kept (`top_k` above `MAX_RANKED`,
 a `top_p` that they do not hold, ties beyond all slots) it finds the cut by passes over the whole
-row (`truncation_triton`).
+row, as the core's eager tail does.
 """
 
 # Triton ships no types, and a kernel's arguments have none a checker knows.
@@ -24,36 +24,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm_core.kernels import tail_parameters as columns
-from nanovllm_core.kernels.edits_triton import (
+from nanovllm_core.api import MAX_ROW_LOGPROBS, NUM_ROW_COLUMNS, RowColumn, RowFlag
+from nanovllm_core.kernels.device_functions import (
+    find_cut,
+    keep_of_tile,
+    noise_keys,
+    score_of,
+    to_float,
+    to_key,
+    weigh,
+)
+from nanovllm_kernels_triton.edits import (
     COUNTED,
     FLAGS,
     FLOORED,
     FORBIDS,
     MAX_BIASES,
+    NUM_STOP_IDS,
     PENALISED,
     count_known,
     edits_of,
     load_float,
-    read_logits,
-)  # fmt: skip
-from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2
-from nanovllm_core.kernels.sampling_triton import gumbel_base_2, stream_key
-from nanovllm_core.kernels.truncation_triton import (
-    find_cut,
-    keep_of_tile,
-    to_float,
-    to_key,
-    weigh,
-)  # fmt: skip
+    read_edited,
+)
 
-TOP_K = tl.constexpr(columns.TOP_K)
-TOP_P = tl.constexpr(columns.TOP_P)
-LOG_MIN_P = tl.constexpr(columns.LOG_MIN_P)
-NUM_TOP = tl.constexpr(columns.NUM_TOP)
-NUM_COLUMNS = tl.constexpr(columns.NUM_COLUMNS)
-MAX_TOP = tl.constexpr(columns.MAX_TOP)
-CUT = tl.constexpr(columns.CUT)
+TOP_K = tl.constexpr(int(RowColumn.TOP_K))
+TOP_P = tl.constexpr(int(RowColumn.TOP_P))
+LOG_MIN_P = tl.constexpr(int(RowColumn.LOG_MIN_P))
+NUM_TOP = tl.constexpr(int(RowColumn.NUM_TOP))
+NUM_COLUMNS = tl.constexpr(NUM_ROW_COLUMNS)
+MAX_TOP = tl.constexpr(MAX_ROW_LOGPROBS)
+CUT = tl.constexpr(int(RowFlag.CUT))
 
 SLOTS = tl.constexpr(128)
 """The candidates that a split leaves, and those of a row that are ranked."""
@@ -68,8 +69,6 @@ NONE = tl.constexpr(0x7FFFFFFF)
 """Above every id."""
 OF_MINUS_INF = tl.constexpr(0x007FFFFF)
 """`to_key(-inf)`."""
-C1, C2 = tl.constexpr(LOWBIAS_1), tl.constexpr(LOWBIAS_2)
-K1, K2 = tl.constexpr(KEY_1), tl.constexpr(KEY_2)
 
 
 @triton.jit
@@ -91,22 +90,6 @@ def find_floor(keys, low, count, want, most):
     return low
 
 
-@triton.jit
-def noise_keys(seed_ptr, row, output_index):
-    """The two keys of the row's noise for this token."""
-    seed = tl.load(seed_ptr + row)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    index = output_index.to(tl.uint32, bitcast=True)
-    return stream_key(low, high, index, K1, C1, C2), stream_key(low, high, index, K2, C1, C2)
-
-
-@triton.jit
-def score_of(x, ids, scale, key_1, key_2, APPROXIMATE: tl.constexpr):
-    """The scores of logits at a temperature above 0."""
-    unsigned = ids.to(tl.uint32, bitcast=True)
-    return x * scale + gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
-
-
 # One variant for every batch size: a graph's capture must not meet one that is not compiled yet.
 @triton.jit(do_not_specialize=["num_tiles", "max_entries", "max_model_len"])
 def tail_partial_kernel(
@@ -116,7 +99,7 @@ def tail_partial_kernel(
     num_prompt_ptr, token_ids_ptr, words_ptr,
     vocab_size, num_tiles, num_words, max_entries, max_model_len,
     TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PLAIN_SPLITS: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr, APPROXIMATE: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     """One program for each entry, split and job: 0 is for its token, 1 for log-probabilities."""
     entry, split, job = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -162,7 +145,7 @@ def tail_partial_kernel(
         best_ids = first + lanes
         for tile in range(num_tiles):
             start = first + tile * TILE
-            scores = read_logits(row_ptr, start, vocab_size, edits, TILE, NUM_STOP_IDS)
+            scores = read_edited(row_ptr, start, vocab_size, TILE, edits)
             if temperature != 0.0:
                 scores = score_of(scores, start + lanes, scale, key_1, key_2, APPROXIMATE)
             better = scores > best
@@ -174,7 +157,7 @@ def tail_partial_kernel(
         tl.store(score_ids_ptr + slot, tl.min(tl.where(best == score, best_ids, NONE), axis=0))
     else:
         for tile in range(num_tiles):
-            x = read_logits(row_ptr, first + tile * TILE, vocab_size, edits, TILE, NUM_STOP_IDS)
+            x = read_edited(row_ptr, first + tile * TILE, vocab_size, TILE, edits)
             best = tl.maximum(best, x)
         top = tl.max(best, axis=0)
         keys = to_key(best)
@@ -185,7 +168,7 @@ def tail_partial_kernel(
         count = tl.full((), 0, tl.int32)
         for tile in range(num_tiles):
             start = first + tile * TILE
-            x = read_logits(row_ptr, start, vocab_size, edits, TILE, NUM_STOP_IDS)
+            x = read_edited(row_ptr, start, vocab_size, TILE, edits)
             weights += weigh(x, top, scale)
             found = ((to_key(x) >= floor) & (x > float("-inf"))).to(tl.int32)
             num_found = tl.sum(found, axis=0)
@@ -210,7 +193,7 @@ def tail_merge_kernel(
     out_ptr, token_logprob_ptr, top_logprobs_ptr, top_ids_ptr,
     vocab_size, num_splits, plain_splits, num_words, max_entries,
     TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PLAIN_SPLITS: tl.constexpr,
-    NUM_STOP_IDS: tl.constexpr, APPROXIMATE: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     """One program for each entry: its token, then its log-probabilities."""
     entry = tl.program_id(0)
@@ -306,7 +289,7 @@ def tail_merge_kernel(
             )  # fmt: skip
             chosen, num_found = choose_exactly(
                 row_ptr, vocab_size, top_k.to(tl.int64), top_p, scale, edits, key_1, key_2,
-                row_values_ptr, row_ids_ptr, TILE, NUM_STOP_IDS, APPROXIMATE,
+                row_values_ptr, row_ids_ptr, TILE, APPROXIMATE,
             )  # fmt: skip
 
         # Ranked by logit and then by id; `before` is the weight of those ahead.
@@ -350,10 +333,10 @@ def tail_merge_kernel(
 @triton.jit
 def choose_exactly(
     row_ptr, vocab_size, top_k, top_p, scale, edits, key_1, key_2, values_ptr, ids_ptr,
-    TILE: tl.constexpr, NUM_STOP_IDS: tl.constexpr, APPROXIMATE: tl.constexpr,
+    TILE: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     """A row's token, cut wherever it is, and how many ids are kept; the slots get the first."""
-    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, edits, TILE, NUM_STOP_IDS)
+    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, edits, TILE, read_edited)
     num_at = tl.full((), 0, tl.int64)
     num_kept = tl.full((), 0, tl.int32)
     lanes = tl.arange(0, TILE)
@@ -361,7 +344,7 @@ def choose_exactly(
     best_ids = lanes
     for first in range(0, vocab_size, TILE):
         ids = first + lanes
-        x = read_logits(row_ptr, first, vocab_size, edits, TILE, NUM_STOP_IDS)
+        x = read_edited(row_ptr, first, vocab_size, TILE, edits)
         keep, num_at = keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE)
         scores = score_of(x, ids, scale, key_1, key_2, APPROXIMATE)
         better = keep & (scores > best)
