@@ -151,13 +151,16 @@ def find_cut(
 
 @triton.jit
 def keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE: tl.constexpr):
-    """Which ids of a tile `find_cut` keeps, and `num_at` with those at the threshold here."""
+    """Which ids of a tile `find_cut` keeps, and `num_at` with those at the threshold here.
+
+    Lanes beyond the end may seem kept.
+    """
     ids = first + tl.arange(0, TILE)
     key = to_key(x)
     at = ((key == threshold) & (ids < vocab_size)).to(tl.int32)
     before = num_at + tl.cumsum(at, axis=0) - 1
     keep = (key > threshold) | ((at != 0) & (before < room))
-    return keep & (ids < vocab_size), num_at + tl.sum(at, axis=0)
+    return keep, num_at + tl.sum(at, axis=0)
 
 
 # Both are parts of one upload, whose addresses follow from how many rows ask for what.

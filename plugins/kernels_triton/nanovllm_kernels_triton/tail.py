@@ -346,6 +346,7 @@ def choose_exactly(
         ids = first + lanes
         x = read_edited(row_ptr, first, vocab_size, TILE, edits)
         keep, num_at = keep_of_tile(x, threshold, room, num_at, first, vocab_size, TILE)
+        keep &= ids < vocab_size
         scores = score_of(x, ids, scale, key_1, key_2, APPROXIMATE)
         better = keep & (scores > best)
         best = tl.where(better, scores, best)
