@@ -27,14 +27,18 @@ class LogprobTensors:
     top_ids: Tensor
 
     def to_host(self) -> LogprobTensors:
-        """Start copies to pinned memory; they are there when the stream has come past them."""
-        if self.token_logprobs.device.type == "cpu":
-            return self
-        pinned = (
-            torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+        """Start copies to pinned memory; they are there when the stream has come past them.
+
+        On a CPU the copies are there at once; the next step may write these tensors again.
+        """
+        on_cuda = self.token_logprobs.is_cuda
+        copies = (
+            torch.empty(one.shape, dtype=one.dtype, pin_memory=on_cuda).copy_(
+                one, non_blocking=True
+            )
             for one in (self.token_logprobs, self.top_logprobs, self.top_ids)
         )
-        return LogprobTensors(self.entries, self.num_top, self.places, *pinned)
+        return LogprobTensors(self.entries, self.num_top, self.places, *copies)
 
     def to_records(self) -> dict[int, TokenLogprobs]:
         """The same as plain data by batch entry; waits for the device unless on the host."""
