@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from torch import Tensor
 
 from nanovllm_core import SamplingParams
@@ -49,6 +49,7 @@ MAX_LEN = 64
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(captured_tail, "TILE", 64)
+        monkeypatch.setattr(captured_tail, "MAX_SPLITS", 4)
 
 
 class Desk:
@@ -121,19 +122,24 @@ class Desk:
         return ours.tolist(), records(captured), theirs.tolist(), records(eager)
 
     def check(self, logits: Tensor, rows: list[int], finished: set[int] = frozenset()) -> list[int]:
-        """Both agree; returns the tokens."""
+        """Both agree (NaN where a row has no id above -inf); returns the tokens."""
         ours, captured, theirs, eager = self.both(logits, rows, finished)
         assert ours == theirs, [self.sampling[row] for row in rows]
         assert captured.keys() == eager.keys()
         for entry in captured.keys() - finished:
             one, other = captured[entry], eager[entry]
-            assert one.token_logprob == pytest.approx(other.token_logprob, abs=1e-5)
+            assert one.token_logprob == pytest.approx(other.token_logprob, abs=1e-5, nan_ok=True)
             values = [value for _, value in one.top]
-            assert values == pytest.approx([value for _, value in other.top], abs=1e-5)
+            assert values == pytest.approx([value for _, value in other.top], abs=1e-5, nan_ok=True)
             # Of equal logits either may come first.
             for token, value in one.top:
-                exact = logits[entry].float().nan_to_num(-math.inf, math.inf).log_softmax(0)[token]
-                assert value == pytest.approx(float(exact), abs=1e-5)
+                exact = (
+                    logits[entry]
+                    .float()
+                    .nan_to_num(-math.inf, math.inf, -math.inf)
+                    .log_softmax(0)[token]
+                )
+                assert value == pytest.approx(float(exact), abs=1e-5, nan_ok=True)
         return ours
 
 
@@ -164,7 +170,8 @@ def row_sampling(vocab: int) -> st.SearchStrategy[RowSampling]:
     )
 
 
-@settings(max_examples=25, deadline=None)
+# Without shrinking: an example takes long, and says what it drew.
+@settings(max_examples=15, deadline=None, phases=[Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_any_mix_of_rows_gets_the_eager_tails_tokens(data: st.DataObject) -> None:
     """Over steps in which rows grow and change hands, with ties, forbidden ids and NaN."""
