@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,12 @@ class CapturedSampler:
             logits_BV, inputs.rows, tables.temperature, tables.seed, index_B, out_B, skip
         )
 
-    def logprobs(self, rows: NDArray[np.int32]) -> LogprobTensors | None:
-        """Those of the last step, of entries that are these rows (-1: padding); None: none asked.
+    def logprobs(self, rows: NDArray[np.int32]) -> Sequence[LogprobTensors]:
+        """What it leaves of entries that are these rows (-1: padding); none if none asked.
 
-        Its tensors are the same in every step.
+        The tensors are the same in every step.
         """
-        return None
+        return ()
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
         """The tensors that captured calls use, but for the row tables, by name."""
@@ -59,23 +59,24 @@ class TailSampler(CapturedSampler):
         """By row, -1 where it asks for no log-probabilities; the last is that of padding."""
 
     def admit(self, row: int, sampling: RowSampling) -> bool:
-        asked = sampling.logprobs
-        self._num_top[row] = -1 if asked is None else min(asked, self._vocab_size)
-        return not is_captured(sampling)
+        captured, asked = is_captured(sampling), sampling.logprobs
+        reported = captured and asked is not None
+        self._num_top[row] = min(asked or 0, self._vocab_size) if reported else -1
+        return not captured
 
     def sample(self, logits_BV: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
         num_known_B, index_B = inputs.seq_lens, inputs.output_index
         self._tail.sample(logits_BV, inputs.rows, num_known_B, index_B, out_B, skip)
 
-    def logprobs(self, rows: NDArray[np.int32]) -> LogprobTensors | None:
+    def logprobs(self, rows: NDArray[np.int32]) -> Sequence[LogprobTensors]:
         num_top = self._num_top[rows]
         entries = np.flatnonzero(num_top >= 0)
         if not entries.size:
-            return None
+            return ()
         tail, asked = self._tail, tuple(entries.tolist())
         columns = (tail.token_logprobs, tail.top_logprobs, tail.top_ids)
         used = [column[: len(rows)] for column in columns]
-        return LogprobTensors(asked, tuple(num_top[entries].tolist()), asked, *used)
+        return (LogprobTensors(asked, tuple(num_top[entries].tolist()), asked, *used),)
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
         return self._tail.captured_tensors()

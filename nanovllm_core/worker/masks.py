@@ -36,7 +36,7 @@ class ForwardPass:
     sampling: tuple[RowSampling, ...]
     constrained: tuple[int, ...]
     entries: NDArray[np.int64] | None = None
-    logprobs: LogprobTensors | None = None
+    logprobs: Sequence[LogprobTensors] = ()
 
     def check(self, plan: StepPlan) -> None:
         """InconsistentStateError where the plan and its rows disagree about the second part."""

@@ -36,9 +36,13 @@ def is_captured(sampling: RowSampling) -> bool:
 
 
 def pack_parameters(sampling: RowSampling) -> NDArray[np.int32]:
-    """The row's columns, int32 [NUM_ROW_COLUMNS]."""
+    """The row's columns, int32 [NUM_ROW_COLUMNS]; neutral where it needs the eager tail."""
     packed = np.zeros(NUM_ROW_COLUMNS, np.int32)
     floats = packed.view(np.float32)
+    packed[RowColumn.COUNTED] = -1
+    packed[RowColumn.NUM_TOP] = -1
+    if not is_captured(sampling):
+        return packed
     packed[RowColumn.FLAGS] = (
         RowFlag.CUT * sampling.is_cut
         | RowFlag.PENALISED * sampling.is_penalised
@@ -51,9 +55,9 @@ def pack_parameters(sampling: RowSampling) -> NDArray[np.int32]:
     floats[RowColumn.REPETITION] = sampling.repetition_penalty
     floats[RowColumn.PRESENCE] = sampling.presence_penalty
     floats[RowColumn.FREQUENCY] = sampling.frequency_penalty
-    packed[RowColumn.NUM_TOP] = -1 if sampling.logprobs is None else sampling.logprobs
+    if sampling.logprobs is not None:
+        packed[RowColumn.NUM_TOP] = sampling.logprobs
     packed[RowColumn.NUM_BIASES] = len(sampling.logit_bias)
-    packed[RowColumn.COUNTED] = -1
     return packed
 
 

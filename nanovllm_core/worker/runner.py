@@ -48,6 +48,9 @@ from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, SamplerTail
 
+NEUTRAL = RowSampling()
+"""What a row asks of the eager tail that does not need it."""
+
 
 class ModelRunner:
     """Runs the steps of one model on one device.
@@ -101,8 +104,8 @@ class ModelRunner:
         self._captured = make_captured_sampler(
             kernels, self.sampler, self.tables, vocab_size, num_entries
         )
-        # The last is that of row -1, which marks padding.
-        self._row_sampling = [RowSampling()] * (max_rows + 1)
+        self._row_sampling = [NEUTRAL] * (max_rows + 1)
+        """What the eager tail does for a row; the last is that of row -1, which marks padding."""
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
         self._epoch = 0
         self._active = np.zeros(0, np.int32)
@@ -110,7 +113,7 @@ class ModelRunner:
         self._tail_rows: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
         """Both of the decoding rows where one of them needs the eager tail, else empty."""
-        self._active_logprobs: LogprobTensors | None = None
+        self._active_logprobs: Sequence[LogprobTensors] = ()
         """What a captured step leaves of the decoding rows."""
         self._active_constrained: tuple[int, ...] = ()
         self._waiting: ForwardPass | None = None
@@ -184,9 +187,9 @@ class ModelRunner:
         for admission in plan.admissions:
             self._updates.admit(admission)
             self._processors.admit(admission.row, admission.sampling.logits_processors)
-            self._row_sampling[admission.row] = admission.sampling
             needs_tail = self._captured.admit(admission.row, admission.sampling)
             self._row_needs_tail[admission.row] = needs_tail
+            self._row_sampling[admission.row] = admission.sampling if needs_tail else NEUTRAL
         if plan.appends is not None:
             self._updates.append_blocks(plan.appends)
         if plan.decode_rows is not None:
@@ -212,7 +215,7 @@ class ModelRunner:
         self._tail_rows = tuple(rows.tolist()) if needs_tail else ()
         self._active_sampling = self._sampling_of(self._tail_rows)
         self._active_constrained = constrained_rows(self._tail_rows, self._active_sampling)
-        self._active_logprobs = None if needs_tail else self._captured.logprobs(rows)
+        self._active_logprobs = self._captured.logprobs(rows)
         if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
 
@@ -310,7 +313,7 @@ class ModelRunner:
         entries = step.reported(plan)
         of_entries = np.full(step.inputs.num_rows, -1, np.int32)
         of_entries[entries] = sampled
-        logprobs = None if needs_tail else self._captured.logprobs(of_entries)
+        logprobs = self._captured.logprobs(of_entries)
         if self._debug or needs_tail or plan.samples_later:
             rows = tuple(of_entries.tolist())
             sampling = self._sampling_of(rows) if needs_tail else ()
@@ -397,8 +400,9 @@ class ModelRunner:
 
     def _sample_tail(self, launched: ForwardPass) -> None:
         inputs = launched.inputs
-        logprobs = self._after(inputs, launched.rows, launched.sampling)
-        self._results.push(inputs.num_rows, launched.entries, logprobs or launched.logprobs)
+        eager = self._after(inputs, launched.rows, launched.sampling)
+        logprobs = [*launched.logprobs, *([] if eager is None else [eager])]
+        self._results.push(inputs.num_rows, launched.entries, logprobs)
 
     @torch.inference_mode()
     def _after(
@@ -406,7 +410,7 @@ class ModelRunner:
     ) -> LogprobTensors | None:
         """Check the logits that a step left, in debug mode; run the eager tail for `sampling`.
 
-        It does everything beyond greedy and temperature, from logits that are already there.
+        The captured sampler, launched here, chooses for the rows that do not need it.
         """
         tables, num_rows = self.tables, inputs.num_rows
         logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
@@ -414,6 +418,7 @@ class ModelRunner:
             check_logits(logits, inputs.rows, self._num_steps)
         if not sampling:
             return None
+        self._captured.sample(logits, inputs, sampled, self._never)
         logprobs = self._tail(
             logits,
             rows,

@@ -1,6 +1,7 @@
 """The sampler's tail: everything beyond greedy and temperature, after a step's logits.
 
-It runs eagerly on batches in which some row asks for more than the captured sampler does. The
+It runs eagerly for the rows that ask for more than the captured sampler does: for all of them on a
+CPU and beside a plugin's sampler; else for processors, masks, and what row tables cannot hold. The
 order is vLLM's: logit bias, processors, penalties, minimum length, temperature, min_p, top_k,
 top_p. The host's masks come behind the minimum length, so that nothing allows an id again that a
 mask forbids, and the cuts choose among those that are allowed. Temperature is undone before the
@@ -97,7 +98,9 @@ class SamplerTail:
         rows_B: Tensor,
         out_B: Tensor,
     ) -> LogprobTensors | None:
-        """Choose a token per entry into `out_B` (int32); returns log-probabilities if any asked.
+        """Choose for the entries that ask, into `out_B` (int32), which has the choice of the rest.
+
+        Returns log-probabilities if any asked.
 
         `rows` and `params` say on the host which row each entry is and what it wants; what they
         mean on the device is kept while they are the same objects. `rows_B` is -1 where the device
@@ -107,7 +110,6 @@ class SamplerTail:
         """
         if params is not self._params or rows is not self._rows:
             self._plan(rows, params, token_ids_RL.shape[1])
-        self._sample(logits_BV, rows_B, temperature_R, seed_R, output_index_B, out_B, self._never)
         for entries_S, rows_S, operations in self._groups:
             logits_SV = logits_BV[entries_S].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             step = StepRows(

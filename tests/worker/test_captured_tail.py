@@ -6,6 +6,7 @@ Kernels are interpreted on a CPU, with small tiles so that few ids have many spl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ class Desk:
         self.tables = RowTables.allocate(num_rows, MAX_LEN, 16, DEVICE)
         self.updates = RowUpdates(self.tables)
         context = SamplerContext(device=DEVICE, vocab_size=vocab, max_entries=2 * num_rows)
-        sampler, masks = GumbelSampler(NoOptions(), context), MaskTable(num_rows, vocab, DEVICE)
-        self.eager = SamplerTail(DEVICE, vocab, sampler, RowProcessors({}), masks)
+        self.sampler = GumbelSampler(NoOptions(), context)
+        masks = MaskTable(num_rows, vocab, DEVICE)
+        self.eager = SamplerTail(DEVICE, vocab, self.sampler, RowProcessors({}), masks)
         tail = captured_tail.TritonTail(tail_tables(self.tables), vocab, 2 * num_rows)
         self.captured = TailSampler(tail, num_rows, vocab)
         self.sampling = [RowSampling()] * num_rows
@@ -105,6 +107,8 @@ class Desk:
         ours = torch.full((len(rows),), -7, dtype=torch.int32, device=DEVICE)
         theirs = ours.clone()
         self.captured.sample(logits, inputs, ours, self.skip)
+        choice = (logits, inputs.rows, tables.temperature, tables.seed, inputs.output_index)
+        self.sampler.sample(*choice, theirs, self.skip)
         eager = self.eager(
             logits,
             rows,
@@ -119,7 +123,8 @@ class Desk:
             theirs,
         )
         captured = self.captured.logprobs(np.array(rows))
-        return ours.tolist(), records(captured), theirs.tolist(), records(eager)
+        by_eager = records([eager] if eager is not None else [])
+        return ours.tolist(), records(captured), theirs.tolist(), by_eager
 
     def check(self, logits: Tensor, rows: list[int], finished: set[int] = frozenset()) -> list[int]:
         """Both agree (NaN where a row has no id above -inf); returns the tokens."""
@@ -143,8 +148,8 @@ class Desk:
         return ours
 
 
-def records(tensors: LogprobTensors | None) -> dict[int, Any]:
-    return tensors.to_host().to_records() if tensors is not None else {}
+def records(tensors: Sequence[LogprobTensors]) -> dict[int, Any]:
+    return {k: v for part in tensors for k, v in part.to_host().to_records().items()}
 
 
 def row_sampling(vocab: int) -> st.SearchStrategy[RowSampling]:
@@ -301,15 +306,18 @@ ASKED: list[dict[str, Any]] = [
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu compares engines on a GPU")
+@pytest.mark.parametrize("beyond", [False, True], ids=["captured", "beside a row that is not"])
 def test_an_engine_gives_the_same_with_either_tail(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, beyond: bool
 ) -> None:
     """Prompts in chunks, rows that are preempted and come again, and log-probabilities."""
     folder = write_checkpoint(tmp_path)
-    eager = generate(folder)
+    asked = [*ASKED[:-1], {"logprobs": MAX_ROW_LOGPROBS + 1}] if beyond else ASKED
+    eager = generate(folder, asked)
     monkeypatch.setattr(runner_module, "make_captured_sampler", make_interpreted)
-    monkeypatch.setattr(SamplerTail, "__call__", never_called)
-    for one, other in zip(generate(folder), eager, strict=True):
+    if not beyond:
+        monkeypatch.setattr(SamplerTail, "__call__", never_called)
+    for one, other in zip(generate(folder, asked), eager, strict=True):
         assert one.token_ids == other.token_ids
         assert numbers(one) == pytest.approx(numbers(other), abs=1e-5)
 
@@ -325,12 +333,12 @@ def never_called(*_: object) -> None:
     raise AssertionError("no row asked for the eager tail")
 
 
-def generate(folder: Path) -> list[RequestOutput]:
+def generate(folder: Path, asked: list[dict[str, Any]]) -> list[RequestOutput]:
     """In a cache that is too small for all."""
     cache = {"num_blocks": 9, "block_size": 16}
     params = [
-        SamplingParams(max_tokens=18, seed=i, ignore_eos=True, **asked)
-        for i, asked in enumerate(ASKED)
+        SamplingParams(max_tokens=18, seed=i, ignore_eos=True, **fields)
+        for i, fields in enumerate(asked)
     ]
     with open_tiny(folder, max_model_len=64, max_num_batched_tokens=24, cache=cache) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)

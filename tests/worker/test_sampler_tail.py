@@ -66,6 +66,13 @@ class Batch:
         def full(value: int) -> torch.Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=DEVICE)
 
+        temperature = torch.tensor([one.temperature for one in by_row], device=DEVICE)
+        seed = torch.tensor([one.seed for one in by_row], device=DEVICE)
+        rows_b, index = (
+            torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+            full(self.output_index),
+        )
+        sample_tokens(self.logits, rows_b, temperature, seed, index, out)
         logprobs = self.tail(
             self.logits,
             self.rows,
@@ -73,10 +80,10 @@ class Batch:
             self.token_ids,
             full(NUM_KNOWN),
             full(NUM_PROMPT),
-            full(self.output_index),
-            torch.tensor([one.temperature for one in by_row], device=DEVICE),
-            torch.tensor([one.seed for one in by_row], device=DEVICE),
-            torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+            index,
+            temperature,
+            seed,
+            rows_b,
             out,
         )
         return out.tolist(), logprobs
