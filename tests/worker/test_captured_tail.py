@@ -312,7 +312,8 @@ def test_an_engine_gives_the_same_with_either_tail(
 ) -> None:
     """Prompts in chunks, rows that are preempted and come again, and log-probabilities."""
     folder = write_checkpoint(tmp_path)
-    asked = [*ASKED[:-1], {"logprobs": MAX_ROW_LOGPROBS + 1}] if beyond else ASKED
+    many = {"stop_token_ids": list(range(9)), "min_tokens": 4, "logprobs": 2}
+    asked = [*ASKED[:-1], many] if beyond else ASKED
     eager = generate(folder, asked)
     monkeypatch.setattr(runner_module, "make_captured_sampler", make_interpreted)
     if not beyond:
