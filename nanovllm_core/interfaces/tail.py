@@ -51,7 +51,7 @@ class RowFlag(IntFlag):
 
 NUM_ROW_COLUMNS = 12
 """The columns of `TailTables.parameters`: those of `RowColumn`, and some that are free."""
-MAX_ROW_BIASES = 320
+MAX_ROW_BIASES = 1024
 """The logit biases of a row that the tables hold; rows with more need the eager tail."""
 MAX_ROW_LOGPROBS = 20
 """The same of log-probabilities beside the token's."""
@@ -62,7 +62,7 @@ class TailTables:
     """What the rows ask for and what they have, int32 but for two; the same memory in all steps."""
 
     parameters: Tensor  # [R, NUM_ROW_COLUMNS]
-    biases: Tensor  # [R, 2, MAX_ROW_BIASES]: ids, then biases by their bits
+    biases: Tensor  # [R, 2, MAX_ROW_BIASES]: increasing ids, then biases by their bits
     stop_ids: Tensor  # [R, MAX_DEVICE_STOP_IDS], -1 where unused
     min_tokens: Tensor  # [R]
     num_prompt: Tensor  # [R]

@@ -62,7 +62,7 @@ def pack_parameters(sampling: RowSampling) -> NDArray[np.int32]:
 
 
 def pack_biases(sampling: RowSampling) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The ids that have a bias, and the biases by their bits; as many as the tables hold."""
-    biases = sampling.logit_bias[:MAX_ROW_BIASES]
+    """The ids that have a bias, increasing, and the biases by their bits; as many as fit."""
+    biases = sorted(sampling.logit_bias)[:MAX_ROW_BIASES]
     ids = np.array([token for token, _ in biases], np.int32)
     return ids, np.array([bias for _, bias in biases], np.float32).view(np.int32)

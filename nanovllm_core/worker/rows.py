@@ -46,7 +46,7 @@ class RowTables:
     temperature: Tensor  # [R] float32
     seed: Tensor  # [R] int64
     parameters: Tensor  # [R, NUM_ROW_COLUMNS], see `RowColumn`
-    biases: Tensor  # [R, 2, MAX_ROW_BIASES]: ids, then logit biases by their bits
+    biases: Tensor  # [R, 2, MAX_ROW_BIASES]: increasing ids, then logit biases by their bits
     active_rows: Tensor  # [R]
     skip_sampler: Tensor  # [1]
     block_size: int

@@ -73,10 +73,13 @@ def read_edited(row_ptr, first, vocab_size, TILE: tl.constexpr, edits):
     x = tl.where(x != x, float("-inf"), x)
     flags = edits[0]
     if flags & BIASED:
-        for i in range(edits[3]):
-            token = tl.load(edits[2] + i)
-            if (token >= first) & (token < first + TILE):
-                x += tl.where(ids == token, load_float(edits[2] + MAX_BIASES + i), 0.0)
+        slots = tl.arange(0, MAX_BIASES)
+        biased = tl.load(edits[2] + slots, mask=slots < edits[3], other=0x7FFFFFFF)
+        begin = tl.sum((biased < first).to(tl.int32), axis=0)
+        end = tl.sum((biased < first + TILE).to(tl.int32), axis=0)
+        for i in range(begin, end):
+            bias = load_float(edits[2] + MAX_BIASES + i)
+            x += tl.where(ids == tl.load(edits[2] + i), bias, 0.0)
     if flags & PENALISED:
         counts = tl.load(edits[1] + ids, mask=ids < vocab_size, other=0).to(tl.int32)
         outputs = counts & 0x7FFF
