@@ -1,4 +1,4 @@
-"""The captured tail's kernels compile for sm_90 within the registers that they are launched with."""
+"""The captured tail's kernels compile for sm_90 within the registers of their launches."""
 
 from __future__ import annotations
 
