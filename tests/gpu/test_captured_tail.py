@@ -16,6 +16,7 @@ from nanovllm_core.worker.captured_sampler import CapturedSampler
 from nanovllm_core.worker.rows import RowTables
 from nanovllm_core.worker.sampler_tail import SamplerTail
 
+MODEL = "demo"
 SMALL: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_model_len": 256,
@@ -48,7 +49,7 @@ def params(index: int) -> SamplingParams:
 
 
 def generate(**changes: Any) -> list[RequestOutput]:
-    with LLM("demo", **{**SMALL, **changes}) as llm:
+    with LLM(MODEL, **{**SMALL, **changes}) as llm:
         return llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
 
 
@@ -92,7 +93,7 @@ def test_tokens_do_not_depend_on_how_steps_are_run(
 
 
 def test_a_step_whose_rows_ask_never_waits_for_the_device() -> None:
-    with LLM("demo", **SMALL) as llm:
+    with LLM(MODEL, **SMALL) as llm:
         for index, prompt in enumerate(PROMPTS):
             llm.engine.add_request(str(index), prompt, params(index))
         for _ in range(8):

@@ -217,11 +217,11 @@ def test_any_mix_of_rows_gets_the_eager_tails_tokens(data: st.DataObject) -> Non
 
 def test_candidates_that_lie_in_few_lanes_are_all_found() -> None:
     """The likeliest ids one tile apart share a lane, and more of them than there are slots."""
-    desk = Desk(2000, 3)
+    desk = Desk(1300, 3)
     cut: dict[str, Any] = {"temperature": 1.0, "top_k": 60, "logprobs": 20}
     for row in range(3):
         desk.admit(row, RowSampling(seed=row, **cut), [1, 2], 1)
-    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(5))
+    logits = torch.randn(3, 1300, generator=torch.Generator().manual_seed(5))
     logits[0, ::64] += 50
     logits[1, 3:900:2] += 50
     logits[2, 1000:1300] = 70.0
@@ -336,9 +336,9 @@ def never_called(*_: object) -> None:
 
 def generate(folder: Path, asked: list[dict[str, Any]]) -> list[RequestOutput]:
     """In a cache that is too small for all."""
-    cache = {"num_blocks": 9, "block_size": 16}
+    cache = {"num_blocks": 8, "block_size": 16}
     params = [
-        SamplingParams(max_tokens=18, seed=i, ignore_eos=True, **fields)
+        SamplingParams(max_tokens=14, seed=i, ignore_eos=True, **fields)
         for i, fields in enumerate(asked)
     ]
     with open_tiny(folder, max_model_len=64, max_num_batched_tokens=24, cache=cache) as llm:

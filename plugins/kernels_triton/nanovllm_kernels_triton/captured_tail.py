@@ -15,6 +15,8 @@ from nanovllm_kernels_triton import tail
 TILE = 2048
 MAX_SPLITS = 16
 NUM_WARPS = 8
+TARGET_PROGRAMS = 2048
+"""More of them do not stream faster, and cost time where no row asks."""
 PARTIAL_REGISTERS = 64
 """So that four programs of eight warps fit on a multiprocessor."""
 MERGE_REGISTERS = 128
@@ -53,7 +55,8 @@ class TritonTail(CapturedTail):
         skip: Tensor,
     ) -> None:
         tables, (batch, vocab_size) = self._tables, logits_BV.shape
-        num_tiles = -(-vocab_size // (TILE * MAX_SPLITS))
+        wanted = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // batch))
+        num_tiles = -(-vocab_size // (TILE * wanted))
         splits = -(-vocab_size // (TILE * num_tiles))
         choice = (logits_BV, rows_B, tables.temperature, tables.seed, output_index_B)
         plain_splits = launch_partial(
@@ -73,7 +76,7 @@ class TritonTail(CapturedTail):
             "num_warps": NUM_WARPS,
         }
         num_words, max_entries = self.counts.shape[1], self._stats.shape[1]
-        tail.tail_partial_kernel[(batch, splits, 2)](
+        tail.tail_partial_kernel[(batch, splits)](
             *shared, tables.num_prompt, tables.token_ids, self.counts,
             vocab_size, num_tiles, num_words, max_entries, tables.token_ids.shape[1],
             **constants, maxnreg=PARTIAL_REGISTERS,

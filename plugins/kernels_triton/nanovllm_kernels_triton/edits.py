@@ -68,7 +68,12 @@ def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperatur
 @triton.jit
 def read_edited(row_ptr, first, vocab_size, TILE: tl.constexpr, edits):
     """The logits of ids `first` to `first + TILE - 1` as float32, edited; -inf beyond the end."""
-    ids = first + tl.arange(0, TILE)
+    return read_some(row_ptr, first + tl.arange(0, TILE), first, vocab_size, TILE, edits)
+
+
+@triton.jit
+def read_some(row_ptr, ids, first, vocab_size, TILE: tl.constexpr, edits):
+    """The same of any ids among these."""
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("-inf"), x)
     flags = edits[0]

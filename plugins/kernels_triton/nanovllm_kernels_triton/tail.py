@@ -8,12 +8,12 @@ The first kernel reads one split of a row. Where the row is not cut it scores ea
 sampler does. Where it is, and where log-probabilities are asked for, it leaves the split's largest
 logit, its sum of probabilities, and its candidates: the ids at or above a floor that enough of them
 reach. Enough are `top_k`, or MAX_RANKED; the floor is found by bisecting the largest logit of each
-lane, not all logits. All ids above the highest floor of a row are then among its candidates.
+lane, and the lanes above it are read again. All ids above the highest floor of a row are then among
+its candidates.
 
 The second kernel, a program per row, raises that floor until at most SLOTS candidates are left, and
 ranks these by comparing all pairs. Where they cannot say what is kept (`top_k` above `MAX_RANKED`,
-a `top_p` that they do not hold, ties beyond all slots) it finds the cut by passes over the whole
-row, as the core's eager tail does.
+a `top_p` that they do not hold, ties beyond all slots) it passes over the whole row.
 """
 
 # Triton ships no types, and a kernel's arguments have none a checker knows.
@@ -46,6 +46,7 @@ from nanovllm_kernels_triton.edits import (
     edits_of,
     load_float,
     read_edited,
+    read_some,
 )
 
 TOP_K = tl.constexpr(int(RowColumn.TOP_K))
@@ -101,8 +102,8 @@ def tail_partial_kernel(
     TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PLAIN_SPLITS: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each entry, split and job: 0 is for its token, 1 for log-probabilities."""
-    entry, split, job = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One program for each entry and split: what its token needs, then its log-probabilities."""
+    entry, split = tl.program_id(0), tl.program_id(1)
     if tl.load(skip_ptr) != 0:
         return
     row = tl.load(rows_ptr + entry)
@@ -110,9 +111,9 @@ def tail_partial_kernel(
         return
     row = row.to(tl.int64)
     params_ptr += row * NUM_COLUMNS
-    flags = tl.load(params_ptr + FLAGS)
+    asked = tl.load(params_ptr + FLAGS)
     num_top = tl.load(params_ptr + NUM_TOP)
-    if tl.where(job == 0, flags == 0, num_top < 0):
+    if (asked == 0) & (num_top < 0):
         return
 
     index = tl.load(output_index_ptr + entry)
@@ -120,12 +121,7 @@ def tail_partial_kernel(
     row_ptr = logits_ptr + entry.to(tl.int64) * vocab_size
     temperature = tl.load(temperature_ptr + row)
     scale = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature)) * LOG2_E
-    want = tl.minimum(tl.load(params_ptr + TOP_K), MAX_RANKED)
-    flags = tl.where(index < tl.load(min_tokens_ptr + row), flags, flags & ~FORBIDS)
-    if job == 1:  # of the logits as they are
-        flags *= 0
-        scale = scale * 0.0 + LOG2_E
-        want = tl.maximum(num_top, 1)
+    flags = tl.where(index < tl.load(min_tokens_ptr + row), asked, asked & ~FORBIDS)
     edits = edits_of(
         flags, params_ptr, halves_ptr + row * num_words * 2, biases_ptr + row * 2 * MAX_BIASES,
         stop_ids_ptr + row * NUM_STOP_IDS, temperature, 0.0,
@@ -138,10 +134,10 @@ def tail_partial_kernel(
             tl.minimum(first + num_tiles * TILE, 2 * num_words),
         )  # fmt: skip
 
-    lanes = tl.arange(0, TILE)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    if (job == 0) & ((flags & CUT) == 0):
+    if (asked != 0) & ((asked & CUT) == 0):
+        lanes = tl.arange(0, TILE)
         key_1, key_2 = noise_keys(seed_ptr, row, index)
+        best = tl.full((TILE,), float("-inf"), tl.float32)
         best_ids = first + lanes
         for tile in range(num_tiles):
             start = first + tile * TILE
@@ -155,34 +151,69 @@ def tail_partial_kernel(
         slot = entry * PLAIN_SPLITS + split
         tl.store(scores_ptr + slot, score)
         tl.store(score_ids_ptr + slot, tl.min(tl.where(best == score, best_ids, NONE), axis=0))
-    else:
-        for tile in range(num_tiles):
-            x = read_edited(row_ptr, first + tile * TILE, vocab_size, TILE, edits)
-            best = tl.maximum(best, x)
-        top = tl.max(best, axis=0)
-        keys = to_key(best)
-        # Fewer than the slots, since a lane may have several ids above the floor.
-        floor = find_floor(keys, tl.min(keys, axis=0), TILE, want, SLOTS - SLOTS // 4)
+
+    top_k = tl.load(params_ptr + TOP_K)
+    for job in range(tl.where((asked & CUT) == 0, 1, 0), tl.where(num_top < 0, 1, 2)):
+        if job == 1:  # of the logits as they are
+            flags *= 0
+            scale = scale * 0.0 + LOG2_E
+            top_k = tl.maximum(num_top, 1)
+        edits = edits_of(
+            flags, params_ptr, halves_ptr + row * num_words * 2,
+            biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * NUM_STOP_IDS,
+            temperature, 0.0,
+        )  # fmt: skip
         slots = (job * max_entries + entry).to(tl.int64) * MAX_SPLITS + split
-        weights = tl.zeros((TILE,), tl.float32)
-        count = tl.full((), 0, tl.int32)
-        for tile in range(num_tiles):
-            start = first + tile * TILE
-            x = read_edited(row_ptr, start, vocab_size, TILE, edits)
-            weights += weigh(x, top, scale)
-            found = ((to_key(x) >= floor) & (x > float("-inf"))).to(tl.int32)
-            num_found = tl.sum(found, axis=0)
-            if num_found > 0:
-                place = count + tl.cumsum(found, axis=0) - 1
-                mask = (found != 0) & (place < SLOTS)
-                tl.store(values_ptr + slots * SLOTS + place, x, mask=mask)
-                tl.store(ids_ptr + slots * SLOTS + place, start + lanes, mask=mask)
-                count += num_found
-        stats_ptr += slots * NUM_STATS
-        tl.store(stats_ptr, top.to(tl.int32, bitcast=True))
-        tl.store(stats_ptr + 1, tl.sum(weights, axis=0).to(tl.int32, bitcast=True))
-        tl.store(stats_ptr + 2, floor.to(tl.int32, bitcast=True))
-        tl.store(stats_ptr + 3, count)
+        find_candidates(
+            row_ptr, first, num_tiles, vocab_size, edits, scale, tl.minimum(top_k, MAX_RANKED),
+            stats_ptr + slots * NUM_STATS, values_ptr + slots * SLOTS, ids_ptr + slots * SLOTS,
+            TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def find_candidates(
+    row_ptr, first, num_tiles, vocab_size, edits, scale, want,
+    stats_ptr, values_ptr, ids_ptr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Store a split's candidates, at least `want`, and its stats. Each lane has one id per tile."""
+    lanes = tl.arange(0, TILE)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    weights = tl.zeros((TILE,), tl.float32)
+    for tile in range(num_tiles):
+        x = read_edited(row_ptr, first + tile * TILE, vocab_size, TILE, edits)
+        new = tl.maximum(best, x)
+        weights = weights * weigh(best, new, scale) + weigh(x, new, scale)
+        best = new
+    top = tl.max(best, axis=0)
+    keys = to_key(best)
+    # Fewer than the slots, since a lane may have several ids above the floor.
+    floor = find_floor(keys, tl.min(keys, axis=0), TILE, want, SLOTS - SLOTS // 4)
+    found = ((keys >= floor) & (best > float("-inf"))).to(tl.int32)
+    num_lanes = tl.sum(found, axis=0)
+    place = tl.cumsum(found, axis=0) - 1
+    tl.store(ids_ptr + place, lanes, mask=(found != 0) & (place < SLOTS))
+    tl.debug_barrier()
+    slots = tl.arange(0, SLOTS)
+    valid = slots < num_lanes
+    found_lanes = tl.load(ids_ptr + slots, mask=valid, other=0)
+    tl.debug_barrier()  # the candidates take the place of their lanes
+    count = tl.full((), 0, tl.int32)
+    for tile in range(num_tiles):
+        start = first + tile * TILE
+        ids = start + found_lanes
+        x = read_some(row_ptr, ids, start, vocab_size, TILE, edits)
+        here = (valid & (to_key(x) >= floor) & (x > float("-inf"))).to(tl.int32)
+        slot = count + tl.cumsum(here, axis=0) - 1
+        mask = (here != 0) & (slot < SLOTS)
+        tl.store(values_ptr + slot, x, mask=mask)
+        tl.store(ids_ptr + slot, ids, mask=mask)
+        count += tl.sum(here, axis=0)
+    tl.store(stats_ptr, top.to(tl.int32, bitcast=True))
+    total = tl.sum(weights * weigh(best, top, scale), axis=0)
+    tl.store(stats_ptr + 1, total.to(tl.int32, bitcast=True))
+    tl.store(stats_ptr + 2, floor.to(tl.int32, bitcast=True))
+    tl.store(stats_ptr + 3, tl.maximum(count, num_lanes))
 
 
 @triton.jit(do_not_specialize=["num_splits", "plain_splits", "max_entries"])
@@ -287,10 +318,16 @@ def tail_merge_kernel(
                 biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * NUM_STOP_IDS,
                 temperature, least,
             )  # fmt: skip
-            chosen, num_found = choose_exactly(
-                row_ptr, vocab_size, top_k.to(tl.int64), top_p, scale, edits, key_1, key_2,
-                row_values_ptr, row_ids_ptr, TILE, APPROXIMATE,
-            )  # fmt: skip
+            if (job == 0) & ((top_k >= vocab_size) | (top_p > 1.0)):
+                chosen = choose_by_pivots(
+                    row_ptr, vocab_size, top_k, top_p, top, scale, edits, key_1, key_2,
+                    TILE, APPROXIMATE,
+                )  # fmt: skip
+            else:
+                chosen, num_found = choose_exactly(
+                    row_ptr, vocab_size, top_k.to(tl.int64), top_p, scale, edits, key_1, key_2,
+                    row_values_ptr, row_ids_ptr, TILE, APPROXIMATE,
+                )  # fmt: skip
 
         # Ranked by logit and then by id; `before` is the weight of those ahead.
         mask = ranks < num_found
@@ -328,6 +365,55 @@ def tail_merge_kernel(
             at = entry * MAX_TOP + rank
             tl.store(top_logprobs_ptr + at, (x - top) - log_total, mask=mask)
             tl.store(top_ids_ptr + at, ids, mask=mask)
+
+
+@triton.jit
+def choose_by_pivots(
+    row_ptr, vocab_size, top_k, top_p, top, scale, edits, key_1, key_2,
+    TILE: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """A row's token where it is cut by `top_k` or by `top_p`: the best score among the kept ids.
+
+    The best of all ids is a draw of the whole distribution, so it is mostly kept. If it is not,
+    neither is any id behind it, and the best of those ahead comes next: a few passes in all, as in
+    sampling by rejection with pivots (FlashInfer, "Sorting-Free GPU Kernels for LLM Sampling",
+    2025), but with the one noise of each id.
+    """
+    lanes = tl.arange(0, TILE)
+    pivot = tl.full((), float("-inf"), tl.float32)
+    pivot_id = tl.full((), 0x7FFFFFFF, tl.int32)
+    mass = tl.full((), float("inf"), tl.float32)
+    searching = pivot_id > 0
+    while searching:
+        best = tl.full((TILE,), float("-inf"), tl.float32)
+        best_x = best
+        best_ids = lanes
+        counts = tl.zeros((TILE,), tl.int32)
+        weights = tl.zeros((TILE,), tl.float32)
+        for first in range(0, vocab_size, TILE):
+            ids = first + lanes
+            x = read_edited(row_ptr, first, vocab_size, TILE, edits)
+            ahead = (x > pivot) | ((x == pivot) & (ids < pivot_id))
+            ahead = ahead & (ids < vocab_size)
+            counts += ahead.to(tl.int32)
+            weights += tl.where(ahead, weigh(x, top, scale), 0.0)
+            scores = score_of(x, ids, scale, key_1, key_2, APPROXIMATE)
+            better = ahead & (scores > best)
+            best = tl.where(better, scores, best)
+            best_x = tl.where(better, x, best_x)
+            best_ids = tl.where(better, ids, best_ids)
+        count = tl.sum(counts, axis=0)
+        before = tl.sum(weights, axis=0)
+        if pivot_id == 0x7FFFFFFF:  # all ids were ahead
+            mass = before
+            searching = before >= 0.0
+        else:
+            searching = (count > 0) & ((count >= top_k) | (before >= top_p * mass))
+        if searching:
+            score = tl.max(best, axis=0)
+            pivot_id = tl.min(tl.where(best == score, best_ids, 0x7FFFFFFE), axis=0)
+            pivot = tl.max(tl.where(best_ids == pivot_id, best_x, float("-inf")), axis=0)
+    return pivot_id
 
 
 @triton.jit
