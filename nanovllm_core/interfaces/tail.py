@@ -37,7 +37,8 @@ class RowColumn(IntEnum):
     FREQUENCY = 6
     NUM_TOP = 7
     NUM_BIASES = 8
-    COUNTED = 9
+    NUM_STOP_IDS = 9
+    COUNTED = 10
 
 
 class RowFlag(IntFlag):

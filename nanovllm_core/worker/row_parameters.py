@@ -58,6 +58,7 @@ def pack_parameters(sampling: RowSampling) -> NDArray[np.int32]:
     if sampling.logprobs is not None:
         packed[RowColumn.NUM_TOP] = sampling.logprobs
     packed[RowColumn.NUM_BIASES] = len(sampling.logit_bias)
+    packed[RowColumn.NUM_STOP_IDS] = min(len(sampling.stop_token_ids), MAX_DEVICE_STOP_IDS)
     return packed
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm_core.api import MAX_DEVICE_STOP_IDS, MAX_ROW_BIASES, RowColumn, RowFlag
+from nanovllm_core.api import MAX_ROW_BIASES, RowColumn, RowFlag
 
 FLAGS = tl.constexpr(int(RowColumn.FLAGS))
 REPETITION = tl.constexpr(int(RowColumn.REPETITION))
@@ -32,7 +32,7 @@ FLOORED = tl.constexpr(2 * max(RowFlag))
 """Set here only: ids below a floor (min_p) are forbidden."""
 MAX_BIASES = tl.constexpr(MAX_ROW_BIASES)
 
-NUM_STOP_IDS = tl.constexpr(MAX_DEVICE_STOP_IDS)
+NUM_STOP_IDS = tl.constexpr(int(RowColumn.NUM_STOP_IDS))
 IN_PROMPT = tl.constexpr(0x8000)
 CHUNK = tl.constexpr(1024)
 MOST = tl.constexpr(0x8000 - 2 * 1024)
@@ -60,6 +60,7 @@ def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperatur
         load_float(params_ptr + REPETITION),
         load_float(params_ptr + PRESENCE),
         load_float(params_ptr + FREQUENCY),
+        tl.load(params_ptr + NUM_STOP_IDS),
         temperature,
         lowest,
     )
@@ -93,10 +94,10 @@ def read_some(row_ptr, ids, first, vocab_size, TILE: tl.constexpr, edits):
         x -= edits[7] * outputs.to(tl.float32)
         x -= tl.where(outputs > 0, edits[6], 0.0)
     if flags & FORBIDS:
-        for i in tl.static_range(NUM_STOP_IDS):
+        for i in range(edits[8]):
             x = tl.where(ids == tl.load(edits[4] + i), float("-inf"), x)
     if flags & FLOORED:
-        x = tl.where(tl.div_rn(x, edits[8]) < edits[9], float("-inf"), x)
+        x = tl.where(tl.div_rn(x, edits[9]) < edits[10], float("-inf"), x)
     return x
 
 

@@ -24,7 +24,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm_core.api import MAX_ROW_LOGPROBS, NUM_ROW_COLUMNS, RowColumn, RowFlag
+from nanovllm_core.api import (
+    MAX_DEVICE_STOP_IDS,
+    MAX_ROW_LOGPROBS,
+    NUM_ROW_COLUMNS,
+    RowColumn,
+    RowFlag,
+)
 from nanovllm_core.kernels.device_functions import (
     find_cut,
     keep_of_tile,
@@ -40,7 +46,6 @@ from nanovllm_kernels_triton.edits import (
     FLOORED,
     FORBIDS,
     MAX_BIASES,
-    NUM_STOP_IDS,
     PENALISED,
     count_known,
     edits_of,
@@ -55,6 +60,7 @@ LOG_MIN_P = tl.constexpr(int(RowColumn.LOG_MIN_P))
 NUM_TOP = tl.constexpr(int(RowColumn.NUM_TOP))
 NUM_COLUMNS = tl.constexpr(NUM_ROW_COLUMNS)
 MAX_TOP = tl.constexpr(MAX_ROW_LOGPROBS)
+MAX_STOP_IDS = tl.constexpr(MAX_DEVICE_STOP_IDS)
 CUT = tl.constexpr(int(RowFlag.CUT))
 
 SLOTS = tl.constexpr(128)
@@ -124,7 +130,7 @@ def tail_partial_kernel(
     flags = tl.where(index < tl.load(min_tokens_ptr + row), asked, asked & ~FORBIDS)
     edits = edits_of(
         flags, params_ptr, halves_ptr + row * num_words * 2, biases_ptr + row * 2 * MAX_BIASES,
-        stop_ids_ptr + row * NUM_STOP_IDS, temperature, 0.0,
+        stop_ids_ptr + row * MAX_STOP_IDS, temperature, 0.0,
     )  # fmt: skip
     if flags & PENALISED:
         count_known(
@@ -160,7 +166,7 @@ def tail_partial_kernel(
             top_k = tl.maximum(num_top, 1)
         edits = edits_of(
             flags, params_ptr, halves_ptr + row * num_words * 2,
-            biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * NUM_STOP_IDS,
+            biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * MAX_STOP_IDS,
             temperature, 0.0,
         )  # fmt: skip
         slots = (job * max_entries + entry).to(tl.int64) * MAX_SPLITS + split
@@ -315,7 +321,7 @@ def tail_merge_kernel(
         if (fits & (enough | holds)) == 0:
             edits = edits_of(
                 flags | FLOORED, params_ptr, halves_ptr + row * num_words * 2,
-                biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * NUM_STOP_IDS,
+                biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * MAX_STOP_IDS,
                 temperature, least,
             )  # fmt: skip
             if (job == 0) & ((top_k >= vocab_size) | (top_p > 1.0)):
