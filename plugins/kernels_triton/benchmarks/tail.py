@@ -2,7 +2,8 @@
 
     python plugins/kernels_triton/benchmarks/tail.py --out result.json
 
-Calls are captured in a CUDA graph. "nothing" is the sampler's own kernel with the tail's beside it, as every step has them.
+Calls are captured in a CUDA graph. "nothing" is the sampler's own kernel with the tail's beside it,
+as every step has them.
 """
 
 from __future__ import annotations
