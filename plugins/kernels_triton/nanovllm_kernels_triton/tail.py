@@ -171,7 +171,8 @@ def tail_partial_kernel(
         )  # fmt: skip
         slots = (job * max_entries + entry).to(tl.int64) * MAX_SPLITS + split
         find_candidates(
-            row_ptr, first, num_tiles, vocab_size, edits, scale, tl.minimum(top_k, MAX_RANKED),
+            row_ptr, first, num_tiles, vocab_size, edits, scale,
+            tl.minimum(top_k, MAX_RANKED), (job == 1) | (top_k > MAX_RANKED),
             stats_ptr + slots * NUM_STATS, values_ptr + slots * SLOTS, ids_ptr + slots * SLOTS,
             TILE,
         )  # fmt: skip
@@ -179,17 +180,21 @@ def tail_partial_kernel(
 
 @triton.jit
 def find_candidates(
-    row_ptr, first, num_tiles, vocab_size, edits, scale, want,
+    row_ptr, first, num_tiles, vocab_size, edits, scale, want, is_summed,
     stats_ptr, values_ptr, ids_ptr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store a split's candidates, at least `want`, and its stats. Each lane has one id per tile."""
+    """Store a split's candidates, at least `want`, and its stats. Each lane has one id per tile.
+
+    The sum is right where it `is_summed`: the likeliest few ids need none.
+    """
     lanes = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
     weights = tl.zeros((TILE,), tl.float32)
     for tile in range(num_tiles):
         x = read_edited(row_ptr, first + tile * TILE, vocab_size, TILE, edits)
         new = tl.maximum(best, x)
-        weights = weights * weigh(best, new, scale) + weigh(x, new, scale)
+        if is_summed:
+            weights = weights * weigh(best, new, scale) + weigh(x, new, scale)
         best = new
     top = tl.max(best, axis=0)
     keys = to_key(best)
