@@ -128,6 +128,16 @@ from nanovllm_core.interfaces.specs import (
     SamplerSpec as SamplerSpec,
     SchedulerSpec as SchedulerSpec,
 )
+from nanovllm_core.interfaces.tail import (
+    MAX_ROW_BIASES as MAX_ROW_BIASES,
+    MAX_ROW_LOGPROBS as MAX_ROW_LOGPROBS,
+    NUM_ROW_COLUMNS as NUM_ROW_COLUMNS,
+    CapturedTail as CapturedTail,
+    RowColumn as RowColumn,
+    RowFlag as RowFlag,
+    TailKernels as TailKernels,
+    TailTables as TailTables,
+)
 from nanovllm_core.registry.hookspecs import (
     hookimpl as hookimpl,
     hookspec as hookspec,

@@ -15,7 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm_core.interfaces.tail import NUM_ROW_COLUMNS
 from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2
+
+C1, C2 = tl.constexpr(LOWBIAS_1), tl.constexpr(LOWBIAS_2)
+K1, K2 = tl.constexpr(KEY_1), tl.constexpr(KEY_2)
 
 TILE = 2048
 NUM_WARPS = 8
@@ -62,35 +66,39 @@ def sample_tokens(
 
     All tensors are contiguous. Allocates nothing and never waits for the device.
     """
+    inputs = (logits_BV, rows_B, temperature_R, seed_R, output_index_B)
+    splits = launch_partial(*inputs, workspace=workspace, skip_flag=skip_flag)
+    sample_reduce_kernel[(len(rows_B),)](
+        rows_B, skip_flag, workspace.scores, workspace.ids, out_B, splits,
+        MAX_SPLITS=MAX_SPLITS, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_partial(
+    logits_BV: Tensor,
+    rows_B: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    output_index_B: Tensor,
+    *,
+    workspace: SamplingWorkspace,
+    skip_flag: Tensor,
+    asked: Tensor | None = None,
+) -> int:
+    """Leave the best of each split in the workspace, and return how many splits there are.
+
+    Rows whose flags in `asked` (`TailTables.parameters`) are not 0 are left out.
+    """
     batch, vocab_size = logits_BV.shape
     splits = num_splits(batch, vocab_size)
     sample_partial_kernel[(batch, splits)](
-        logits_BV,
-        rows_B,
-        temperature_R,
-        seed_R,
-        output_index_B,
-        skip_flag,
-        workspace.scores,
-        workspace.ids,
-        vocab_size,
-        tiles_per_split(batch, vocab_size),
-        MAX_SPLITS=MAX_SPLITS,
-        TILE=TILE,
-        # The interpreter runs no assembly.
-        APPROXIMATE=not triton.knobs.runtime.interpret,
+        logits_BV, rows_B, temperature_R, seed_R, output_index_B, skip_flag, asked,
+        workspace.scores, workspace.ids, vocab_size, tiles_per_split(batch, vocab_size),
+        MAX_SPLITS=MAX_SPLITS, NUM_COLUMNS=NUM_ROW_COLUMNS, TILE=TILE,
+        APPROXIMATE=not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
         num_warps=NUM_WARPS,
-    )
-    sample_reduce_kernel[(batch,)](
-        rows_B,
-        skip_flag,
-        workspace.scores,
-        workspace.ids,
-        out_B,
-        splits,
-        MAX_SPLITS=MAX_SPLITS,
-        num_warps=1,
-    )
+    )  # fmt: skip
+    return splits
 
 
 @triton.jit
@@ -135,39 +143,41 @@ def gumbel_base_2(ids, key_1, key_2, C1: tl.constexpr, C2: tl.constexpr, APPROXI
     return -log2(exponential, APPROXIMATE)
 
 
+@triton.jit
+def noise_keys(seed_ptr, row, output_index):
+    """The two keys of a row's noise for the token of this index."""
+    seed = tl.load(seed_ptr + row)
+    index = output_index.to(tl.uint32, bitcast=True)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    return stream_key(low, high, index, K1, C1, C2), stream_key(low, high, index, K2, C1, C2)
+
+
+@triton.jit
+def score_of(logits, ids, scale, key_1, key_2, APPROXIMATE: tl.constexpr):
+    """The scores of ids at a temperature above 0; `scale` is log2(e) divided by it."""
+    unsigned = ids.to(tl.uint32, bitcast=True)
+    return logits * scale + gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
+
+
 # One variant for every batch size: a graph's capture must not meet one that is not compiled yet.
 @triton.jit(do_not_specialize=["num_tiles"])
 def sample_partial_kernel(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    seed_ptr,
-    output_index_ptr,
-    skip_ptr,
-    scores_ptr,
-    ids_ptr,
-    vocab_size,
-    num_tiles,
-    MAX_SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
+    logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, skip_ptr, asked_ptr,
+    scores_ptr, ids_ptr, vocab_size, num_tiles,
+    MAX_SPLITS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr,
     APPROXIMATE: tl.constexpr,
-    C1: tl.constexpr = LOWBIAS_1,
-    C2: tl.constexpr = LOWBIAS_2,
-    K1: tl.constexpr = KEY_1,
-    K2: tl.constexpr = KEY_2,
-):
+):  # fmt: skip
     entry, split = tl.program_id(0), tl.program_id(1)
     if tl.load(skip_ptr) != 0:
         return
     row = tl.load(rows_ptr + entry)
     if row < 0:
         return
+    if asked_ptr is not None:  # noqa: SIM102 - decided when compiled
+        if tl.load(asked_ptr + row.to(tl.int64) * NUM_COLUMNS) != 0:
+            return
     temperature = tl.load(temperature_ptr + row)
-    seed = tl.load(seed_ptr + row)
-    index = tl.load(output_index_ptr + entry).to(tl.uint32, bitcast=True)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    key_1 = stream_key(low, high, index, K1, C1, C2)
-    key_2 = stream_key(low, high, index, K2, C1, C2)
+    key_1, key_2 = noise_keys(seed_ptr, row, tl.load(output_index_ptr + entry))
     scale = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature)) * 1.4426950408889634
 
     first = split * num_tiles * TILE
@@ -180,9 +190,7 @@ def sample_partial_kernel(
         scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
         scores = scores.to(tl.float32)
         if temperature != 0.0:
-            unsigned = ids.to(tl.uint32, bitcast=True)
-            noise = gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
-            scores = scores * scale + noise
+            scores = score_of(scores, ids, scale, key_1, key_2, APPROXIMATE)
         # False for a NaN, and for an equal score of a higher id.
         better = scores > best
         best = tl.where(better, scores, best)

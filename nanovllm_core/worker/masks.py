@@ -19,6 +19,7 @@ from nanovllm_core.errors import InconsistentStateError, shown
 from nanovllm_core.interfaces.plan import RowSampling, StepPlan, TokenMasks, mask_words
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.logits import StepRows
+from nanovllm_core.worker.logprobs import LogprobTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class ForwardPass:
     """A step whose forward pass is launched and whose tail is not.
 
     `rows` are those of its entries, -1 for padding, and `sampling` theirs, empty where no row needs
-    the tail. `entries` are those to report, None for all. `constrained` are the rows whose masks
-    may come.
+    the eager tail. `entries` are those to report, None for all. `constrained` are the rows whose
+    masks may come. `logprobs` are those that the captured tail leaves.
     """
 
     inputs: StepInputs
@@ -35,6 +36,7 @@ class ForwardPass:
     sampling: tuple[RowSampling, ...]
     constrained: tuple[int, ...]
     entries: NDArray[np.int64] | None = None
+    logprobs: Sequence[LogprobTensors] = ()
 
     def check(self, plan: StepPlan) -> None:
         """InconsistentStateError where the plan and its rows disagree about the second part."""

@@ -9,7 +9,7 @@ looking (see `polling`). On a CPU the ring is ordinary memory and the result is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from nanovllm_core.errors import ExecutorError
 from nanovllm_core.interfaces.plan import StepResult, TokenLogprobs
+from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.polling import StepWait, Wait
-from nanovllm_core.worker.sampler_tail import LogprobTensors
 
 TAG_BITS = 30
 """A word is tag << 32 | (id + 1) << 1 | finished; tags count steps from 1 and wrap."""
@@ -34,7 +34,7 @@ class _Pending:
     tag: int
     launched: float
     entries: NDArray[np.int64] | None
-    logprobs: LogprobTensors | None
+    logprobs: Sequence[LogprobTensors]
     logprobs_ready: torch.cuda.Event | None
 
     def is_done(self) -> bool:
@@ -44,11 +44,11 @@ class _Pending:
 
     def logprobs_by_place(self) -> Mapping[int, TokenLogprobs]:
         """Log-probabilities keyed by their place in the reported result."""
-        if self.logprobs is None:
+        if not self.logprobs:
             return {}
         if self.logprobs_ready is not None:
             self.logprobs_ready.synchronize()
-        by_entry = self.logprobs.to_records()
+        by_entry = {e: one for part in self.logprobs for e, one in part.to_records().items()}
         if self.entries is None:
             return by_entry
         return {i: by_entry[e] for i, e in enumerate(self.entries.tolist()) if e in by_entry}
@@ -86,9 +86,12 @@ class ResultRing:
         self,
         num_rows: int,
         entries: NDArray[np.int64] | None = None,
-        logprobs: LogprobTensors | None = None,
+        logprobs: Sequence[LogprobTensors] = (),
     ) -> None:
-        """A step of `num_rows` entries was launched; `entries` picks those to report, None all."""
+        """A step of `num_rows` entries was launched; `entries` picks those to report, None all.
+
+        Each of `logprobs` has entries of its own.
+        """
         num_slots = len(self._host)
         if len(self._pending) == num_slots:
             raise ExecutorError(
@@ -97,8 +100,8 @@ class ResultRing:
         words = self._host[self._num_pushed % num_slots, :num_rows]
         self._num_pushed += 1
         ready = None
-        if logprobs is not None:
-            logprobs = logprobs.to_host()
+        if logprobs:
+            logprobs = [part.to_host() for part in logprobs]
             if self._cuda:
                 ready = torch.cuda.current_stream().record_event()
         tag = self._num_pushed & ((1 << TAG_BITS) - 1)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError, OutOfMemoryError
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission
+from nanovllm_core.interfaces.tail import MAX_ROW_BIASES, NUM_ROW_COLUMNS
+from nanovllm_core.worker.row_parameters import pack_biases, pack_parameters
 
 _MAX_ELEMENTS = 2**31
 """The device addresses elements by int32 numbers."""
@@ -43,6 +45,8 @@ class RowTables:
     stop_ids: Tensor  # [R, MAX_DEVICE_STOP_IDS], -1 where unused
     temperature: Tensor  # [R] float32
     seed: Tensor  # [R] int64
+    parameters: Tensor  # [R, NUM_ROW_COLUMNS], see `RowColumn`
+    biases: Tensor  # [R, 2, MAX_ROW_BIASES]: increasing ids, then logit biases by their bits
     active_rows: Tensor  # [R]
     skip_sampler: Tensor  # [1]
     block_size: int
@@ -69,6 +73,8 @@ class RowTables:
             "finished": (max_num_seqs,),
             "stop_ids": (max_num_seqs, MAX_DEVICE_STOP_IDS),
             "temperature": (max_num_seqs,),
+            "parameters": (max_num_seqs, NUM_ROW_COLUMNS),
+            "biases": (max_num_seqs, 2, MAX_ROW_BIASES),
             "active_rows": (max_num_seqs,),
             "skip_sampler": (1,),
         }
@@ -100,8 +106,9 @@ class RowUpdates:
     def __init__(self, tables: RowTables) -> None:
         self._max_rows = tables.computed.shape[0]
         scalars = ("computed", "num_prompt", "max_length", "min_tokens", "finished", "temperature")
-        wide = ("token_ids", "block_table", "stop_ids", "seed", "active_rows", "skip_sampler")
-        self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide)}
+        wide = ("token_ids", "block_table", "stop_ids", "seed", "parameters", "biases")
+        flat = ("active_rows", "skip_sampler")
+        self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide, *flat)}
         self._num_groups, _, self._max_blocks = tables.block_table.shape
         self._scalar_at = np.array([self._layout[name][0] for name in scalars], np.int32)
         self._pieces: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
@@ -137,6 +144,11 @@ class RowUpdates:
         self._set("stop_ids", row, stop_ids)
         seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)
         self._set("seed", row, seed)
+        self._set("parameters", row, pack_parameters(sampling))
+        if sampling.logit_bias:
+            first, row_size = self._layout["biases"]
+            for column, values in enumerate(pack_biases(sampling)):
+                self._write(first + row * row_size + column * MAX_ROW_BIASES, values)
 
     def append_blocks(self, appends: NDArray[np.int32]) -> None:
         """Add blocks to block tables; `appends` as in `StepPlan`."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.kernels import CompilingKernels
+from nanovllm_core.interfaces.kernels import CompilingKernels, KernelSet
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import (
     PrefillChunk,
@@ -35,8 +35,10 @@ from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
+from nanovllm_core.worker.captured_sampler import make_captured_sampler
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
+from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
 from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
@@ -45,7 +47,10 @@ from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.results import ResultRing
 from nanovllm_core.worker.row_ops import get_row_ops
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
-from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, LogprobTensors, SamplerTail
+from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, SamplerTail
+
+NEUTRAL = RowSampling()
+"""What a row asks of the eager tail that does not need it."""
 
 
 class ModelRunner:
@@ -56,7 +61,9 @@ class ModelRunner:
     In debug mode it looks at the logits of every step, and waits for the device to do so.
     """
 
-    def __init__(self, setup: WorkerSetup, model: LoadedModel, attention: PagedAttention) -> None:
+    def __init__(
+        self, setup: WorkerSetup, kernels: KernelSet, model: LoadedModel, attention: PagedAttention
+    ) -> None:
         config, device, vocab_size = setup.config, model.device, model.shape.vocab_size
         self.device = device
         self.model = model
@@ -95,15 +102,20 @@ class ModelRunner:
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
         self._masks = MaskTable(max_rows, vocab_size, device)
         self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
-        # The last is that of row -1, which marks padding.
-        self._row_sampling = [RowSampling()] * (max_rows + 1)
+        self._captured = make_captured_sampler(
+            kernels, self.sampler, self.tables, vocab_size, num_entries
+        )
+        self._row_sampling = [NEUTRAL] * (max_rows + 1)
+        """What the eager tail does for a row; the last is that of row -1, which marks padding."""
         self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
         self._epoch = 0
         self._active = np.zeros(0, np.int32)
         """The decoding rows of that epoch."""
         self._tail_rows: tuple[int, ...] = ()
         self._active_sampling: tuple[RowSampling, ...] = ()
-        """Both of the decoding rows where one of them needs a tail, else empty."""
+        """Both of the decoding rows where one of them needs the eager tail, else empty."""
+        self._active_logprobs: Sequence[LogprobTensors] = ()
+        """What a captured step leaves of the decoding rows."""
         self._active_constrained: tuple[int, ...] = ()
         self._waiting: ForwardPass | None = None
         """The step submitted last, while it waits for masks."""
@@ -177,8 +189,9 @@ class ModelRunner:
         for admission in plan.admissions:
             self._updates.admit(admission)
             self._processors.admit(admission.row, admission.sampling.logits_processors)
-            self._row_sampling[admission.row] = admission.sampling
-            self._row_needs_tail[admission.row] = admission.sampling.needs_tail
+            needs_tail = self._captured.admit(admission.row, admission.sampling)
+            self._row_needs_tail[admission.row] = needs_tail
+            self._row_sampling[admission.row] = admission.sampling if needs_tail else NEUTRAL
         if plan.appends is not None:
             self._updates.append_blocks(plan.appends)
         if plan.decode_rows is not None:
@@ -204,6 +217,7 @@ class ModelRunner:
         self._tail_rows = tuple(rows.tolist()) if needs_tail else ()
         self._active_sampling = self._sampling_of(self._tail_rows)
         self._active_constrained = constrained_rows(self._tail_rows, self._active_sampling)
+        self._active_logprobs = self._captured.logprobs(rows)
         if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
 
@@ -249,7 +263,7 @@ class ModelRunner:
             self._graphs.clear()
 
     def _watched(self) -> dict[str, Tensor]:
-        sampler = self.sampler.captured_tensors()
+        sampler = self._captured.captured_tensors()
         return {
             "row_tables": self.tables.arena,
             **{f"sampler.{name}": tensor for name, tensor in sampler.items()},
@@ -280,11 +294,15 @@ class ModelRunner:
             self._end(
                 plan,
                 ForwardPass(
-                    inputs, self._tail_rows, self._active_sampling, self._active_constrained
+                    inputs,
+                    self._tail_rows,
+                    self._active_sampling,
+                    self._active_constrained,
+                    logprobs=self._active_logprobs,
                 ),
             )
         else:
-            self._results.push(num_rows)
+            self._results.push(num_rows, None, self._active_logprobs)
 
     def decode(self, bucket: int) -> None:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
@@ -312,15 +330,17 @@ class ModelRunner:
             self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
         entries = step.reported(plan)
+        of_entries = np.full(step.inputs.num_rows, -1, np.int32)
+        of_entries[entries] = sampled
+        logprobs = self._captured.logprobs(of_entries)
         if self._debug or needs_tail or plan.samples_later:
-            of_entries = np.full(step.inputs.num_rows, -1)
-            of_entries[entries] = sampled
             rows = tuple(of_entries.tolist())
             sampling = self._sampling_of(rows) if needs_tail else ()
             constrained = constrained_rows(rows, sampling)
-            self._end(plan, ForwardPass(step.inputs, rows, sampling, constrained, entries))
+            launched = ForwardPass(step.inputs, rows, sampling, constrained, entries, logprobs)
+            self._end(plan, launched)
         else:
-            self._results.push(step.inputs.num_rows, entries)
+            self._results.push(step.inputs.num_rows, entries, logprobs)
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
@@ -383,14 +403,11 @@ class ModelRunner:
     # -- sampling ---------------------------------------------------------------------------------
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, skip: Tensor) -> None:
-        """Greedy and temperature; on the device `skip` says whether a tail does it instead."""
-        tables, num_rows = self.tables, inputs.num_rows
-        logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
+        """Choose tokens; on the device `skip` says whether the eager tail does it instead."""
+        logits, sampled = self.logits[: inputs.num_rows], self._sampled[: inputs.num_rows]
         logits = self._module.compute_logits(hidden, logits)
-        self.sampler.sample(
-            logits, inputs.rows, tables.temperature, tables.seed, inputs.output_index, sampled, skip
-        )
-        self.ops.finish_step(tables, inputs, sampled, self._results, skip)
+        self._captured.sample(logits, inputs, sampled, skip)
+        self.ops.finish_step(self.tables, inputs, sampled, self._results, skip)
 
     def _end(self, plan: StepPlan, launched: ForwardPass) -> None:
         """Run the tail and expect the result: now, or when the masks come."""
@@ -402,16 +419,17 @@ class ModelRunner:
 
     def _sample_tail(self, launched: ForwardPass) -> None:
         inputs = launched.inputs
-        logprobs = self._after(inputs, launched.rows, launched.sampling)
+        eager = self._after(inputs, launched.rows, launched.sampling)
+        logprobs = [*launched.logprobs, *([] if eager is None else [eager])]
         self._results.push(inputs.num_rows, launched.entries, logprobs)
 
     @torch.inference_mode()
     def _after(
         self, inputs: StepInputs, rows: tuple[int, ...], sampling: tuple[RowSampling, ...]
     ) -> LogprobTensors | None:
-        """Check the logits that a step left, in debug mode; run the tail where `sampling` is given.
+        """Check the logits that a step left, in debug mode; run the eager tail for `sampling`.
 
-        The tail does everything beyond greedy and temperature, from logits that are already there.
+        The captured sampler, launched here, chooses for the rows that do not need it.
         """
         tables, num_rows = self.tables, inputs.num_rows
         logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
@@ -419,6 +437,7 @@ class ModelRunner:
             check_logits(logits, inputs.rows, self._num_steps)
         if not sampling:
             return None
+        self._captured.sample(logits, inputs, sampled, self._never)
         logprobs = self._tail(
             logits,
             rows,

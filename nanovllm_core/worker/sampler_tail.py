@@ -1,6 +1,7 @@
 """The sampler's tail: everything beyond greedy and temperature, after a step's logits.
 
-It runs eagerly on batches in which some row asks for more than the captured sampler does. The
+It runs eagerly for the rows that ask for more than the captured sampler does: for all of them on a
+CPU and beside a plugin's sampler; else for processors, masks, and what row tables cannot hold. The
 order is vLLM's: logit bias, processors, penalties, minimum length, temperature, min_p, top_k,
 top_p. The host's masks come behind the minimum length, so that nothing allows an id again that a
 mask forbids, and the cuts choose among those that are allowed. Temperature is undone before the
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm_core.interfaces.plan import RowSampling, TokenLogprobs
+from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import logits as logit_ops
 from nanovllm_core.worker.logits import StepRows
+from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors, run_processor
 
@@ -54,42 +55,6 @@ Operation = Callable[..., None]
 
 Arguments = dict[Operation, Sequence[tuple[float, ...]]]
 """The operations that one row asks for, each with the arguments of one call or more."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """Log-probabilities (nats) of the N batch entries that asked, K the most that any asked for.
-
-    `token_logprobs` [N] and `top_logprobs` [N, K] are float32, `top_ids` [N, K] int64.
-    `num_top[i]` of the K columns are what entry `entries[i]` asked for.
-    """
-
-    entries: tuple[int, ...]
-    num_top: tuple[int, ...]
-    token_logprobs: Tensor
-    top_logprobs: Tensor
-    top_ids: Tensor
-
-    def to_host(self) -> LogprobTensors:
-        """Start copies to pinned memory; they are there when the stream has come past them."""
-        if self.token_logprobs.device.type == "cpu":
-            return self
-        pinned = (
-            torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
-            for one in (self.token_logprobs, self.top_logprobs, self.top_ids)
-        )
-        return LogprobTensors(self.entries, self.num_top, *pinned)
-
-    def to_records(self) -> dict[int, TokenLogprobs]:
-        """The same as plain data by batch entry; waits for the device unless on the host."""
-        columns = (self.token_logprobs, self.top_ids, self.top_logprobs)
-        lists = (column.tolist() for column in columns)
-        return {
-            entry: TokenLogprobs(token, tuple(zip(ids[:num_top], top[:num_top], strict=True)))
-            for entry, num_top, token, ids, top in zip(
-                self.entries, self.num_top, *lists, strict=True
-            )
-        }
 
 
 class SamplerTail:
@@ -133,7 +98,9 @@ class SamplerTail:
         rows_B: Tensor,
         out_B: Tensor,
     ) -> LogprobTensors | None:
-        """Choose a token per entry into `out_B` (int32); returns log-probabilities if any asked.
+        """Choose for the entries that ask, into `out_B` (int32), which has the choice of the rest.
+
+        Returns log-probabilities if any asked.
 
         `rows` and `params` say on the host which row each entry is and what it wants; what they
         mean on the device is kept while they are the same objects. `rows_B` is -1 where the device
@@ -143,7 +110,6 @@ class SamplerTail:
         """
         if params is not self._params or rows is not self._rows:
             self._plan(rows, params, token_ids_RL.shape[1])
-        self._sample(logits_BV, rows_B, temperature_R, seed_R, output_index_B, out_B, self._never)
         for entries_S, rows_S, operations in self._groups:
             logits_SV = logits_BV[entries_S].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             step = StepRows(
@@ -167,7 +133,7 @@ class SamplerTail:
         k = max(self._num_top)
         parts = [raw_logprobs(logits_BV, group, out_B, k) for group in self._asked_groups]
         columns = (torch.cat(part) for part in zip(*parts, strict=True))
-        return LogprobTensors(self._asked, self._num_top, *columns)
+        return LogprobTensors(self._asked, self._num_top, range(len(self._asked)), *columns)
 
     def _plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""

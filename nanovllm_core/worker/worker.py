@@ -78,7 +78,7 @@ class Worker:
         with _memory_for(device, *_steps_and_remedy(setup)):
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
-            runner = self._runner = ModelRunner(setup, model, attention)
+            runner = self._runner = ModelRunner(setup, kernels, model, attention)
             if (
                 setup.cuda_graphs
                 and not setup.needs_warm_up

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_core.kernels import (
-    sampling_reference,
-    sampling_triton as sampling,
-    truncation_triton as truncation,
-)
+from nanovllm_core.interfaces.tail import NUM_ROW_COLUMNS
+from nanovllm_core.kernels import sampling_triton as sampling, truncation_triton as truncation
 from nanovllm_kit.aot import AotJob, AotReport
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 MODULE = sampling.__name__
-CONSTANTS = {
-    "C1": sampling_reference.LOWBIAS_1,
-    "C2": sampling_reference.LOWBIAS_2,
-    "K1": sampling_reference.KEY_1,
-    "K2": sampling_reference.KEY_2,
-}
 POINTERS = {
     "rows_ptr": "*i32:16",
     "skip_ptr": "*i32:16",
@@ -27,7 +18,8 @@ POINTERS = {
 }
 
 
-def partial_job(dtype: str) -> AotJob:
+def partial_job(dtype: str, asked: bool = False) -> AotJob:
+    """With `asked` it leaves out the rows that a captured tail samples."""
     return AotJob(
         kernel=f"{MODULE}:sample_partial_kernel",
         signature={
@@ -38,10 +30,12 @@ def partial_job(dtype: str) -> AotJob:
             "logits_ptr": f"*{dtype}:16",
             "vocab_size": "i32:16",
             "num_tiles": "i32",
+            **({"asked_ptr": "*i32:16"} if asked else {}),
         },
         constexprs={
-            **CONSTANTS,
+            **({} if asked else {"asked_ptr": None}),
             "MAX_SPLITS": sampling.MAX_SPLITS,
+            "NUM_COLUMNS": NUM_ROW_COLUMNS,
             "TILE": sampling.TILE,
             "APPROXIMATE": True,
         },
@@ -51,6 +45,7 @@ def partial_job(dtype: str) -> AotJob:
 
 JOBS = {
     **{f"partial-{dtype}": partial_job(dtype) for dtype in ("bf16", "fp16", "fp32")},
+    "partial-asked-bf16": partial_job("bf16", asked=True),
     "reduce": AotJob(
         kernel=f"{MODULE}:sample_reduce_kernel",
         signature={**POINTERS, "out_ptr": "*i32:16", "num_splits": "i32"},

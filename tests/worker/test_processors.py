@@ -157,23 +157,20 @@ def test_groups_of_rows_that_fit_in_memory_give_the_same_tokens(
     for row, sampling in enumerate(params):
         processors.admit(row, sampling.logits_processors)
     context = SamplerContext(device=CPU, vocab_size=VOCAB, max_entries=4)
-    tail = SamplerTail(
-        CPU, VOCAB, GumbelSampler(NoOptions(), context), processors, MaskTable(8, VOCAB, CPU)
-    )
+    sampler = GumbelSampler(NoOptions(), context)
+    tail = SamplerTail(CPU, VOCAB, sampler, processors, MaskTable(8, VOCAB, CPU))
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
-    before, out = logits.clone(), torch.empty(4, dtype=torch.int32)
+    before, alone = logits.clone(), torch.empty(4, dtype=torch.int32)
     ints = torch.arange(4, dtype=torch.int32)
     temperature = torch.tensor([one.temperature for one in params])
+    never = torch.zeros(1, dtype=torch.int32)
+    sampler.sample(logits, ints, temperature, ints.long(), ints, alone, never)
+    out = alone.clone()
     tail(
         logits, (0, 1, 2, 3), params, torch.zeros(4, 8).int(), ints + 4, ints, ints, temperature,
         ints.long(), ints, out,
     )  # fmt: skip
     # A constant added to all logits of a row changes no choice.
-    alone = torch.empty_like(out)
-    never = torch.zeros(1, dtype=torch.int32)
-    GumbelSampler(NoOptions(), context).sample(
-        logits, ints, temperature, ints.long(), ints, alone, never
-    )
     assert torch.equal(out, alone)
     assert torch.equal(logits, before)
     processor = one.processor

@@ -16,10 +16,11 @@ from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels.sampling_reference import gumbel_noise, sample_tokens
 from nanovllm_core.worker import sampler_tail as sampler_module
+from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.sampler import GumbelSampler
-from nanovllm_core.worker.sampler_tail import LogprobTensors, SamplerTail
+from nanovllm_core.worker.sampler_tail import SamplerTail
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 50
@@ -65,6 +66,13 @@ class Batch:
         def full(value: int) -> torch.Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=DEVICE)
 
+        temperature = torch.tensor([one.temperature for one in by_row], device=DEVICE)
+        seed = torch.tensor([one.seed for one in by_row], device=DEVICE)
+        rows_b, index = (
+            torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+            full(self.output_index),
+        )
+        sample_tokens(self.logits, rows_b, temperature, seed, index, out)
         logprobs = self.tail(
             self.logits,
             self.rows,
@@ -72,10 +80,10 @@ class Batch:
             self.token_ids,
             full(NUM_KNOWN),
             full(NUM_PROMPT),
-            full(self.output_index),
-            torch.tensor([one.temperature for one in by_row], device=DEVICE),
-            torch.tensor([one.seed for one in by_row], device=DEVICE),
-            torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+            index,
+            temperature,
+            seed,
+            rows_b,
             out,
         )
         return out.tolist(), logprobs

@@ -176,17 +176,25 @@ def test_a_row_whose_allowed_ids_are_all_forbidden_gets_another_id(
 def run_tail(logits: torch.Tensor, rows: list[RowSampling], table: MaskTable) -> list[int]:
     size, vocab = logits.shape
     context = SamplerContext(device=CPU, vocab_size=vocab, max_entries=size)
-    tail = SamplerTail(CPU, vocab, GumbelSampler(NoOptions(), context), RowProcessors({}), table)
+    sampler = GumbelSampler(NoOptions(), context)
+    tail = SamplerTail(CPU, vocab, sampler, RowProcessors({}), table)
     entries = torch.arange(size, dtype=torch.int32)
     out = torch.zeros(size, dtype=torch.int32)
+    known, prompt, index = (torch.full((size,), n, dtype=torch.int32) for n in (3, 1, 2))
+    temperature = torch.tensor([one.temperature for one in rows])
+    seed = torch.tensor([one.seed for one in rows])
+    never = torch.zeros(1, dtype=torch.int32)
+    sampler.sample(logits, entries, temperature, seed, index, out, never)
     tail(
         logits.clone(),
         tuple(range(size)),
         tuple(rows),
         torch.full((size, 4), 2, dtype=torch.int32),
-        *(torch.full((size,), number, dtype=torch.int32) for number in (3, 1, 2)),
-        torch.tensor([one.temperature for one in rows]),
-        torch.tensor([one.seed for one in rows]),
+        known,
+        prompt,
+        index,
+        temperature,
+        seed,
         entries,
         out,
     )

@@ -8,8 +8,9 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nanovllm_core.api import QKPrep
+from nanovllm_core.api import CapturedTail, QKPrep, TailTables
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
+from nanovllm_kernels_triton.captured_tail import TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
 from nanovllm_kernels_triton.linear import LinearLauncher
@@ -45,6 +46,9 @@ class TritonKernels:
     def compile_ahead(self) -> CompileAhead:
         """See `CompilingKernels`."""
         return CompileAhead()
+
+    def make_tail(self, tables: TailTables, vocab_size: int, max_entries: int) -> CapturedTail:
+        return TritonTail(tables, vocab_size, max_entries)
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         num_tokens, size = ids_T.shape[0], weight_VE.shape[1]

@@ -1,0 +1,77 @@
+"""The captured tail's kernels compile for sm_90 within the registers of their launches."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm_kernels_triton import captured_tail as tail
+from nanovllm_kit.aot import AotJob, AotReport
+from nanovllm_kit.registers import assert_within_list, compile_jobs
+
+MODULE = "nanovllm_kernels_triton.tail"
+INTEGERS = ("rows", "output_index", "num_known", "skip", "params", "biases", "stop_ids")
+INTEGERS += ("min_tokens", "score_ids", "stats", "ids")
+SHARED = {
+    **{f"{name}_ptr": "*i32:16" for name in INTEGERS},
+    **dict.fromkeys(("temperature_ptr", "scores_ptr", "values_ptr"), "*fp32:16"),
+    "seed_ptr": "*i64:16",
+    "halves_ptr": "*i16:16",
+    "vocab_size": "i32:16",
+    "num_words": "i32:16",
+    "max_entries": "i32",
+}
+CONSTANTS = {
+    "TILE": tail.TILE,
+    "MAX_SPLITS": tail.MAX_SPLITS,
+    "PLAIN_SPLITS": 64,
+    "APPROXIMATE": True,
+}
+
+
+def partial_job(dtype: str) -> AotJob:
+    pointers = dict.fromkeys(("num_prompt_ptr", "token_ids_ptr", "words_ptr"), "*i32:16")
+    sizes = dict.fromkeys(("num_tiles", "max_model_len"), "i32")
+    return AotJob(
+        kernel=f"{MODULE}:tail_partial_kernel",
+        signature={**SHARED, **pointers, **sizes, "logits_ptr": f"*{dtype}:16"},
+        constexprs=CONSTANTS,
+        num_warps=tail.NUM_WARPS,
+        maxnreg=tail.PARTIAL_REGISTERS,
+    )
+
+
+def merge_job(dtype: str) -> AotJob:
+    pointers = {
+        **dict.fromkeys(("out_ptr", "top_ids_ptr"), "*i32:16"),
+        **dict.fromkeys(("token_logprob_ptr", "top_logprobs_ptr"), "*fp32:16"),
+    }
+    sizes = dict.fromkeys(("num_splits", "plain_splits"), "i32")
+    return AotJob(
+        kernel=f"{MODULE}:tail_merge_kernel",
+        signature={**SHARED, **pointers, **sizes, "logits_ptr": f"*{dtype}:16"},
+        constexprs=CONSTANTS,
+        num_warps=tail.NUM_WARPS,
+        maxnreg=tail.MERGE_REGISTERS,
+    )
+
+
+JOBS = {
+    **{f"partial-{dtype}": partial_job(dtype) for dtype in ("bf16", "fp32")},
+    "merge-bf16": merge_job("bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, AotReport]:
+    return compile_jobs(JOBS)
+
+
+def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> None:
+    """Registers, spills and shared memory are those of the list for this version of Triton."""
+    assert_within_list(__file__, reports)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_logits_are_read_16_bytes_at_a_time(dtype: str, reports: dict[str, AotReport]) -> None:
+    """Four 32-bit words per access."""
+    assert "ld.global.v4" in reports[f"partial-{dtype}"].ptx
