@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import GraphSafetyError
+from nanovllm_core.interfaces.kernels import CompilingKernels
 from nanovllm_core.worker.progress import Laps, counting
 
 
@@ -139,3 +141,25 @@ class StepGraphs:
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def compile_steps(
+    kernels: CompilingKernels,
+    graphs: StepGraphs,
+    keys: Sequence[StepKey],
+    run: Callable[[StepKey], None],
+) -> None:
+    """Compile the kernels of the steps of `keys` in parallel, before any of them has run.
+
+    They are captured into `graphs`, which is empty before and after. If all kernels of the first
+    were compiled by an earlier start, so were those of the others, and each is loaded when it is
+    captured for good.
+    """
+    first, *others = keys
+    with warnings.catch_warnings(), kernels.compile_ahead() as is_needed:
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # but for such kernels
+        graphs.capture([first], run, Laps(), warm_up=False)
+        if is_needed():
+            graphs.capture(others, run, Laps(), warm_up=False)
+    graphs.clear()
+    torch.cuda.empty_cache()

@@ -9,7 +9,6 @@ where the attention backends can be, launched eagerly beyond the largest.
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -36,7 +35,7 @@ from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.captured_sampler import make_captured_sampler
-from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.graphs import StepGraphs, StepKey, compile_steps
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
@@ -234,21 +233,9 @@ class ModelRunner:
         return self.bucket_sizes[bisect_left(self.bucket_sizes, num_rows)]
 
     def compile_ahead(self, kernels: CompilingKernels) -> None:
-        """Compile the kernels of all captured steps in parallel, before any of them runs.
-
-        The steps are captured into graphs that are thrown away. If all kernels of the first were
-        compiled by an earlier start, so were those of the others, and each is loaded when it is
-        captured.
-        """
+        """Compile the kernels of all captured steps in parallel, before any of them runs."""
         graphs = StepGraphs(self.device, self._watched)
-        first, *others = self._keys
-        with warnings.catch_warnings(), kernels.compile_ahead() as is_needed:
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # but for such kernels
-            graphs.capture([first], self.run_captured, Laps(), warm_up=False)
-            if is_needed():
-                graphs.capture(others, self.run_captured, Laps(), warm_up=False)
-        graphs.clear()
-        torch.cuda.empty_cache()
+        compile_steps(kernels, graphs, self._keys, self.run_captured)
 
     def capture(self, laps: Laps) -> None:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
