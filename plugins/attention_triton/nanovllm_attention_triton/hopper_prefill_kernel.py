@@ -14,6 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -131,7 +132,7 @@ def attend_rows(
     q_ptr, out_ptr = pointers
     q_stride_token, q_stride_head, out_stride_token, out_stride_head = strides
     q_buffers, k_tiles, v_tiles = shared
-    q_buffer = q_buffers.index(MEMBER)
+    Q_STEP: gl.constexpr = q_buffers.type.shape[0] // 2
     k_full, k_free, v_full, v_free, order = bars
     STAGES: gl.constexpr = k_tiles.type.shape[0]
     BLOCK_M: gl.constexpr = ROWS * MEMBERS
@@ -149,24 +150,28 @@ def attend_rows(
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
     steps = 1  # so that the first is number 0 where `tile` is 1: minus 1, modulo 2
+    kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = find_work(
+        0, seqs, GROUP, BLOCK_M, BLOCK_N
+    )
+    copy_queries(
+        q_buffers.index(MEMBER), q_ptr, q_stride_token, q_stride_head, query_start, query_len,
+        kv_head, first_row + ROWS * MEMBER, GROUP, WIDE,
+    )
     for turn in range(turns):
-        kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = find_work(
-            turn, seqs, GROUP, BLOCK_M, BLOCK_N
+        q_buffer = q_buffers.index(turn % 2 * Q_STEP + MEMBER)
+        next_kv_head, next_seq, next_first_row, next_query_start, next_query_len, next_seq_len, next_num_tiles = find_work(
+            turn + 1, seqs, GROUP, BLOCK_M, BLOCK_N
+        )
+        async_copy.wait_group(0)
+        fence_async_shared()
+        copy_queries(
+            q_buffers.index((turn + 1) % 2 * Q_STEP + MEMBER), q_ptr, q_stride_token, q_stride_head, next_query_start, next_query_len,
+            next_kv_head, next_first_row + ROWS * MEMBER, GROUP, WIDE,
         )
         if num_tiles > 0:
             first_row += ROWS * MEMBER
             context = seq_len - query_len
             seen_by_all = (context + first_row // GROUP + 1) // BLOCK_N
-            rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-            tokens = (query_start + rows // GROUP).to(gl.int64)
-            heads = kv_head * GROUP + rows % GROUP
-            real = rows < query_len * GROUP
-            q_offsets = tokens * q_stride_token + heads * q_stride_head
-            q = gl.load(
-                q_ptr + q_offsets[:, None] + dims[None, :], mask=real[:, None], other=0.0
-            )
-            q_buffer.store(q)
-            fence_async_shared()
             positions = context + (first_row + gl.arange(0, ROWS, ROW)) // GROUP
 
             slot = count % STAGES
@@ -229,10 +234,41 @@ def attend_rows(
             acc = acc / gl.convert_layout(denominator, O_ROW)[:, None]
             q_buffer.store(acc.to(dtype))
             out = q_buffer.load(WIDE)
+            rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+            tokens = (query_start + rows // GROUP).to(gl.int64)
+            heads = kv_head * GROUP + rows % GROUP
+            real = rows < query_len * GROUP
             out_offsets = tokens * out_stride_token + heads * out_stride_head
             gl.store(
                 out_ptr + out_offsets[:, None] + dims[None, :], out, mask=real[:, None]
             )
+
+        kv_head = next_kv_head
+        seq = next_seq
+        first_row = next_first_row
+        query_start = next_query_start
+        query_len = next_query_len
+        seq_len = next_seq_len
+        num_tiles = next_num_tiles
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def copy_queries(
+    q_buffer, q_ptr, q_stride_token, q_stride_head, query_start, query_len, kv_head, first_row,
+    GROUP: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy rows of a KV head from `first_row` on; zeros beyond the sequence's."""
+    dims = gl.arange(0, q_buffer.shape[1], gl.SliceLayout(0, WIDE))
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    tokens = (query_start + rows // GROUP).to(gl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    real = rows < query_len * GROUP
+    q_offsets = tokens * q_stride_token + heads * q_stride_head
+    async_copy.async_copy_global_to_shared(
+        q_buffer, q_ptr + q_offsets[:, None] + dims[None, :], mask=real[:, None]
+    )
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -287,7 +323,7 @@ def hopper_prefill_kernel(
     BLOCK_M: gl.constexpr = ROWS * MEMBERS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_SIZE], dtype)
-    Q_SLOTS: gl.constexpr = 2 if MEMBERS == 2 else 4
+    Q_SLOTS: gl.constexpr = 4 if MEMBERS == 2 else 8
     q_buffers = gl.allocate_shared_memory(dtype, [Q_SLOTS, ROWS, HEAD_SIZE], Q_LAYOUT)
     tile_shape: gl.constexpr = [STAGES, 1, BLOCK_N, 1, HEAD_SIZE]
     k_tiles = gl.allocate_shared_memory(dtype, tile_shape, k_desc.layout)
