@@ -10,6 +10,7 @@ queries are loaded while the last ones of this block are attended.
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 # Triton is untyped, and a kernel's parameters are traced, not typed.
+# ruff: noqa: RUF059 - a tuple stands for a structure, of which each role takes what it needs
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 CONSUMER_REGISTERS = gl.constexpr(240)
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_row_blocks", "turns"])
+@gluon.jit(
+    do_not_specialize=["num_seqs", "num_row_blocks", "num_kv_heads", "turns", "table_stride"]
+)
 def hopper_prefill_kernel(
     q_ptr,
     k_desc,
@@ -111,7 +114,6 @@ def load_tiles(
     k_desc, v_desc, table_ptr, table_stride, seqs, turns = caches
     q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order = shared
     STAGES: gl.constexpr = k_tiles.type.shape[0]
-    kv_head_of_program = 0
     count = 0
     for turn in range(turns):
         kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = find_work(
@@ -165,7 +167,9 @@ def attend_rows(
     count = 0
     rounds = 0
     work = find_work(0, seqs, GROUP, BLOCK_N)
-    copy_queries(q_rows.index(CONSUMER), q_ptr, q_stride_token, q_stride_head, work, CONSUMER, GROUP)
+    copy_queries(
+        q_rows.index(CONSUMER), q_ptr, q_stride_token, q_stride_head, work, CONSUMER, GROUP
+    )
     for turn in range(turns):
         next_work = find_work(turn + 1, seqs, GROUP, BLOCK_N)
         async_copy.wait_group(0)
@@ -318,7 +322,8 @@ def find_work(turn, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """The program's work of a turn: KV head, sequence, first row, ..., number of tiles.
 
     The number of tiles is 0 where there is no work. KV heads of the last row blocks come first.
-    Every second turn deals in the opposite order, so that the programs' sums of tiles differ little.
+    Every second turn deals in the opposite order, so that the programs' sums of tiles are near
+    each other.
     """
     seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
