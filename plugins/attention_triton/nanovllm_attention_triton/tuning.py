@@ -42,8 +42,8 @@ class PrefillTuning:
 
     A row is a query of one head; a block's rows share a KV head. `copy_engine` loads tiles by the
     GPU's copy engine, which spares the threads the addresses, where blocks hold whole tiles and the
-    GPU has one; elsewhere each thread loads its part. `warp_roles` leaves what the kernel for Hopper
-    can attend to it and to its own constants.
+    GPU has one; elsewhere each thread loads its part. `warp_roles` leaves to the kernel for Hopper,
+    and to its own constants, what that kernel can attend.
     """
 
     block_m: int
