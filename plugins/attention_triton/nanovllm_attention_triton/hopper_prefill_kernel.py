@@ -28,13 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 ROWS = gl.constexpr(64)
 """Rows of a consumer: those of one instruction of the tensor cores."""
 CONSUMERS = gl.constexpr(2)
-PRODUCER_REGISTERS = gl.constexpr(24)
-CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(40)
+CONSUMER_REGISTERS = gl.constexpr(232)
 
 
-@gluon.jit(
-    do_not_specialize=["num_seqs", "num_row_blocks", "num_kv_heads", "turns", "table_stride"]
-)
+@gluon.jit(do_not_specialize=["num_seqs", "num_row_blocks", "num_kv_heads", "table_stride"])
 def hopper_prefill_kernel(
     q_ptr,
     k_desc,
@@ -43,10 +41,10 @@ def hopper_prefill_kernel(
     table_ptr,
     seq_lens_ptr,
     query_start_ptr,
+    ticket_ptr,
     num_seqs,
     num_row_blocks,
     num_kv_heads,
-    turns,
     log2_scale,
     q_stride_token,
     q_stride_head,
@@ -80,6 +78,9 @@ def hopper_prefill_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
+    items = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    items_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    items_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
@@ -87,19 +88,23 @@ def hopper_prefill_kernel(
         mbarrier.init(v_free.index(slot), count=CONSUMERS)
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(order.index(consumer), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(items_full.index(slot), count=1)
+        mbarrier.init(items_free.index(slot), count=CONSUMERS)
     fence_async_shared()
     seqs = (seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads)
     inputs = (
-        q_ptr, out_ptr, seqs, turns, log2_scale, q_stride_token, q_stride_head, out_stride_token,
+        q_ptr, out_ptr, seqs, log2_scale, q_stride_token, q_stride_head, out_stride_token,
         out_stride_head,
     )  # fmt: skip
-    caches = (k_desc, v_desc, table_ptr, table_stride, seqs, turns)
+    caches = (k_desc, v_desc, table_ptr, table_stride, seqs, ticket_ptr)
     shared = (q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order)
+    queue = (items, items_full, items_free)
     gl.warp_specialize(
         [
-            (attend_rows, (inputs, shared, 0, IN_ORDER, GROUP, HEAD_SIZE, BLOCK_N)),
-            (attend_rows, (inputs, shared, 1, IN_ORDER, GROUP, HEAD_SIZE, BLOCK_N)),
-            (load_tiles, (caches, shared, GROUP, BLOCK_SIZE, BLOCK_N)),
+            (attend_rows, (inputs, shared, queue, 0, IN_ORDER, GROUP, HEAD_SIZE, BLOCK_N)),
+            (attend_rows, (inputs, shared, queue, 1, IN_ORDER, GROUP, HEAD_SIZE, BLOCK_N)),
+            (load_tiles, (caches, shared, queue, GROUP, BLOCK_SIZE, BLOCK_N)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -108,16 +113,31 @@ def hopper_prefill_kernel(
 
 @gluon.jit
 def load_tiles(
-    caches, shared, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr
+    caches, shared, queue, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """The producer: load each tile's keys, then its values, as soon as their places are free."""
-    k_desc, v_desc, table_ptr, table_stride, seqs, turns = caches
+    """The producer: load each tile's keys, then its values, as soon as their places are free.
+
+    It also deals: a program's first two items follow from its number, each later one from a ticket.
+    The consumers learn of the next item when this one begins. Each item but a program's first
+    costs a ticket; the program that draws the last one puts the counter back to 0.
+    """
+    k_desc, v_desc, table_ptr, table_stride, seqs, ticket_ptr = caches
     q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order = shared
+    items, items_full, items_free = queue
+    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
+    num_items = num_row_blocks * num_kv_heads
+    programs = gl.num_programs(0)
     STAGES: gl.constexpr = k_tiles.type.shape[0]
+    item = gl.program_id(0)
+    next_item = 2 * programs - 1 - item
+    turn = 0
     count = 0
-    for turn in range(turns):
+    while item < num_items:
+        mbarrier.wait(items_free.index(turn % 2), turn // 2 & 1 ^ 1)
+        items.index(turn % 2).store(gl.full([1], next_item, gl.int32, item_layout(1)))
+        mbarrier.arrive(items_full.index(turn % 2), count=1)
         kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = find_work(
-            turn, seqs, GROUP, BLOCK_N
+            item, seqs, GROUP, BLOCK_N
         )
         table_row = table_ptr + seq.to(gl.int64) * table_stride
         block_id = gl.load(table_row)
@@ -136,11 +156,18 @@ def load_tiles(
                 table_row + (start + BLOCK_N) // BLOCK_SIZE, mask=tile + 1 < num_tiles, other=0
             )
             count += 1
+        item = next_item
+        if item < num_items:
+            ticket = gl.atomic_add(ticket_ptr, 1)
+            next_item = 2 * programs + ticket
+            if ticket == num_items - programs - 1:
+                gl.store(ticket_ptr, 0)
+        turn += 1
 
 
 @gluon.jit
 def attend_rows(
-    inputs, shared, CONSUMER: gl.constexpr, IN_ORDER: gl.constexpr, GROUP: gl.constexpr,
+    inputs, shared, queue, CONSUMER: gl.constexpr, IN_ORDER: gl.constexpr, GROUP: gl.constexpr,
     HEAD_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """A consumer: its ROWS rows of each block of rows, over all tiles of the block.
@@ -151,7 +178,7 @@ def attend_rows(
     before the weights.
     """
     (
-        q_ptr, out_ptr, seqs, turns, log2_scale, q_stride_token, q_stride_head, out_stride_token,
+        q_ptr, out_ptr, seqs, log2_scale, q_stride_token, q_stride_head, out_stride_token,
         out_stride_head,
     ) = inputs  # fmt: skip
     q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order = shared
@@ -166,17 +193,17 @@ def attend_rows(
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
     rounds = 0
-    work = find_work(0, seqs, GROUP, BLOCK_N)
-    copy_queries(
-        q_rows.index(CONSUMER), q_ptr, q_stride_token, q_stride_head, work, CONSUMER, GROUP
-    )
-    for turn in range(turns):
-        next_work = find_work(turn + 1, seqs, GROUP, BLOCK_N)
+    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
+    item = gl.program_id(0)
+    work = find_work(item, seqs, GROUP, BLOCK_N)
+    q = q_rows.index(CONSUMER)
+    copy_queries(q, q_ptr, q_stride_token, q_stride_head, work, CONSUMER, GROUP)
+    turn = 0
+    while item < num_row_blocks * num_kv_heads:
         async_copy.wait_group(0)
         fence_async_shared()
         q = q_rows.index(turn % 2 * CONSUMERS + CONSUMER)
         next_q = q_rows.index((turn + 1) % 2 * CONSUMERS + CONSUMER)
-        copy_queries(next_q, q_ptr, q_stride_token, q_stride_head, next_work, CONSUMER, GROUP)
         kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = work
         if num_tiles > 0:
             first_row += ROWS * CONSUMER
@@ -192,6 +219,7 @@ def attend_rows(
             mbarrier.wait(k_full.index(slot), phase)
             k = k_tiles.index(slot).reshape([BLOCK_N, HEAD_SIZE]).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            item, next_work = begin_next(queue, turn, inputs, next_q, CONSUMER, GROUP, BLOCK_N)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(slot), count=1)
             scores = gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
@@ -241,8 +269,26 @@ def attend_rows(
                 work, out_stride_token, out_stride_head, CONSUMER, GROUP, HEAD_SIZE
             )
             gl.store(out_ptr + offsets, q.load(layout), mask=real)
+        else:
+            item, next_work = begin_next(queue, turn, inputs, next_q, CONSUMER, GROUP, BLOCK_N)
         work = next_work
+        turn += 1
     async_copy.wait_group(0)
+
+
+@gluon.jit
+def begin_next(
+    queue, turn, inputs, q, CONSUMER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """The item after this turn's and what it is; its queries are on their way."""
+    q_ptr, out_ptr, seqs, log2_scale, q_stride_token, q_stride_head = inputs[:6]
+    items, items_full, items_free = queue
+    mbarrier.wait(items_full.index(turn % 2), turn // 2 & 1)
+    item = gl.max(items.index(turn % 2).load(item_layout(4)), 0)
+    mbarrier.arrive(items_free.index(turn % 2), count=1)
+    work = find_work(item, seqs, GROUP, BLOCK_N)
+    copy_queries(q, q_ptr, q_stride_token, q_stride_head, work, CONSUMER, GROUP)
+    return item, work
 
 
 @gluon.jit
@@ -317,21 +363,21 @@ def wide_layout(head_size):
     return gl.BlockedLayout([1, 8], [32 * 8 // head_size, head_size // 8], [4, 1], [1, 0])
 
 
-@gluon.jit
-def find_work(turn, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The program's work of a turn: KV head, sequence, first row, ..., number of tiles.
+@gluon.constexpr_function
+def item_layout(warps):
+    """One number, the same in all threads."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
-    The number of tiles is 0 where there is no work. KV heads of the last row blocks come first.
-    Every second turn deals in the opposite order, so that the programs' sums of tiles are near
-    each other.
+
+@gluon.jit
+def find_work(item, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What an item is: KV head, sequence, first row, ..., and its number of tiles.
+
+    The number of tiles is 0 where there is nothing to do. The KV heads of the last row blocks come
+    first: these see the most keys of their sequence.
     """
     seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = programs - 1 - place
-    item = turn * programs + place
     kv_head = item % num_kv_heads
     row_block = gl.maximum(num_row_blocks - 1 - item // num_kv_heads, 0)
     seq, first_row = find_row_block(row_block, query_start_ptr, num_seqs, GROUP, BLOCK_M)

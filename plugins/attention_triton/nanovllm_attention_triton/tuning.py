@@ -103,8 +103,8 @@ WIDE_LARGE_PREFILL = {
     4: WIDE_PREFILL[4],
 }
 HOPPER_PREFILL = {
-    64: HopperPrefillTuning(block_n=128, num_stages=3, in_order=False),
-    128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=False),
+    64: HopperPrefillTuning(block_n=128, num_stages=3, in_order=True),
+    128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True),
 }
 """By head size, of half precision."""
 

@@ -10,8 +10,9 @@ import pytest
 from triton.experimental.gluon import language as gl
 
 from nanovllm_attention_triton.decode import DecodeShape, padded_head_size
+from nanovllm_attention_triton.hopper_prefill import REGISTERS as HOPPER_REGISTERS
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT, HOPPER_REGISTERS
+from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
 from nanovllm_attention_triton.tuning import (
     HOPPER_PREFILL,
     LARGE_CAPABILITIES,
@@ -138,12 +139,10 @@ def hopper_job(dtype: str, head_size: int, group: int) -> AotJob:
     return AotJob(
         kernel=f"{KERNELS}.hopper_prefill_kernel:hopper_prefill_kernel",
         signature=pointers(dtype, "q_ptr", "out_ptr")
-        | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr")
+        | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr", "ticket_ptr")
         | dict.fromkeys(("k_desc", "v_desc"), tile)
         | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
-        | dict.fromkeys(
-            ("num_seqs", "num_row_blocks", "num_kv_heads", "turns", "table_stride"), "i32"
-        )
+        | dict.fromkeys(("num_seqs", "num_row_blocks", "num_kv_heads", "table_stride"), "i32")
         | {"log2_scale": "fp32"},
         constexprs={
             "GROUP": group,

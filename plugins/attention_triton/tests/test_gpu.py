@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton import prefill
 from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.hopper_prefill import HOPPER
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.prefill import HOPPER
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
 from nanovllm_kit.attention_checks import check_replay
 
