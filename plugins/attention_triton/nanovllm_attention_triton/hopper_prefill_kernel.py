@@ -28,8 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 ROWS = gl.constexpr(64)
 """Rows of a consumer: those of one instruction of the tensor cores."""
 CONSUMERS = gl.constexpr(2)
-PRODUCER_REGISTERS = gl.constexpr(40)
-CONSUMER_REGISTERS = gl.constexpr(232)
+WORDS = gl.constexpr(8)
+"""Room for what describes an item of work."""
+PRODUCER_REGISTERS = gl.constexpr(24)
+CONSUMER_REGISTERS = gl.constexpr(240)
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "num_row_blocks", "num_kv_heads", "table_stride"])
@@ -78,9 +80,11 @@ def hopper_prefill_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
-    items = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    items_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    items_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    words = gl.allocate_shared_memory(
+        gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    work_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
@@ -89,17 +93,17 @@ def hopper_prefill_kernel(
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(order.index(consumer), count=1)
     for slot in gl.static_range(2):
-        mbarrier.init(items_full.index(slot), count=1)
-        mbarrier.init(items_free.index(slot), count=CONSUMERS)
+        mbarrier.init(work_full.index(slot), count=1)
+        mbarrier.init(work_free.index(slot), count=CONSUMERS)
     fence_async_shared()
     seqs = (seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads)
     inputs = (
-        q_ptr, out_ptr, seqs, log2_scale, q_stride_token, q_stride_head, out_stride_token,
-        out_stride_head,
+        q_ptr, out_ptr, log2_scale,
+        q_stride_token, q_stride_head, out_stride_token, out_stride_head,
     )  # fmt: skip
     caches = (k_desc, v_desc, table_ptr, table_stride, seqs, ticket_ptr)
     shared = (q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order)
-    queue = (items, items_full, items_free)
+    queue = (words, work_full, work_free)
     gl.warp_specialize(
         [
             (attend_rows, (inputs, shared, queue, 0, IN_ORDER, GROUP, HEAD_SIZE, BLOCK_N)),
@@ -115,54 +119,104 @@ def hopper_prefill_kernel(
 def load_tiles(
     caches, shared, queue, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """The producer: load each tile's keys, then its values, as soon as their places are free.
+    """The producer: deal the work, and load each tile's keys and values once their places are free.
 
-    It also deals: a program's first two items follow from its number, each later one from a ticket.
-    The consumers learn of the next item when this one begins. Each item but a program's first
-    costs a ticket; the program that draws the last one puts the counter back to 0.
+    A program's first item of work is that of its number; each later one costs a ticket. It is drawn
+    while the first tiles of this one are on their way. Each program's last ticket is one too many;
+    who draws the last of all puts the counter back to 0.
     """
     k_desc, v_desc, table_ptr, table_stride, seqs, ticket_ptr = caches
-    q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order = shared
-    items, items_full, items_free = queue
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
-    num_items = num_row_blocks * num_kv_heads
-    programs = gl.num_programs(0)
-    STAGES: gl.constexpr = k_tiles.type.shape[0]
-    item = gl.program_id(0)
-    next_item = 2 * programs - 1 - item
     turn = 0
     count = 0
-    while item < num_items:
-        mbarrier.wait(items_free.index(turn % 2), turn // 2 & 1 ^ 1)
-        items.index(turn % 2).store(gl.full([1], next_item, gl.int32, item_layout(1)))
-        mbarrier.arrive(items_full.index(turn % 2), count=1)
-        kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = find_work(
-            item, seqs, GROUP, BLOCK_N
-        )
+    work = next_work(gl.program_id(0), seqs, ticket_ptr, GROUP, BLOCK_N)
+    publish(queue, 0, work)
+    while work[5] > 0:
+        kv_head, first_row, query_start, query_len, seq_len, num_tiles, seq = work
         table_row = table_ptr + seq.to(gl.int64) * table_stride
         block_id = gl.load(table_row)
-        for tile in range(num_tiles):
-            start = tile * BLOCK_N
-            slot = count % STAGES
-            phase = count // STAGES & 1
-            place = [block_id, start % BLOCK_SIZE, kv_head, 0]
-            mbarrier.wait(k_free.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, place, k_full.index(slot), k_tiles.index(slot))
-            mbarrier.wait(v_free.index(slot), phase ^ 1)
-            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, place, v_full.index(slot), v_tiles.index(slot))
-            block_id = gl.load(
-                table_row + (start + BLOCK_N) // BLOCK_SIZE, mask=tile + 1 < num_tiles, other=0
-            )
-            count += 1
-        item = next_item
-        if item < num_items:
-            ticket = gl.atomic_add(ticket_ptr, 1)
-            next_item = 2 * programs + ticket
-            if ticket == num_items - programs - 1:
-                gl.store(ticket_ptr, 0)
+        for tile in range(gl.minimum(num_tiles, 2)):
+            block_id = load_tile(
+                k_desc, v_desc, shared, count + tile, block_id, kv_head, tile, num_tiles,
+                table_row, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+        item = gl.num_programs(0) + draw_ticket(seqs, ticket_ptr)
+        work = next_work(item, seqs, ticket_ptr, GROUP, BLOCK_N)
+        publish(queue, turn + 1, work)
+        for tile in range(2, num_tiles):
+            block_id = load_tile(
+                k_desc, v_desc, shared, count + tile, block_id, kv_head, tile, num_tiles,
+                table_row, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+        count += num_tiles
         turn += 1
+
+
+@gluon.jit
+def draw_ticket(seqs, ticket_ptr):
+    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
+    ticket = gl.atomic_add(ticket_ptr, 1)
+    if ticket == num_row_blocks * num_kv_heads - 1:
+        gl.store(ticket_ptr, 0)
+    return ticket
+
+
+@gluon.jit
+def next_work(item, seqs, ticket_ptr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What this item is or, where it has no tiles, the next that is drawn; no tiles at the end."""
+    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
+    work = find_work(item, seqs, GROUP, BLOCK_N)
+    while (work[5] == 0) & (item < num_row_blocks * num_kv_heads):
+        item = gl.num_programs(0) + draw_ticket(seqs, ticket_ptr)
+        work = find_work(item, seqs, GROUP, BLOCK_N)
+    return work
+
+
+@gluon.jit
+def load_tile(
+    k_desc, v_desc, shared, count, block_id, kv_head, tile, num_tiles, table_row,
+    BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Load the tile, of this block, as number `count` of all; returns the block of the next one."""
+    q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order = shared
+    STAGES: gl.constexpr = k_tiles.type.shape[0]
+    start = tile * BLOCK_N
+    slot = count % STAGES
+    phase = count // STAGES & 1
+    place = [block_id, start % BLOCK_SIZE, kv_head, 0]
+    mbarrier.wait(k_free.index(slot), phase ^ 1)
+    mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, place, k_full.index(slot), k_tiles.index(slot))
+    mbarrier.wait(v_free.index(slot), phase ^ 1)
+    mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, place, v_full.index(slot), v_tiles.index(slot))
+    return gl.load(table_row + (start + BLOCK_N) // BLOCK_SIZE, mask=tile + 1 < num_tiles, other=0)
+
+
+@gluon.jit
+def publish(queue, turn, work):
+    """Tell the consumers what an item of work is; one of no tiles ends their turns."""
+    words, work_full, work_free = queue
+    mbarrier.wait(work_free.index(turn % 2), turn // 2 & 1 ^ 1)
+    for word in gl.static_range(6):
+        value = gl.full([1], work[word], gl.int32, word_layout(1))
+        words.index(turn % 2 * WORDS + word).store(value)
+    mbarrier.arrive(work_full.index(turn % 2), count=1)
+
+
+@gluon.jit
+def receive(queue, turn):
+    """The work of a turn, as `find_work` describes it."""
+    words, work_full, work_free = queue
+    first = turn % 2 * WORDS
+    mbarrier.wait(work_full.index(turn % 2), turn // 2 & 1)
+    kv_head = gl.max(words.index(first).load(word_layout(4)), 0)
+    first_row = gl.max(words.index(first + 1).load(word_layout(4)), 0)
+    query_start = gl.max(words.index(first + 2).load(word_layout(4)), 0)
+    query_len = gl.max(words.index(first + 3).load(word_layout(4)), 0)
+    seq_len = gl.max(words.index(first + 4).load(word_layout(4)), 0)
+    num_tiles = gl.max(words.index(first + 5).load(word_layout(4)), 0)
+    mbarrier.arrive(work_free.index(turn % 2), count=1)
+    return kv_head, first_row, query_start, query_len, seq_len, num_tiles
 
 
 @gluon.jit
@@ -177,10 +231,8 @@ def attend_rows(
     before the wait for the values' product: a branch there keeps ptxas from moving that wait
     before the weights.
     """
-    (
-        q_ptr, out_ptr, seqs, log2_scale, q_stride_token, q_stride_head, out_stride_token,
-        out_stride_head,
-    ) = inputs  # fmt: skip
+    q_ptr, out_ptr, log2_scale = inputs[:3]
+    q_stride_token, q_stride_head, out_stride_token, out_stride_head = inputs[3:]
     q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order = shared
     STAGES: gl.constexpr = k_tiles.type.shape[0]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -193,102 +245,83 @@ def attend_rows(
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
     rounds = 0
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
-    item = gl.program_id(0)
-    work = find_work(item, seqs, GROUP, BLOCK_N)
+    turn = 0
+    work = receive(queue, 0)
     q = q_rows.index(CONSUMER)
     copy_queries(q, q_ptr, q_stride_token, q_stride_head, work, CONSUMER, GROUP)
-    turn = 0
-    while item < num_row_blocks * num_kv_heads:
+    while work[5] > 0:
         async_copy.wait_group(0)
         fence_async_shared()
         q = q_rows.index(turn % 2 * CONSUMERS + CONSUMER)
         next_q = q_rows.index((turn + 1) % 2 * CONSUMERS + CONSUMER)
-        kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = work
-        if num_tiles > 0:
-            first_row += ROWS * CONSUMER
-            context = seq_len - query_len
-            positions = context + (first_row + gl.arange(0, ROWS, ROW)) // GROUP
-            seen_by_all = (context + first_row // GROUP + 1) // BLOCK_N
-            peak = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-            denominator = gl.zeros([ROWS], gl.float32, ROW)
-            acc = gl.zeros([ROWS, HEAD_SIZE], gl.float32, O_LAYOUT)
+        kv_head, first_row, query_start, query_len, seq_len, num_tiles = work
+        first_row += ROWS * CONSUMER
+        context = seq_len - query_len
+        positions = context + (first_row + gl.arange(0, ROWS, ROW)) // GROUP
+        seen_by_all = (context + first_row // GROUP + 1) // BLOCK_N
+        peak = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        denominator = gl.zeros([ROWS], gl.float32, ROW)
+        acc = gl.zeros([ROWS, HEAD_SIZE], gl.float32, O_LAYOUT)
 
-            slot = count % STAGES
-            phase = count // STAGES & 1
-            mbarrier.wait(k_full.index(slot), phase)
+        slot = count % STAGES
+        phase = count // STAGES & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        k = k_tiles.index(slot).reshape([BLOCK_N, HEAD_SIZE]).permute((1, 0))
+        scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        following = receive(queue, turn + 1)
+        copy_queries(next_q, q_ptr, q_stride_token, q_stride_head, following, CONSUMER, GROUP)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(slot), count=1)
+        scores = gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+        weights, rescale, peak, denominator = weigh(scores, peak, denominator, log2_scale)
+        p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
+        wait_for_keys(k_full, count + 1, num_tiles > 1)
+        for tile in range(1, num_tiles):
+            v_slot = slot
+            v_phase = phase
+            slot = (count + tile) % STAGES
+            phase = (count + tile) // STAGES & 1
+            if IN_ORDER:
+                mbarrier.wait(order.index(CONSUMER), rounds & 1 ^ (CONSUMER == 0))
             k = k_tiles.index(slot).reshape([BLOCK_N, HEAD_SIZE]).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            item, next_work = begin_next(queue, turn, inputs, next_q, CONSUMER, GROUP, BLOCK_N)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_free.index(slot), count=1)
-            scores = gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
-            weights, rescale, peak, denominator = weigh(scores, peak, denominator, log2_scale)
-            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
-            wait_for_keys(k_full, count + 1, num_tiles > 1)
-            for tile in range(1, num_tiles):
-                v_slot = slot
-                v_phase = phase
-                slot = (count + tile) % STAGES
-                phase = (count + tile) // STAGES & 1
-                if IN_ORDER:
-                    mbarrier.wait(order.index(CONSUMER), rounds & 1 ^ (CONSUMER == 0))
-                k = k_tiles.index(slot).reshape([BLOCK_N, HEAD_SIZE]).permute((1, 0))
-                scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                v = v_tiles.index(v_slot).reshape([BLOCK_N, HEAD_SIZE])
-                acc = warpgroup_mma(p, v, acc, is_async=True)
-                if IN_ORDER:
-                    mbarrier.arrive(order.index((CONSUMER + 1) % CONSUMERS), count=1)
-                    rounds += 1
-                scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(k_free.index(slot), count=1)
-                if tile >= seen_by_all:
-                    visible = tile * BLOCK_N + keys[None, :] <= positions[:, None]
-                    scores = gl.where(visible, scores, float("-inf"))
-                weights, rescale, peak, denominator = weigh(scores, peak, denominator, log2_scale)
-                wait_for_keys(k_full, count + tile + 1, tile + 1 < num_tiles)
-                acc, p, weights = warpgroup_mma_wait(0, deps=[acc, p, weights])
-                mbarrier.arrive(v_free.index(v_slot), count=1)
-                acc = acc * gl.convert_layout(rescale, O_ROW)[:, None]
-                p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
-            mbarrier.wait(v_full.index(slot), phase)
-            v = v_tiles.index(slot).reshape([BLOCK_N, HEAD_SIZE])
-            if num_tiles * BLOCK_N > seq_len:
-                clear_values(v, seq_len - (num_tiles - 1) * BLOCK_N)
+            mbarrier.wait(v_full.index(v_slot), v_phase)
+            v = v_tiles.index(v_slot).reshape([BLOCK_N, HEAD_SIZE])
             acc = warpgroup_mma(p, v, acc, is_async=True)
-            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-            mbarrier.arrive(v_free.index(slot), count=1)
-            count += num_tiles
+            if IN_ORDER:
+                mbarrier.arrive(order.index((CONSUMER + 1) % CONSUMERS), count=1)
+                rounds += 1
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(k_free.index(slot), count=1)
+            if tile >= seen_by_all:
+                visible = tile * BLOCK_N + keys[None, :] <= positions[:, None]
+                scores = gl.where(visible, scores, float("-inf"))
+            weights, rescale, peak, denominator = weigh(scores, peak, denominator, log2_scale)
+            wait_for_keys(k_full, count + tile + 1, tile + 1 < num_tiles)
+            acc, p, weights = warpgroup_mma_wait(0, deps=[acc, p, weights])
+            mbarrier.arrive(v_free.index(v_slot), count=1)
+            acc = acc * gl.convert_layout(rescale, O_ROW)[:, None]
+            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
+        mbarrier.wait(v_full.index(slot), phase)
+        v = v_tiles.index(slot).reshape([BLOCK_N, HEAD_SIZE])
+        if num_tiles * BLOCK_N > seq_len:
+            clear_values(v, seq_len - (num_tiles - 1) * BLOCK_N)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        mbarrier.arrive(v_free.index(slot), count=1)
+        count += num_tiles
 
-            mass = gl.where(denominator > 0.0, denominator, 1.0)
-            acc = acc / gl.convert_layout(mass, O_ROW)[:, None]
-            q.store(acc.to(dtype))
-            layout: gl.constexpr = wide_layout(HEAD_SIZE)
-            offsets, real = row_offsets(
-                work, out_stride_token, out_stride_head, CONSUMER, GROUP, HEAD_SIZE
-            )
-            gl.store(out_ptr + offsets, q.load(layout), mask=real)
-        else:
-            item, next_work = begin_next(queue, turn, inputs, next_q, CONSUMER, GROUP, BLOCK_N)
-        work = next_work
+        mass = gl.where(denominator > 0.0, denominator, 1.0)
+        acc = acc / gl.convert_layout(mass, O_ROW)[:, None]
+        q.store(acc.to(dtype))
+        layout: gl.constexpr = wide_layout(HEAD_SIZE)
+        offsets, real = row_offsets(
+            work, out_stride_token, out_stride_head, CONSUMER, GROUP, HEAD_SIZE
+        )
+        gl.store(out_ptr + offsets, q.load(layout), mask=real)
+        work = following
         turn += 1
     async_copy.wait_group(0)
-
-
-@gluon.jit
-def begin_next(
-    queue, turn, inputs, q, CONSUMER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """The item after this turn's and what it is; its queries are on their way."""
-    q_ptr, out_ptr, seqs, log2_scale, q_stride_token, q_stride_head = inputs[:6]
-    items, items_full, items_free = queue
-    mbarrier.wait(items_full.index(turn % 2), turn // 2 & 1)
-    item = gl.max(items.index(turn % 2).load(item_layout(4)), 0)
-    mbarrier.arrive(items_free.index(turn % 2), count=1)
-    work = find_work(item, seqs, GROUP, BLOCK_N)
-    copy_queries(q, q_ptr, q_stride_token, q_stride_head, work, CONSUMER, GROUP)
-    return item, work
 
 
 @gluon.jit
@@ -347,7 +380,7 @@ def row_offsets(
     HEAD_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Offsets [ROWS, HEAD_SIZE] of the consumer's rows, and which of them [ROWS, 1] there are."""
-    kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles = work
+    kv_head, first_row, query_start, query_len, seq_len, num_tiles = work
     layout: gl.constexpr = wide_layout(HEAD_SIZE)
     dims = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, layout))
     rows = first_row + ROWS * CONSUMER + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -364,7 +397,7 @@ def wide_layout(head_size):
 
 
 @gluon.constexpr_function
-def item_layout(warps):
+def word_layout(warps):
     """One number, the same in all threads."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
@@ -389,7 +422,7 @@ def find_work(item, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     num_tiles = gl.cdiv(end, BLOCK_N)
     if (first_row >= query_len * GROUP) | (item >= num_row_blocks * num_kv_heads):
         num_tiles = 0
-    return kv_head, seq, first_row, query_start, query_len, seq_len, num_tiles
+    return kv_head, first_row, query_start, query_len, seq_len, num_tiles, seq
 
 
 @gluon.jit
