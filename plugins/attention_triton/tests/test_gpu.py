@@ -177,10 +177,15 @@ HOPPER_ONLY = pytest.mark.skipif(
 
 
 @HOPPER_ONLY
-@pytest.mark.parametrize("block_size", [128, 256])
-@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (4, 4), (10, 2), (6, 2)])
 @pytest.mark.parametrize(
-    ("head_size", "dtype"), [(128, torch.bfloat16), (64, torch.float16), (64, torch.bfloat16)]
+    ("heads", "head_size", "dtype", "block_size"),
+    [
+        ((4, 2), 128, torch.bfloat16, 256),
+        ((4, 4), 128, torch.float16, 128),
+        ((10, 2), 128, torch.bfloat16, 512),
+        ((8, 1), 64, torch.float16, 128),
+        ((6, 2), 64, torch.bfloat16, 256),
+    ],
 )
 def test_the_hopper_kernel_equals_the_reference(
     paged_batch, monkeypatch, heads, head_size, dtype, block_size
