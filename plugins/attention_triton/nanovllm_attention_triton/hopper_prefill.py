@@ -20,15 +20,19 @@ ALIGNMENT = 16
 """Bytes of a piece of a row; Triton takes a stride as a whole number of them if 16 divides it."""
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether the device has the kernel's instructions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
 def hopper_kernel_serves(
     device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
 ) -> bool:
     """Whether the GPU is a Hopper, Triton a known one, and dtype, heads and blocks fit."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return False
     tuning = HOPPER_PREFILL.get(head_size)
     return (
-        triton.__version__.startswith(GLUON_VERSIONS)
+        on_hopper(device)
+        and triton.__version__.startswith(GLUON_VERSIONS)
         and dtype.itemsize == 2
         and tuning is not None
         and block_size % tuning.block_n == 0
