@@ -25,11 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS = gl.constexpr(64)
-"""Rows of a consumer: those of one instruction of the tensor cores."""
-CONSUMERS = gl.constexpr(2)
-WORDS = gl.constexpr(8)
-"""Room for what describes an item of work."""
+from nanovllm_attention_triton.hopper_work import (
+    CONSUMERS,
+    ROWS,
+    WORDS,
+    draw_ticket,
+    next_work,
+    publish,
+    receive,
+)
+
 PRODUCER_REGISTERS = gl.constexpr(24)
 CONSUMER_REGISTERS = gl.constexpr(240)
 
@@ -60,7 +65,7 @@ def hopper_prefill_kernel(
     STAGES: gl.constexpr,
     IN_ORDER: gl.constexpr,
 ):
-    """Attend all row blocks of all KV heads, each program those that `find_work` deals to it.
+    """Attend all row blocks of all KV heads; a program takes what it draws (`hopper_work`).
 
     Rows, row blocks and `log2_scale` are those of `prefill_kernels.prefill_kernel`, with the causal
     mask and no other. A cache block holds whole tiles. A query that sees no key gets 0. Nothing
@@ -119,11 +124,10 @@ def hopper_prefill_kernel(
 def load_tiles(
     caches, shared, queue, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """The producer: deal the work, and load each tile's keys and values once their places are free.
+    """The producer: draw work, and load each tile's keys and values once their places are free.
 
-    A program's first item of work is that of its number; each later one costs a ticket. It is drawn
-    while the first tiles of this one are on their way. Each program's last ticket is one too many;
-    who draws the last of all puts the counter back to 0.
+    The next item is drawn while the first tiles of this one are on their way. Consumers wait for it
+    behind this one's first tile, so it may not wait for more tiles than there are places.
     """
     k_desc, v_desc, table_ptr, table_stride, seqs, ticket_ptr = caches
     turn = 0
@@ -139,7 +143,7 @@ def load_tiles(
                 k_desc, v_desc, shared, count + tile, block_id, kv_head, tile, num_tiles,
                 table_row, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
-        item = gl.num_programs(0) + draw_ticket(seqs, ticket_ptr)
+        item = draw_ticket(seqs, ticket_ptr)
         work = next_work(item, seqs, ticket_ptr, GROUP, BLOCK_N)
         publish(queue, turn + 1, work)
         for tile in range(2, num_tiles):
@@ -149,26 +153,6 @@ def load_tiles(
             )  # fmt: skip
         count += num_tiles
         turn += 1
-
-
-@gluon.jit
-def draw_ticket(seqs, ticket_ptr):
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
-    ticket = gl.atomic_add(ticket_ptr, 1)
-    if ticket == num_row_blocks * num_kv_heads - 1:
-        gl.store(ticket_ptr, 0)
-    return ticket
-
-
-@gluon.jit
-def next_work(item, seqs, ticket_ptr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What this item is or, where it has no tiles, the next that is drawn; no tiles at the end."""
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
-    work = find_work(item, seqs, GROUP, BLOCK_N)
-    while (work[5] == 0) & (item < num_row_blocks * num_kv_heads):
-        item = gl.num_programs(0) + draw_ticket(seqs, ticket_ptr)
-        work = find_work(item, seqs, GROUP, BLOCK_N)
-    return work
 
 
 @gluon.jit
@@ -190,33 +174,6 @@ def load_tile(
     mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(v_desc, place, v_full.index(slot), v_tiles.index(slot))
     return gl.load(table_row + (start + BLOCK_N) // BLOCK_SIZE, mask=tile + 1 < num_tiles, other=0)
-
-
-@gluon.jit
-def publish(queue, turn, work):
-    """Tell the consumers what an item of work is; one of no tiles ends their turns."""
-    words, work_full, work_free = queue
-    mbarrier.wait(work_free.index(turn % 2), turn // 2 & 1 ^ 1)
-    for word in gl.static_range(6):
-        value = gl.full([1], work[word], gl.int32, word_layout(1))
-        words.index(turn % 2 * WORDS + word).store(value)
-    mbarrier.arrive(work_full.index(turn % 2), count=1)
-
-
-@gluon.jit
-def receive(queue, turn):
-    """The work of a turn, as `find_work` describes it."""
-    words, work_full, work_free = queue
-    first = turn % 2 * WORDS
-    mbarrier.wait(work_full.index(turn % 2), turn // 2 & 1)
-    kv_head = gl.max(words.index(first).load(word_layout(4)), 0)
-    first_row = gl.max(words.index(first + 1).load(word_layout(4)), 0)
-    query_start = gl.max(words.index(first + 2).load(word_layout(4)), 0)
-    query_len = gl.max(words.index(first + 3).load(word_layout(4)), 0)
-    seq_len = gl.max(words.index(first + 4).load(word_layout(4)), 0)
-    num_tiles = gl.max(words.index(first + 5).load(word_layout(4)), 0)
-    mbarrier.arrive(work_free.index(turn % 2), count=1)
-    return kv_head, first_row, query_start, query_len, seq_len, num_tiles
 
 
 @gluon.jit
@@ -394,49 +351,3 @@ def row_offsets(
 def wide_layout(head_size):
     """Threads that load and store rows in pieces of 8 elements."""
     return gl.BlockedLayout([1, 8], [32 * 8 // head_size, head_size // 8], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def word_layout(warps):
-    """One number, the same in all threads."""
-    return gl.BlockedLayout([1], [32], [warps], [0])
-
-
-@gluon.jit
-def find_work(item, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What an item is: KV head, sequence, first row, ..., and its number of tiles.
-
-    The number of tiles is 0 where there is nothing to do. The KV heads of the last row blocks come
-    first: these see the most keys of their sequence.
-    """
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    kv_head = item % num_kv_heads
-    row_block = gl.maximum(num_row_blocks - 1 - item // num_kv_heads, 0)
-    seq, first_row = find_row_block(row_block, query_start_ptr, num_seqs, GROUP, BLOCK_M)
-    query_start = gl.load(query_start_ptr + seq)
-    query_len = gl.load(query_start_ptr + seq + 1) - query_start
-    seq_len = gl.load(seq_lens_ptr + seq)
-    last_row = gl.minimum(first_row + BLOCK_M, query_len * GROUP) - 1
-    end = gl.maximum(seq_len - query_len + last_row // GROUP + 1, 1)
-    num_tiles = gl.cdiv(end, BLOCK_N)
-    if (first_row >= query_len * GROUP) | (item >= num_row_blocks * num_kv_heads):
-        num_tiles = 0
-    return kv_head, first_row, query_start, query_len, seq_len, num_tiles, seq
-
-
-@gluon.jit
-def find_row_block(
-    row_block, query_start_ptr, num_seqs, GROUP: gl.constexpr, BLOCK_M: gl.constexpr
-):
-    """As `prefill_kernels.find_row_block`, which Gluon cannot call."""
-    base = gl.load(query_start_ptr)
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = (gl.load(query_start_ptr + middle) - base) * GROUP // BLOCK_M + middle
-        low = gl.where(start <= row_block, middle, low)
-        high = gl.where(start <= row_block, high, middle)
-    start = (gl.load(query_start_ptr + low) - base) * GROUP // BLOCK_M + low
-    return low, (row_block - start) * BLOCK_M
