@@ -126,14 +126,16 @@ def load_tiles(
 ):
     """The producer: draw work, and load each tile's keys and values once their places are free.
 
-    The next item is drawn while the first tiles of this one are on their way. Consumers wait for it
-    behind this one's first tile, so it may not wait for more tiles than there are places.
+    The item after the next is drawn and looked up while the first tiles of this one are on their
+    way, so that consumers find the next one there. They wait for it behind this one's first tile,
+    so it may not wait for more tiles than there are places.
     """
     k_desc, v_desc, table_ptr, table_stride, seqs, ticket_ptr = caches
     turn = 0
     count = 0
     work = next_work(gl.program_id(0), seqs, ticket_ptr, GROUP, BLOCK_N)
     publish(queue, 0, work)
+    following = work
     while work[5] > 0:
         kv_head, first_row, query_start, query_len, seq_len, num_tiles, seq = work
         table_row = table_ptr + seq.to(gl.int64) * table_stride
@@ -143,9 +145,15 @@ def load_tiles(
                 k_desc, v_desc, shared, count + tile, block_id, kv_head, tile, num_tiles,
                 table_row, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
-        item = draw_ticket(seqs, ticket_ptr)
-        work = next_work(item, seqs, ticket_ptr, GROUP, BLOCK_N)
-        publish(queue, turn + 1, work)
+        if turn == 0:
+            item = draw_ticket(seqs, ticket_ptr)
+            following = next_work(item, seqs, ticket_ptr, GROUP, BLOCK_N)
+            publish(queue, 1, following)
+        last = following
+        if following[5] > 0:
+            item = draw_ticket(seqs, ticket_ptr)
+            last = next_work(item, seqs, ticket_ptr, GROUP, BLOCK_N)
+            publish(queue, turn + 2, last)
         for tile in range(2, num_tiles):
             block_id = load_tile(
                 k_desc, v_desc, shared, count + tile, block_id, kv_head, tile, num_tiles,
@@ -153,6 +161,8 @@ def load_tiles(
             )  # fmt: skip
         count += num_tiles
         turn += 1
+        work = following
+        following = last
 
 
 @gluon.jit
@@ -225,13 +235,13 @@ def attend_rows(
         mbarrier.wait(k_full.index(slot), phase)
         k = k_tiles.index(slot).reshape([BLOCK_N, HEAD_SIZE]).permute((1, 0))
         scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-        following = receive(queue, turn + 1)
-        copy_queries(next_q, q_ptr, q_stride_token, q_stride_head, following, CONSUMER, GROUP)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(slot), count=1)
         scores = gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
         weights, rescale, peak, denominator = weigh(scores, peak, denominator, log2_scale)
         p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
+        following = receive(queue, turn + 1)
+        copy_queries(next_q, q_ptr, q_stride_token, q_stride_head, following, CONSUMER, GROUP)
         wait_for_keys(k_full, count + 1, num_tiles > 1)
         for tile in range(1, num_tiles):
             v_slot = slot

@@ -39,7 +39,7 @@ def draw_ticket(seqs, ticket_ptr):
     """The item of the next ticket; one beyond the last item for each program, at the end.
 
     There are as many tickets as items: each program's last draw is one too many, and its first item
-    costs none. The last ticket puts the counter back to 0.
+    costs none. Who draws the last ticket puts the counter back to 0.
     """
     seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
     ticket = gl.atomic_add(ticket_ptr, 1)

@@ -7,10 +7,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm_attention_triton import hopper_prefill
-from nanovllm_attention_triton.decode import LOG2_E, padded_head_size
+from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors, padded_head_size
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.tuning import (
+    HOPPER_BLOCKS,
     HOPPER_PREFILL,
+    HOPPER_QUERIES,
     LARGE_CAPABILITIES,
     LARGE_TILE,
     WIDE,
@@ -68,8 +70,12 @@ def prefill_attention(
     # No sequence has more queries than `max_query_len`.
     num_queries = min(q_THD.shape[0], num_seqs * max_query_len)
     plain = window == CAUSAL and not soft_cap and lse_HT is None
-    if tuning.warp_roles and plain and fits_hopper(q_THD, k_cache, v_cache, out_THD):
-        row_blocks = count_row_blocks(num_queries, num_seqs, group, hopper_prefill.BLOCK_M)
+    row_blocks = count_row_blocks(num_queries, num_seqs, group, hopper_prefill.BLOCK_M)
+    enough = (
+        num_queries >= HOPPER_QUERIES * num_seqs
+        and row_blocks * num_kv_heads >= HOPPER_BLOCKS * num_multiprocessors(q_THD.device)
+    )
+    if tuning.warp_roles and plain and enough and fits_hopper(q_THD, k_cache, v_cache, out_THD):
         hopper_prefill.run_hopper_kernel(
             q_THD, k_cache, v_cache, block_table, seq_lens_S, query_start_loc, row_blocks, scale,
             out_THD, tickets,

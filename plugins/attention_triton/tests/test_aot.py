@@ -191,7 +191,7 @@ JOBS = {
     },
     **{
         f"hopper prefill-{dtype}-d{size}-group{group}": hopper_job(dtype, size, group)
-        for dtype, size, group in (("bf16", 128, 2), ("fp16", 64, 4), ("bf16", 128, 5))
+        for dtype, size, group in (("bf16", 128, 2), ("fp16", 128, 8), ("bf16", 128, 5))
     },
     **{
         f"decode {kind}-bf16-d{size}-block{block_size}-group{group}"

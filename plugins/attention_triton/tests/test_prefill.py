@@ -181,9 +181,9 @@ def test_only_tiles_within_a_block_and_aligned_are_described():
     ("shape", "options", "runs"),
     [
         ({}, {}, True),
-        ({"head_size": 128, "heads": (10, 2)}, {}, True),
+        ({"heads": (10, 2)}, {}, True),
         ({"block_size": 128, "dtype": torch.bfloat16}, {}, True),
-        ({"head_size": 80}, {}, False),
+        ({"head_size": 64}, {}, False),
         ({"block_size": 64}, {}, False),
         ({"dtype": torch.float32}, {}, False),
         ({"window": 50}, {}, False),
@@ -200,8 +200,8 @@ def test_the_hopper_kernel_runs_where_it_serves_and_nowhere_else(
     monkeypatch.setattr(hopper_prefill, "on_hopper", lambda _device: True)
     monkeypatch.setattr(hopper_prefill, "run_hopper_kernel", lambda *all_: launches.append(all_))
     monkeypatch.setattr(prefill, "prefill_kernel", others)
-    shape = {"head_size": 64, "block_size": 256, "dtype": torch.float16} | shape
-    batch = paged_batch([300, 70], [300, 9], **shape)
+    shape = {"head_size": 128, "block_size": 256, "dtype": torch.float16} | shape
+    batch = paged_batch([300, 280], [300, 270], **shape)
     backend = batch.backend(TritonOptions(**options))
     batch.prefill(backend)
     assert (len(launches), len(others.seen)) == ((1, 0) if runs else (0, 1))
@@ -209,14 +209,32 @@ def test_the_hopper_kernel_runs_where_it_serves_and_nowhere_else(
     assert ("prefill_tickets" in backend.captured_tensors()) == runs
 
 
+@pytest.mark.parametrize(
+    ("lens", "multiprocessors", "runs"),
+    [([512, 512], 8, True), ([512, 512], 16, False), ([256, 256], 4, True), ([256, 255], 4, False)],
+)
+def test_the_hopper_kernel_needs_long_prompts_and_blocks_for_every_multiprocessor(
+    paged_batch, monkeypatch, lens, multiprocessors, runs
+):
+    """Else the plain kernel's smaller programs share the GPU better."""
+    launches = []
+    monkeypatch.setattr(hopper_prefill, "on_hopper", lambda _device: True)
+    monkeypatch.setattr(hopper_prefill, "run_hopper_kernel", lambda *all_: launches.append(all_))
+    monkeypatch.setattr(prefill, "num_multiprocessors", lambda _device: multiprocessors)
+    monkeypatch.setattr(prefill, "prefill_kernel", Grids())
+    shape = {"head_size": 128, "block_size": 256, "dtype": torch.float16}
+    paged_batch(lens, lens, **shape).prefill()
+    assert bool(launches) == runs
+
+
 def test_rows_that_are_not_aligned_are_left_to_the_plain_kernel(paged_batch, monkeypatch):
     """A piece of a row is copied whole, and Triton must know that it begins on 16 bytes."""
     monkeypatch.setattr(hopper_prefill, "on_hopper", lambda _device: True)
-    batch = paged_batch([300], [300], head_size=64, block_size=256, dtype=torch.float16)
+    batch = paged_batch([300], [300], head_size=128, block_size=256, dtype=torch.float16)
     q, k, v = batch.packed_q, batch.k_cache, batch.v_cache
     wide = q.new_empty(q.numel() + 8)[8:].view_as(q)
     odd = q.new_empty(q.numel() + 1)[1:].view_as(q)
-    far = q.new_empty(300, 4, 72)[:, :, :64]
+    far = q.new_empty(300, 4, 136)[:, :, :128]
     assert fits_hopper(q, k, v, wide)
     assert not fits_hopper(odd, k, v, q)
     assert not fits_hopper(q, k, v, odd)
