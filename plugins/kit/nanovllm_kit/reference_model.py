@@ -58,6 +58,8 @@ class ReferenceCheckpoint:
         # A copy: a configuration class may write into what it is given.
         config = model_class.config_class(**copy.deepcopy(dict(settings)))
         model = model_class(config).float().eval()
+        # transformers before 5.21 gave models with soft caps to kernels that ignore them.
+        model.set_attn_implementation("eager")
         with torch.no_grad():
             for parameter in model.parameters():
                 mean, spread = (1.0, 0.2) if parameter.dim() == 1 else (0.0, std)

@@ -75,7 +75,11 @@ def test_logprobs_are_as_exact_as_those_of_transformers(
     sizes = {**SIZES, **layers}
     reference = ReferenceCheckpoint.save(tmp_path, reference_class, sizes, std=0.05)
     exact = reference.model.to(DEVICE)
-    half = reference_class.from_pretrained(tmp_path, dtype=torch.bfloat16).to(DEVICE).eval()
+    half = (
+        reference_class.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+        .to(DEVICE)
+        .eval()
+    )
     params = SamplingParams(temperature=1.0, seed=1, logprobs=0, max_tokens=COUNT, ignore_eos=True)
     for num_blocks in (4000, FEW_BLOCKS):
         with LLM(
