@@ -105,9 +105,10 @@ WIDE_LARGE_PREFILL = {
 HOPPER_PREFILL = {128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True)}
 """By head size, of half precision. For heads of 64 the kernel was no faster than the plain one."""
 HOPPER_BLOCKS = 4
-HOPPER_QUERIES = 256
+HOPPER_QUERIES = 1024
 """A step runs the kernel for Hopper from this many blocks of rows per multiprocessor, and queries
-per sequence in the mean, on: below, the plain kernel's smaller programs share the GPU better."""
+per sequence in the mean, on. Below, the plain kernel's smaller programs share the GPU better: on an
+H200 it was up to a third faster there, and 8 to 19 % slower on prompts of 4,096 and 8,192 tokens."""
 
 
 def decode_tuning(

@@ -201,7 +201,7 @@ def test_the_hopper_kernel_runs_where_it_serves_and_nowhere_else(
     monkeypatch.setattr(hopper_prefill, "run_hopper_kernel", lambda *all_: launches.append(all_))
     monkeypatch.setattr(prefill, "prefill_kernel", others)
     shape = {"head_size": 128, "block_size": 256, "dtype": torch.float16} | shape
-    batch = paged_batch([300, 280], [300, 270], **shape)
+    batch = paged_batch([1200, 1030], [1100, 1000], **shape)
     backend = batch.backend(TritonOptions(**options))
     batch.prefill(backend)
     assert (len(launches), len(others.seen)) == ((1, 0) if runs else (0, 1))
@@ -211,7 +211,12 @@ def test_the_hopper_kernel_runs_where_it_serves_and_nowhere_else(
 
 @pytest.mark.parametrize(
     ("lens", "multiprocessors", "runs"),
-    [([512, 512], 8, True), ([512, 512], 16, False), ([256, 256], 4, True), ([256, 255], 4, False)],
+    [
+        ([1024, 1024], 17, True),
+        ([1024, 1024], 18, False),
+        ([2047, 1], 4, True),
+        ([2046, 1], 4, False),
+    ],
 )
 def test_the_hopper_kernel_needs_long_prompts_and_blocks_for_every_multiprocessor(
     paged_batch, monkeypatch, lens, multiprocessors, runs
