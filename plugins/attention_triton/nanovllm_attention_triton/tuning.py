@@ -108,7 +108,7 @@ HOPPER_BLOCKS = 4
 HOPPER_QUERIES = 1024
 """A step runs the kernel for Hopper from this many blocks of rows per multiprocessor, and queries
 per sequence in the mean, on. Below, the plain kernel's smaller programs share the GPU better: on an
-H200 it was up to a third faster there, and 8 to 19 % slower on prompts of 4,096 and 8,192 tokens."""
+H200 it was up to a third faster there, and 8 to 19 % slower on prompts of 4,096 tokens and more."""
 
 
 def decode_tuning(
