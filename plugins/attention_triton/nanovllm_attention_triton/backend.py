@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -52,6 +53,7 @@ class TritonAttention(AttentionBackend):
         self._window = None if window is None or window >= config.max_model_len else window
         self._workspaces: list[DecodeWorkspace] = []
         self._prefill_tickets: Tensor | None = None
+        self._has_prefilled = False
 
     def allocate(self) -> None:
         config = self.config
@@ -126,21 +128,28 @@ class TritonAttention(AttentionBackend):
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
         large = fits_large_tiles(k_cache, v_cache)
         tuning = prefill_tuning(q_THD.element_size(), q_THD.shape[-1], large, self._options)
-        prefill_attention(
-            q_THD,
-            k_cache,
-            v_cache,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.max_query_len,
-            self.config.scale,
-            out_THD,
-            tuning,
-            window=CAUSAL if self._window is None else (self._window - 1, 0),
-            soft_cap=self.config.soft_cap,
-            tickets=self._prefill_tickets,
-        )
+        tunings = [tuning]
+        if self._prefill_tickets is not None and not self._has_prefilled:
+            # The first step is the start's trial, and long: no request shall be the first to have
+            # the kernel of short prompts compiled.
+            tunings = [replace(tuning, warp_roles=False), tuning]
+        self._has_prefilled = True
+        for one in tunings:
+            prefill_attention(
+                q_THD,
+                k_cache,
+                v_cache,
+                metadata.block_table,
+                metadata.seq_lens,
+                metadata.query_start_loc,
+                metadata.max_query_len,
+                self.config.scale,
+                out_THD,
+                one,
+                window=CAUSAL if self._window is None else (self._window - 1, 0),
+                soft_cap=self.config.soft_cap,
+                tickets=self._prefill_tickets,
+            )
 
     def _has_warp_roles(self) -> bool:
         """Whether prompts run on the kernel for Hopper."""

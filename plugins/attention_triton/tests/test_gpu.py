@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -172,8 +173,8 @@ def test_blocks_groups_and_needles_equal_the_reference(paged_batch, heads, block
 
 @pytest.fixture
 def hopper_kernel_only(monkeypatch):
-    """However little there is to do, the kernel for Hopper does it, and no other can."""
-    monkeypatch.setattr(prefill, "prefill_kernel", None)
+    """However little there is to do, the kernel for Hopper does it; the other one does nothing."""
+    monkeypatch.setattr(prefill, "prefill_kernel", defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(prefill, "HOPPER_BLOCKS", 0)
     monkeypatch.setattr(prefill, "HOPPER_QUERIES", 0)
 

@@ -204,7 +204,10 @@ def test_the_hopper_kernel_runs_where_it_serves_and_nowhere_else(
     batch = paged_batch([1200, 1030], [1100, 1000], **shape)
     backend = batch.backend(TritonOptions(**options))
     batch.prefill(backend)
-    assert (len(launches), len(others.seen)) == ((1, 0) if runs else (0, 1))
+    # The first step has both kernels compiled.
+    assert (len(launches), len(others.seen)) == ((1, 1) if runs else (0, 1))
+    batch.prefill(backend)
+    assert (len(launches), len(others.seen)) == ((2, 1) if runs else (0, 2))
     assert ("by warp roles" in backend.describe()) == runs
     assert ("prefill_tickets" in backend.captured_tensors()) == runs
 
