@@ -31,10 +31,12 @@ from nanovllm_attention_triton.tuning import PREFILL, PrefillTuning
 HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 128
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
-SHAPES = ((16, 1024), (4, 4096), (1, 8192))
+SHAPES = ((64, 512), (16, 1024), (4, 4096), (1, 8192), (8, 8192))
 CALLS = 8
-BASE = PREFILL[DTYPE.itemsize]
+SHIPPED = PREFILL[DTYPE.itemsize]
+BASE = replace(SHIPPED, warp_roles=False)
 SWEEP = (
+    SHIPPED,
     BASE,
     replace(BASE, copy_engine=False),
     replace(BASE, num_stages=2),
@@ -135,6 +137,8 @@ def make_prompts(seq_lens: list[int], query_lens: list[int], block_size: int) ->
 
 
 def describe(tuning: PrefillTuning) -> str:
+    if tuning.warp_roles:
+        return "shipped (warp roles where they serve)"
     way = "copy engine" if tuning.copy_engine else "threads"
     return (
         f"{tuning.block_m}x{tuning.block_n} warps {tuning.num_warps} stages {tuning.num_stages} "

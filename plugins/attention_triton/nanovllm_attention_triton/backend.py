@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from nanovllm_attention_triton.decode import (
     num_multiprocessors,
     triton_version,
 )
+from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import CAUSAL, fits_large_tiles, prefill_attention
 from nanovllm_attention_triton.tuning import FEW_ROWS, decode_tuning, prefill_tuning
@@ -50,9 +53,13 @@ class TritonAttention(AttentionBackend):
         window = config.sliding_window
         self._window = None if window is None or window >= config.max_model_len else window
         self._workspaces: list[DecodeWorkspace] = []
+        self._prefill_tickets: Tensor | None = None
+        self._has_prefilled = False
 
     def allocate(self) -> None:
         config = self.config
+        if self._has_warp_roles():
+            self._prefill_tickets = torch.zeros(1, dtype=torch.int32, device=config.device)
         self._workspaces = [
             DecodeWorkspace(
                 DecodeShape(
@@ -152,19 +159,40 @@ class TritonAttention(AttentionBackend):
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
         large = fits_large_tiles(k_cache, v_cache)
         tuning = prefill_tuning(q_THD.element_size(), q_THD.shape[-1], large, self._options)
-        prefill_attention(
-            q_THD,
-            k_cache,
-            v_cache,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.max_query_len,
-            self.config.scale,
-            out_THD,
-            tuning,
-            window=CAUSAL if self._window is None else (self._window - 1, 0),
-            soft_cap=self.config.soft_cap,
+        tunings = [tuning]
+        if self._prefill_tickets is not None and not self._has_prefilled:
+            # The first step is the start's trial, and long: no request shall be the first to have
+            # the kernel of short prompts compiled.
+            tunings = [replace(tuning, warp_roles=False), tuning]
+        self._has_prefilled = True
+        for one in tunings:
+            prefill_attention(
+                q_THD,
+                k_cache,
+                v_cache,
+                metadata.block_table,
+                metadata.seq_lens,
+                metadata.query_start_loc,
+                metadata.max_query_len,
+                self.config.scale,
+                out_THD,
+                one,
+                window=CAUSAL if self._window is None else (self._window - 1, 0),
+                soft_cap=self.config.soft_cap,
+                tickets=self._prefill_tickets,
+            )
+
+    def _has_warp_roles(self) -> bool:
+        """Whether prompts run on the kernel for Hopper."""
+        config = self.config
+        tuning = prefill_tuning(config.dtype.itemsize, config.head_size, False, self._options)
+        plain = self._window is None and config.soft_cap is None
+        return (
+            plain
+            and tuning.warp_roles
+            and hopper_kernel_serves(
+                config.device, config.dtype, config.head_size, config.block_size
+            )
         )
 
     def _check_tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
@@ -190,8 +218,9 @@ class TritonAttention(AttentionBackend):
             f"{name}_up_to_{workspace.shape.max_num_seqs}_rows": tensor
             for workspace in self._workspaces
             for name, tensor in workspace.tensors().items()
-        }
+        } | ({} if self._prefill_tickets is None else {"prefill_tickets": self._prefill_tickets})
 
     def describe(self) -> str:
         decode = ", ".join(f"up to {rows} rows: {t}" for rows, t in self.decode_tunings)
-        return f"triton {triton_version()}, decode {decode}"
+        roles = ", prefill by warp roles" if self._has_warp_roles() else ""
+        return f"triton {triton_version()}, decode {decode}{roles}"

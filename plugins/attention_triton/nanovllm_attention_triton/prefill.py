@@ -1,4 +1,4 @@
-"""Launches the prefill kernel."""
+"""Launches the prefill kernels: that for Hopper where it serves, else that for every GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm_attention_triton.decode import LOG2_E, padded_head_size
+from nanovllm_attention_triton import hopper_prefill
+from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors, padded_head_size
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.tuning import (
+    HOPPER_BLOCKS,
+    HOPPER_PREFILL,
+    HOPPER_QUERIES,
     LARGE_CAPABILITIES,
     LARGE_TILE,
     WIDE,
@@ -41,6 +45,7 @@ def prefill_attention(
     window: tuple[int, int] = CAUSAL,
     soft_cap: float | None = None,
     lse_HT: Tensor | None = None,
+    tickets: Tensor | None = None,
 ) -> None:
     """Attend packed queries to their sequences' blocks, into `out_THD`.
 
@@ -48,7 +53,8 @@ def prefill_attention(
     is contiguous. `block_table` [S, M], `seq_lens_S` [S] and `query_start_loc` [S + 1] are int32.
     `window` (left, right): a query at position p sees the keys p - left to p + right, -1 for no
     bound. `soft_cap` c turns scaled scores s into c * tanh(s / c). `lse_HT`, fp32, if given, gets
-    each query's natural log-sum-exp. Raises UnsupportedError for a `scale` that is not positive,
+    each query's natural log-sum-exp. `tickets` [1] int32, zero, is memory of the kernel for Hopper,
+    which allocates where it gets none. Raises UnsupportedError for a `scale` that is not positive,
     and for more queries than a grid holds.
     """
     if not scale > 0:
@@ -63,6 +69,18 @@ def prefill_attention(
     group = num_heads // num_kv_heads
     # No sequence has more queries than `max_query_len`.
     num_queries = min(q_THD.shape[0], num_seqs * max_query_len)
+    plain = window == CAUSAL and not soft_cap and lse_HT is None
+    row_blocks = count_row_blocks(num_queries, num_seqs, group, hopper_prefill.BLOCK_M)
+    enough = (
+        num_queries >= HOPPER_QUERIES * num_seqs
+        and row_blocks * num_kv_heads >= HOPPER_BLOCKS * num_multiprocessors(q_THD.device)
+    )
+    if tuning.warp_roles and plain and enough and fits_hopper(q_THD, k_cache, v_cache, out_THD):
+        hopper_prefill.run_hopper_kernel(
+            q_THD, k_cache, v_cache, block_table, seq_lens_S, query_start_loc, row_blocks, scale,
+            out_THD, tickets,
+        )  # fmt: skip
+        return
     row_blocks = count_row_blocks(num_queries, num_seqs, group, tuning.block_m)
     described = tuning.copy_engine and describable(k_cache, v_cache, tuning.block_n)
     k_desc, v_desc = (
@@ -128,6 +146,16 @@ def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
     places = [k_cache.data_ptr(), v_cache.data_ptr(), *sizes]
     return k_cache.shape[1] % block_n == 0 and not any(
         place % COPY_ENGINE_ALIGNMENT for place in places
+    )
+
+
+def fits_hopper(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, out_THD: Tensor) -> bool:
+    """Whether the kernel for Hopper serves these tensors."""
+    block_size, _, head_size = k_cache.shape[1:]
+    return (
+        hopper_prefill.hopper_kernel_serves(q_THD.device, q_THD.dtype, head_size, block_size)
+        and hopper_prefill.aligned_rows(q_THD, out_THD)
+        and describable(k_cache, v_cache, HOPPER_PREFILL[head_size].block_n)
     )
 
 

@@ -8,11 +8,14 @@ from itertools import product
 
 import pytest
 import torch
+from triton.experimental.gluon import language as gl
 
 from nanovllm_attention_triton.decode import DecodeShape, padded_head_size
+from nanovllm_attention_triton.hopper_prefill import REGISTERS as HOPPER_REGISTERS
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
 from nanovllm_attention_triton.tuning import (
+    HOPPER_PREFILL,
     LARGE_CAPABILITIES,
     LARGE_TILE,
     QKV_REGISTERS,
@@ -175,6 +178,32 @@ def prefill_job(
     )
 
 
+def hopper_job(dtype: str, head_size: int, group: int) -> AotJob:
+    tuning = HOPPER_PREFILL[head_size]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    tile = f"tensordesc<{dtype}[1, {tuning.block_n}, 1, {head_size}],{layout!r}>"
+    return AotJob(
+        kernel=f"{KERNELS}.hopper_prefill_kernel:hopper_prefill_kernel",
+        signature=pointers(dtype, "q_ptr", "out_ptr")
+        | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr", "ticket_ptr")
+        | dict.fromkeys(("k_desc", "v_desc"), tile)
+        | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
+        | dict.fromkeys(("num_seqs", "num_row_blocks", "num_kv_heads", "table_stride"), "i32")
+        | {"log2_scale": "fp32"},
+        constexprs={
+            "GROUP": group,
+            "HEAD_SIZE": head_size,
+            "BLOCK_SIZE": 256,
+            "BLOCK_N": tuning.block_n,
+            "STAGES": tuning.num_stages,
+            "IN_ORDER": tuning.in_order,
+        },
+        num_warps=4,
+        maxnreg=HOPPER_REGISTERS,
+        disassemble=True,
+    )
+
+
 PLAN = AotJob(
     kernel=f"{KERNELS}.decode_plan:plan_kernel",
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
@@ -205,6 +234,10 @@ JOBS = {
     **{
         f"prefill-{dtype}-d{size}-block{block_size}": prefill_job(dtype, size, block_size)
         for dtype, size, block_size in (("bf16", 128, 256), ("fp16", 64, 128), ("bf16", 128, 16))
+    },
+    **{
+        f"hopper prefill-{dtype}-d{size}-group{group}": hopper_job(dtype, size, group)
+        for dtype, size, group in (("bf16", 128, 2), ("fp16", 128, 8), ("bf16", 128, 5))
     },
     **{
         f"decode {kind}-bf16-d{size}-block{block_size}-group{group}"
@@ -299,6 +332,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
         ("qkv", QKV_REGISTERS, QKV_SHARED),
         ("prefill", PREFILL_REGISTERS, PREFILL_SHARED),
         ("wide prefill", WIDE_PREFILL_REGISTERS, WIDE_PREFILL_SHARED),
+        ("hopper prefill", HOPPER_REGISTERS, WIDE_PREFILL_SHARED),
     ],
 )
 def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
@@ -338,8 +372,21 @@ def test_decode_from_qkv_loads_keys_before_the_wait_and_q_behind_it(reports):
 
 def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):
     """wgmma, the only way to Hopper's full rate."""
-    for report in of_kind(reports, "prefill") + of_kind(reports, "wide prefill"):
+    kinds = ("prefill", "wide prefill", "hopper prefill")
+    for report in [report for kind in kinds for report in of_kind(reports, kind)]:
         assert "wgmma.mma_async" in report.ptx
+
+
+def test_the_hopper_kernel_computes_weights_before_it_waits_for_the_last_product(reports):
+    """In the loop's machine code: products, the wait for the scores, exponentials, the other wait.
+
+    ptxas may move a wait before arithmetic; here it would leave the tensor cores idle meanwhile.
+    """
+    for name, report in reports.items():
+        if name.startswith("hopper"):
+            marks = re.findall(r"HGMMA|WARPGROUP.DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", report.sass)
+            short = "".join({"H": "p", "M": "e"}.get(mark[0], mark[-1]) for mark in marks)
+            assert re.search(r"p+1e{60,}0", short), short
 
 
 def test_prefill_loads_whole_tiles_by_the_copy_engine_where_blocks_hold_them(reports):

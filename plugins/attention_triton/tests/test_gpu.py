@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nanovllm_attention_triton import prefill
 from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.hopper_prefill import HOPPER
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, PrefillMetadata
 from nanovllm_kit.attention_checks import check_replay
@@ -165,6 +169,85 @@ def test_blocks_groups_and_needles_equal_the_reference(paged_batch, heads, block
         dtype=torch.float16, device="cuda",
     )  # fmt: skip
     chunks.assert_right(chunks.prefill())
+
+
+@pytest.fixture
+def hopper_kernel_only(monkeypatch):
+    """However little there is to do, the kernel for Hopper does it; the other one does nothing."""
+    monkeypatch.setattr(prefill, "prefill_kernel", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(prefill, "HOPPER_BLOCKS", 0)
+    monkeypatch.setattr(prefill, "HOPPER_QUERIES", 0)
+
+
+HOPPER_ONLY = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER,
+    reason="the kernel of Hopper GPUs",
+)
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize(
+    ("heads", "dtype", "block_size"),
+    [
+        ((4, 2), torch.bfloat16, 256),
+        ((4, 4), torch.float16, 128),
+        ((10, 2), torch.bfloat16, 512),
+        ((8, 1), torch.float16, 128),
+        ((6, 2), torch.bfloat16, 256),
+    ],
+)
+def test_the_hopper_kernel_equals_the_reference(
+    paged_batch, hopper_kernel_only, heads, dtype, block_size
+):
+    """Lengths around every tile, chunks behind a context, no queries, NaN in every unused place."""
+    seq_lens = [1, 127, 128, 129, 0, 255, 256, 300, 1000, 513, 64]
+    query_lens = [1, 127, 128, 1, 0, 255, 256, 200, 1000, 130, 0]
+    batch = paged_batch(
+        seq_lens, query_lens, heads=heads, head_size=128, block_size=block_size, dtype=dtype,
+        device="cuda",
+    )  # fmt: skip
+    batch.assert_right(batch.prefill())
+
+
+@HOPPER_ONLY
+def test_programs_of_the_hopper_kernel_take_several_blocks_of_rows(paged_batch, hopper_kernel_only):
+    """More work than multiprocessors: barriers and buffers are used again. Runs are equal."""
+    lens = [*range(1, 900, 37), 3000]
+    batch = paged_batch(lens, lens, heads=(16, 8), head_size=128, block_size=256,
+                        dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    first = batch.prefill()
+    batch.assert_right(first)
+    assert all(torch.equal(batch.prefill(), first) for _ in range(20))
+
+
+@HOPPER_ONLY
+def test_a_captured_launch_of_the_hopper_kernel_follows_changed_lengths(
+    paged_batch, hopper_kernel_only
+):
+    """The launch is made for all tokens of a step; fewer and shorter prompts leave work empty."""
+    batch = paged_batch([700, 300, 513], [700, 300, 513], heads=(16, 8), head_size=128,
+                        block_size=256, dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    backend, metadata, q = batch.backend(), batch.prefill_metadata(), batch.packed_q
+    out = torch.full_like(q, float("nan"))
+    backend.run_prefill(q, batch.k_cache, batch.v_cache, metadata, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.run_prefill(q, batch.k_cache, batch.v_cache, metadata, out)
+    for lens in ([700, 300, 513], [5, 0, 300], [0, 0, 1], [129, 128, 127]):
+        starts = [sum(lens[:row]) for row in range(4)]
+        metadata.seq_lens.copy_(torch.tensor(lens))
+        metadata.query_start_loc.copy_(torch.tensor(starts))
+        q.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        now = replace(
+            batch,
+            q=list(q[: starts[-1]].split(lens)),
+            k=[k[:length] for k, length in zip(batch.k, lens, strict=True)],
+            v=[v[:length] for v, length in zip(batch.v, lens, strict=True)],
+        )
+        now.assert_right(out[: starts[-1]])
+        assert out[starts[-1] :].isnan().all()
 
 
 def test_replay_with_changed_inputs_equals_eager_bitwise():

@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_attention_triton import prefill
-from nanovllm_attention_triton.prefill import CAUSAL, describable, prefill_attention
+from nanovllm_attention_triton import hopper_prefill, prefill
+from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.prefill import (
+    CAUSAL,
+    describable,
+    fits_hopper,
+    prefill_attention,
+)
 from nanovllm_attention_triton.tuning import PREFILL
 from nanovllm_core.api import UnsupportedError
 
@@ -169,6 +175,78 @@ def test_only_tiles_within_a_block_and_aligned_are_described():
     odd = torch.empty(2 * 64 * 2 * 64 + 1, dtype=torch.float16)[1:].view_as(cache)
     assert not describable(odd, cache, 64)
     assert not describable(cache[:, :48], cache[:, :48], 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "runs"),
+    [
+        ({}, {}, True),
+        ({"heads": (10, 2)}, {}, True),
+        ({"block_size": 128, "dtype": torch.bfloat16}, {}, True),
+        ({"head_size": 64}, {}, False),
+        ({"block_size": 64}, {}, False),
+        ({"dtype": torch.float32}, {}, False),
+        ({"window": 50}, {}, False),
+        ({"window": 10_000}, {}, True),
+        ({"cap": 30.0}, {}, False),
+        ({}, {"prefill_num_stages": 2}, False),
+    ],
+)
+def test_the_hopper_kernel_runs_where_it_serves_and_nowhere_else(
+    paged_batch, monkeypatch, shape, options, runs
+):
+    """By head size, block, dtype, window, cap and options; `describe` says so."""
+    launches, others = [], Grids()
+    monkeypatch.setattr(hopper_prefill, "on_hopper", lambda _device: True)
+    monkeypatch.setattr(hopper_prefill, "run_hopper_kernel", lambda *all_: launches.append(all_))
+    monkeypatch.setattr(prefill, "prefill_kernel", others)
+    shape = {"head_size": 128, "block_size": 256, "dtype": torch.float16} | shape
+    batch = paged_batch([1200, 1030], [1100, 1000], **shape)
+    backend = batch.backend(TritonOptions(**options))
+    batch.prefill(backend)
+    # The first step has both kernels compiled.
+    assert (len(launches), len(others.seen)) == ((1, 1) if runs else (0, 1))
+    batch.prefill(backend)
+    assert (len(launches), len(others.seen)) == ((2, 1) if runs else (0, 2))
+    assert ("by warp roles" in backend.describe()) == runs
+    assert ("prefill_tickets" in backend.captured_tensors()) == runs
+
+
+@pytest.mark.parametrize(
+    ("lens", "multiprocessors", "runs"),
+    [
+        ([1024, 1024], 17, True),
+        ([1024, 1024], 18, False),
+        ([2047, 1], 4, True),
+        ([2046, 1], 4, False),
+    ],
+)
+def test_the_hopper_kernel_needs_long_prompts_and_blocks_for_every_multiprocessor(
+    paged_batch, monkeypatch, lens, multiprocessors, runs
+):
+    """Else the plain kernel's smaller programs share the GPU better."""
+    launches = []
+    monkeypatch.setattr(hopper_prefill, "on_hopper", lambda _device: True)
+    monkeypatch.setattr(hopper_prefill, "run_hopper_kernel", lambda *all_: launches.append(all_))
+    monkeypatch.setattr(prefill, "num_multiprocessors", lambda _device: multiprocessors)
+    monkeypatch.setattr(prefill, "prefill_kernel", Grids())
+    shape = {"head_size": 128, "block_size": 256, "dtype": torch.float16}
+    paged_batch(lens, lens, **shape).prefill()
+    assert bool(launches) == runs
+
+
+def test_rows_that_are_not_aligned_are_left_to_the_plain_kernel(paged_batch, monkeypatch):
+    """A piece of a row is copied whole, and Triton must know that it begins on 16 bytes."""
+    monkeypatch.setattr(hopper_prefill, "on_hopper", lambda _device: True)
+    batch = paged_batch([300], [300], head_size=128, block_size=256, dtype=torch.float16)
+    q, k, v = batch.packed_q, batch.k_cache, batch.v_cache
+    wide = q.new_empty(q.numel() + 8)[8:].view_as(q)
+    odd = q.new_empty(q.numel() + 1)[1:].view_as(q)
+    far = q.new_empty(300, 4, 136)[:, :, :128]
+    assert fits_hopper(q, k, v, wide)
+    assert not fits_hopper(odd, k, v, q)
+    assert not fits_hopper(q, k, v, odd)
+    assert not fits_hopper(far, k, v, q)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])

@@ -1,4 +1,4 @@
-"""Compile Triton kernels for a GPU on a machine without one, and read what they use.
+"""Compile Triton and Gluon kernels for a GPU on a machine without one, and read what they use.
 
 For an H100 or H200 (sm_90), unless a job says another `capability`.
 
@@ -43,7 +43,8 @@ class AotJob:
 
     `signature` names every argument that is not in `constexprs`, in any order. A constant that is a
     Triton dtype is written as the string `"tl.float32"`. `maxnreg` bounds the registers per thread.
-    `capability` is the GPU's compute capability without its point.
+    `capability` is the GPU's compute capability without its point. `disassemble` asks for the
+    report's `sass`.
     """
 
     kernel: str
@@ -53,19 +54,22 @@ class AotJob:
     num_stages: int = 3
     maxnreg: int | None = None
     capability: int = 90
+    disassemble: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AotReport:
     """`registers` per thread, `spills` in bytes of local memory per thread, `shared` in bytes.
 
-    `ptx` is the assembly, in which a test may look for vectorised accesses (`ld.global.v4`).
+    `ptx` is the assembly, in which a test may look for vectorised accesses (`ld.global.v4`). `sass`
+    is the machine code, whose order ptxas decides; empty unless the job asks for it.
     """
 
     registers: int
     spills: int
     shared: int
     ptx: str
+    sass: str = ""
 
 
 def compile_kernel(
@@ -113,6 +117,7 @@ def _compile(job: AotJob) -> AotReport:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = job.kernel.split(":")
     function = getattr(importlib.import_module(module), name)
@@ -130,8 +135,9 @@ def _compile(job: AotJob) -> AotReport:
     if unknown:
         raise ValueError(f"{job.kernel} has no argument {sorted(unknown)}")
     constants = {k: _constant(v) for k, v in job.constexprs.items()}
+    source = GluonASTSource if function.is_gluon() else ASTSource
     compiled = triton.compile(
-        ASTSource(function, types, constants, attributes),
+        source(function, types, constants, attributes),
         target=GPUTarget("cuda", job.capability, 32),
         options={
             "num_warps": job.num_warps,
@@ -140,7 +146,9 @@ def _compile(job: AotJob) -> AotReport:
         },
     )
     registers, spills = _resource_usage(compiled.asm["cubin"])
-    return AotReport(registers, spills, compiled.metadata.shared, compiled.asm["ptx"])
+    # Triton disassembles when asked for "sass", and takes seconds.
+    sass = compiled.asm["sass"] if job.disassemble else ""
+    return AotReport(registers, spills, compiled.metadata.shared, compiled.asm["ptx"], sass)
 
 
 def _constant(value: Constant) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nanovllm_kit.aot import compile_kernel
+from nanovllm_kit.aot import AotJob, compile_kernel, compile_kernels
 
 KERNELS = """
 import triton
@@ -26,6 +27,14 @@ def hoard(x_ptr, y_ptr, n, SIZE: tl.constexpr):
         z = tl.load(x_ptr + offsets + i * SIZE)
         y = y * tl.sum(x * z) + x
     tl.store(y_ptr + offsets, x + y)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+@gluon.jit
+def double(x_ptr, SIZE: gl.constexpr):
+    offsets = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(x_ptr + offsets, gl.load(x_ptr + offsets) * 2)
 """
 POINTERS = {"x_ptr": "*fp32:16", "y_ptr": "*fp32:16"}
 
@@ -53,6 +62,16 @@ def test_a_kernel_that_needs_too_many_registers_reports_its_spills(kernels: str)
     signature = {**POINTERS, "n": "i32"}
     report = compile_kernel(f"{kernels}:hoard", signature, {"SIZE": 4096}, num_warps=1)
     assert report.spills > 0
+
+
+def test_a_gluon_kernel_reports_its_machine_code_where_the_job_asks_for_it(kernels: str) -> None:
+    """Disassembling takes seconds, so other reports have none."""
+    job = AotJob(
+        kernel=f"{kernels}:double", signature={"x_ptr": "*fp32:16"}, constexprs={"SIZE": 128}
+    )
+    plain, shown = compile_kernels([job, replace(job, disassemble=True)])
+    assert plain.sass == ""
+    assert "STG.E" in shown.sass
 
 
 def test_an_argument_without_a_type_is_named(kernels: str) -> None:
