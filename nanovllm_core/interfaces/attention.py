@@ -7,12 +7,12 @@ Who calls what, and when:
     allocate()                      once, before the KV cache is sized and before any capture
     plan_decode / plan_prefill      once per step, before the layers
     run_decode / run_prefill        once per layer and step
-    prepares_decode                 once per layer and step with decode rows, before its run
+    prepares_decode                 once per layer and step without prompts, before its run
     run_decode_from_qkv             in the place of run_decode, where it says so
 
-A backend may take over the preparation of decode tokens (norm, rotation, the store of k and v), and
-save each layer a kernel. Where it does not, `KernelSet.prepare_qkv` prepares them, as it prepares
-all prompt tokens, and is the reference of what it must compute.
+In steps without prompts a backend may take over the preparation (norm, rotation, the store of k and
+v), and save each layer a kernel. Where it does not, and beside prompts, `KernelSet.prepare_qkv`
+does it, and is the reference of what the backend must compute.
 
 In a captured decode step plan_decode and the runs are captured; a test may also plan outside the
 graph and replay the runs alone. Where `cuda_graphs` is "full", small steps with prompt chunks are

@@ -46,7 +46,7 @@ class GroupBackends:
 class PagedAttention:
     """Prepares q, stores k and v, and calls the decode and the prefill backend for their tokens.
 
-    A decode backend that prepares a layer itself gets packed q, k, v of its tokens.
+    A decode backend that prepares a layer itself gets packed q, k, v, in steps without prompts.
     The backends have their workspaces. Every attention layer of the model is bound to this object
     (`Attention.bind`), so there is no global context and two engines live side by side.
     """
@@ -105,36 +105,22 @@ class PagedAttention:
         number, k_cache, v_cache = self._layers[layer.layer_index]
         group, slots_T, prep = self.groups[number], self._slots[number], layer.prep
         out_THD = qkv_TX.new_empty((len(qkv_TX), prep.num_heads, prep.head_size))
-        num_decode = self._decode[number].num_rows if self._decode else 0
-        rows, first = slice(num_decode), 0
-        if num_decode and group.decode.prepares_decode(prep, num_decode):
+        decode = self._decode[number] if self._decode else None
+        num_decode = decode.num_rows if decode else 0
+        # Beside prompts, which the kernel set prepares, it would save no kernel.
+        if decode and not self._prefill and group.decode.prepares_decode(prep, num_decode):
             group.decode.run_decode_from_qkv(
-                qkv_TX[rows],
-                prep,
-                positions_T[rows],
-                slots_T[rows],
-                k_cache,
-                v_cache,
-                self._decode[number],
-                out_THD[rows],
+                qkv_TX, prep, positions_T, slots_T, k_cache, v_cache, decode, out_THD
             )
-            first = num_decode
-        if first == len(qkv_TX):
             return out_THD.flatten(1)
-        q_THD = self._kernels.prepare_qkv(
-            qkv_TX[first:], prep, positions_T[first:], slots_T[first:], k_cache, v_cache
-        )
-        if first < num_decode:
+        q_THD = self._kernels.prepare_qkv(qkv_TX, prep, positions_T, slots_T, k_cache, v_cache)
+        if decode:
             group.decode.run_decode(
-                q_THD[rows], k_cache, v_cache, self._decode[number], out_THD[rows]
+                q_THD[:num_decode], k_cache, v_cache, decode, out_THD[:num_decode]
             )
         if self._prefill:
             group.prefill.run_prefill(
-                q_THD[num_decode - first :],
-                k_cache,
-                v_cache,
-                self._prefill[number],
-                out_THD[num_decode:],
+                q_THD[num_decode:], k_cache, v_cache, self._prefill[number], out_THD[num_decode:]
             )
         return out_THD.flatten(1)
 

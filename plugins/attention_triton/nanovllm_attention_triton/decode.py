@@ -16,8 +16,7 @@ from nanovllm_attention_triton.decode_plan import ITEM_FIELDS, plan_kernel
 from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
 from nanovllm_attention_triton.tuning import (
     DECODE_REGISTERS,
-    FEW_ROWS,
-    PREPARING_PROGRAMS,
+    PREPARING_SHARE,
     QKV_REGISTERS,
     DecodeTuning,
 )
@@ -132,11 +131,10 @@ class DecodeShape:
     def prepares(self, num_rows: int) -> bool:
         """Whether this many rows are few enough that programs shall prepare q, k and v too.
 
-        That saves a kernel, and costs every program the preparation of its heads again, which only
-        programs that run side by side do at the same time.
+        That saves a kernel, and costs every program registers and the preparation of its heads.
         """
-        most = PREPARING_PROGRAMS * self.num_multiprocessors
-        return num_rows <= FEW_ROWS and num_rows * self.programs_per_item <= most
+        programs = num_rows * self.programs_per_item
+        return programs * PREPARING_SHARE <= self.num_multiprocessors
 
     def items_per_step(self, programs_per_multiprocessor: int) -> int:
         """The items that make this many programs on every multiprocessor."""

@@ -83,10 +83,11 @@ DECODE_REGISTERS = 168
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
 QKV_REGISTERS = 255
 """The same where a program prepares q, k and v too. Such steps have few programs."""
-PREPARING_PROGRAMS = 2
-"""Programs prepare q, k and v where those of one chunk of each row are at most so many on every
-multiprocessor. Measured with 16 query and 8 KV heads between the products of a layer: 4 µs less at
-one row, 1 to 2 less at 16 and 33, 2 more at 48."""
+PREPARING_SHARE = 4
+"""Programs prepare q, k and v where those of one chunk of each row are at most one for so many
+multiprocessors, which makes 4 rows of 8 KV heads. Measured in steps of 16 query and 8 KV heads: one
+row gained 21 %; 16 rows gained 3 % with 512 to 1,024 keys and lost 6 % with 2,048 to 3,072, for
+programs that prepare take more registers, so fewer of them stream side by side."""
 PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
