@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode, knobs
+from triton.runtime._async_compile import active_mode
 
 
 class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
     """Within, threads compile and load every Triton kernel that is launched for the first time.
 
     Its launches do nothing within, so they must be of no effect anyway, as in a capture that is
-    thrown away. Leaving waits until all are loaded. A kernel that fails to compile raises its error
-    at its next launch. (Triton's own mode waits for a kernel at its first launch.)
+    thrown away; other threads wait for the kernel and launch it. Leaving waits until all are
+    loaded. A kernel that fails to compile raises its error at its next launch. (Triton's own mode
+    waits for a kernel at its first launch.)
     """
 
     def __init__(self) -> None:
         super().__init__(ThreadPoolExecutor())
         self._device = torch.cuda.current_device()
-        self._is_over = False
-        # It has what Triton reads of a compiled kernel when it launches one.
-        self._left_out = SimpleNamespace(
-            function=None,
-            packed_metadata=None,
-            launch_metadata=self._leave_out,
-            run=self._leave_out,
-        )
 
     def __enter__(self) -> Callable[[], bool]:
         self._compiled: list[str] = []
@@ -38,16 +31,18 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         super().__enter__()
         return self._is_needed
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
         try:
-            super().__exit__(*error)
+            if error_type is None:
+                super().__exit__(error_type, *error)
         finally:
-            self._is_over = True
-            knobs.compilation.listener = self._listener
-            self.executor.shutdown()
+            # Nothing waits here: Ctrl-C comes again and again until the start has ended.
+            active_mode.set(None)
             for future in self.future_kernels.values():
                 if future.kernel is None:  # It failed, or Ctrl-C came: Triton compiles it again.
                     future.finalize_compile(None)
+            knobs.compilation.listener = self._listener
+            self.executor.shutdown(wait=False, cancel_futures=True)
 
     def submit(
         self, key: object, compile_kernel: Callable[[], Any], store: Callable[[Any], None]
@@ -60,13 +55,10 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
                 kernel.run  # noqa: B018 - reading it loads the kernel
                 return kernel
 
-        store(self._left_out)  # else the next launch would come here, too
         super().submit((key, len(self.raw_futures)), load, store)
-        return self._left_out
-
-    def _leave_out(self, *_: object) -> None:
-        if self._is_over:  # A second Ctrl-C came while the first was dealt with.
-            raise RuntimeError("a kernel's compilation was interrupted; start a new process")
+        left_out = _LeftOut(self, self.raw_futures[-1])
+        store(left_out)  # else the next launch would come here, too
+        return left_out
 
     def _is_needed(self) -> bool:
         """Whether one of the kernels so far was not in Triton's cache on disk."""
@@ -75,3 +67,31 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     def _listen(self, *, src: Any, cache_hit: bool, **_: object) -> None:
         if not cache_hit:
             self._compiled.append(src.name)
+
+
+class _LeftOut:
+    """Stands for a kernel while it is compiled: it has what Triton reads to launch one."""
+
+    function = None
+    packed_metadata = None
+
+    def __init__(self, mode: CompileAhead, kernel: Future[Any]) -> None:
+        self._mode = mode
+        self._kernel = kernel
+
+    def launch_metadata(self, *_: object) -> None:
+        """None: it is for hooks, and the launch may be left out."""
+
+    def run(self, x: int, y: int, z: int, stream: int, _: None, __: None, *arguments: Any) -> None:
+        """Leave the launch out where the mode is entered; elsewhere wait for the kernel."""
+        if active_mode.get() is self._mode:
+            return
+        kernel = None
+        with suppress(CancelledError):
+            kernel = self._kernel.result()
+        if kernel is None:
+            raise RuntimeError(
+                "a kernel that another thread compiled is not there, for it failed or was "
+                "interrupted; launch it again"
+            )
+        kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, *arguments)
