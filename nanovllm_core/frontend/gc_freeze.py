@@ -11,20 +11,34 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 _num_engines = 0
+_num_starts = 0
+_was_enabled = True
+"""Before the first of these starts."""
+_lock = Lock()
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Around a start: what it imports and makes stays, so collections of it only cost time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """Around a start: what it imports and makes stays, so collections of it only cost time.
+
+    Starts of several threads may overlap: the last to end lets collections begin again.
+    """
+    global _num_starts, _was_enabled
+    with _lock:
+        if _num_starts == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _num_starts += 1
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _lock:
+            _num_starts -= 1
+            if _num_starts == 0 and _was_enabled:
+                gc.enable()
 
 
 def freeze_objects() -> None:

@@ -50,7 +50,8 @@ def make_parameter(
     Without a loader, every rank holds the whole tensor of the checkpoint. A parameter that is split
     over ranks, or that holds several tensors, needs `weight_loader` and `shard_shapes`.
     `weight_loader(param, tensor, shard_id)` copies this rank's share of a whole tensor, on the CPU
-    and in the checkpoint's dtype, into the parameter. `shard_shapes` maps each `shard_id` ("q", 0;
+    and in the checkpoint's dtype, into the parameter; loaders of other parameters may run beside it
+    on other threads. `shard_shapes` maps each `shard_id` ("q", 0;
     None for a single tensor) to that tensor's shape. Without a checkpoint, values are normal with
     `dummy_mean` and `dummy_std`.
     """
@@ -74,7 +75,7 @@ def copy_weight(target: Tensor, source: Tensor) -> None:
     To a GPU it goes piece by piece through pinned memory of the calling thread: a copy from where
     a file is mapped takes a lock of the driver, at 5 GB/s over all threads.
     """
-    row_bytes = source[:1].nbytes if source.dim() else 0
+    row_bytes = max(source[:1].nbytes, target[:1].nbytes) if source.dim() else 0
     if target.device.type != "cuda" or not 0 < row_bytes <= _PINNED_BYTES:
         target.copy_(source)
         return
@@ -82,7 +83,7 @@ def copy_weight(target: Tensor, source: Tensor) -> None:
         _pinned.bytes = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     num_rows = _PINNED_BYTES // row_bytes
     for there, here in zip(target.split(num_rows), source.split(num_rows), strict=True):
-        pinned = _pinned.bytes[: here.nbytes].view(here.dtype).view(here.shape)
+        pinned = _pinned.bytes[: there.nbytes].view(there.dtype).view(there.shape)
         there.copy_(pinned.copy_(here))
 
 

@@ -151,9 +151,9 @@ def compile_steps(
 ) -> None:
     """Compile the kernels of the steps of `keys` in parallel, before any of them has run.
 
-    They are captured into `graphs`, which is empty before and after. If all kernels of the first
-    were compiled by an earlier start, so were those of the others, and each is loaded when it is
-    captured for good.
+    They are captured into `graphs`, which is empty before and after. Where all kernels of the first
+    were compiled by an earlier start, those of the others mostly were, too: they are loaded, or
+    compiled one by one, when their steps are captured for good.
     """
     first, *others = keys
     with warnings.catch_warnings(), kernels.compile_ahead() as is_needed:

@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -132,8 +132,13 @@ class _Slot:
 
     @torch.inference_mode()
     def load(self, name: str, tensors: Any, file: Path) -> None:
-        """Called by threads, but for one parameter by one at a time."""
-        with self.lock, _reading(file):
+        """Called by threads, but for one parameter by one at a time.
+
+        The parameter's GPU is the current one, as on the thread that starts the worker.
+        """
+        device = self.parameter.device
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with self.lock, on_device, _reading(file):
             tensor = tensors.get_tensor(name)
             alone = len(self.shard_ids) == 1
             parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])

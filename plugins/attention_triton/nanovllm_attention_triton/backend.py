@@ -119,6 +119,8 @@ class TritonAttention(AttentionBackend):
         )
 
     def prepares_decode(self, prep: QKPrep, num_rows: int) -> bool:
+        if self._options.chunk_size:
+            return False  # the newest key is added last, which would be other bits in other batches
         # The interpreter runs one program at a time: for tests, it always does.
         interpreted = self.config.device.type != "cuda"
         return interpreted or self._workspace(num_rows).shape.prepares(num_rows)

@@ -62,9 +62,14 @@ def test_a_rotation_of_any_width_turns_its_columns():
 
 
 def test_a_row_has_the_same_bits_in_any_batch_where_chunks_are_fixed():
-    """Its own keys alone decide them, and not how many other rows or chunks there are."""
+    """Its own keys alone decide them, and not how many other rows or chunks there are.
+
+    So an engine then prepares q, k and v apart at every number of rows, as beside prompts.
+    """
     draws = Random(0)
     step = drawn_step(draws, [300, 64, 129, 1], (8, 2), head_size=64)
+    assert backend_of(step).prepares_decode(step.prep, 1)
+    assert not backend_of(step, chunk_size=64).prepares_decode(step.prep, 1)
     whole = step.decode(backend_of(step, chunk_size=64))
     for row in range(4):
         one = step.rows(slice(row, row + 1))
