@@ -51,7 +51,7 @@ class RowFlag(IntFlag):
 
 
 NUM_ROW_COLUMNS = 12
-"""The columns of `TailTables.parameters`: those of `RowColumn`, and some that are free."""
+"""The columns of `TailTables.parameters`: those of `RowColumn`, and one that is free."""
 MAX_ROW_BIASES = 1024
 """The logit biases of a row that the tables hold; rows with more need the eager tail."""
 MAX_ROW_LOGPROBS = 20

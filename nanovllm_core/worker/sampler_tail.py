@@ -1,12 +1,13 @@
 """The sampler's tail: everything beyond greedy and temperature, after a step's logits.
 
 It runs eagerly for the rows that ask for more than the captured sampler does: for all of them on a
-CPU and beside a plugin's sampler; else for processors, masks, and what row tables cannot hold. The
-order is vLLM's: logit bias, processors, penalties, minimum length, temperature, min_p, top_k,
-top_p. The host's masks come behind the minimum length, so that nothing allows an id again that a
-mask forbids, and the cuts choose among those that are allowed. Temperature is undone before the
-choice, which is the captured sampler's own, noise and ties included: a row that asks for nothing
-gets the very token that it would have got without its neighbours.
+CPU, beside a plugin's sampler, and where the kernel set has no tail; else for processors, masks,
+and what row tables cannot hold. The order is vLLM's: logit bias, processors, penalties, minimum
+length, temperature, min_p, top_k, top_p. The host's masks come behind the minimum length, so that
+nothing allows an id again that a mask forbids, and the cuts choose among those that are allowed.
+Temperature is undone before the choice, which is the captured sampler's own, noise and ties
+included: a row that asks for nothing gets the very token that it would have got without its
+neighbours.
 
 Log-probabilities are of the raw logits, before any of this, as vLLM's default is.
 """

@@ -215,6 +215,17 @@ def test_any_mix_of_rows_gets_the_eager_tails_tokens(data: st.DataObject) -> Non
                 desk.append(row, choose.randrange(min(vocab, 30)))
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_a_logit_that_overflowed_is_the_token(min_p: float) -> None:
+    """As where nothing is cut; there are no log-probabilities then."""
+    desk = Desk(5, 1)
+    cut: dict[str, Any] = {"temperature": 0.2, "top_k": 2, "top_p": 0.9, "min_p": min_p}
+    desk.admit(0, RowSampling(seed=1, **cut), [1, 2], 1)
+    logits = torch.zeros(1, 5)
+    logits[0, 3] = math.inf
+    assert desk.check(logits.to(DEVICE), [0]) == [3]
+
+
 def test_candidates_that_lie_in_few_lanes_are_all_found() -> None:
     """The likeliest ids one tile apart share a lane, and more of them than there are slots."""
     desk = Desk(1300, 3)

@@ -278,7 +278,7 @@ def tail_merge_kernel(
             temperature = temperature * 0.0 + 1.0
             top_k = tl.maximum(num_top, 1)
             top_p = top_p * 0.0 + 2.0
-            log_min_p = log_min_p * 0.0 + float("-inf")
+            log_min_p += float("-inf")
         scale = tl.div_rn(1.0, temperature) * LOG2_E
 
         # What the splits left: the row's top, its sum, and the candidates above the highest floor.
@@ -317,7 +317,9 @@ def tail_merge_kernel(
         mask = ranks < num_found
         x = tl.load(row_values_ptr + ranks, mask=mask, other=float("-inf"))
         held = tl.sum(tl.where(mask, weigh(x, top, scale), 0.0), axis=0)
-        least = tl.div_rn(top, temperature) + log_min_p
+        # Without a min_p, none: a top of +inf would make it NaN.
+        is_floored = log_min_p > float("-inf")
+        least = tl.where(is_floored, tl.div_rn(top, temperature) + log_min_p, float("-inf"))
         all_above_least = tl.div_rn(to_float(lowest), temperature) < least
         enough = (top_k <= MAX_RANKED) | (lowest <= OF_MINUS_INF) | all_above_least
         holds = (log_min_p == float("-inf")) & (top_k >= vocab_size) & (held >= top_p * total)
