@@ -129,6 +129,7 @@ from nanovllm_core.interfaces.specs import (
     SchedulerSpec as SchedulerSpec,
 )
 from nanovllm_core.interfaces.tail import (
+    LOGPROB_COLUMNS as LOGPROB_COLUMNS,
     MAX_ROW_BIASES as MAX_ROW_BIASES,
     MAX_ROW_LOGPROBS as MAX_ROW_LOGPROBS,
     NUM_ROW_COLUMNS as NUM_ROW_COLUMNS,

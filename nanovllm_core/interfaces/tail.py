@@ -56,6 +56,8 @@ MAX_ROW_BIASES = 1024
 """The logit biases of a row that the tables hold; rows with more need the eager tail."""
 MAX_ROW_LOGPROBS = 20
 """The same of log-probabilities beside the token's."""
+LOGPROB_COLUMNS = 1 + 2 * MAX_ROW_LOGPROBS
+"""The numbers of `CapturedTail.logprobs` for each entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,13 +77,12 @@ class TailTables:
 class CapturedTail(ABC):
     """Chooses the tokens of a step. Every buffer is allocated when it is made.
 
-    After a call, of entries that ask for them: `token_logprobs` [max_entries] and `top_logprobs`
-    [max_entries, MAX_ROW_LOGPROBS] float32, `top_ids` of the same shape int32, the likeliest first.
+    After a call `logprobs`, int32 [max_entries, LOGPROB_COLUMNS], has for each entry that asks the
+    log-probability of its token, then pairs of an id and its log-probability, the likeliest first:
+    as many as it asks for. Log-probabilities are float32, stored by their bits.
     """
 
-    token_logprobs: Tensor
-    top_logprobs: Tensor
-    top_ids: Tensor
+    logprobs: Tensor
 
     @abstractmethod
     def sample(

@@ -73,10 +73,8 @@ class TailSampler(CapturedSampler):
         entries = np.flatnonzero(num_top >= 0)
         if not entries.size:
             return ()
-        tail, asked = self._tail, tuple(entries.tolist())
-        columns = (tail.token_logprobs, tail.top_logprobs, tail.top_ids)
-        used = [column[: len(rows)] for column in columns]
-        return (LogprobTensors(asked, tuple(num_top[entries].tolist()), asked, *used),)
+        asked, packed = entries.tolist(), self._tail.logprobs[: len(rows)]
+        return (LogprobTensors(asked, num_top[entries].tolist(), asked, packed),)
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
         return self._tail.captured_tensors()

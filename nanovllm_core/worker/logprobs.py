@@ -3,49 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from struct import Struct
 
 import torch
 from torch import Tensor
 
 from nanovllm_core.interfaces.plan import TokenLogprobs
 
+_TOKEN, _PAIR = Struct("=f"), Struct("=if")
+
+
+class PackedTokenLogprobs(TokenLogprobs):
+    """Those of one token as the device left them, unpacked when read: of most, nobody reads any."""
+
+    __slots__ = ("_packed",)
+    _packed: bytes
+
+    def __init__(self, packed: bytes) -> None:
+        object.__setattr__(self, "_packed", packed)  # the class is frozen
+
+    @property
+    def token_logprob(self) -> float:
+        return float(_TOKEN.unpack_from(self._packed)[0])
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        return tuple(_PAIR.iter_unpack(self._packed[_TOKEN.size :]))
+
+    def __reduce__(self) -> tuple[type, tuple[bytes]]:
+        return PackedTokenLogprobs, (self._packed,)
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities (nats) of the batch entries that asked, K columns or fewer for each.
+    """Log-probabilities (nats) of the batch entries that asked.
 
-    `token_logprobs` [N] and `top_logprobs` [N, K] are float32, `top_ids` [N, K] integers.
-    `num_top[i]` of the K columns are what entry `entries[i]` asked for, at `places[i]` of the N.
+    `packed` is int32 [N, 1 + 2 K], its rows as in `CapturedTail.logprobs`; `num_top[i]` of the K
+    pairs are what entry `entries[i]` asked for, in row `places[i]`.
     """
 
-    entries: tuple[int, ...]
-    num_top: tuple[int, ...]
+    entries: Sequence[int]
+    num_top: Sequence[int]
     places: Sequence[int]
-    token_logprobs: Tensor
-    top_logprobs: Tensor
-    top_ids: Tensor
+    packed: Tensor
 
     def to_host(self) -> LogprobTensors:
-        """Start copies to pinned memory; they are there when the stream has come past them.
+        """Start a copy to pinned memory; it is there when the stream has come past it.
 
-        On a CPU the copies are there at once; the next step may write these tensors again.
+        On a CPU the copy is there at once; the next step may write this tensor again.
         """
-        on_cuda = self.token_logprobs.is_cuda
-        copies = (
-            torch.empty(one.shape, dtype=one.dtype, pin_memory=on_cuda).copy_(
-                one, non_blocking=True
-            )
-            for one in (self.token_logprobs, self.top_logprobs, self.top_ids)
-        )
-        return LogprobTensors(self.entries, self.num_top, self.places, *copies)
+        copy = torch.empty_like(self.packed, device="cpu", pin_memory=self.packed.is_cuda)
+        return replace(self, packed=copy.copy_(self.packed, non_blocking=True))
 
     def to_records(self) -> dict[int, TokenLogprobs]:
-        """The same as plain data by batch entry; waits for the device unless on the host."""
-        k = max(self.num_top)
-        tokens = self.token_logprobs.tolist()
-        ids, top = self.top_ids[:, :k].tolist(), self.top_logprobs[:, :k].tolist()
+        """The same by batch entry; the copy must be there."""
+        data, width = self.packed.numpy().tobytes(), self.packed[0].nbytes
+        asked = zip(self.entries, self.num_top, self.places, strict=True)
         return {
-            entry: TokenLogprobs(tokens[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
-            for entry, n, i in zip(self.entries, self.num_top, self.places, strict=True)
+            entry: PackedTokenLogprobs(data[at * width : at * width + _TOKEN.size + n * _PAIR.size])
+            for entry, n, at in asked
         }

@@ -133,8 +133,8 @@ class SamplerTail:
             return None
         k = max(self._num_top)
         parts = [raw_logprobs(logits_BV, group, out_B, k) for group in self._asked_groups]
-        columns = (torch.cat(part) for part in zip(*parts, strict=True))
-        return LogprobTensors(self._asked, self._num_top, range(len(self._asked)), *columns)
+        places = range(len(self._asked))
+        return LogprobTensors(self._asked, self._num_top, places, torch.cat(parts))
 
     def _plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""
@@ -216,10 +216,8 @@ class SamplerTail:
         ]
 
 
-def raw_logprobs(
-    logits_BV: Tensor, entries_N: Tensor, token_B: Tensor, k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax at the token [N], and its k largest values and their ids [N, k], largest first.
+def raw_logprobs(logits_BV: Tensor, entries_N: Tensor, token_B: Tensor, k: int) -> Tensor:
+    """log_softmax at the token and at its k largest, int32 [N, 1 + 2 k] as `LogprobTensors` has it.
 
     An entry without a token (-1) gets what id 0 would have.
     """
@@ -227,7 +225,8 @@ def raw_logprobs(
     logprobs = logits.log_softmax(dim=1)
     token_N1 = token_B[entries_N].clamp(min=0).long()[:, None]
     top = logprobs.topk(k, dim=1)
-    return logprobs.gather(1, token_N1)[:, 0], top.values, top.indices
+    pairs = torch.stack([top.indices.int(), top.values.view(torch.int32)], dim=2)
+    return torch.cat([logprobs.gather(1, token_N1).view(torch.int32), pairs.flatten(1)], dim=1)
 
 
 def _operations(one: RowSampling, vocab_size: int) -> Arguments:

@@ -76,12 +76,7 @@ def test_tokens_and_log_probabilities_are_the_eager_tails(
     captured: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "make_captured_sampler", without_tail)
-    for ours, eager in zip(captured, generate(), strict=True):
-        assert ours.token_ids == eager.token_ids
-        for one, other in zip(ours.logprobs or [], eager.logprobs or [], strict=True):
-            assert one.token_logprob == pytest.approx(other.token_logprob, abs=1e-5)
-            values = [value for _, value in one.top]
-            assert values == pytest.approx([value for _, value in other.top], abs=1e-5)
+    assert_same(captured, generate())
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -104,3 +99,51 @@ def test_a_step_whose_rows_ask_never_waits_for_the_device() -> None:
                 llm.engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_penalties_count_prompts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts 1,024 ids at a time; a prompt has more of them, and is counted once."""
+    longer = {"max_model_len": 2048, "cache": {"num_blocks": 512, "block_size": 16}}
+    prompts = [[(7 * i + j * j) % 200 + 3 for j in range(1_010 + 300 * i)] for i in range(3)]
+    asked = SamplingParams(
+        temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=40,
+        ignore_eos=True,
+    )  # fmt: skip
+
+    def found() -> list[list[int]]:
+        with LLM(MODEL, **{**SMALL, **longer}) as llm:
+            return [one.token_ids for one in llm.generate(prompts, asked, use_tqdm=False)]
+
+    captured = found()
+    monkeypatch.setattr(runner_module, "make_captured_sampler", without_tail)
+    assert captured == found()
+
+
+def test_rows_beside_one_that_needs_the_eager_tail_get_the_same(
+    captured: list[RequestOutput],
+) -> None:
+    """A row forbids more stop ids than the tables hold, so its steps end with the eager tail."""
+    many = SamplingParams(stop_token_ids=list(range(20)), min_tokens=12, max_tokens=12, seed=0)
+    with LLM(MODEL, **SMALL) as llm:
+        everyone = [*(params(i) for i in range(len(PROMPTS))), many]
+        found = llm.generate([*PROMPTS, PROMPTS[0]], everyone, use_tqdm=False)
+    assert_same(found[:-1], captured)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 3])
+def test_log_probabilities_are_those_of_their_token_however_far_steps_run_ahead(
+    captured: list[RequestOutput], steps_ahead: int
+) -> None:
+    """No step in flight writes over what was not collected."""
+    assert_same(generate(steps_ahead=steps_ahead), captured)
+
+
+def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Tokens are equal, and log-probabilities but for the rounding of other batch sizes."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for ours, theirs in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert ours.token_logprob == pytest.approx(theirs.token_logprob, abs=1e-5)
+            values = [value for _, value in ours.top]
+            assert values == pytest.approx([value for _, value in theirs.top], abs=1e-5)

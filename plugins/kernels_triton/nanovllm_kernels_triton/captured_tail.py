@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from nanovllm_core.api import MAX_ROW_LOGPROBS, CapturedTail, TailTables
+from nanovllm_core.api import LOGPROB_COLUMNS, CapturedTail, TailTables
 from nanovllm_core.kernels.device_functions import SamplingWorkspace, launch_partial
-from nanovllm_kernels_triton import tail
+from nanovllm_kernels_triton import tail, tail_merge
 
 TILE = 2048
 MAX_SPLITS = 16
@@ -41,9 +41,7 @@ class TritonTail(CapturedTail):
         self._stats = zeros(*splits, tail.NUM_STATS.value)
         self._values = zeros(*splits, tail.SLOTS.value, dtype=torch.float32)
         self._ids = zeros(*splits, tail.SLOTS.value)
-        self.token_logprobs = zeros(max_entries, dtype=torch.float32)
-        self.top_logprobs = zeros(max_entries, MAX_ROW_LOGPROBS, dtype=torch.float32)
-        self.top_ids = zeros(max_entries, MAX_ROW_LOGPROBS)
+        self.logprobs = zeros(max_entries, LOGPROB_COLUMNS)
 
     def sample(
         self,
@@ -81,9 +79,8 @@ class TritonTail(CapturedTail):
             vocab_size, num_tiles, num_words, max_entries, tables.token_ids.shape[1],
             **constants, maxnreg=PARTIAL_REGISTERS,
         )  # fmt: skip
-        tail.tail_merge_kernel[(batch,)](
-            *shared, out_B, self.token_logprobs, self.top_logprobs, self.top_ids,
-            vocab_size, splits, plain_splits, num_words, max_entries,
+        tail_merge.tail_merge_kernel[(batch,)](
+            *shared, out_B, self.logprobs, vocab_size, splits, plain_splits, num_words, max_entries,
             **constants, maxnreg=MERGE_REGISTERS,
         )  # fmt: skip
 

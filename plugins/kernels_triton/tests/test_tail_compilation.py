@@ -41,13 +41,10 @@ def partial_job(dtype: str) -> AotJob:
 
 
 def merge_job(dtype: str) -> AotJob:
-    pointers = {
-        **dict.fromkeys(("out_ptr", "top_ids_ptr"), "*i32:16"),
-        **dict.fromkeys(("token_logprob_ptr", "top_logprobs_ptr"), "*fp32:16"),
-    }
+    pointers = dict.fromkeys(("out_ptr", "logprobs_ptr"), "*i32:16")
     sizes = dict.fromkeys(("num_splits", "plain_splits"), "i32")
     return AotJob(
-        kernel=f"{MODULE}:tail_merge_kernel",
+        kernel=f"{MODULE}_merge:tail_merge_kernel",
         signature={**SHARED, **pointers, **sizes, "logits_ptr": f"*{dtype}:16"},
         constexprs=CONSTANTS,
         num_warps=tail.NUM_WARPS,
