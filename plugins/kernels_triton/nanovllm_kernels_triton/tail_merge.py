@@ -117,12 +117,12 @@ def tail_merge_kernel(
             tl.minimum(top_k, MAX_RANKED), MAX_SPLITS,
         )  # fmt: skip
 
+        held = weight_of_candidates(row_values_ptr, num_found, top, scale)
         # Without a min_p, none: a top of +inf would make it NaN.
         is_floored = log_min_p > float("-inf")
         least = tl.where(is_floored, tl.div_rn(top, temperature) + log_min_p, float("-inf"))
         all_above_least = tl.div_rn(to_float(lowest), temperature) < least
         enough = (top_k <= MAX_RANKED) | (lowest <= OF_MINUS_INF) | all_above_least
-        held = weight_of_candidates(row_values_ptr, num_found, top, scale)
         holds = (log_min_p == float("-inf")) & (top_k >= vocab_size) & (held >= top_p * total)
         fits = is_complete & ((job == 0) | (num_found >= num_top))
         chosen = tl.full((), -1, tl.int32)
