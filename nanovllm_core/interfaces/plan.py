@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from struct import Struct
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,12 +190,41 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+_TOKEN, _PAIR = Struct("=f"), Struct("=if")
+
+
+class _Packed:
+    """Has the numbers of its fields as bytes until one is read: of most, nobody reads any."""
+
+    __slots__ = ("_packed",)
+    _packed: bytes
+
+    if not TYPE_CHECKING:  # a checker would let every name pass
+
+        def __getattr__(self, name: str) -> object:
+            if name not in TokenLogprobs.__slots__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            TokenLogprobs.__init__(
+                self,
+                _TOKEN.unpack_from(self._packed)[0],
+                tuple(_PAIR.iter_unpack(self._packed[_TOKEN.size :])),
+            )
+            return getattr(self, name)
+
+
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(_Packed):
     """The log-probability of a sampled token and of the most likely ones, in nats."""
 
     token_logprob: float
     top: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of_bytes(cls, packed: bytes) -> TokenLogprobs:
+        """Those of a row of `CapturedTail.logprobs`, unpacked when they are read."""
+        one = object.__new__(cls)
+        object.__setattr__(one, "_packed", packed)
+        return one
 
 
 @dataclass(frozen=True, slots=True, eq=False)

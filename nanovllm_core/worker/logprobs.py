@@ -4,35 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from struct import Struct
 
 import torch
 from torch import Tensor
 
 from nanovllm_core.interfaces.plan import TokenLogprobs
-
-_TOKEN, _PAIR = Struct("=f"), Struct("=if")
-
-
-class PackedTokenLogprobs(TokenLogprobs):
-    """Those of one token as the device left them, unpacked when read: of most, nobody reads any."""
-
-    __slots__ = ("_packed",)
-    _packed: bytes
-
-    def __init__(self, packed: bytes) -> None:
-        object.__setattr__(self, "_packed", packed)  # the class is frozen
-
-    @property
-    def token_logprob(self) -> float:
-        return float(_TOKEN.unpack_from(self._packed)[0])
-
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]:
-        return tuple(_PAIR.iter_unpack(self._packed[_TOKEN.size :]))
-
-    def __reduce__(self) -> tuple[type, tuple[bytes]]:
-        return PackedTokenLogprobs, (self._packed,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +37,6 @@ class LogprobTensors:
         data, width = self.packed.numpy().tobytes(), self.packed[0].nbytes
         asked = zip(self.entries, self.num_top, self.places, strict=True)
         return {
-            entry: PackedTokenLogprobs(data[at * width : at * width + _TOKEN.size + n * _PAIR.size])
+            entry: TokenLogprobs.of_bytes(data[at * width : at * width + 4 * (1 + 2 * n)])
             for entry, n, at in asked
         }
