@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -34,7 +35,7 @@ def packed(
 
 @given(asked=rows, data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_each_entry_gets_as_many_pairs_as_it_asked_for(asked, data) -> None:
+def test_each_entry_gets_as_many_pairs_as_it_asked_for(asked: Any, data: Any) -> None:
     """Entries lie anywhere in the tensor; minus infinity and every id come through."""
     places = data.draw(st.permutations(range(len(asked))))
     of_places = [asked[places.index(place)] for place in range(len(asked))]
