@@ -31,11 +31,19 @@ from torch.nn.functional import silu
 
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
-from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan, choose
+from nanovllm_kernels_triton.linear_choice import (
+    TILE_ROWS,
+    LinearPlan,
+    TilePlan,
+    VectorPlan,
+    choose,
+)
 from nanovllm_kit.numerics import assert_close_report
 
 BANDWIDTH = 4.3e12
 """Bytes per second that a copy reaches on an H200."""
+MATMUL_RATE = 8e14
+"""Operations per second, about, of a large product in bfloat16 there."""
 STREAMED_BYTES = 320e6
 """Weights in rotation: several times the L2 cache."""
 MULTIPROCESSORS = 132
@@ -78,13 +86,19 @@ def products(model: str) -> tuple[Product, ...]:
     )
 
 
-def microseconds(size: float) -> float:
-    """To stream so many bytes."""
-    return size / BANDWIDTH * 1e6
+def floor_of(size: float, rows: int) -> float:
+    """Microseconds to stream a weight of so many bytes, or to multiply so many rows by it."""
+    operations = 2 * rows * size / DTYPE.itemsize
+    return max(size / BANDWIDTH, operations / MATMUL_RATE) * 1e6
 
 
 def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
-    """Plans worth a measurement: 16 to 128 weights a thread, one to four programs a processor."""
+    """Plans worth a measurement: 16 to 128 weights a thread, one to four programs a processor.
+
+    None above TILE_ROWS, where cuBLAS computes all products.
+    """
+    if rows > TILE_ROWS:
+        return
     padded = 1 << (product.inputs - 1).bit_length()
     if rows <= 2:
         for block_n in (1, 2, 4, 8, 16):
@@ -266,7 +280,7 @@ def measure_model(model: str, all_rows: Sequence[int], with_plans: bool) -> list
 
 
 def _line(model: str, rows: int, name: str, size: int, times: dict[str, float]) -> dict[str, Any]:
-    floor = microseconds(size)
+    floor = floor_of(size, rows)
     best = sorted(times, key=lambda key: times[key])[:3]
     print(
         f"{model:8} {rows:3} rows  {name:22} floor {floor:6.1f}  cuBLAS {times['cuBLAS']:6.1f}  "
@@ -298,7 +312,12 @@ def compile_all(models: Sequence[str], all_rows: Sequence[int], with_plans: bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["0.6B", "8B", "32B"])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 5, 8, 16, 33, 64])
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 5, 8, 16, 33, 64, 96, 128, 256],
+    )
     parser.add_argument("--plans", action="store_true", help="time every plan, not the chosen only")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
