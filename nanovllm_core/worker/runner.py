@@ -10,7 +10,9 @@ where the attention backends can be, launched eagerly beyond the largest.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -21,7 +23,7 @@ from torch import Tensor
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.kernels import CompilingKernels, KernelSet
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import (
     PrefillChunk,
@@ -35,7 +37,7 @@ from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.captured_sampler import make_captured_sampler
-from nanovllm_core.worker.graphs import StepGraphs, StepKey, compile_steps
+from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
@@ -164,18 +166,29 @@ class ModelRunner:
         With an update of the tables and the tail of a step in which every row asks for everything
         but processors: no request shall be the first to have these kernels compiled or loaded.
         """
-        self._updates.set_active_rows(self._active)
-        self._send_updates()
+        for launch in self.trial_launches(num_tokens):
+            launch()
+        self._results.reset()
+
+    def trial_launches(self, num_tokens: int) -> Iterator[Callable[[], object]]:
+        """The parts of `trial_step`; nothing is copied from the host while one is launched."""
+        nothing = self._staging.copy(np.zeros((2, 0), np.int32))
+        yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
         max_rows = self.bucket_sizes[-1]
         length = min(num_tokens, self.max_model_len)
         num_chunks = min(-(-num_tokens // length), max_rows)
         chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
-        self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
+        yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
-            padding = self._allocate_inputs(num_rows, num_rows)
-            self._after(padding, tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows)
-        self._results.reset()
+            rows, asked = tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows
+            self._tail.plan(rows, asked, self.max_model_len)
+            yield partial(self._after, self._allocate_inputs(num_rows, num_rows), rows, asked)
+
+    def start_launches(self, num_tokens: int) -> Iterator[Callable[[], object]]:
+        """Whatever a start runs or captures: a small step, its trials, the other steps."""
+        first, *others = (partial(self.run_captured, key) for key in self._keys)
+        return chain([first], self.trial_launches(num_tokens), others)
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
@@ -231,11 +244,6 @@ class ModelRunner:
     def bucket(self, num_rows: int) -> int:
         """The smallest of the bucket sizes that holds `num_rows`."""
         return self.bucket_sizes[bisect_left(self.bucket_sizes, num_rows)]
-
-    def compile_ahead(self, kernels: CompilingKernels) -> None:
-        """Compile the kernels of all captured steps in parallel, before any of them runs."""
-        graphs = StepGraphs(self.device, self._watched)
-        compile_steps(kernels, graphs, self._keys, self.run_captured)
 
     def capture(self, laps: Laps) -> None:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""

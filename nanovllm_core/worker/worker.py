@@ -25,6 +25,7 @@ from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, Work
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
+from nanovllm_core.worker.graphs import compile_launches
 from nanovllm_core.worker.kv_cache import DeviceMemory, size_cache
 from nanovllm_core.worker.model import load_model
 from nanovllm_core.worker.progress import Laps
@@ -85,7 +86,8 @@ class Worker:
                 and isinstance(kernels, CompilingKernels)
             ):
                 attention.allocate_cache(1)
-                runner.compile_ahead(kernels)
+                launches = runner.start_launches(setup.config.limits.max_num_batched_tokens)
+                compile_launches(kernels, device, launches)
                 laps.end("compile")
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)

@@ -588,7 +588,7 @@ def test_copies_of_a_steady_plan_change_nothing(
     steps = [started.run(prefill(rows, sampling=sampling)), started.run(decode_plan(rows))]
     calls: list[object] = []
     monkeypatch.setattr(started.runner.ops, "scatter_updates", lambda *update: calls.append(update))
-    monkeypatch.setattr(started.runner._tail, "_plan", lambda *plan: calls.append(plan))
+    monkeypatch.setattr(started.runner._tail, "plan", lambda *plan: calls.append(plan))
     steps += [started.run(StepPlan(epoch=1, num_decode=3)) for _ in range(3)]
     assert np.stack([step.token_ids for step in steps], axis=1).tolist() == [
         tokens[:5] for tokens in expected

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     def __init__(self) -> None:
         super().__init__(ThreadPoolExecutor())
         self._device = torch.cuda.current_device()
+        self._loading: defaultdict[object, Lock] = defaultdict(Lock)
+        """By the Triton function that the kernels are variants of."""
 
     def __enter__(self) -> Callable[[], bool]:
         self._compiled: list[str] = []
@@ -52,7 +56,9 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         def load() -> Any:
             with suppress(Exception), torch.cuda.device(self._device):
                 kernel = compile_kernel()
-                kernel.run  # noqa: B018 - reading it loads the kernel
+                # Variants mostly share a launcher, which the first has the C compiler make.
+                with self._loading[kernel.src.fn]:
+                    kernel.run  # noqa: B018 - reading it loads the kernel
                 return kernel
 
         super().submit((key, len(self.raw_futures)), load, store)
