@@ -156,7 +156,10 @@ def _capture(launch: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 
 @torch.inference_mode()
 def compile_launches(
-    kernels: CompilingKernels, device: torch.device, launches: Iterable[Callable[[], object]]
+    kernels: CompilingKernels,
+    device: torch.device,
+    first: Iterable[Callable[[], object]],
+    others: Iterable[Callable[[], object]],
 ) -> None:
     """Compile the kernels of these launches in parallel, before any of them has run.
 
@@ -167,9 +170,8 @@ def compile_launches(
     graphs = []  # a pool without graphs cannot be used again
     with warnings.catch_warnings(), kernels.compile_ahead() as is_needed, _pool(device) as pool:
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # but for such kernels
-        for launch in launches:
-            graphs.append(_capture(launch, pool))
-            if not is_needed():
-                break
+        graphs += [_capture(launch, pool) for launch in first]
+        if is_needed():
+            graphs += [_capture(launch, pool) for launch in others]
     del graphs
     torch.cuda.empty_cache()

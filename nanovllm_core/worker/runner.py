@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -88,9 +87,9 @@ class ModelRunner:
         self._staging = StagingRing(device, num_slots=2 * max_steps_in_flight)
         self._results = ResultRing(device, num_entries, max_steps_in_flight)
         self._mixed_keys = tuple(mixed_keys(setup.prompt_graph_sizes, max_rows, self.max_model_len))
-        self._keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
+        self.keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
-        num_tokens = max(key.total_tokens for key in self._keys)
+        num_tokens = max(key.total_tokens for key in self.keys)
         self._inputs = self._allocate_inputs(num_tokens, num_entries)
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
@@ -171,28 +170,26 @@ class ModelRunner:
         self._results.reset()
 
     def trial_launches(self, num_tokens: int) -> Iterator[Callable[[], object]]:
-        """The parts of `trial_step`; nothing is copied from the host while one is launched."""
-        nothing = self._staging.copy(np.zeros((2, 0), np.int32))
-        yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
+        """The parts of `trial_step`; nothing is copied from the host while one is launched.
+
+        The tail comes first, and with it the captured sampling: it takes longest to compile.
+        """
         max_rows = self.bucket_sizes[-1]
-        length = min(num_tokens, self.max_model_len)
-        num_chunks = min(-(-num_tokens // length), max_rows)
-        chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
-        yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
             rows, asked = tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows
             self._tail.plan(rows, asked, self.max_model_len)
             yield partial(self._after, self._allocate_inputs(num_rows, num_rows), rows, asked)
-
-    def start_launches(self, num_tokens: int) -> Iterator[Callable[[], object]]:
-        """Whatever a start runs or captures: a small step, its trials, the other steps."""
-        first, *others = (partial(self.run_captured, key) for key in self._keys)
-        return chain([first], self.trial_launches(num_tokens), others)
+        length = min(num_tokens, self.max_model_len)
+        num_chunks = min(-(-num_tokens // length), max_rows)
+        chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
+        yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
+        nothing = self._staging.copy(np.zeros((2, 0), np.int32))
+        yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
-        self.run_captured(max(self._keys, key=lambda key: key.total_tokens))
+        self.run_captured(max(self.keys, key=lambda key: key.total_tokens))
         self._results.reset()  # it has reported, which no plan asked for
 
     # -- deltas -----------------------------------------------------------------------------------
@@ -248,7 +245,7 @@ class ModelRunner:
     def capture(self, laps: Laps) -> None:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
         graphs = StepGraphs(self.device, self._watched, debug=self._debug)
-        graphs.capture(self._keys, self.run_captured, laps, warm_up=self._needs_warm_up)
+        graphs.capture(self.keys, self.run_captured, laps, warm_up=self._needs_warm_up)
         self._results.reset()
         self._graphs = graphs
 

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -86,8 +88,9 @@ class Worker:
                 and isinstance(kernels, CompilingKernels)
             ):
                 attention.allocate_cache(1)
-                launches = runner.start_launches(setup.config.limits.max_num_batched_tokens)
-                compile_launches(kernels, device, launches)
+                trial = runner.trial_launches(setup.config.limits.max_num_batched_tokens)
+                smallest, *others = (partial(runner.run_captured, key) for key in runner.keys)
+                compile_launches(kernels, device, chain(trial, [smallest]), others)
                 laps.end("compile")
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)

@@ -20,7 +20,8 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     Its launches do nothing within, so they must be of no effect anyway, as in a capture that is
     thrown away; other threads wait for the kernel and launch it. Leaving waits until all are
     loaded. A kernel that fails to compile raises its error at its next launch. (Triton's own mode
-    waits for a kernel at its first launch.)
+    waits for a kernel at its first launch.) Triton's cache on disk gets the binaries alone: it
+    would read the texts of all other stages, too, whenever it loads a kernel.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,10 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
 
     def __enter__(self) -> Callable[[], bool]:
         self._compiled: list[str] = []
-        self._listener, knobs.compilation.listener = knobs.compilation.listener, self._listen
+        # Not by assignment, which changes the environment beneath other threads.
+        settings = vars(knobs.compilation)
+        self._settings = dict(settings)
+        settings.update(listener=self._listen, store_binary_only=True)
         super().__enter__()
         return self._is_needed
 
@@ -45,7 +49,8 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
             for future in self.future_kernels.values():
                 if future.kernel is None:  # It failed, or Ctrl-C came: Triton compiles it again.
                     future.finalize_compile(None)
-            knobs.compilation.listener = self._listener
+            vars(knobs.compilation).clear()
+            vars(knobs.compilation).update(self._settings)
             self.executor.shutdown(wait=False, cancel_futures=True)
 
     def submit(
