@@ -51,16 +51,13 @@ class Startup:
 def wake_gpu() -> None:
     """What takes time and neither torch nor Python's lock, for a thread beside torch's import.
 
-    CUDA is initialised, and Triton reads all of itself, for the names of its compiled kernels, and
-    has the C compiler make its driver.
+    CUDA is initialised, and Triton reads all of itself, for the names of its compiled kernels.
     """
-    with suppress(Exception):  # the start meets it again where it needs these
-        ctypes.CDLL("libcuda.so.1").cuInit(0)
-        from triton.backends.nvidia.driver import CudaUtils
+    with suppress(OSError, ImportError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)  # OSError: there is no GPU
         from triton.runtime.cache import triton_key
 
         triton_key()
-        CudaUtils()
 
 
 def start(config: EngineConfig) -> Startup:

@@ -175,3 +175,4 @@ def compile_launches(
             graphs += [_capture(launch, pool) for launch in others]
     del graphs
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)  # no step will need what all of them together did

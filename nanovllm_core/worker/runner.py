@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -165,14 +166,14 @@ class ModelRunner:
         With an update of the tables and the tail of a step in which every row asks for everything
         but processors: no request shall be the first to have these kernels compiled or loaded.
         """
-        for launch in self.trial_launches(num_tokens):
+        for launch in chain(self.tail_launches(), self.prompt_launches(num_tokens)):
             launch()
         self._results.reset()
 
-    def trial_launches(self, num_tokens: int) -> Iterator[Callable[[], object]]:
-        """The parts of `trial_step`; nothing is copied from the host while one is launched.
+    def tail_launches(self) -> Iterator[Callable[[], object]]:
+        """Of the trial step, what follows the logits; nothing is copied from the host within one.
 
-        The tail comes first, and with it the captured sampling: it takes longest to compile.
+        The captured sampling, which takes longest to compile, is part of the first.
         """
         max_rows = self.bucket_sizes[-1]
         # One row, some and many are sorted, summed and cut by kernels of their own.
@@ -180,12 +181,15 @@ class ModelRunner:
             rows, asked = tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows
             self._tail.plan(rows, asked, self.max_model_len)
             yield partial(self._after, self._allocate_inputs(num_rows, num_rows), rows, asked)
-        length = min(num_tokens, self.max_model_len)
-        num_chunks = min(-(-num_tokens // length), max_rows)
-        chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
-        yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
         nothing = self._staging.copy(np.zeros((2, 0), np.int32))
         yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
+
+    def prompt_launches(self, num_tokens: int) -> Iterator[Callable[[], object]]:
+        """Of the trial step, the forward pass of the longest prompts; copies as little."""
+        length = min(num_tokens, self.max_model_len)
+        num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
+        chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
+        yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""

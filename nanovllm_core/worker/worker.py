@@ -88,9 +88,12 @@ class Worker:
                 and isinstance(kernels, CompilingKernels)
             ):
                 attention.allocate_cache(1)
-                trial = runner.trial_launches(setup.config.limits.max_num_batched_tokens)
+                # Prompts that are not captured may wait for the device, or run at their first shape.
+                most = setup.config.limits.max_num_batched_tokens
+                prompts = runner.prompt_launches(most) if runner.prompt_sizes else ()
                 smallest, *others = (partial(runner.run_captured, key) for key in runner.keys)
-                compile_launches(kernels, device, chain(trial, [smallest]), others)
+                first = chain(runner.tail_launches(), prompts, [smallest])
+                compile_launches(kernels, device, first, others)
                 laps.end("compile")
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)

@@ -104,7 +104,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What captures need of torch.cuda, to no effect."""
     for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    for name in ("synchronize", "empty_cache", "current_blas_handle"):
+    for name in ("synchronize", "empty_cache", "current_blas_handle", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
 
 

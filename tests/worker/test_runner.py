@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -467,7 +468,8 @@ def test_no_part_of_a_trial_copies_from_the_host(
 
         monkeypatch.setattr(owner, name, seen)
     with torch.inference_mode():
-        for launch in started.runner.trial_launches(200):
+        runner = started.runner
+        for launch in chain(runner.tail_launches(), runner.prompt_launches(200)):
             before = copied[:]
             launch()
             assert copied == before
