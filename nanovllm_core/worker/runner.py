@@ -10,10 +10,9 @@ where the attention backends can be, launched eagerly beyond the largest.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -166,14 +165,15 @@ class ModelRunner:
         With an update of the tables and the tail of a step in which every row asks for everything
         but processors: no request shall be the first to have these kernels compiled or loaded.
         """
-        for launch in chain(self.tail_launches(), self.prompt_launches(num_tokens)):
+        for launch in self.trial_launches(num_tokens):
             launch()
         self._results.reset()
 
-    def tail_launches(self) -> Iterator[Callable[[], object]]:
-        """Of the trial step, what follows the logits; nothing is copied from the host within one.
+    def trial_launches(self, num_tokens: int) -> Iterator[partial[Any]]:
+        """The parts of `trial_step`, without prompts if `num_tokens` is 0.
 
-        The captured sampling, which takes longest to compile, is part of the first.
+        Nothing is copied from the host while one is launched. The first has the captured sampling,
+        which takes longest to compile.
         """
         max_rows = self.bucket_sizes[-1]
         # One row, some and many are sorted, summed and cut by kernels of their own.
@@ -183,13 +183,11 @@ class ModelRunner:
             yield partial(self._after, self._allocate_inputs(num_rows, num_rows), rows, asked)
         nothing = self._staging.copy(np.zeros((2, 0), np.int32))
         yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
-
-    def prompt_launches(self, num_tokens: int) -> Iterator[Callable[[], object]]:
-        """Of the trial step, the forward pass of the longest prompts; copies as little."""
-        length = min(num_tokens, self.max_model_len)
-        num_chunks = min(-(-num_tokens // length), self.bucket_sizes[-1])
-        chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
-        yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
+        if num_tokens:
+            length = min(num_tokens, self.max_model_len)
+            places = range(min(-(-num_tokens // length), max_rows))
+            chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in places)
+            yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""

@@ -82,17 +82,13 @@ class Worker:
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, kernels, model, attention)
-            if (
-                setup.cuda_graphs
-                and not setup.needs_warm_up
-                and isinstance(kernels, CompilingKernels)
-            ):
+            is_captured_at_once = setup.cuda_graphs and not setup.needs_warm_up
+            if is_captured_at_once and isinstance(kernels, CompilingKernels):
                 attention.allocate_cache(1)
-                # Prompts that are not captured may wait for the device, or run at their first shape.
-                most = setup.config.limits.max_num_batched_tokens
-                prompts = runner.prompt_launches(most) if runner.prompt_sizes else ()
+                # Prompts that are not captured may wait for the device.
+                most = setup.config.limits.max_num_batched_tokens if runner.prompt_sizes else 0
                 smallest, *others = (partial(runner.run_captured, key) for key in runner.keys)
-                first = chain(runner.tail_launches(), prompts, [smallest])
+                first = chain(runner.trial_launches(most), [smallest])
                 compile_launches(kernels, device, first, others)
                 laps.end("compile")
             if memory is not None:

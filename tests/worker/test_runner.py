@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -468,8 +467,7 @@ def test_no_part_of_a_trial_copies_from_the_host(
 
         monkeypatch.setattr(owner, name, seen)
     with torch.inference_mode():
-        runner = started.runner
-        for launch in chain(runner.tail_launches(), runner.prompt_launches(200)):
+        for launch in started.runner.trial_launches(200):
             before = copied[:]
             launch()
             assert copied == before
