@@ -43,18 +43,6 @@ class StepKey(NamedTuple):
         return f"{self.num_rows} rows{prompts}"
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection during capture could free device memory, which capture forbids."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class StepGraphs:
     """Captures steps into one memory pool, and replays them.
 
@@ -129,14 +117,22 @@ def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @contextmanager
 def _pool(device: torch.device) -> Iterator[Any]:
-    """A stream to capture on, and a memory pool for the graphs."""
+    """A stream to capture on, and a memory pool for the graphs.
+
+    No garbage is collected: that could free device memory, which capture forbids.
+    """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    pool = torch.cuda.graph_pool_handle()
-    with _no_collection(), torch.cuda.stream(stream):
-        torch.cuda.empty_cache()
-        torch.cuda.current_blas_handle()  # is made now, for no capture can
-        yield pool
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda.empty_cache()
+            torch.cuda.current_blas_handle()  # is made now, for no capture can
+            yield torch.cuda.graph_pool_handle()
+    finally:
+        if was_enabled:
+            gc.enable()
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # what the warm-ups left is of a stream that runs no more
