@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,18 +43,6 @@ class StepKey(NamedTuple):
         return f"{self.num_rows} rows{prompts}"
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection during capture could free device memory, which capture forbids."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class StepGraphs:
     """Captures steps into one memory pool, and replays them.
 
@@ -74,7 +63,6 @@ class StepGraphs:
         self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
         self._addresses: dict[StepKey, dict[str, int]] = {}
 
-    @_no_collection()
     def capture(
         self,
         keys: Collection[StepKey],
@@ -88,32 +76,16 @@ class StepGraphs:
         A run before each capture compiles kernels and creates handles, unless without `warm_up`.
         """
         largest_first = sorted(keys, key=lambda key: key.total_tokens, reverse=True)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), counting("Capturing CUDA graphs") as progress:
-            torch.cuda.empty_cache()
-            torch.cuda.current_blas_handle()  # is made now, for no capture can
+        with _pool(self._device) as pool, counting("Capturing CUDA graphs") as progress:
             for done, key in enumerate(largest_first, start=1):
                 if warm_up:
                     step(key)
-                    stream.synchronize()
+                    torch.cuda.current_stream(self._device).synchronize()
                     laps.end("warm_up")
-                graph = torch.cuda.CUDAGraph()
-                # `torch.cuda.graph` would empty the allocator's cache for each of them. Other
-                # threads may load kernels meanwhile.
-                graph.capture_begin(pool=pool, capture_error_mode="relaxed")
-                try:
-                    step(key)
-                finally:
-                    graph.capture_end()
-                self._graphs[key] = graph
+                self._graphs[key] = _capture(partial(step, key), pool)
                 self._addresses[key] = _addresses(self._watched())
                 progress(done, len(keys))
                 laps.end("capture")
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what the warm-ups left is of a stream that runs no more
         laps.end("capture")
 
     def replay(self, key: StepKey) -> None:
@@ -143,23 +115,60 @@ def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def compile_steps(
-    kernels: CompilingKernels,
-    graphs: StepGraphs,
-    keys: Sequence[StepKey],
-    run: Callable[[StepKey], None],
-) -> None:
-    """Compile the kernels of the steps of `keys` in parallel, before any of them has run.
+@contextmanager
+def _pool(device: torch.device) -> Iterator[Any]:
+    """A stream to capture on, and a memory pool for the graphs.
 
-    They are captured into `graphs`, which is empty before and after. Where all kernels of the first
-    were compiled by an earlier start, those of the others mostly were, too: they are loaded, or
-    compiled one by one, when their steps are captured for good.
+    No garbage is collected: that could free device memory, which capture forbids.
     """
-    first, *others = keys
-    with warnings.catch_warnings(), kernels.compile_ahead() as is_needed:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda.empty_cache()
+            torch.cuda.current_blas_handle()  # is made now, for no capture can
+            yield torch.cuda.graph_pool_handle()
+    finally:
+        if was_enabled:
+            gc.enable()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what the warm-ups left is of a stream that runs no more
+
+
+def _capture(launch: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    # `torch.cuda.graph` would empty the allocator's cache for each of them. Other threads may load
+    # kernels meanwhile.
+    graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+    try:
+        launch()
+    finally:
+        graph.capture_end()
+    return graph
+
+
+@torch.inference_mode()
+def compile_launches(
+    kernels: CompilingKernels,
+    device: torch.device,
+    first: Iterable[Callable[[], object]],
+    others: Iterable[Callable[[], object]],
+) -> None:
+    """Compile the kernels of these launches in parallel, before any of them has run.
+
+    They are captured, and the graphs thrown away. Where all kernels of the first were compiled by
+    an earlier start, those of the others mostly were, too: they are loaded, or compiled one by one,
+    when they are needed.
+    """
+    graphs = []  # a pool without graphs cannot be used again
+    with warnings.catch_warnings(), kernels.compile_ahead() as is_needed, _pool(device) as pool:
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # but for such kernels
-        graphs.capture([first], run, Laps(), warm_up=False)
+        graphs += [_capture(launch, pool) for launch in first]
         if is_needed():
-            graphs.capture(others, run, Laps(), warm_up=False)
-    graphs.clear()
+            graphs += [_capture(launch, pool) for launch in others]
+    del graphs
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)  # no step will need what all of them together did

@@ -10,8 +10,9 @@ where the attention backends can be, launched eagerly beyond the largest.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.kernels import CompilingKernels, KernelSet
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.plan import (
     PrefillChunk,
@@ -35,7 +36,7 @@ from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.captured_sampler import make_captured_sampler
-from nanovllm_core.worker.graphs import StepGraphs, StepKey, compile_steps
+from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
@@ -86,9 +87,9 @@ class ModelRunner:
         self._staging = StagingRing(device, num_slots=2 * max_steps_in_flight)
         self._results = ResultRing(device, num_entries, max_steps_in_flight)
         self._mixed_keys = tuple(mixed_keys(setup.prompt_graph_sizes, max_rows, self.max_model_len))
-        self._keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
+        self.keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
-        num_tokens = max(key.total_tokens for key in self._keys)
+        num_tokens = max(key.total_tokens for key in self.keys)
         self._inputs = self._allocate_inputs(num_tokens, num_entries)
         self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
@@ -164,22 +165,33 @@ class ModelRunner:
         With an update of the tables and the tail of a step in which every row asks for everything
         but processors: no request shall be the first to have these kernels compiled or loaded.
         """
-        self._updates.set_active_rows(self._active)
-        self._send_updates()
+        for launch in self.trial_launches(num_tokens):
+            launch()
+        self._results.reset()
+
+    def trial_launches(self, num_tokens: int) -> Iterator[partial[Any]]:
+        """The parts of `trial_step`, without prompts if `num_tokens` is 0.
+
+        Nothing is copied from the host while one is launched. The first has the captured sampling,
+        which takes longest to compile.
+        """
         max_rows = self.bucket_sizes[-1]
-        length = min(num_tokens, self.max_model_len)
-        num_chunks = min(-(-num_tokens // length), max_rows)
-        chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in range(num_chunks))
-        self._mixed(self._eager_step(chunks, num_decode=0, needs_tail=True))
         # One row, some and many are sorted, summed and cut by kernels of their own.
         for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
-            padding = self._allocate_inputs(num_rows, num_rows)
-            self._after(padding, tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows)
-        self._results.reset()
+            rows, asked = tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows
+            self._tail.plan(rows, asked, self.max_model_len)
+            yield partial(self._after, self._allocate_inputs(num_rows, num_rows), rows, asked)
+        nothing = self._staging.copy(np.zeros((2, 0), np.int32))
+        yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
+        if num_tokens:
+            length = min(num_tokens, self.max_model_len)
+            places = range(min(-(-num_tokens // length), max_rows))
+            chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in places)
+            yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
-        self.run_captured(max(self._keys, key=lambda key: key.total_tokens))
+        self.run_captured(max(self.keys, key=lambda key: key.total_tokens))
         self._results.reset()  # it has reported, which no plan asked for
 
     # -- deltas -----------------------------------------------------------------------------------
@@ -232,15 +244,10 @@ class ModelRunner:
         """The smallest of the bucket sizes that holds `num_rows`."""
         return self.bucket_sizes[bisect_left(self.bucket_sizes, num_rows)]
 
-    def compile_ahead(self, kernels: CompilingKernels) -> None:
-        """Compile the kernels of all captured steps in parallel, before any of them runs."""
-        graphs = StepGraphs(self.device, self._watched)
-        compile_steps(kernels, graphs, self._keys, self.run_captured)
-
     def capture(self, laps: Laps) -> None:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
         graphs = StepGraphs(self.device, self._watched, debug=self._debug)
-        graphs.capture(self._keys, self.run_captured, laps, warm_up=self._needs_warm_up)
+        graphs.capture(self.keys, self.run_captured, laps, warm_up=self._needs_warm_up)
         self._results.reset()
         self._graphs = graphs
 

@@ -110,7 +110,7 @@ class SamplerTail:
         device.
         """
         if params is not self._params or rows is not self._rows:
-            self._plan(rows, params, token_ids_RL.shape[1])
+            self.plan(rows, params, token_ids_RL.shape[1])
         for entries_S, rows_S, operations in self._groups:
             logits_SV = logits_BV[entries_S].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             step = StepRows(
@@ -136,7 +136,7 @@ class SamplerTail:
         places = range(len(self._asked))
         return LogprobTensors(self._asked, self._num_top, places, torch.cat(parts))
 
-    def _plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
+    def plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""
         wanted = [self._wanted(row, one) for row, one in zip(rows, params, strict=True)]
         changed = [i for i, one in enumerate(params) if wanted[i] or one.logits_processors]

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -25,6 +27,7 @@ from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, Work
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
+from nanovllm_core.worker.graphs import compile_launches
 from nanovllm_core.worker.kv_cache import DeviceMemory, size_cache
 from nanovllm_core.worker.model import load_model
 from nanovllm_core.worker.progress import Laps
@@ -79,13 +82,14 @@ class Worker:
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
             runner = self._runner = ModelRunner(setup, kernels, model, attention)
-            if (
-                setup.cuda_graphs
-                and not setup.needs_warm_up
-                and isinstance(kernels, CompilingKernels)
-            ):
+            is_captured_at_once = setup.cuda_graphs and not setup.needs_warm_up
+            if is_captured_at_once and isinstance(kernels, CompilingKernels):
                 attention.allocate_cache(1)
-                runner.compile_ahead(kernels)
+                # Prompts that are not captured may wait for the device.
+                most = setup.config.limits.max_num_batched_tokens if runner.prompt_sizes else 0
+                smallest, *others = (partial(runner.run_captured, key) for key in runner.keys)
+                first = chain(runner.trial_launches(most), [smallest])
+                compile_launches(kernels, device, first, others)
                 laps.end("compile")
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)

@@ -64,7 +64,7 @@ def captured() -> list[RequestOutput]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SamplerTail, "__call__", never_called)
         # Start-up tries the eager tail too.
-        patch.setattr(runner_module.ModelRunner, "trial_step", lambda self, num_tokens: None)
+        patch.setattr(runner_module.ModelRunner, "trial_launches", lambda self, num_tokens: ())
         return generate()
 
 

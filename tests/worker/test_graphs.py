@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,7 +18,7 @@ from torch import Tensor
 from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import GraphSafetyError
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker.graphs import StepGraphs, StepKey, _addresses
+from nanovllm_core.worker.graphs import StepGraphs, StepKey, _addresses, compile_launches
 from nanovllm_core.worker.progress import Laps
 
 from ..e2e.tiny import write_config
@@ -96,12 +99,40 @@ def test_without_debug_nothing_is_looked_at() -> None:
     assert (fake.replays, looks) == (1, [])
 
 
-def test_the_steps_of_the_most_tokens_are_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lay out the pool, in which all others then find room."""
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What captures need of torch.cuda, to no effect."""
     for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    for name in ("synchronize", "empty_cache", "current_blas_handle"):
+    for name in ("synchronize", "empty_cache", "current_blas_handle", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_start_whose_first_kernels_are_compiled_traces_no_other_step(is_needed: bool) -> None:
+    """A warm start would trace all steps twice, for nothing."""
+    asked: list[list[str]] = []
+    launched: list[str] = []
+
+    class Kernels:
+        @contextmanager
+        def compile_ahead(self) -> Iterator[Callable[[], bool]]:
+            def ask() -> bool:
+                asked.append(launched[:])
+                return is_needed
+
+            yield ask
+
+    first, others = ([partial(launched.append, name) for name in names] for names in ("ab", "cd"))
+    compile_launches(Kernels(), torch.device("cpu"), first, others)
+    assert asked == [["a", "b"]]
+    assert launched == list("abcd" if is_needed else "ab")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_steps_of_the_most_tokens_are_captured_first() -> None:
+    """They lay out the pool, in which all others then find room."""
     keys = [
         *map(StepKey.decode, (1, 8, 300)),
         *(StepKey("mixed", tokens, rows) for rows in (8, 256) for tokens in (128, 512)),

@@ -30,6 +30,7 @@ from nanovllm_core.selection.startup import start
 from nanovllm_core.worker import logits, sampler_tail as sampler
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.rows import StagingRing
 from nanovllm_core.worker.runner import ModelRunner
 from nanovllm_kit.plans import decode_plan
 
@@ -451,6 +452,29 @@ def test_a_trial_step_does_all_that_a_request_may_ask_for(
     started.executor.close()
 
 
+def test_no_part_of_a_trial_copies_from_the_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a part reads is on the device before it is launched: so it can be captured."""
+    started = Started(folder, max_num_seqs=16, cache={"num_blocks": 40})
+    copied: list[str] = []
+    for owner, name in ((StagingRing, "copy"), (sampler, "_to_device")):
+        real = getattr(owner, name)
+
+        def seen(*arguments: Any, name: str = name, real: Any = real) -> Tensor:
+            copied.append(name)
+            return cast(Tensor, real(*arguments))
+
+        monkeypatch.setattr(owner, name, seen)
+    with torch.inference_mode():
+        for launch in started.runner.trial_launches(200):
+            before = copied[:]
+            launch()
+            assert copied == before
+    assert sorted(set(copied)) == ["_to_device", "copy"]
+    started.executor.close()
+
+
 @pytest.mark.parametrize(
     "trial", [lambda runner: runner.trial_step(200), lambda runner: runner.trial_captured_step()]
 )
@@ -588,7 +612,7 @@ def test_copies_of_a_steady_plan_change_nothing(
     steps = [started.run(prefill(rows, sampling=sampling)), started.run(decode_plan(rows))]
     calls: list[object] = []
     monkeypatch.setattr(started.runner.ops, "scatter_updates", lambda *update: calls.append(update))
-    monkeypatch.setattr(started.runner._tail, "_plan", lambda *plan: calls.append(plan))
+    monkeypatch.setattr(started.runner._tail, "plan", lambda *plan: calls.append(plan))
     steps += [started.run(StepPlan(epoch=1, num_decode=3)) for _ in range(3)]
     assert np.stack([step.token_ids for step in steps], axis=1).tolist() == [
         tokens[:5] for tokens in expected

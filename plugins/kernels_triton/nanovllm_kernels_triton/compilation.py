@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,16 +20,22 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     Its launches do nothing within, so they must be of no effect anyway, as in a capture that is
     thrown away; other threads wait for the kernel and launch it. Leaving waits until all are
     loaded. A kernel that fails to compile raises its error at its next launch. (Triton's own mode
-    waits for a kernel at its first launch.)
+    waits for a kernel at its first launch.) Triton's cache on disk gets the binaries alone: it
+    would read the texts of all other stages, too, whenever it loads a kernel.
     """
 
     def __init__(self) -> None:
         super().__init__(ThreadPoolExecutor())
         self._device = torch.cuda.current_device()
+        self._loading: defaultdict[object, Lock] = defaultdict(Lock)
+        """By the Triton function that the kernels are variants of."""
 
     def __enter__(self) -> Callable[[], bool]:
         self._compiled: list[str] = []
-        self._listener, knobs.compilation.listener = knobs.compilation.listener, self._listen
+        # Not by assignment, which changes the environment beneath other threads.
+        settings = vars(knobs.compilation)
+        self._settings = dict(settings)
+        settings.update(listener=self._listen, store_binary_only=True)
         super().__enter__()
         return self._is_needed
 
@@ -41,7 +49,8 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
             for future in self.future_kernels.values():
                 if future.kernel is None:  # It failed, or Ctrl-C came: Triton compiles it again.
                     future.finalize_compile(None)
-            knobs.compilation.listener = self._listener
+            vars(knobs.compilation).clear()
+            vars(knobs.compilation).update(self._settings)
             self.executor.shutdown(wait=False, cancel_futures=True)
 
     def submit(
@@ -52,7 +61,9 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         def load() -> Any:
             with suppress(Exception), torch.cuda.device(self._device):
                 kernel = compile_kernel()
-                kernel.run  # noqa: B018 - reading it loads the kernel
+                # Variants mostly share a launcher, which the first has the C compiler make.
+                with self._loading[kernel.src.fn]:
+                    kernel.run  # noqa: B018 - reading it loads the kernel
                 return kernel
 
         super().submit((key, len(self.raw_futures)), load, store)
