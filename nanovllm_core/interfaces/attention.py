@@ -16,7 +16,8 @@ does it, and is the reference of what the backend must compute.
 
 In a captured decode step plan_decode and the runs are captured; a test may also plan outside the
 graph and replay the runs alone. Where `cuda_graphs` is "full", small steps with prompt chunks are
-captured too, plan_prefill and run_prefill with them; all others run eagerly.
+captured too, plan_prefill and run_prefill with them; all others run eagerly. A start captures the
+largest prompts as well, and throws the graph away, where the backend needs no warm-up.
 
 A plan holds for the runs that follow it, until the next plan of its phase. An engine writes the
 next step into the same tensors and metadata objects, or into new ones at old addresses. So equal

@@ -194,10 +194,19 @@ _TOKEN, _PAIR = Struct("=f"), Struct("=if")
 
 
 class _Packed:
-    """Has the numbers of its fields as bytes until one is read: of most, nobody reads any."""
+    """Has the numbers of its fields as bytes until one is read: of most, nobody reads any.
+
+    The bytes stay, and are what is pickled.
+    """
 
     __slots__ = ("_packed",)
     _packed: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = getattr(self, "_packed", None)
+        if packed is None:
+            return TokenLogprobs, tuple(getattr(self, name) for name in TokenLogprobs.__slots__)
+        return TokenLogprobs.of_bytes, (packed,)
 
     if not TYPE_CHECKING:  # a checker would let every name pass
 

@@ -100,10 +100,10 @@ class DeviceMemory:
     the engine started; `context` is what CUDA itself took of the device because this engine was the
     first to use it, 0 if it was not.
     `reserved` is what torch's allocator holds for this process now, and `peak` the most that it
-    held since the engine began, activations of the largest step included. These are numbers of the
-    whole process: what another thread allocates while the engine starts counts as the engine's.
-    `free` is unused by any process that shares the device. `graphs` is what captured
-    steps will keep beside it.
+    held since the engine began, or since its kernels were compiled: activations of the largest
+    step included. These are numbers of the whole process, so starts on one device must not overlap.
+    `free` is unused by any process that shares the device. `graphs` is what captured steps will
+    keep beside it.
     """
 
     held_before: int = 0

@@ -413,6 +413,8 @@ class ModelRunner:
 
     def _sample_tail(self, launched: ForwardPass) -> None:
         inputs = launched.inputs
+        if self._debug:  # Here, for it waits, and a start captures `_after`.
+            check_logits(self.logits[: inputs.num_rows], inputs.rows, self._num_steps)
         eager = self._after(inputs, launched.rows, launched.sampling)
         logprobs = [*launched.logprobs, *([] if eager is None else [eager])]
         self._results.push(inputs.num_rows, launched.entries, logprobs)
@@ -421,14 +423,12 @@ class ModelRunner:
     def _after(
         self, inputs: StepInputs, rows: tuple[int, ...], sampling: tuple[RowSampling, ...]
     ) -> LogprobTensors | None:
-        """Check the logits that a step left, in debug mode; run the eager tail for `sampling`.
+        """Run the eager tail for `sampling`, where there is any.
 
         The captured sampler, launched here, chooses for the rows that do not need it.
         """
         tables, num_rows = self.tables, inputs.num_rows
         logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
-        if self._debug:
-            check_logits(logits, inputs.rows, self._num_steps)
         if not sampling:
             return None
         self._captured.sample(logits, inputs, sampled, self._never)

@@ -49,6 +49,7 @@ def test_each_entry_gets_as_many_pairs_as_it_asked_for(asked: Any, data: Any) ->
     assert list(records) == [3 * i for i in range(len(asked))]
     for (token, top), one in zip(asked, records.values(), strict=True):
         assert isinstance(one, TokenLogprobs)
+        assert pickle.loads(pickle.dumps(one)) == TokenLogprobs(token, tuple(top))
         assert (one.token_logprob, one.top) == (token, tuple(top))
         assert pickle.loads(pickle.dumps(one)) == one
 

@@ -27,7 +27,7 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker import logits, sampler_tail as sampler
+from nanovllm_core.worker import logits, runner as runner_module, sampler_tail as sampler
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.rows import StagingRing
@@ -452,12 +452,14 @@ def test_a_trial_step_does_all_that_a_request_may_ask_for(
     started.executor.close()
 
 
-def test_no_part_of_a_trial_copies_from_the_host(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("debug", [False, True])
+def test_no_part_of_a_trial_copies_from_the_host_or_looks_at_logits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, debug: bool
 ) -> None:
-    """What a part reads is on the device before it is launched: so it can be captured."""
-    started = Started(folder, max_num_seqs=16, cache={"num_blocks": 40})
+    """A part is captured: what it reads is on the device before, and it waits for nothing."""
+    started = Started(folder, max_num_seqs=16, cache={"num_blocks": 40}, debug=debug)
     copied: list[str] = []
+    monkeypatch.setattr(runner_module, "check_logits", lambda *_: pytest.fail("it waits"))
     for owner, name in ((StagingRing, "copy"), (sampler, "_to_device")):
         real = getattr(owner, name)
 

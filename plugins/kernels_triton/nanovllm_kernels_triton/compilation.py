@@ -20,8 +20,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     Its launches do nothing within, so they must be of no effect anyway, as in a capture that is
     thrown away; other threads wait for the kernel and launch it. Leaving waits until all are
     loaded. A kernel that fails to compile raises its error at its next launch. (Triton's own mode
-    waits for a kernel at its first launch.) Triton's cache on disk gets the binaries alone: it
-    would read the texts of all other stages, too, whenever it loads a kernel.
+    waits for a kernel at its first launch.)
     """
 
     def __init__(self) -> None:
@@ -32,10 +31,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
 
     def __enter__(self) -> Callable[[], bool]:
         self._compiled: list[str] = []
-        # Not by assignment, which changes the environment beneath other threads.
-        settings = vars(knobs.compilation)
-        self._settings = dict(settings)
-        settings.update(listener=self._listen, store_binary_only=True)
+        _listen_to(self._compiled)
         super().__enter__()
         return self._is_needed
 
@@ -49,8 +45,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
             for future in self.future_kernels.values():
                 if future.kernel is None:  # It failed, or Ctrl-C came: Triton compiles it again.
                     future.finalize_compile(None)
-            vars(knobs.compilation).clear()
-            vars(knobs.compilation).update(self._settings)
+            _end_listening(self._compiled)
             self.executor.shutdown(wait=False, cancel_futures=True)
 
     def submit(
@@ -75,9 +70,33 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         """Whether one of the kernels so far was not in Triton's cache on disk."""
         return any(self._compiled for _ in as_completed(self.raw_futures))
 
-    def _listen(self, *, src: Any, cache_hit: bool, **_: object) -> None:
-        if not cache_hit:
-            self._compiled.append(src.name)
+
+_lists: list[list[str]] = []
+"""Of the modes that are entered, for starts of several threads may overlap."""
+_lock = Lock()
+_listener_before: Any = None
+
+
+def _listen_to(compiled: list[str]) -> None:
+    """Collect the names of the kernels that this process compiles."""
+    global _listener_before
+    with _lock:
+        if not _lists:
+            _listener_before, knobs.compilation.listener = knobs.compilation.listener, _listen
+        _lists.append(compiled)
+
+
+def _end_listening(compiled: list[str]) -> None:
+    with _lock:
+        _lists[:] = [one for one in _lists if one is not compiled]
+        if not _lists:
+            knobs.compilation.listener = _listener_before
+
+
+def _listen(*, src: Any, cache_hit: bool, **_: object) -> None:
+    if not cache_hit:
+        for compiled in _lists:
+            compiled.append(src.name)
 
 
 class _LeftOut:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="compiles Triton kernels")
 
 PROGRAM = """
-import contextlib, json, pathlib, sys, threading
+import contextlib, json, sys, threading
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from nanovllm_kernels_triton.compilation import CompileAhead
@@ -63,9 +63,6 @@ with CompileAhead() as is_needed:
     other.join()
     seen["launched by another thread"] = len(launched)
 launched.clear()
-kept = {file.suffix for file in pathlib.Path(triton.knobs.cache.dir).glob("*/fill.*")}
-seen["binaries in the cache"] = ".cubin" in kept
-seen["texts in the cache"] = sorted(kept & {".ttir", ".ttgir", ".llir", ".ptx"})
 seen["compiled"] = len(compiled_by)
 seen["by threads"] = threading.main_thread() not in compiled_by
 for size in (16, 32, 64):
@@ -100,8 +97,20 @@ fill.device_caches.clear()
 with CompileAhead() as is_needed:
     fill[(1,)](x, SIZE=16)
     seen["needed with a warm cache"] = is_needed()
+sooner = threading.Thread(target=lambda: start(entered, may_leave))
+entered, may_leave = threading.Event(), threading.Event()
+def start(entered, may_leave):
+    with CompileAhead():
+        entered.set()
+        may_leave.wait(10)
+sooner.start()
+entered.wait(10)
+with CompileAhead() as is_needed:
+    may_leave.set()
+    sooner.join()
+    fill[(1,)](x, SIZE=128)
+    seen["needed while another start ends"] = is_needed()
 seen["listener"] = triton.knobs.compilation.listener
-seen["keeps binaries alone behind"] = triton.knobs.compilation.store_binary_only
 print(json.dumps(seen))
 """
 
@@ -109,7 +118,7 @@ print(json.dumps(seen))
 def test_kernels_are_compiled_by_threads_and_launched_behind(tmp_path: Path) -> None:
     """Each variant once; what fails raises at its next launch; an interruption leaves none out.
 
-    The cache on disk has no texts, which each load would read.
+    Starts of two threads may overlap, and leave Triton as they found it.
     """
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
@@ -135,7 +144,5 @@ def test_kernels_are_compiled_by_threads_and_launched_behind(tmp_path: Path) -> 
         "launched after an interrupted wait": 1,
         "needed with a warm cache": False,
         "listener": None,
-        "binaries in the cache": True,
-        "texts in the cache": [],
-        "keeps binaries alone behind": False,
+        "needed while another start ends": True,
     }
