@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
 
     def __enter__(self) -> Callable[[], bool]:
         self._compiled: list[str] = []
-        _listen_to(self._compiled)
+        _listen()
         super().__enter__()
         return self._is_needed
 
@@ -45,7 +45,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
             for future in self.future_kernels.values():
                 if future.kernel is None:  # It failed, or Ctrl-C came: Triton compiles it again.
                     future.finalize_compile(None)
-            _end_listening(self._compiled)
+            _end_listening()
             self.executor.shutdown(wait=False, cancel_futures=True)
 
     def submit(
@@ -54,6 +54,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         """Triton calls it for a kernel that is not in its memory; `store` puts one there."""
 
         def load() -> Any:
+            _compiling.names = self._compiled
             with suppress(Exception), torch.cuda.device(self._device):
                 kernel = compile_kernel()
                 # Variants mostly share a launcher, which the first has the C compiler make.
@@ -71,32 +72,33 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         return any(self._compiled for _ in as_completed(self.raw_futures))
 
 
-_lists: list[list[str]] = []
-"""Of the modes that are entered, for starts of several threads may overlap."""
+_compiling = local()
+"""Of a thread that compiles: `names`, its mode's list of kernels that were not in the cache."""
 _lock = Lock()
+_num_entered = 0
 _listener_before: Any = None
 
 
-def _listen_to(compiled: list[str]) -> None:
-    """Collect the names of the kernels that this process compiles."""
-    global _listener_before
+def _listen() -> None:
+    """Have Triton say what it compiles; starts of several threads may overlap."""
+    global _num_entered, _listener_before
     with _lock:
-        if not _lists:
-            _listener_before, knobs.compilation.listener = knobs.compilation.listener, _listen
-        _lists.append(compiled)
+        if _num_entered == 0:
+            _listener_before, knobs.compilation.listener = knobs.compilation.listener, _note
+        _num_entered += 1
 
 
-def _end_listening(compiled: list[str]) -> None:
+def _end_listening() -> None:
+    global _num_entered
     with _lock:
-        _lists[:] = [one for one in _lists if one is not compiled]
-        if not _lists:
+        _num_entered -= 1
+        if _num_entered == 0:
             knobs.compilation.listener = _listener_before
 
 
-def _listen(*, src: Any, cache_hit: bool, **_: object) -> None:
-    if not cache_hit:
-        for compiled in _lists:
-            compiled.append(src.name)
+def _note(*, src: Any, cache_hit: bool, **_: object) -> None:
+    if not cache_hit and hasattr(_compiling, "names"):
+        _compiling.names.append(src.name)
 
 
 class _LeftOut:
