@@ -14,7 +14,6 @@ from torch import Tensor
 from nanovllm_core.api import ParallelContext
 from nanovllm_executor_parallel.messages import HOST, LostPeerError, Start, Status
 
-
 # torch renames it; the older versions know the first name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

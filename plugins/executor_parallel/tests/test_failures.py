@@ -1,0 +1,207 @@
+"""A rank that ends, raises, stops or hangs ends the engine in time, by name; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.api import ExecutorError, NanoVLLMError, PluginLoadError
+from nanovllm_core.config import load_config
+from nanovllm_core.selection import start
+from nanovllm_executor_parallel.executor import ParallelExecutor
+from nanovllm_executor_parallel.plugin import ParallelOptions
+
+demo = pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
+pytest.importorskip("nanovllm_model_qwen3", reason="needs the plugin model_qwen3")
+
+PROMPTLY = 3.0
+"""Seconds in which the end of a rank is noticed."""
+STALL = 2.0
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "attention": "sdpa",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "tensor_parallel_size": 2,
+    "load_format": "dummy",
+}
+PROMPT = [5, 6, 7, 8, 9, 10]
+PLUGIN = """
+from nanovllm_core.api import ModelSpec, hookimpl
+
+@hookimpl
+def nanovllm_models():
+    return [ModelSpec(name="FailingForCausalLM", impl="failing:FailingForCausalLM", contract=2)]
+"""
+FAILING = '''
+"""Qwen3 whose rank `rank` does `how` at `where`; each rank leaves its process id in a file."""
+
+import os, signal, time
+from pathlib import Path
+from nanovllm_model_qwen3.model import Qwen3ForCausalLM
+
+class FailingForCausalLM(Qwen3ForCausalLM):
+    def __init__(self, options, config, context):
+        self.fail, self.rank = config["fail"], context.tp.rank
+        self.folder = Path(__file__).parent
+        (self.folder / f"pid{self.rank}").write_text(str(os.getpid()))
+        self.at("load")
+        super().__init__(options, config, context)
+
+    def forward(self, input_ids, positions):
+        self.at("prompt" if len(input_ids) == 6 else "decode" if len(input_ids) == 1 else "")
+        return super().forward(input_ids, positions)
+
+    def at(self, where):
+        if [self.rank, where] != [self.fail["rank"], self.fail["where"]]:
+            return
+        (self.folder / "time").write_text(str(time.time()))
+        how = self.fail["how"]
+        if how == "raise":
+            raise ValueError("a bug")
+        elif how == "exit":
+            os._exit(7)
+        elif how == "hang":
+            time.sleep(60)
+        elif how == "few blocks":
+            from nanovllm_core.worker import kv_cache
+            kv_cache.CPU_CACHE_BYTES = 1 << 19
+        else:
+            os.kill(os.getpid(), getattr(signal, how))
+'''
+SAYS = {
+    "raise": "ValueError: a bug",
+    "exit": "ended with exit code 7",
+    "SIGKILL": "ended with signal SIGKILL",
+    "SIGSTOP": rf"gave no answer for stall_seconds \({STALL:g} s\)",
+    "hang": r"did nothing for stall_seconds",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """A checkpoint whose model fails, in a folder on sys.path."""
+
+    folder: Path
+
+    def prepare(self, rank: int, how: str, where: str) -> None:
+        config = json.loads((Path(demo.__file__).parent / "checkpoint/config.json").read_text())
+        config["architectures"] = ["FailingForCausalLM"]
+        config["fail"] = {"rank": rank, "how": how, "where": where}
+        (self.folder / "config.json").write_text(json.dumps(config))
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid{rank}").read_text())
+
+    def seconds_since(self) -> float:
+        return time.time() - float((self.folder / "time").read_text())
+
+    def settings(self, **options: float) -> dict[str, Any]:
+        options = {"stall_seconds": STALL, **options}
+        return {**SETTINGS, "executor": {"name": "parallel", "options": options}}
+
+
+@pytest.fixture
+def failing(install: Callable[..., None], tmp_path: Path) -> Failing:
+    entries = {"nanovllm.models": {"FailingForCausalLM": "failing_plugin"}}
+    install("failing", entries, {"failing_plugin": PLUGIN, "failing": FAILING})
+    return Failing(tmp_path)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+QUICK = [
+    (1, "raise", "load"),
+    (0, "SIGSTOP", "load"),
+    (0, "SIGKILL", "prompt"),
+    (1, "SIGSTOP", "decode"),
+    (1, "raise", "decode"),
+    (0, "hang", "decode"),
+]
+LONG = [
+    (rank, how, where)
+    for rank in (0, 1)
+    for how in SAYS
+    for where in ("load", "prompt", "decode")
+    if (rank, how, where) not in QUICK and (how, where) != ("hang", "load")
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "where"),
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in LONG)],
+)
+def test_a_rank_that_fails_ends_the_engine(
+    failing: Failing, rank: int, how: str, where: str
+) -> None:
+    """The error names rank, process and cause; all processes are gone when it is raised."""
+    failing.prepare(rank, how, where)
+    with pytest.raises((ExecutorError, PluginLoadError)) as caught:  # noqa: PT012 - both may raise
+        llm = LLM(str(failing.folder), **failing.settings())
+        assert where != "load"
+        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    seconds = failing.seconds_since()
+    pid = failing.pid(rank)
+    assert re.search(rf"rank {rank} \(process {pid}\):? .*{SAYS[how]}", str(caught.value))
+    assert seconds < PROMPTLY + (STALL if how in ("SIGSTOP", "hang") else 0)
+    assert is_gone(pid)
+    assert is_gone(failing.pid(1 - rank))
+    if where != "load":
+        with pytest.raises(NanoVLLMError):
+            llm.generate([PROMPT], use_tqdm=False)
+        llm.close()
+
+
+def test_the_blocks_are_those_of_the_rank_with_the_fewest(failing: Failing) -> None:
+    """Rank 1 has less memory for its cache."""
+    failing.prepare(1, "few blocks", "load")
+    with LLM(str(failing.folder), **failing.settings()) as llm:
+        few = llm.info.num_blocks
+    failing.prepare(2, "", "")
+    with LLM(str(failing.folder), **failing.settings()) as llm:
+        assert few < llm.info.num_blocks
+
+
+def test_a_rank_with_another_version_of_a_plugin_is_named(failing: Failing) -> None:
+    """The version changes between the engine's choice and the start of the ranks."""
+    failing.prepare(2, "", "")
+    setup = start(load_config(str(failing.folder), overrides=failing.settings())).setup
+    [info] = failing.folder.glob("*.dist-info/METADATA")
+    info.write_text(info.read_text().replace("1.2.3", "1.2.4"))
+    executor = ParallelExecutor(ParallelOptions())
+    with pytest.raises(PluginLoadError, match=r"rank [01] .*FailingFor.* 1\.2\.3.*here: 1\.2\.4"):
+        executor.start(setup)
+    executor.close()
+
+
+def test_a_rank_that_cannot_read_the_setup_is_named(failing: Failing) -> None:
+    """Its options are of a module that only the engine's process knows."""
+    failing.prepare(2, "", "")
+    setup = start(load_config(str(failing.folder), overrides=failing.settings())).setup
+    executor = ParallelExecutor(ParallelOptions())
+    config = setup.model_config
+    with pytest.raises(PluginLoadError, match=r"rank [01] .*set-up cannot be read.*every process"):
+        executor.start(replace(setup, model_config={**config, "x": Unreadable()}))
+    executor.close()
+
+
+class Unreadable:
+    """Pickles as a call that fails in another process."""
+
+    def __reduce__(self) -> Any:
+        return json.loads, ("no JSON",)
