@@ -33,6 +33,7 @@ class ParallelExecutor(Executor):
         super().__init__(options)
         self._bounds = options
         self._ranks: Ranks | None = None
+        self._has_started = False
         self._is_asked = False  # for a result; Ctrl-C may have left the wait for it
 
     def start(self, setup: WorkerSetup) -> WorkerInfo:
@@ -47,6 +48,7 @@ class ParallelExecutor(Executor):
         imported = time.monotonic() - began
         info: WorkerInfo
         info, *_ = [ranks.receive(one.rank, until) for one in ranks]
+        self._has_started = True
         return replace(
             info,
             device=info.device if size == 1 else f"{size} x {info.device}",
@@ -69,8 +71,12 @@ class ParallelExecutor(Executor):
         return result
 
     def close(self) -> None:
-        if self._ranks is not None and self._ranks.are_running:
+        if self._ranks is None or not self._ranks.are_running:
+            return
+        if self._has_started:
             self._ranks.close()
+        else:  # Ctrl-C has ended the start, and the ranks would not listen before its end
+            self._ranks.kill()
 
     def _running(self) -> Ranks:
         if self._ranks is None or not self._ranks.are_running:
