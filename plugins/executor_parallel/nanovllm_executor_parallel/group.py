@@ -76,14 +76,19 @@ def rank_device(device: str, rank: int) -> str:
 
 
 def connect(start: Start, device: str, progress: Progress) -> ParallelContext:
-    """Meet the other ranks, and make this rank's context; LostPeerError if they do not come.
+    """This rank's context, once it has met the others; LostPeerError if they do not come."""
+    device = rank_device(device, start.rank)
+    if start.world_size == 1:
+        return ParallelContext(device=device)
+    return join(start, device, progress)
+
+
+def join(start: Start, device: str, progress: Progress) -> ParallelContext:
+    """Meet the other ranks at the port of rank 0, which listens there already.
 
     On a GPU the first collective runs here: NCCL opens its connections in it, which no capture may
     hold.
     """
-    device = rank_device(device, start.rank)
-    if start.world_size == 1:
-        return ParallelContext(device=device)
     group = TensorParallelGroup(start.rank, start.world_size, progress)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=start.timeout_seconds)
