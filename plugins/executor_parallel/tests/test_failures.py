@@ -15,10 +15,7 @@ import pytest
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ExecutorError, NanoVLLMError, PluginLoadError
-from nanovllm_core.config import load_config
-from nanovllm_core.selection import start
-from nanovllm_executor_parallel.executor import ParallelExecutor
-from nanovllm_executor_parallel.plugin import ParallelOptions
+from nanovllm_executor_parallel import executor
 
 demo = pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
 pytest.importorskip("nanovllm_model_qwen3", reason="needs the plugin model_qwen3")
@@ -177,27 +174,37 @@ def test_the_blocks_are_those_of_the_rank_with_the_fewest(failing: Failing) -> N
         assert few < llm.info.num_blocks
 
 
-def test_a_rank_with_another_version_of_a_plugin_is_named(failing: Failing) -> None:
+def test_a_rank_with_another_version_of_a_plugin_is_named(
+    failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The version changes between the engine's choice and the start of the ranks."""
+
+    def spawn(*arguments: Any, spawn: Callable[..., None] = executor.spawn) -> None:
+        [info] = failing.folder.glob("*.dist-info/METADATA")
+        info.write_text(info.read_text().replace("1.2.3", "1.2.4"))
+        spawn(*arguments)
+
     failing.prepare(2, "", "")
-    setup = start(load_config(str(failing.folder), overrides=failing.settings())).setup
-    [info] = failing.folder.glob("*.dist-info/METADATA")
-    info.write_text(info.read_text().replace("1.2.3", "1.2.4"))
-    executor = ParallelExecutor(ParallelOptions())
+    monkeypatch.setattr(executor, "spawn", spawn)
     with pytest.raises(PluginLoadError, match=r"rank [01] .*FailingFor.* 1\.2\.3.*here: 1\.2\.4"):
-        executor.start(setup)
-    executor.close()
+        LLM(str(failing.folder), **failing.settings())
 
 
-def test_a_rank_that_cannot_read_the_setup_is_named(failing: Failing) -> None:
-    """Its options are of a module that only the engine's process knows."""
+def test_a_rank_that_cannot_read_the_setup_is_named(
+    failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of it is of a module that only the engine's process can import."""
+
+    def spawn(
+        ranks: Any, setup: Any, *rest: Any, spawn: Callable[..., None] = executor.spawn
+    ) -> None:
+        config = {**setup.model_config, "part": Unreadable()}
+        spawn(ranks, replace(setup, model_config=config), *rest)
+
     failing.prepare(2, "", "")
-    setup = start(load_config(str(failing.folder), overrides=failing.settings())).setup
-    executor = ParallelExecutor(ParallelOptions())
-    config = setup.model_config
+    monkeypatch.setattr(executor, "spawn", spawn)
     with pytest.raises(PluginLoadError, match=r"rank [01] .*set-up cannot be read.*every process"):
-        executor.start(replace(setup, model_config={**config, "x": Unreadable()}))
-    executor.close()
+        LLM(str(failing.folder), **failing.settings())
 
 
 class Unreadable:

@@ -81,7 +81,7 @@ MODELS = {
         {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
 }
-IN_FULL = {"Llama, one KV head", "Qwen2, 2 ranks"}
+IN_FULL = {"Llama, 2 ranks", "Llama, one KV head", "Qwen2, 2 ranks"}
 
 
 @pytest.mark.parametrize(
