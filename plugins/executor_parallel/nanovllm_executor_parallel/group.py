@@ -86,8 +86,8 @@ def connect(start: Start, device: str, progress: Progress) -> ParallelContext:
 def join(start: Start, device: str, progress: Progress) -> ParallelContext:
     """Meet the other ranks at the port of rank 0, which listens there already.
 
-    On a GPU the first collective runs here: NCCL opens its connections in it, which no capture may
-    hold.
+    On a GPU the first collectives run here: NCCL opens its connections in them, which no capture
+    may hold.
     """
     group = TensorParallelGroup(start.rank, start.world_size, progress)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -107,7 +107,7 @@ def join(start: Start, device: str, progress: Progress) -> ParallelContext:
         )
     if device != "cpu":
         torch.cuda.set_device(device)
-        group.all_reduce(torch.zeros(1, device=device))
+        group.all_gather(group.all_reduce(torch.zeros(1, device=device)))
         torch.cuda.synchronize(device)
     return ParallelContext(
         rank=start.rank,

@@ -49,6 +49,8 @@ class RankProcess:
         """It has imported everything: from then on it answers in time."""
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         environment = ENVIRONMENT | os.environ
+        if rank > 0:
+            environment["TERM"] = "dumb"  # one rank's progress bars are enough
         if num_threads is not None:
             environment["OMP_NUM_THREADS"] = str(num_threads)
         descriptors = [one.fileno() for one in theirs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ExecutorError, NanoVLLMError, PluginLoadError
@@ -44,6 +46,7 @@ FAILING = '''
 
 import os, signal, time
 from pathlib import Path
+import torch
 from nanovllm_model_qwen3.model import Qwen3ForCausalLM
 
 class FailingForCausalLM(Qwen3ForCausalLM):
@@ -55,6 +58,8 @@ class FailingForCausalLM(Qwen3ForCausalLM):
         super().__init__(options, config, context)
 
     def forward(self, input_ids, positions):
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.at("capture")
         self.at("prompt" if len(input_ids) == 6 else "decode" if len(input_ids) == 1 else "")
         return super().forward(input_ids, positions)
 
@@ -103,9 +108,9 @@ class Failing:
     def seconds_since(self) -> float:
         return time.time() - float((self.folder / "time").read_text())
 
-    def settings(self, **options: float) -> dict[str, Any]:
-        options = {"stall_seconds": STALL, **options}
-        return {**SETTINGS, "executor": {"name": "parallel", "options": options}}
+    def settings(self, device: str = "cpu") -> dict[str, Any]:
+        options = {"stall_seconds": STALL}
+        return {**SETTINGS, "device": device, "executor": {"name": "parallel", "options": options}}
 
 
 @pytest.fixture
@@ -138,11 +143,20 @@ LONG = [
     for where in ("load", "prompt", "decode")
     if (rank, how, where) not in QUICK and (how, where) != ("hang", "load")
 ]
+ON_GPUS = [(rank, how, "capture") for rank in (0, 1) for how in ("raise", "SIGKILL", "SIGSTOP")]
+gpus = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+)
 
 
 @pytest.mark.parametrize(
     ("rank", "how", "where"),
-    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in LONG)],
+    [
+        *QUICK,
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in LONG),
+        *(pytest.param(*one, marks=gpus) for one in ON_GPUS),
+    ],
 )
 def test_a_rank_that_fails_ends_the_engine(
     failing: Failing, rank: int, how: str, where: str
@@ -150,18 +164,44 @@ def test_a_rank_that_fails_ends_the_engine(
     """The error names rank, process and cause; all processes are gone when it is raised."""
     failing.prepare(rank, how, where)
     with pytest.raises((ExecutorError, PluginLoadError)) as caught:  # noqa: PT012 - both may raise
-        llm = LLM(str(failing.folder), **failing.settings())
-        assert where != "load"
+        device = "cuda" if where == "capture" else "cpu"
+        llm = LLM(str(failing.folder), **failing.settings(device))
+        assert where not in ("load", "capture")
         llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     seconds = failing.seconds_since()
     pids = failing.pids()
     assert re.search(rf"rank {rank} \(process {pids[rank]}\):? .*{SAYS[how]}", str(caught.value))
     assert seconds < PROMPTLY + (STALL if how in ("SIGSTOP", "hang") else 0)
     assert all(map(is_gone, pids.values()))
-    if where != "load":
+    if where not in ("load", "capture"):
         with pytest.raises(NanoVLLMError):
             llm.generate([PROMPT], use_tqdm=False)
         llm.close()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=gpus)],
+)
+def test_a_rank_that_is_killed_or_stopped_in_a_stream_is_named(
+    failing: Failing, device: str, rank: int, how: str
+) -> None:
+    """At any moment of a step, from outside; on GPUs the others wait in a captured collective."""
+    failing.prepare(2, "", "")
+    with LLM(str(failing.folder), **failing.settings(device)) as llm:
+        greedy = SamplingParams(temperature=0, ignore_eos=True, max_tokens=58)
+        stream = llm.stream(PROMPT, greedy)
+        next(stream)
+        os.kill(failing.pids()[rank], getattr(signal, how))
+        began = time.monotonic()
+        named = rf"rank {rank} \(process.*{SAYS[how]}"
+        with pytest.raises(ExecutorError, match=named):  # noqa: PT012 - the stream may have ended
+            list(stream)
+            llm.generate([PROMPT], greedy, use_tqdm=False)
+    assert time.monotonic() - began < 2 * PROMPTLY + (STALL if how == "SIGSTOP" else 0)
+    assert all(map(is_gone, failing.pids().values()))
 
 
 def test_the_blocks_are_those_of_the_rank_with_the_fewest(failing: Failing) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from nanovllm_core import LLM, RequestOutput, SamplingParams
@@ -30,11 +31,12 @@ PARAMS = [
 ]
 
 
-def generate(model: str, prompts: Sequence[Any], num_ranks: int) -> list[RequestOutput]:
+def generate(
+    model: str, prompts: Sequence[Any], num_ranks: int, **settings: Any
+) -> list[RequestOutput]:
     """Every prompt with every one of `PARAMS`."""
-    executor = "single" if num_ranks == 1 else "parallel"
-    with LLM(model, executor=executor, tensor_parallel_size=num_ranks, **SETTINGS) as llm:
-        assert llm.info.device == ("cpu" if num_ranks == 1 else f"{num_ranks} x cpu")
+    with LLM(model, tensor_parallel_size=num_ranks, **{**SETTINGS, **settings}) as llm:
+        assert llm.info.device.startswith(f"{num_ranks} x ") == (num_ranks > 1)
         every = [prompt for prompt in prompts for _ in PARAMS]
         return llm.generate(every, PARAMS * len(prompts), use_tqdm=False)
 
@@ -62,6 +64,24 @@ DEMO_PROMPTS = ["Write a story about a fox named Mia.", "What is 27 + 15?"]
 def test_the_demo_model_says_the_same(of_one_rank: list[RequestOutput], num_ranks: int) -> None:
     """Of two KV heads each of four ranks has one, as a neighbour; embedding and head are tied."""
     assert_same(generate("demo", DEMO_PROMPTS, num_ranks), of_one_rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_the_demo_model_says_the_same_on_gpus(num_ranks: int, enforce_eager: bool) -> None:
+    """Over NCCL, in captured steps and outside; with the attention that is chosen there."""
+    pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA GPUs")
+    settings = {
+        "device": "cuda",
+        "attention": "auto",
+        "enforce_eager": enforce_eager,
+        "gpu_memory_utilization": 0.3,
+    }
+    single = generate("demo", DEMO_PROMPTS, 1, **settings)
+    assert_same(generate("demo", DEMO_PROMPTS, num_ranks, **settings), single)
 
 
 MODELS = {
