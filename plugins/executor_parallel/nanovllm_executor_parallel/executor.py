@@ -41,7 +41,7 @@ class ParallelExecutor(Executor):
         size = setup.config.tensor_parallel_size
         check_devices(setup.device, size)
         ranks = self._ranks = Ranks(self._bounds)
-        spawn(ranks, setup, size, self._bounds.start_seconds)
+        spawn(ranks, setup, size, self._bounds)
         until = began + self._bounds.start_seconds
         for one in ranks:
             ranks.receive(one.rank, until)
@@ -98,8 +98,10 @@ def check_devices(device: str, size: int) -> None:
         )
 
 
-def spawn(ranks: Ranks, setup: WorkerSetup, size: int, timeout_seconds: float) -> None:
+def spawn(ranks: Ranks, setup: WorkerSetup, size: int, bounds: ParallelOptions) -> None:
     """Start the processes. Rank 0 inherits the socket at whose port, a free one, all ranks meet."""
+    # The engine's own bounds come first, and its errors say more.
+    timeout_seconds = bounds.start_seconds + bounds.stall_seconds
     num_threads = max(1, torch.get_num_threads() // size) if setup.device == "cpu" else None
     data = pickle.dumps(setup, pickle.HIGHEST_PROTOCOL)
     with socket.create_server((HOST, 0)) as listening:

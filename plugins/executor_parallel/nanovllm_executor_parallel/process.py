@@ -24,9 +24,11 @@ ENVIRONMENT = {
 }
 """Of each rank, unless it is set already: all ranks are on this host, and no NVLink multicast."""
 
+PING = b"?"
+
 PROGRAM = """\
 import sys
-sys.path[:] = sys.argv[4:]
+sys.path[:] = sys.argv[5:]
 from nanovllm_executor_parallel.rank import main
 main()
 """
@@ -45,6 +47,8 @@ class RankProcess:
         self.inbox: deque[Any] = deque()
         self.failure: Failure | None = None
         self.status: Status | None = None
+        self.unanswered = 0
+        """The pings since it was heard last."""
         self.is_ready = False
         """It has imported everything: from then on it answers in time."""
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
@@ -54,7 +58,8 @@ class RankProcess:
         if num_threads is not None:
             environment["OMP_NUM_THREADS"] = str(num_threads)
         descriptors = [one.fileno() for one in theirs]
-        arguments = [*map(str, descriptors), str(os.getpid()), *sys.path]
+        name = f"nanovllm rank {rank}"  # for `ps`
+        arguments = [name, *map(str, descriptors), str(os.getpid()), *sys.path]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *arguments],
@@ -80,6 +85,15 @@ class RankProcess:
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid})"
 
+    def listen(self) -> None:
+        """Begin to watch it; what was heard before does not count."""
+        self.status, self.unanswered = None, 0
+
+    def ping(self) -> None:
+        """Ask what it is doing."""
+        self.unanswered += 1
+        self.watch.send(PING)
+
     @property
     def has_failed(self) -> bool:
         """True once it has sent a failure, or has ended."""
@@ -94,13 +108,15 @@ class RankProcess:
             else:
                 self.is_ready = True
                 self.inbox.append(message)
+        if messages:
+            self.unanswered = 0
         return bool(messages)
 
     def read_status(self) -> bool:
         """Take its answers; True where it has moved since the one before."""
         before, answers = self.status, self.watch.read()
         if answers:
-            self.status = answers[-1]
+            self.status, self.unanswered = answers[-1], 0
         return before not in (None, self.status)
 
     def has_ended(self) -> bool:

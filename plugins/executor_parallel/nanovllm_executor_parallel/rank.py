@@ -39,8 +39,8 @@ PARENT_SECONDS = 1.0
 
 
 def main() -> None:
-    """Serve the engine: `argv` has the descriptors of the two sockets, and the engine's process."""
-    messages, watch, parent = map(int, sys.argv[1:4])
+    """Serve the engine: `argv` has the rank's name, its two sockets, and the engine's process."""
+    messages, watch, parent = map(int, sys.argv[2:5])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
     watcher = Watcher(socket(fileno=watch), parent)
     Thread(target=watcher.run, daemon=True).start()
@@ -71,9 +71,8 @@ class Watcher:
 def serve(sock: socket, watcher: Watcher) -> None:
     """Handle messages in order, until `CLOSE` or an error, which is sent before all is closed."""
     start: Start = receive(sock)
-    logging.basicConfig(
-        level=start.log_level, format=f"rank {start.rank}: %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(format=f"rank {start.rank}: %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nanovllm_core").setLevel(start.log_level)
     with ExitStack() as stack:
         try:
             run(sock, start, watcher, stack)
@@ -96,6 +95,7 @@ def run(sock: socket, start: Start, watcher: Watcher, stack: ExitStack) -> None:
     worker = Worker(setup, connect(start, setup.device, progress))
     stack.callback(worker.close)
     info = worker.start()
+    gc.collect()
     gc.freeze()
     gc.enable()
     sock.sendall(encode(info))

@@ -15,7 +15,6 @@ from nanovllm_executor_parallel.process import RankProcess
 
 logger = logging.getLogger(__name__)
 
-PING = b"?"
 MAX_PING_SECONDS = 1.0
 CAUSE_SECONDS = 1.0
 """After a rank has lost another: how long to wait for news of that one."""
@@ -29,10 +28,11 @@ class Ranks:
         self._bounds = bounds
         self._processes: list[RankProcess] = []
         self._ping_seconds = min(MAX_PING_SECONDS, bounds.stall_seconds / 4)
-        self._moved = 0.0
-        """When a rank last did something, of which the engine knows."""
-        self._heard: dict[int, float] = {}
-        """When each rank last answered."""
+        self._still = 0
+        """The pings since a rank last did something of which the engine knows.
+
+        Pings, not seconds: where the engine's own process was stopped, no rank is to blame.
+        """
 
     def __iter__(self) -> Iterator[RankProcess]:
         return iter(self._processes)
@@ -55,24 +55,23 @@ class Ranks:
         `until`, of a step, the bound is the time in which no rank moves.
         """
         inbox = self._processes[rank].inbox
-        pinged = self._moved = time.monotonic()
-        self._heard = dict.fromkeys(range(len(self._processes)), pinged)
+        self._still, pinged = 0, time.monotonic()
         for one in self._processes:
-            one.status = None
+            one.listen()
         while not inbox:
             self._poll(self._ping_seconds)
             self._check_failures()
-            now = time.monotonic()
-            self._check_answers(now)
+            self._check_answers()
             if until is None:
-                self._check_moves(now)
-            elif now > until:
+                self._check_moves()
+            elif time.monotonic() > until:
                 bound = f"start_seconds ({self._bounds.start_seconds:g} s)"
                 self._fail(f"did not start within {bound}", self._awaited())
-            if now - pinged >= self._ping_seconds:
-                pinged = now
+            if time.monotonic() - pinged >= self._ping_seconds:
+                pinged = time.monotonic()
+                self._still += 1
                 for one in self._processes:
-                    one.watch.send(PING)
+                    one.ping()
         return inbox.popleft()
 
     def _poll(self, seconds: float) -> None:
@@ -85,14 +84,14 @@ class Ranks:
                 poller.register(one.watch, select.POLLIN)
         ready = dict(poller.poll(seconds * 1000))
         for one in self._processes:
+            has_moved = False
             if one.messages.fileno() in ready:
                 one.messages.flush()
-                if one.read():
-                    self._heard[one.rank] = self._moved = time.monotonic()
+                has_moved = one.read()
             if one.watch.fileno() in ready:
-                self._heard[one.rank] = time.monotonic()
-                if one.read_status():
-                    self._moved = self._heard[one.rank]
+                has_moved |= one.read_status()
+            if has_moved:
+                self._still = 0
 
     # -- failures ---------------------------------------------------------------------------------
 
@@ -117,10 +116,12 @@ class Ranks:
                 return one
         return None
 
-    def _check_answers(self, now: float) -> None:
+    def _check_answers(self) -> None:
         bound = self._bounds.stall_seconds
         silent = [
-            one for one in self._processes if one.is_ready and now - self._heard[one.rank] > bound
+            one
+            for one in self._processes
+            if one.is_ready and one.unanswered * self._ping_seconds >= bound
         ]
         if silent:
             self._fail(
@@ -129,9 +130,9 @@ class Ranks:
                 silent,
             )
 
-    def _check_moves(self, now: float) -> None:
+    def _check_moves(self) -> None:
         bound = self._bounds.stall_seconds
-        if now - self._moved > bound:
+        if self._still * self._ping_seconds >= bound:
             self._fail(
                 f"did nothing for stall_seconds ({bound:g} s), nor did the others; look at it with "
                 "py-spy, or raise stall_seconds",

@@ -74,6 +74,8 @@ class FailingForCausalLM(Qwen3ForCausalLM):
             os._exit(7)
         elif how == "hang":
             time.sleep(60)
+        elif how == "sleep":
+            time.sleep(0.8)
         elif how == "few blocks":
             from nanovllm_core.worker import kv_cache
             kv_cache.CPU_CACHE_BYTES = 1 << 19
@@ -202,6 +204,27 @@ def test_a_rank_that_is_killed_or_stopped_in_a_stream_is_named(
             llm.generate([PROMPT], greedy, use_tqdm=False)
     assert time.monotonic() - began < 2 * PROMPTLY + (STALL if how == "SIGSTOP" else 0)
     assert all(map(is_gone, failing.pids().values()))
+
+
+def test_no_rank_is_blamed_for_an_engine_that_was_stopped(
+    failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's process stood still in a wait, as by Ctrl-Z; its ranks answer afterwards."""
+    failing.prepare(1, "sleep", "prompt")
+    began = time.monotonic()
+    with LLM(str(failing.folder), **failing.settings()) as llm:
+        clock, offset = time.monotonic, 0.0
+
+        def later() -> float:
+            nonlocal offset
+            if clock() > began + 0.1:
+                offset = 2 * STALL
+            return clock() + offset
+
+        began = clock()
+        monkeypatch.setattr(time, "monotonic", later)
+        [output] = llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(output.token_ids) == 2
 
 
 def test_the_blocks_are_those_of_the_rank_with_the_fewest(failing: Failing) -> None:
