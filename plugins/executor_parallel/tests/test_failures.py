@@ -161,10 +161,16 @@ gpus = (
     ],
 )
 def test_a_rank_that_fails_ends_the_engine(
-    failing: Failing, rank: int, how: str, where: str
+    failing: Failing, rank: int, how: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names rank, process and cause; all processes are gone when it is raised."""
+    """The error names rank, process and cause; all processes are gone when it is raised.
+
+    They leave no file behind, either.
+    """
     failing.prepare(rank, how, where)
+    temporary = failing.folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with pytest.raises((ExecutorError, PluginLoadError)) as caught:  # noqa: PT012 - both may raise
         device = "cuda" if where == "capture" else "cpu"
         llm = LLM(str(failing.folder), **failing.settings(device))
@@ -175,6 +181,7 @@ def test_a_rank_that_fails_ends_the_engine(
     assert re.search(rf"rank {rank} \(process {pids[rank]}\):? .*{SAYS[how]}", str(caught.value))
     assert seconds < PROMPTLY + (STALL if how in ("SIGSTOP", "hang") else 0)
     assert all(map(is_gone, pids.values()))
+    assert not [*temporary.iterdir()]
     if where not in ("load", "capture"):
         with pytest.raises(NanoVLLMError):
             llm.generate([PROMPT], use_tqdm=False)
