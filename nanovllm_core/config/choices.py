@@ -139,7 +139,7 @@ class ExecutorSettings(NamedPlugin):
 
 
 class SamplerSettings(NamedPlugin):
-    """How the device samples a token, for requests without top-k, penalties or the like."""
+    """How the device chooses a token from logits, after penalties, top-k and the like."""
 
     name: Name = "gumbel"
     """The sampler plugin, by name. `gumbel` takes the likeliest token, or samples one with noise

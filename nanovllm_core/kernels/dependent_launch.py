@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel starts while the one before it in the stream ends.
 
 CUDA's guide calls it programmatic dependent launch; it exists from compute capability 9.0 on. A
-kernel that takes part is compiled with DEPENDENT. Before it waits it reads nothing but weights,
-which no kernel writes, and it writes nothing; the wait returns when all memory operations of the
+kernel that takes part is compiled with DEPENDENT. Before it waits it writes nothing, and reads
+only memory that no kernel before it can still be writing (weights; in decode attention the step's
+plan and the keys of earlier steps). The wait returns when all memory operations of the
 kernel before are visible. The signal lets the next kernel's programs start when every program of
 this one has given it: early where they then fetch weights or cost nothing, behind the main loop
 where they would only take its place. As every kernel waits, it sees what it would see in order, so
