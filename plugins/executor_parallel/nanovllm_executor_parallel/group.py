@@ -84,11 +84,7 @@ def connect(start: Start, device: str, progress: Progress) -> ParallelContext:
 
 
 def join(start: Start, device: str, progress: Progress) -> ParallelContext:
-    """Meet the other ranks at the port of rank 0, which listens there already.
-
-    On a GPU the first collectives run here: NCCL opens its connections in them, which no capture
-    may hold.
-    """
+    """Meet the other ranks at the port of rank 0, which listens there already."""
     group = TensorParallelGroup(start.rank, start.world_size, progress)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=start.timeout_seconds)
@@ -105,16 +101,18 @@ def join(start: Start, device: str, progress: Progress) -> ParallelContext:
         dist.init_process_group(
             backend, store=store, rank=start.rank, world_size=start.world_size, timeout=timeout
         )
-    if device != "cpu":
-        torch.cuda.set_device(device)
+
+    def open_connections() -> None:
+        """The first collectives: in them NCCL takes its memory, which no capture may do."""
         group.all_gather(group.all_reduce(torch.zeros(1, device=device)))
-        torch.cuda.synchronize(device)
+
     return ParallelContext(
         rank=start.rank,
         world_size=start.world_size,
         device=device,
         tensor_parallel=group,
         min_over_ranks=group.min_over_ranks,
+        connect=open_connections,
     )
 
 
