@@ -64,6 +64,7 @@ def changed_config(**changes: Any) -> Callable[[Path], Path]:
 
 
 NORM = "model.norm.weight"
+GENERATE = ["generate", "hi", "--model", "demo"]
 
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], str]] = {
     "unknown architecture": (
@@ -280,8 +281,7 @@ def test_a_request_that_the_cache_can_never_hold_is_refused_when_it_is_added(tin
             "must be one of 16",
         ),
         (
-            ["generate", "hi", "--model", "demo", "--set", "executor=single"]
-            + ["--set", "tensor_parallel_size=2"],
+            [*GENERATE, "--set", "executor=single", "--set", "tensor_parallel_size=2"],
             "at most 1",
         ),
         (["generate", "hi"], "model: missing"),
