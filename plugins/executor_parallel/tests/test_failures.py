@@ -213,6 +213,32 @@ def test_a_rank_that_is_killed_or_stopped_in_a_stream_is_named(
     assert all(map(is_gone, failing.pids().values()))
 
 
+@pytest.mark.slow
+def test_closing_kills_a_rank_that_is_stopped(failing: Failing) -> None:
+    """After `close_seconds`; the other rank has closed by itself."""
+    failing.prepare(2, "", "")
+    settings = failing.settings()
+    settings["executor"]["options"]["close_seconds"] = 1.0
+    llm = LLM(str(failing.folder), **settings)
+    os.kill(failing.pids()[1], signal.SIGSTOP)
+    began = time.monotonic()
+    llm.close()
+    assert 1.0 <= time.monotonic() - began < 1.0 + PROMPTLY
+    assert all(map(is_gone, failing.pids().values()))
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_while_no_request_runs_is_named_by_the_next(failing: Failing) -> None:
+    """Nobody waits for it until then."""
+    failing.prepare(2, "", "")
+    with LLM(str(failing.folder), **failing.settings()) as llm:
+        os.kill(failing.pids()[1], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(ExecutorError, match=r"rank 1 \(process .* signal SIGKILL"):
+            llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert time.monotonic() - began < PROMPTLY
+
+
 def test_no_rank_is_blamed_for_an_engine_that_was_stopped(
     failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
