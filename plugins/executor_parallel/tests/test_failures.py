@@ -183,8 +183,9 @@ def test_a_rank_that_fails_ends_the_engine(
     assert all(map(is_gone, pids.values()))
     assert not [*temporary.iterdir()]
     if where not in ("load", "capture"):
-        with pytest.raises(NanoVLLMError):
-            llm.generate([PROMPT], use_tqdm=False)
+        with pytest.raises(NanoVLLMError) as later:
+            llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert type(later.value).__name__ == "EngineClosedError"
         llm.close()
 
 
