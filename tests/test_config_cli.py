@@ -254,7 +254,8 @@ def test_version_prints_what_a_report_of_a_bug_needs() -> None:
         ("observers: [nosuch, other]", "no observer 'other' is installed"),
         ("scheduler: nosuch\nattention: {backend: fake, options: {tunin: 1}}",
          "\nno scheduler 'nosuch' is installed"),
-        ("tensor_parallel_size: 2", "tensor_parallel_size: 2, but the executor 'single' runs at"),
+        ("tensor_parallel_size: 2\nexecutor: single",
+         "tensor_parallel_size: 2, but the executor 'single' runs at"),
         ("plugins: {enable: [nosuch]}", "no extension 'nosuch' is installed"),
     ],
 )  # fmt: skip

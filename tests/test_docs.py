@@ -331,7 +331,7 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("UnsupportedError", {"kernels": "triton"}),
     ("CheckpointNotFoundError", {"model": "/no/such"}),
     ("DeviceError", {"device": "cuda:99"}),
-    ("ExecutorError", {"tensor_parallel_size": 2}),
+    ("ExecutorError", {"tensor_parallel_size": 2, "executor": "single"}),
     ("OutOfMemoryError", {"num_kvcache_blocks": 1}),
 ]
 

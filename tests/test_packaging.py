@@ -43,6 +43,7 @@ def test_the_distributions_of_the_project_are_there() -> None:
         "attention_triton",
         "bench",
         "checkpoint_demo",
+        "executor_parallel",
         "flash_attn_compat",
         "kernels_triton",
         "kit",
@@ -90,7 +91,7 @@ def test_every_plugin_has_an_extra_of_the_core() -> None:
     for project in PLUGINS.values():
         assert f"{project['name']}=={project['version']}" in in_extras
     # The kit is for authors: it needs pytest and hypothesis.
-    everything = "nanovllm-core[sdpa,triton,flash,sjf,qwen3,demo,bench,flash-attn-compat]"
+    everything = "nanovllm-core[sdpa,triton,flash,sjf,parallel,qwen3,demo,bench,flash-attn-compat]"
     assert extras["all"] == [everything]
 
 

@@ -133,8 +133,9 @@ class SchedulerSettings(NamedPlugin):
 class ExecutorSettings(NamedPlugin):
     """How the model runs: in this process, or in several."""
 
-    name: Name = "single"
-    """The executor plugin, by name. `single` runs the model in this process."""
+    name: Name = AUTO
+    """The executor plugin, by name. `single` runs the model in this process, `parallel` in
+    `tensor_parallel_size` others. `auto` is `single` for a size of 1, and `parallel` above."""
 
 
 class SamplerSettings(NamedPlugin):

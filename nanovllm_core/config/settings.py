@@ -227,8 +227,8 @@ class EngineConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """The engine's random seed: the same seed and requests give the same noise."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """The number of GPUs over which each layer is split. More than 1 needs an executor that
-    supports it."""
+    """The number of GPUs over which each layer is split, from `device` on. More than 1 needs an
+    executor that supports it, such as `parallel`."""
     steps_ahead: int = Field(default=1, ge=0, le=8)
     """The number of steps launched before the results of the first one are read. 1 overlaps the
     CPU's work with the GPU's; 0 waits for each step."""

@@ -175,6 +175,13 @@ def _kernels(view: View) -> Words:
     return _label(chosen), view.stated_where("kernels.name", automatic), others
 
 
+def _executor(view: View) -> Words:
+    [chosen], size = view.named("executor"), view.config.tensor_parallel_size
+    automatic = f"auto: tensor_parallel_size is {size}" if view.config.executor.is_auto else ""
+    others = view.other_plugins(chosen.kind, chosen.name)
+    return _label(chosen), view.stated_where("executor.name", automatic), others
+
+
 def _named(view: View, kind: Kind) -> Words:
     """The plugins of a kind that the configuration names one by one."""
     chosen = view.named(kind.name)
@@ -241,6 +248,7 @@ VIEWS: Mapping[str, Callable[[View], Words]] = {
     "KV blocks": _blocks,
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "kernels": _kernels,
+    "executor": _executor,
     "sampling defaults": _sampling_defaults,
     "CUDA graphs": _graphs,
     "longest sequence": _length,

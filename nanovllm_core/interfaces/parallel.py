@@ -51,6 +51,10 @@ def _own(number: int) -> int:
     return number
 
 
+def _alone() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
     """What a worker knows of the other ranks; made in its own process.
@@ -58,7 +62,9 @@ class ParallelContext:
     `rank` is this worker's number, from 0, of `world_size`. `device` ("cuda:1") is where it runs;
     None: where the set-up says. `tensor_parallel` is the group that shares the model's layers.
     `min_over_ranks` returns the smallest of the numbers that all ranks pass; every rank calls it
-    equally often. The group and it must raise ExecutorError where a rank does not come in time.
+    equally often. The worker calls `connect` once, when its GPU is open, so that the memory which
+    connections take there is counted. All three must raise ExecutorError where a rank does not come
+    in time.
     """
 
     rank: int = 0
@@ -66,6 +72,7 @@ class ParallelContext:
     device: str | None = None
     tensor_parallel: TensorParallel = field(default_factory=SingleRank)
     min_over_ranks: Callable[[int], int] = field(default=_own, repr=False)
+    connect: Callable[[], None] = field(default=_alone, repr=False)
 
 
 SINGLE = ParallelContext()

@@ -23,6 +23,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "triton": ("attention_triton", "kernels_triton"),
     "flash": ("attention_flash",),
     "sjf": ("scheduler_sjf",),
+    "parallel": ("executor_parallel",),
     "qwen3": ("model_qwen3",),
     "demo": ("checkpoint_demo",),
     "bench": ("bench",),

@@ -140,6 +140,7 @@ _OURS = (
         "[G, n] and appends (row, group, index, block id). Pass every plan and all masks to "
         "nanovllm_core.worker.Worker, in order",
         choice="executor",
+        extras={"parallel": "parallel"},
     ),
     Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
 )

@@ -304,13 +304,15 @@ def select_sampler(
 def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
     """The executor; ExecutorError where it does not span that many devices."""
     choice, size = config.executor, config.tensor_parallel_size
-    resolved = plugins.resolve("executor", choice.name, choice.options, path="executor.options")
-    spec = cast(ExecutorSpec, plugins.spec("executor", choice.name))
-    if size > spec.max_tensor_parallel_size:
+    name = choice.name
+    if choice.is_auto:
+        name = "single" if size == 1 else "parallel"
+    resolved = plugins.resolve("executor", name, choice.options, path="executor.options")
+    most = cast(ExecutorSpec, plugins.spec("executor", name)).max_tensor_parallel_size
+    if size > most:
         raise ExecutorError(
-            f"tensor_parallel_size: {size}, but the executor {shown(choice.name)} runs at most "
-            f"{spec.max_tensor_parallel_size}; set tensor_parallel_size: 1, or install and name an "
-            "executor that spans several devices"
+            f"tensor_parallel_size: {size}, but the executor {shown(name)} runs at most {most}; "
+            "set tensor_parallel_size to that, or executor: auto"
         )
     return resolved
 

@@ -98,7 +98,7 @@ class DeviceMemory:
 
     `held_before` is what torch's allocator held for other engines and tensors of this process when
     the engine started; `context` is what CUDA itself took of the device because this engine was the
-    first to use it, 0 if it was not.
+    first to use it, 0 if it was not, and what its connections to other ranks take.
     `reserved` is what torch's allocator holds for this process now, and `peak` the most that it
     held since the engine began, or since its kernels were compiled: activations of the largest
     step included. These are numbers of the whole process, so starts on one device must not overlap.
@@ -115,13 +115,17 @@ class DeviceMemory:
     graphs: int = 0
 
     @classmethod
-    def open(cls, device: torch.device) -> DeviceMemory:
-        """Create the CUDA context, if there is none yet; note what this engine is not to count."""
+    def open(cls, device: torch.device, connect: Callable[[], None]) -> DeviceMemory:
+        """Create the CUDA context, if there is none yet, and the connections to other ranks.
+
+        Notes what this engine is not to count.
+        """
         torch.cuda.set_device(device)
         # Other processes may allocate between the two readings; the window is as short as can be.
         torch.cuda.init()
         free_before, _ = torch.cuda.mem_get_info(device)
         torch.zeros(1, device=device)
+        connect()
         torch.cuda.synchronize(device)
         free_after, _ = torch.cuda.mem_get_info(device)
         # What is cached, and the peak so far, is of engines before or beside this one.

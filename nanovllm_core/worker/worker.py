@@ -126,7 +126,7 @@ class Worker:
         require_triton(device)
         if device.type != "cuda":
             return None
-        memory = DeviceMemory.open(device)
+        memory = DeviceMemory.open(device, self.parallel.connect)
         self._on_device = torch.cuda.device(device)
         return memory
 

@@ -64,6 +64,7 @@ def changed_config(**changes: Any) -> Callable[[Path], Path]:
 
 
 NORM = "model.norm.weight"
+GENERATE = ["generate", "hi", "--model", "demo"]
 
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], str]] = {
     "unknown architecture": (
@@ -185,7 +186,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[NanoVLLMError], str]] = {
         r"max_num_batched_tokens \(4\) must be at least max_num_seqs \(8\).*raise the first or",
     ),
     "two GPUs without an executor for them": (
-        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "executor": "single"},
         ExecutorError,
         "tensor_parallel_size: 2, but the executor 'single' runs at most 1; set",
     ),
@@ -279,7 +280,10 @@ def test_a_request_that_the_cache_can_never_hold_is_refused_when_it_is_added(tin
             ["generate", "hi", "--model", "demo", "--set", "cache.block_size=24"],
             "must be one of 16",
         ),
-        (["generate", "hi", "--model", "demo", "--set", "tensor_parallel_size=2"], "at most 1"),
+        (
+            [*GENERATE, "--set", "executor=single", "--set", "tensor_parallel_size=2"],
+            "at most 1",
+        ),
         (["generate", "hi"], "model: missing"),
         (["generate", "", "--model", "demo", "--device", "cpu"], "prompt is empty"),
         (["bench", "throughput", "--attention", "sdap", "--model", "demo"], "did you mean sdpa?"),

@@ -290,3 +290,21 @@ def test_a_window_bounds_what_a_sequence_needs() -> None:
     assert SequenceNeed(local, 16, max_chunk=32).fitting_length(3, 4096) == 48
     assert SequenceNeed(both, 16, max_chunk=32).blocks(160) == 4 + 10
     assert SequenceNeed(both, 16, max_chunk=32).fitting_length(14, 4096) == 160
+
+
+def test_what_connections_to_other_ranks_take_is_the_engine_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are opened between the two readings of the GPU's free memory, as its context is."""
+    free = [40 * GIB]
+
+    def take(size: int) -> None:
+        free[0] -= size
+
+    for name in ("set_device", "init", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * GIB))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: take(GIB))
+    memory = DeviceMemory.open(torch.device("cuda:0"), lambda: take(2 * GIB))
+    assert memory.context == 3 * GIB

@@ -9,13 +9,13 @@ executor is started with the set-up that the core resolves for it, on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event, get_ident
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -64,6 +64,13 @@ PATIENCE = 5.0
 class ExecutorConformance(SpecConformance):
     """The engine cannot tell how the worker is reached."""
 
+    changes: ClassVar[Mapping[str, Any]] = {}
+    """Settings of the engine beside or instead of the suite's, such as `tensor_parallel_size`.
+
+    Random weights differ between numbers of ranks: for more than one, override `checkpoint` with a
+    folder that has weights, and set `load_format: auto`.
+    """
+
     @pytest.fixture
     def checkpoint(self, tmp_path: Path) -> Path:
         """A folder with the config.json of a small model that some installed plugin serves."""
@@ -84,7 +91,7 @@ class ExecutorConformance(SpecConformance):
     @pytest.fixture
     def setup(self, checkpoint: Path) -> WorkerSetup:
         """What the engine would start the executor with."""
-        return start(load_config(str(checkpoint), overrides=SETTINGS)).setup
+        return start(load_config(str(checkpoint), overrides={**SETTINGS, **self.changes})).setup
 
     @contextmanager
     def started(

@@ -1,0 +1,47 @@
+"""The executor's spec and options; importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nanovllm_core.api import ExecutorSpec, hookimpl
+
+
+class ParallelOptions(BaseModel):
+    """Options of `executor: {name: parallel}`: the bounds of every wait, in seconds.
+
+    The number of ranks is the engine's `tensor_parallel_size`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start_seconds: float = Field(
+        1800, gt=0, description="The longest wait for the start of all ranks."
+    )
+    stall_seconds: float = Field(
+        30,
+        gt=0,
+        description="A rank that does not answer for this long, or a step in which no rank moves "
+        "for this long, ends the engine.",
+    )
+    close_seconds: float = Field(
+        10, gt=0, description="The longest wait for ranks to close; then they are killed."
+    )
+
+
+PARALLEL = ExecutorSpec(
+    name="parallel",
+    impl="nanovllm_executor_parallel.executor:ParallelExecutor",
+    summary="Each layer is split over tensor_parallel_size processes, a device for each.",
+    options=ParallelOptions,
+    contract=4,
+    max_tensor_parallel_size=64,
+)
+
+
+@hookimpl
+def nanovllm_executors() -> Sequence[ExecutorSpec]:
+    """Tensor parallelism on one host."""
+    return [PARALLEL]
