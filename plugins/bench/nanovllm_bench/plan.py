@@ -347,8 +347,9 @@ def _short(rank: Rank, gpu: Gpu, short: int) -> str:
     blocks = rank.least_bytes - rank.weights - CONTEXT_BYTES - rank.workspaces - rank.graphs
     return (
         f"short by {short / _GIB:.1f} GiB: weights {rank.weights / _GIB:.1f}, workspaces, graphs "
-        f"and context {(rank.workspaces + rank.graphs + CONTEXT_BYTES) / _GIB:.1f}, blocks of one "
-        f"sequence of {rank.least_length:,} tokens {blocks / _GIB:.1f}, of {_of_usable(rank, gpu)}"
+        f"and context {(rank.workspaces + rank.graphs + CONTEXT_BYTES) / _GIB:.1f}, blocks (a "
+        f"sequence of {rank.least_length:,} tokens, or cache.num_blocks) {blocks / _GIB:.1f}, of "
+        f"{_of_usable(rank, gpu)}"
     )
 
 

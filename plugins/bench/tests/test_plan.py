@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 from typer.testing import CliRunner, Result
 
+from nanovllm_bench import gpus
 from nanovllm_bench.gpus import Gpu, find_gpu, known_gpus
-from nanovllm_bench.plan import Layout, plan_layouts, rank_of
-from nanovllm_bench.roofline import decode_step_seconds
+from nanovllm_bench.plan import Layout, PlannedDecisions, plan_layouts, rank_of
+from nanovllm_bench.roofline import Rates, decode_step_seconds
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.config import EngineConfig, load_config
 from nanovllm_core.errors import ArchitectureError, ConfigError, DeviceError, OutOfMemoryError
 from nanovllm_core.interfaces.plan import WorkerInfo
+from nanovllm_core.kernels import TorchKernels
+from nanovllm_core.layers import Attention, LayerContext, SingleRank
+from nanovllm_core.registry import make_plugin
 from nanovllm_core.selection import start
 from nanovllm_core.worker import Worker
 from nanovllm_core.worker.runner import ModelRunner
@@ -89,6 +94,27 @@ def test_weights_tables_and_blocks_are_as_many_bytes_as_an_engine_allocates(
         assert rank.layout.block_size == info.block_size
         tables = runner.tables.arena.nbytes + runner.logits.nbytes
         assert rank.workspaces > tables
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("model", [{"num_key_value_heads": 1}, {"tie_word_embeddings": True}])
+def test_each_of_two_ranks_holds_as_many_bytes_as_planned(
+    tmp_path: Path, model: dict[str, Any], rank: int
+) -> None:
+    """With one KV head, which both ranks hold, and with a head that shares the embedding."""
+    config = tiny(tmp_path, model)
+    decisions = PlannedDecisions(config, H200)
+    context = LayerContext(
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        tp=SingleRank(rank, 2),
+        kernels=TorchKernels(),
+    )
+    module = make_plugin(decisions.model, decisions.model_config, context)
+    planned = rank_of(config, H200, 2)
+    assert planned.weights == sum(one.nbytes for one in module.parameters())
+    built = [one.shape for one in module.modules() if isinstance(one, Attention)]
+    assert list(planned.shape.attention_shapes) == built
 
 
 def test_two_ranks_hold_every_weight_once_or_twice(tmp_path: Path) -> None:
@@ -264,6 +290,22 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
 def test_without_a_gpu_here_local_names_the_table() -> None:
     with pytest.raises(DeviceError, match=r"no GPU here; name one: .*H200"):
         find_gpu("local")
+
+
+@pytest.mark.parametrize(("name", "known"), [("NVIDIA H200", True), ("NVIDIA X1", False)])
+def test_the_gpu_that_is_here_has_measured_rates_and_links_if_the_table_knows_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, known: bool
+) -> None:
+    properties = SimpleNamespace(name=name, total_memory=2**36, major=9, minor=0)
+    measured = Rates(4e12, 7e14)
+    monkeypatch.setattr(gpus, "resolve_device", lambda device: "cuda:0")
+    monkeypatch.setattr(gpus, "measure_rates", lambda device, dtype: measured)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    here = find_gpu("local")
+    assert (here.name, here.memory_bytes, here.rates) == (name, 2**36, measured)
+    assert here.link_bytes_per_s == (H200.link_bytes_per_s if known else None)
+    assert here.all_reduce_is_measured(2) == known
+    assert "measured now" in here.source
 
 
 def test_every_gpu_of_the_table_has_a_source_and_links() -> None:
