@@ -30,6 +30,7 @@ from results_tables import (
     compare_table,
     table,
 )
+from scale_tables import SCALE
 from settings_tables import CONFIGURATION, allowed, default
 
 from nanovllm_attention_flash.providers import PROVIDERS
@@ -371,6 +372,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "write/policy.md": POLICY,
     "write/scheduler.md": SCHEDULER,
     "write/model.md": {"signatures": signatures},
+    "scale.md": SCALE,
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
     "performance.md": {

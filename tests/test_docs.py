@@ -247,6 +247,7 @@ def test_the_tables_of_the_configuration_are_what_the_code_says(generator: Modul
     [
         "capabilities",
         "limits",
+        "scale",
         "scheduling",
         "attention",
         "write/policy",

@@ -6,16 +6,18 @@ Also the costs of a model, read from the model plugin itself: no figure here kno
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from nanovllm_bench.roofline import ModelCosts, Rates
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.interfaces.model import ModelShape
+from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.layers import LayerContext, SingleRank
+from nanovllm_core.layers import LayerContext, SingleRank, heads_per_rank
 from nanovllm_core.registry import get_plugin_manager, load_object, make_plugin
 from nanovllm_core.selection import find_checkpoint, read_model_config
 
@@ -31,21 +33,36 @@ def model_costs(config: EngineConfig, dtype: torch.dtype) -> ModelCosts:
     model_config = read_model_config(find_checkpoint(plugins, config.model))
     model = plugins.resolve("model", model_config["architectures"][0], {}, path="model")
     shape: ModelShape = load_object(model).shape(model_config)
+    return costs_on_rank(build_on_meta(model, model_config, dtype), shape, dtype)
+
+
+def build_on_meta(
+    model: ResolvedPlugin, model_config: Mapping[str, Any], dtype: torch.dtype, tp_size: int = 1
+) -> torch.nn.Module:
+    """The first rank's model as a start builds it, but without memory."""
     context = LayerContext(
         device=torch.device("meta"),
         dtype=dtype,
-        tp=SingleRank(),
+        tp=SingleRank(size=tp_size),
         kernels=TorchKernels(),
     )
     module: torch.nn.Module = make_plugin(model, model_config, context)
+    return module
+
+
+def costs_on_rank(
+    module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype, tp_size: int = 1
+) -> ModelCosts:
+    """The sizes of one of `tp_size` ranks; `shape` is that of the whole model."""
+    num_heads, num_kv_heads = heads_per_rank(shape.num_heads, shape.num_kv_heads, tp_size)
     return ModelCosts(
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_size=shape.head_size,
-        vocab_size=shape.vocab_size,
+        vocab_size=-(-shape.vocab_size // tp_size),
         tied_embeddings=shape.tied_embeddings,
         itemsize=dtype.itemsize,
         sliding_window=shape.sliding_window,
