@@ -111,8 +111,7 @@ def test_the_hints_name_extras_that_install_that_plugin() -> None:
     hints |= {
         ("command", name): (extra, extra_command(extra)) for name, extra in KNOWN_COMMANDS.items()
     }
-    without_hint = {("command", "plan")}  # the core does not name this command
-    assert set(offered) - without_hint == set(hints)
+    assert set(offered) == set(hints)
     for plugin, (extra, command) in hints.items():
         assert offered[plugin] in CORE["optional-dependencies"][extra]
         named = [PROJECTS[Path(word)] for word in shlex.split(command) if Path(word).is_absolute()]

@@ -18,11 +18,8 @@ from nanovllm_core.errors import PluginConflictError, PluginLoadError, PluginNot
 from nanovllm_core.registry.discovery import COMMAND_GROUP, extra_command
 
 KNOWN_COMMANDS: Mapping[str, str] = {
-    "bench": "bench",
-    "eval": "bench",
-    "plugins.new": "kit",
-    "plugins.test": "kit",
-    "plugins.validate": "kit",
+    **dict.fromkeys(("bench", "eval", "plan"), "bench"),
+    **dict.fromkeys(("plugins.new", "plugins.test", "plugins.validate"), "kit"),
 }
 """Commands of this project's own distributions, and the extra that installs each."""
 
