@@ -92,8 +92,10 @@ def test_a_rank_s_end_is_seen_although_its_child_holds_the_sockets(
     make: MakeRanks, how: str
 ) -> None:
     """The child is a fork. It ends too."""
-    one = make(f"child = os.fork() or time.sleep(60); sock.sendall(encode(child)); {how}")
+    fork = "child = os.fork() or time.sleep(60); sock.sendall(encode(child)); receive(sock); "
+    one = make(fork + how)
     child = first_message(one)
+    one.send("end")
     says = "exit code 7" if "exit" in how else "signal SIGKILL"
     with pytest.raises(ExecutorError, match=rf"^rank 0 \(process \d+\) ended with {says}"):
         one.receive(0)
@@ -194,3 +196,27 @@ def test_every_error_survives_the_journey(error: Exception, kind: type[Exception
     assert str(copy).startswith(f"rank 5 (process {os.getpid()}): ")
     assert "3" in str(copy)
     assert isinstance(error, ExecutorError) or "ValueError" in str(copy)
+
+
+def test_an_interrupted_message_still_goes_to_all_ranks(
+    make: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the ranks would take different steps."""
+    both = make("sock.sendall(encode(receive(sock))); receive(sock)", size=2, stall_seconds=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(next(iter(both)).messages, "flush", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            both.send("plan")
+    until = time.monotonic() + 20
+    assert [both.receive(rank, until) for rank in (0, 1)] == ["plan", "plan"]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_wait_whose_time_is_over_ends_at_once(make: MakeRanks) -> None:
+    """`poll` takes a negative time for none: it would wait for the rank's end."""
+    one, began = make("time.sleep(3)"), time.monotonic()
+    one._poll(-1.0)
+    assert time.monotonic() - began < 2
