@@ -63,7 +63,8 @@ class Failure:
 class Status:
     """The work of a rank: `doing` in words, and `waiting_in` the collective that it waits in.
 
-    `collectives` counts those that have ended; captured ones are not seen.
+    `collectives` counts those that have ended, on GPUs those that have been launched: there
+    `waiting_in` is empty while the device waits. Captured ones are not seen.
     """
 
     doing: str = "starting"
