@@ -64,8 +64,8 @@ class ParallelExecutor(Executor):
     def collect(self) -> StepResult:
         ranks = self._running()
         if not self._is_asked:
-            ranks.send(COLLECT)
             self._is_asked = True
+            ranks.send(COLLECT)
         result: StepResult = ranks.receive(0)
         self._is_asked = False
         return result

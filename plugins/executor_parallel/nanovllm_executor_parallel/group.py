@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,9 @@ from nanovllm_executor_parallel.messages import HOST, LostPeerError, Start, Stat
 
 # torch renames it; the older versions know the first name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+GLOO_CONNECTION = re.compile("gloo/(transport|rendezvous)/")
+"""In the errors of its sockets: they name their source file."""
 
 
 class Progress:
@@ -36,8 +40,15 @@ class Progress:
         try:
             yield
         except RuntimeError as error:
+            if not is_of_a_connection(error):
+                raise
             raise LostPeerError(f"{name} {before.collectives + 1}: {error}") from error
         self.status = replace(before, collectives=before.collectives + 1)
+
+
+def is_of_a_connection(error: RuntimeError) -> bool:
+    """True for what torch raises where another rank has gone; gloo's errors have no type."""
+    return isinstance(error, dist.DistError) or bool(GLOO_CONNECTION.search(str(error)))
 
 
 class TensorParallelGroup:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import pickle
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from socket import MSG_WAITALL, socket
+from time import monotonic
 from typing import Any
 
 from nanovllm_core.api import ExecutorError
@@ -54,13 +55,16 @@ class Failure:
 
     error: Exception
     lost_peer: bool
+    time: float = field(default_factory=monotonic)
+    """Of the host's clock, which all its processes read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """The work of a rank: `doing` in words, and `waiting_in` the collective that it waits in.
 
-    `collectives` counts those that have ended; captured ones are not seen.
+    `collectives` counts those that have ended, on GPUs those that have been launched: there
+    `waiting_in` is empty while the device waits. Captured ones are not seen.
     """
 
     doing: str = "starting"
@@ -95,7 +99,11 @@ def _read(sock: socket, size: int) -> bytes:
 
 
 class Channel:
-    """The engine's end of a socket: no call waits for the rank."""
+    """The engine's end of a socket: no call waits for the rank.
+
+    An interrupt within a call could lose bytes. None comes: Python interrupts the main thread
+    alone, and the engine's own thread is the one that calls.
+    """
 
     def __init__(self, sock: socket) -> None:
         sock.setblocking(False)
@@ -113,9 +121,13 @@ class Channel:
         """True while the socket does not take all that is to be sent."""
         return bool(self._outgoing)
 
+    def add(self, frame: bytes) -> None:
+        """`flush` sends it, behind those before it."""
+        self._outgoing += frame
+
     def send(self, frame: bytes) -> None:
         """Send a frame as far as the socket takes it; `flush` sends the rest."""
-        self._outgoing += frame
+        self.add(frame)
         self.flush()
 
     def flush(self) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Of each rank, unless it is set already: all ranks are on this host, and no NVLink multicast."""
+"""Of each rank, whatever the user's own is: all ranks are on this host, and no NVLink multicast."""
 
 PING = b"?"
 
@@ -48,11 +49,11 @@ class RankProcess:
         self.failure: Failure | None = None
         self.status: Status | None = None
         self.unanswered = 0
-        """The pings since it was heard last."""
+        """The pings since it was heard last, if it should have answered."""
         self.is_ready = False
         """It has imported everything: from then on it answers in time."""
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
-        environment = ENVIRONMENT | os.environ
+        environment = os.environ | ENVIRONMENT
         if rank > 0:
             environment["TERM"] = "dumb"  # one rank's progress bars are enough
         if num_threads is not None:
@@ -90,8 +91,9 @@ class RankProcess:
         self.status, self.unanswered = None, 0
 
     def ping(self) -> None:
-        """Ask what it is doing."""
-        self.unanswered += 1
+        """Ask what it is doing. While it imports, silence counts only if its process is stopped."""
+        if self.is_ready or self._wait(os.WSTOPPED):
+            self.unanswered += 1
         self.watch.send(PING)
 
     @property
@@ -101,7 +103,11 @@ class RankProcess:
 
     def read(self) -> bool:
         """Take what it has sent; False where that is nothing."""
-        messages = self.messages.read()
+        try:
+            messages = self.messages.read()
+        except Exception as error:  # unpickling runs the code of plugins
+            what = f"{self} sent what cannot be read: {type(error).__name__}: {error}"
+            messages = [Failure(ExecutorError(what), lost_peer=False)]
         for message in messages:
             if isinstance(message, Failure):
                 self.failure = message
@@ -119,22 +125,34 @@ class RankProcess:
             self.status, self.unanswered = answers[-1], 0
         return before not in (None, self.status)
 
+    def notice_end(self) -> None:
+        """Where the process has ended, read its last messages.
+
+        A process that it has forked may hold its sockets open, so that reading finds no end.
+        """
+        if not self.messages.has_ended and self.has_ended():
+            self.read()
+            self.messages.has_ended = True
+
     def has_ended(self) -> bool:
-        """True once the process has ended; it is reaped."""
-        return self._process.poll() is not None
+        """True once the process has ended. Until `release`, nothing else gets its process id."""
+        return self._wait(os.WEXITED) is not None or self._process.returncode is not None
 
     def how_it_ended(self) -> str:
         """An exit code or a signal, of a process whose sockets are closed."""
-        try:
-            code = self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            return "closed its sockets"
-        return f"ended with signal {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+        until = time.monotonic() + 1
+        while (end := self._wait(os.WEXITED)) is None:
+            if time.monotonic() > until:
+                return "closed its sockets"
+            time.sleep(0.005)
+        if end.si_code == os.CLD_EXITED:
+            return f"ended with exit code {end.si_status}"
+        return f"ended with signal {_signal(end.si_status)}"
 
     def kill(self) -> None:
-        """End the process, and those that it has started."""
-        if not self.has_ended():
-            with suppress(ProcessLookupError):
+        """End the process, and those that it has started: they may outlive it."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):  # macOS: nobody but a zombie
                 os.killpg(self.pid, signal.SIGKILL)
 
     def release(self, seconds: float) -> bool:
@@ -143,7 +161,15 @@ class RankProcess:
             self._process.wait(seconds)
         self.messages.close()
         self.watch.close()
-        return self.has_ended()
+        return self._process.returncode is not None
+
+    def _wait(self, change: int) -> os.waitid_result | None:
+        """What `waitid` says if the process has ended (WEXITED) or is stopped (WSTOPPED)."""
+        try:
+            return os.waitid(os.P_PID, self.pid, change | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # this program reaps all its processes, or ignores SIGCHLD
+            self._process.poll()
+            return None
 
 
 def _signal(number: int) -> str:

@@ -41,6 +41,8 @@ PARENT_SECONDS = 1.0
 def main() -> None:
     """Serve the engine: `argv` has the rank's name, its two sockets, and the engine's process."""
     messages, watch, parent = map(int, sys.argv[2:5])
+    for descriptor in messages, watch:  # what this process starts must not hold them open
+        os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
     watcher = Watcher(socket(fileno=watch), parent)
     Thread(target=watcher.run, daemon=True).start()
@@ -65,7 +67,12 @@ class Watcher:
                         break
                     status = Status() if self.progress is None else self.progress.status
                     self._socket.sendall(encode(status))
-        os._exit(1)
+        end_group()
+
+
+def end_group() -> None:
+    """End this process and those that it has started, which are in its process group."""
+    os.killpg(0, signal.SIGKILL)
 
 
 def serve(sock: socket, watcher: Watcher) -> None:
@@ -77,8 +84,10 @@ def serve(sock: socket, watcher: Watcher) -> None:
         try:
             run(sock, start, watcher, stack)
         except Exception as error:
-            with suppress(OSError):
+            try:
                 sock.sendall(encode(failure(error, start.rank)))
+            except OSError:  # the engine has gone
+                end_group()
 
 
 def run(sock: socket, start: Start, watcher: Watcher, stack: ExitStack) -> None:
@@ -138,10 +147,12 @@ def load_setup(start: Start) -> WorkerSetup:
 
 def failure(error: Exception, rank: int) -> Failure:
     """The error with its rank, process and traceback, as one that survives the journey."""
-    copy: Exception = ExecutorError(f"{type(error).__name__}: {error}")
+    where = f"rank {rank} (process {os.getpid()})"
+    copy: Exception = ExecutorError(f"{where}: {type(error).__name__}: {error}")
     if isinstance(error, NanoVLLMError):
         with suppress(Exception):  # a plugin's own type may not survive it
-            copy = pickle.loads(pickle.dumps(error))
-    copy.args = (f"rank {rank} (process {os.getpid()}): {copy}",)
+            own = pickle.loads(pickle.dumps(error))
+            own.args = (f"{where}: {error}",)
+            copy = pickle.loads(pickle.dumps(own))
     copy.add_note("".join(format_exception(error)))
     return Failure(copy, isinstance(error, LostPeerError))

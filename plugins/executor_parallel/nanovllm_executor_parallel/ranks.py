@@ -45,7 +45,9 @@ class Ranks:
         """Send to all ranks; never waits. A rank that has ended is noticed in the next wait."""
         frame = encode(message)
         for one in self._processes:
-            one.messages.send(frame)
+            one.messages.add(frame)
+        for one in self._processes:
+            one.messages.flush()
 
     def receive(self, rank: int, until: float | None = None) -> Any:
         """The next message of a rank.
@@ -82,7 +84,7 @@ class Ranks:
                 events = select.POLLIN | (select.POLLOUT if one.messages.has_unsent else 0)
                 poller.register(one.messages, events)
                 poller.register(one.watch, select.POLLIN)
-        ready = dict(poller.poll(seconds * 1000))
+        ready = dict(poller.poll(max(0.0, seconds) * 1000))
         for one in self._processes:
             has_moved = False
             if one.messages.fileno() in ready:
@@ -97,13 +99,16 @@ class Ranks:
 
     def _check_failures(self) -> None:
         """Raise the failure of a rank; where it lost another one, the failure of that."""
+        for one in self._processes:
+            one.notice_end()
         if not any(one.has_failed for one in self._processes):
             return
         until = time.monotonic() + CAUSE_SECONDS
         while (cause := self._cause()) is None and time.monotonic() < until:
             self._poll(until - time.monotonic())
         if cause is None:  # all that came are of ranks that lost others
-            cause = next(one for one in self._processes if one.has_failed)
+            lost = {one.failure.time: one for one in self._processes if one.failure}
+            cause = lost[min(lost)]
         if cause.failure is None:
             self._fail(f"{cause.how_it_ended()}; see its stderr and the system's log", [cause])
         self.kill()
@@ -118,11 +123,7 @@ class Ranks:
 
     def _check_answers(self) -> None:
         bound = self._bounds.stall_seconds
-        silent = [
-            one
-            for one in self._processes
-            if one.is_ready and one.unanswered * self._ping_seconds >= bound
-        ]
+        silent = [one for one in self._processes if one.unanswered * self._ping_seconds >= bound]
         if silent:
             self._fail(
                 f"gave no answer for stall_seconds ({bound:g} s): stopped, or stuck; look at it "

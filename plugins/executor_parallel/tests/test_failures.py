@@ -178,7 +178,7 @@ def test_a_rank_that_fails_ends_the_engine(
         llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     seconds = failing.seconds_since()
     pids = failing.pids()
-    assert re.search(rf"rank {rank} \(process {pids[rank]}\):? .*{SAYS[how]}", str(caught.value))
+    assert re.match(rf"rank {rank} \(process {pids[rank]}\):? .*{SAYS[how]}", str(caught.value))
     assert seconds < PROMPTLY + (STALL if how in ("SIGSTOP", "hang") else 0)
     assert all(map(is_gone, pids.values()))
     assert not [*temporary.iterdir()]
@@ -206,7 +206,7 @@ def test_a_rank_that_is_killed_or_stopped_in_a_stream_is_named(
         next(stream)
         os.kill(failing.pids()[rank], getattr(signal, how))
         began = time.monotonic()
-        named = rf"rank {rank} \(process.*{SAYS[how]}"
+        named = rf"^rank {rank} \(process.*{SAYS[how]}"
         with pytest.raises(ExecutorError, match=named):  # noqa: PT012 - the stream may have ended
             list(stream)
             llm.generate([PROMPT], greedy, use_tqdm=False)
@@ -235,7 +235,7 @@ def test_a_rank_that_ends_while_no_request_runs_is_named_by_the_next(failing: Fa
     with LLM(str(failing.folder), **failing.settings()) as llm:
         os.kill(failing.pids()[1], signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(ExecutorError, match=r"rank 1 \(process .* signal SIGKILL"):
+        with pytest.raises(ExecutorError, match=r"^rank 1 \(process .* signal SIGKILL"):
             llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
     assert time.monotonic() - began < PROMPTLY
 
@@ -283,7 +283,7 @@ def test_a_rank_with_another_version_of_a_plugin_is_named(
 
     failing.prepare(2, "", "")
     monkeypatch.setattr(executor, "spawn", spawn)
-    with pytest.raises(PluginLoadError, match=r"rank [01] .*FailingFor.* 1\.2\.3.*here: 1\.2\.4"):
+    with pytest.raises(PluginLoadError, match=r"^rank [01] .*FailingFor.* 1\.2\.3.*here: 1\.2\.4"):
         LLM(str(failing.folder), **failing.settings())
 
 
@@ -300,7 +300,7 @@ def test_a_rank_that_cannot_read_the_setup_is_named(
 
     failing.prepare(2, "", "")
     monkeypatch.setattr(executor, "spawn", spawn)
-    with pytest.raises(PluginLoadError, match=r"rank [01] .*set-up cannot be read.*every process"):
+    with pytest.raises(PluginLoadError, match=r"^rank [01] .*set-up cannot be read.*every process"):
         LLM(str(failing.folder), **failing.settings())
 
 

@@ -32,13 +32,17 @@ PARAMS = [
 
 
 def generate(
-    model: str, prompts: Sequence[Any], num_ranks: int, **settings: Any
+    model: str,
+    prompts: Sequence[Any],
+    num_ranks: int,
+    params: Sequence[SamplingParams] = PARAMS,
+    **settings: Any,
 ) -> list[RequestOutput]:
-    """Every prompt with every one of `PARAMS`."""
+    """Every prompt with all of `params`."""
     with LLM(model, tensor_parallel_size=num_ranks, **{**SETTINGS, **settings}) as llm:
         assert llm.info.device.startswith(f"{num_ranks} x ") == (num_ranks > 1)
-        every = [prompt for prompt in prompts for _ in PARAMS]
-        return llm.generate(every, PARAMS * len(prompts), use_tqdm=False)
+        every = [prompt for prompt in prompts for _ in params]
+        return llm.generate(every, [*params] * len(prompts), use_tqdm=False)
 
 
 def assert_same(actual: list[RequestOutput], expected: list[RequestOutput]) -> None:
@@ -54,16 +58,26 @@ def assert_same(actual: list[RequestOutput], expected: list[RequestOutput]) -> N
 @pytest.fixture(scope="module")
 def of_one_rank() -> list[RequestOutput]:
     pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
-    return generate("demo", DEMO_PROMPTS, 1)
+    pytest.importorskip("nanovllm_example_constraint_choices", reason="needs that example")
+    return generate("demo", DEMO_PROMPTS, 1, IN_TWO_PARTS, constraints=["choices"])
 
 
 DEMO_PROMPTS = ["Write a story about a fox named Mia.", "What is 27 + 15?"]
+CHOICES = {"choices": {"texts": ["yes we can", "no", "maybe so, or not"]}}
+IN_TWO_PARTS = [*PARAMS, SamplingParams(temperature=1.0, seed=7, constraints=CHOICES)]
+"""Steps with a constrained request wait for its masks between the model and the sampler."""
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_demo_model_says_the_same(of_one_rank: list[RequestOutput], num_ranks: int) -> None:
-    """Of two KV heads each of four ranks has one, as a neighbour; embedding and head are tied."""
-    assert_same(generate("demo", DEMO_PROMPTS, num_ranks), of_one_rank)
+@pytest.mark.parametrize(("num_ranks", "steps_ahead"), [(2, 8), (4, 0)])
+def test_the_demo_model_says_the_same(
+    of_one_rank: list[RequestOutput], num_ranks: int, steps_ahead: int
+) -> None:
+    """Of two KV heads each of four ranks has one, as a neighbour; embedding and head are tied.
+
+    However far the engine plans ahead; one step is in the tests of other architectures.
+    """
+    settings = {"constraints": ["choices"], "steps_ahead": steps_ahead}
+    assert_same(generate("demo", DEMO_PROMPTS, num_ranks, IN_TWO_PARTS, **settings), of_one_rank)
 
 
 @pytest.mark.gpu
