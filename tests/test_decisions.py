@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,19 @@ def test_attention_is_asked_for_the_heads_of_one_rank(folders: Path) -> None:
     [(asked, layers)] = decisions.requirements("decode").items()
     assert (asked.num_heads, asked.num_kv_heads) == (2, 1)
     assert layers == [*range(decisions.shape.num_layers)]
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "single"), (2, "parallel")])
+def test_an_automatic_executor_follows_the_number_of_ranks(size: int, name: str) -> None:
+    """One that is not there is an error, and no other one takes its place."""
+    changes = {"tensor_parallel_size": size}
+    config = load_with_sources("nosuch", overrides=changes, env={}).config
+    if name == "single" or find_spec("nanovllm_executor_parallel"):
+        assert [one.name for one in Decisions(config).named("executor")] == [name]
+    changes |= {"plugins": {"disable": [f"executor:{name}"]}}
+    config = load_with_sources("nosuch", overrides=changes, env={}).config
+    with pytest.raises(NanoVLLMError, match=f"executor '{name}'"):
+        Decisions(config).named("executor")
 
 
 def test_what_a_sequence_needs_is_that_of_a_ranks_groups(folders: Path) -> None:
