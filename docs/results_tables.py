@@ -344,6 +344,19 @@ def steps_table(results: Results) -> str:
     return table(("step", "predicted", *times, "bought", "what limits now"), rows)
 
 
+def goals_table(results: Results) -> str:
+    """The aims that are not reached, and what limits them."""
+    rows = []
+    for goal in results.entries("goals", "goals"):
+        figures = [
+            f"{goal[name]:,.{goal['digits']}f}" if goal[name] else "–"
+            for name in ("now", "aim", "floor")
+        ]
+        row = f"{goal['row']}, {goal['unit']}"
+        rows.append((row, *figures, f"`{goal['commit']}`", goal["limits"]))
+    return table(("", "now", "aim", "floor", "commit", "what limits it"), rows)
+
+
 def files_table(results: Results) -> str:
     """Which commit each file was measured at."""
     rows = []
@@ -384,6 +397,7 @@ PERFORMANCE: Tables = {
     "attention decode": partial(attention_table, phase="decode"),
     "transformers": compare_table,
     "truncation": truncation_table,
+    "goals": goals_table,
     "steps": steps_table,
     "files": files_table,
 }
