@@ -160,6 +160,7 @@ def test_the_weights_of_8b_are_those_of_the_checkpoint() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("size", ["0.6b", "8b"])
 def test_the_blocks_of_a_start_here_are_planned_within_3_percent(size: str) -> None:
     fields = {"max_model_len": 4096, "load_format": "dummy", "device": "cuda"}

@@ -132,11 +132,8 @@ def is_gone(pid: int) -> bool:
 
 QUICK = [
     (1, "raise", "load"),
-    (0, "SIGSTOP", "load"),
     (0, "SIGKILL", "prompt"),
     (1, "SIGSTOP", "decode"),
-    (1, "raise", "decode"),
-    (0, "hang", "decode"),
 ]
 LONG = [
     (rank, how, where)
@@ -240,6 +237,7 @@ def test_a_rank_that_ends_while_no_request_runs_is_named_by_the_next(failing: Fa
     assert time.monotonic() - began < PROMPTLY
 
 
+@pytest.mark.slow
 def test_no_rank_is_blamed_for_an_engine_that_was_stopped(
     failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_ranks_end_although_a_fork_of_the_engine_s_process_lives() -> None:
         os.kill(int(child.split()[1]), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_reach_the_ranks() -> None:
     """The call is interrupted, the engine goes on, and its ranks end with the program."""
     code, [pids, interrupted, reason] = run("interrupted")

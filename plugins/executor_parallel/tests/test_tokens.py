@@ -68,7 +68,9 @@ IN_TWO_PARTS = [*PARAMS, SamplingParams(temperature=1.0, seed=7, constraints=CHO
 """Steps with a constrained request wait for its masks between the model and the sampler."""
 
 
-@pytest.mark.parametrize(("num_ranks", "steps_ahead"), [(2, 8), (4, 0)])
+@pytest.mark.parametrize(
+    ("num_ranks", "steps_ahead"), [(2, 8), pytest.param(4, 0, marks=pytest.mark.slow)]
+)
 def test_the_demo_model_says_the_same(
     of_one_rank: list[RequestOutput], num_ranks: int, steps_ahead: int
 ) -> None:
