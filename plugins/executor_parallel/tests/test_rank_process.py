@@ -164,13 +164,21 @@ def test_a_rank_that_sends_what_the_engine_cannot_read_is_named(make: MakeRanks)
 
 
 def test_of_ranks_that_lost_others_the_first_is_named(
-    make: MakeRanks, monkeypatch: pytest.MonkeyPatch
+    make: MakeRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its collective broke the others'."""
-    monkeypatch.setattr(ranks, "CAUSE_SECONDS", 0.5)
-    both = make("time.sleep(0.1 * (1 - start.rank)); raise LostPeerError('gone')", size=2)
+    """Its collective broke the others'. Rank 0 fails once rank 1 has."""
+    monkeypatch.setattr(ranks, "CAUSE_SECONDS", 1.0)
+    body = f"""
+    if start.rank == 0:
+        while not os.path.exists({str(tmp_path / "gone")!r}):
+            time.sleep(0.01)
+        time.sleep(0.05)
+    else:
+        open({str(tmp_path / "gone")!r}, "w").close()
+    raise LostPeerError("gone")
+"""
     with pytest.raises(ExecutorError, match=r"^rank 1 .*gone"):
-        first_message(both)
+        first_message(make(body, size=2))
 
 
 class TwoArgumentsError(ExecutorError):
