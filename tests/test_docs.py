@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from nanovllm_core.cli.config import check_plugins
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.cli.plugins.choice import one_plugin
+from nanovllm_core.cli.plugins import one_plugin
 from nanovllm_core.config.errors import FLAT_KEYWORDS
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import REFUSED_KEYWORDS, load_config

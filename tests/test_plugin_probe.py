@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_core.diagnostics.probe import missing_code
-from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
+from nanovllm_core.diagnostics.status import missing_code, plugin_statuses, typical_requirements
 from nanovllm_core.registry.manager import get_plugin_manager
 
 FILES = {

@@ -3,6 +3,8 @@
 An entry point in the group `nanovllm.commands` is one command. Its name is the command's path with
 dots (`bench`, `plugins.test`); its target is a `typer.Typer`, or a function that typer can make a
 command of. No setting enables it, and a broken one stops only itself.
+
+Extensions add commands too: those that the environment enables, for no file is read yet.
 """
 
 from __future__ import annotations
@@ -14,14 +16,25 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from nanovllm_core.errors import PluginConflictError, PluginLoadError, PluginNotFoundError
+from nanovllm_core.config.sources import ENV_PREFIX, load_config
+from nanovllm_core.errors import (
+    NanoVLLMError,
+    PluginConflictError,
+    PluginFailedError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
 from nanovllm_core.registry.discovery import COMMAND_GROUP, extra_command
+from nanovllm_core.registry.manager import get_plugin_manager
 
 KNOWN_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("bench", "eval", "plan"), "bench"),
     **dict.fromkeys(("plugins.new", "plugins.test", "plugins.validate"), "kit"),
 }
 """Commands of this project's own distributions, and the extra that installs each."""
+
+VARIABLE = f"{ENV_PREFIX}PLUGINS__ENABLE"
+"""The variable that enables extensions."""
 
 
 class ForwardingCommand(TyperCommand):
@@ -93,3 +106,24 @@ def load_command(path: str, entries: Sequence[EntryPoint]) -> Any:
 
 def _owner(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+
+
+def add_extensions(app: typer.Typer) -> None:
+    """Let each extension that `VARIABLE` names add its commands to `app`.
+
+    Raises what the plugin manager raises, and PluginFailedError where adding them fails.
+    """
+    # A command may need no model, so one is made up to be able to read the rest.
+    chosen = load_config("none").plugins
+    if chosen.enable:
+        manager = get_plugin_manager(disable=chosen.disable)
+        manager.enable(chosen.enable)
+        try:
+            manager.hook.nanovllm_cli(app=app)
+        except NanoVLLMError:
+            raise
+        except Exception as error:
+            raise PluginFailedError(
+                f"nanovllm_cli of one of the extensions {', '.join(chosen.enable)} failed: "
+                f"{type(error).__name__}: {error}; take it out of {VARIABLE}"
+            ) from error

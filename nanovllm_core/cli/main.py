@@ -16,10 +16,8 @@ from typing import Annotated, TextIO, cast
 import typer
 
 from nanovllm_core import __version__
-from nanovllm_core.cli import chat, config, explain, generate
-from nanovllm_core.cli.extensions import add_extensions
-from nanovllm_core.cli.installed import add_installed_commands
-from nanovllm_core.cli.plugins import details, doctor, listing
+from nanovllm_core.cli import chat, config, explain, generate, plugins
+from nanovllm_core.cli.installed import add_extensions, add_installed_commands
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.registry.discovery import COMMAND_PARENTS
 
@@ -43,16 +41,16 @@ def make_app(arguments: Sequence[str] = ()) -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
     app.command("explain")(explain.explain)
-    plugins = typer.Typer(
+    about = typer.Typer(
         no_args_is_help=True, help="List and check plugins; the kit tests and creates them."
     )
-    plugins.command("list")(listing.list_plugins)
-    plugins.command("show")(details.show)
-    plugins.command("schema")(details.schema)
-    plugins.command("doctor")(doctor.doctor)
-    app.add_typer(plugins, name="plugins")
+    about.command("list")(plugins.list_plugins)
+    about.command("show")(plugins.show)
+    about.command("schema")(plugins.schema)
+    about.command("doctor")(plugins.doctor)
+    app.add_typer(about, name="plugins")
     app.add_typer(config.app, name="config")
-    add_installed_commands(dict(zip(COMMAND_PARENTS, (app, plugins), strict=True)))
+    add_installed_commands(dict(zip(COMMAND_PARENTS, (app, about), strict=True)))
     if list(arguments[:2]) != DOCTOR:
         add_extensions(app)
     return app

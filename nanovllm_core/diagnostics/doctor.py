@@ -15,10 +15,11 @@ from typing import Any
 
 from nanovllm_core import __version__
 from nanovllm_core.config.sources import load_config
-from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.diagnostics.status import (
     PluginStatus,
+    missing_code,
     plugin_statuses,
+    requirements_here,
     typical_requirements,
 )
 from nanovllm_core.errors import NanoVLLMError, PluginError, did_you_mean
@@ -37,12 +38,7 @@ from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP, KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
-from nanovllm_core.selection.decisions import (
-    NAMED_KINDS,
-    Decisions,
-    compute_capability,
-    resolve_device,
-)
+from nanovllm_core.selection.decisions import NAMED_KINDS, Decisions
 
 
 def examine() -> list[DoctorCheck]:
@@ -60,8 +56,7 @@ def examine() -> list[DoctorCheck]:
         checks.append(DoctorCheck("plugins.disable", False, str(error), remedy))
         manager = get_plugin_manager(entry_points=entries)
     try:
-        device = resolve_device("auto")
-        typical = typical_requirements(device, compute_capability(device))
+        typical = requirements_here()
     except Exception:  # check_torch has said so
         typical = typical_requirements("cpu", None)
     statuses = plugin_statuses(manager, typical)

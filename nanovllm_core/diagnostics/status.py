@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from typing import Literal
 
 from nanovllm_core.config.choices import AttentionChoice
-from nanovllm_core.diagnostics.probe import missing_code
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.specs import AttentionSpec, DeviceSpec, KernelSetSpec, PluginSpec
@@ -15,8 +18,12 @@ from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KIND
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection.attention import evaluate
+from nanovllm_core.selection.decisions import compute_capability, resolve_device
 from nanovllm_core.selection.fit import unmet_device
 from nanovllm_core.selection.kernels import unmet
+
+# What may define a name without spelling it.
+_DYNAMIC = re.compile(r"import \*|\b__getattr__\b|\bglobals\(\)")
 
 State = Literal["ready", "unsupported", "broken", "disabled"]
 
@@ -51,6 +58,12 @@ def typical_requirements(
         compute_capability=compute_capability,
         cuda_graphs=device == "cuda",
     )
+
+
+def requirements_here() -> AttentionRequirements:
+    """The requirements of a usual model on the device that `auto` takes. Imports torch."""
+    device = resolve_device("auto")
+    return typical_requirements(device, compute_capability(device))
 
 
 def plugin_statuses(
@@ -111,3 +124,47 @@ def _ask(
     if isinstance(spec, DeviceSpec):
         return unmet_device(spec.devices, requirements.device), spec.summary
     return (), spec.summary
+
+
+def missing_code(impl: str) -> str | None:
+    """Why `"package.module:Object"` cannot be loaded, as far as that shows without importing it.
+
+    None where nothing is wrong, or where only an import would tell.
+    """
+    module, _, name = impl.partition(":")
+    cannot = f"its code {impl!r} cannot be loaded: "
+    lacks = f"{cannot}{module} has no {name!r}"
+    try:
+        if module in sys.modules:
+            return None if _has(sys.modules[module], name) else lacks
+        spec = _find(module)
+        if spec is None:
+            return f"{cannot}there is no module {module!r}"
+        source = getattr(spec.loader, "get_source", lambda _: None)(module)
+    except Exception:  # finders, loaders and modules are anybody's code; an import will tell
+        return None
+    first = name.partition(".")[0]
+    if source is None or _DYNAMIC.search(source) or re.search(rf"\b{re.escape(first)}\b", source):
+        return None
+    return lacks
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """As importlib finds it, but no package on the way there is imported."""
+    path: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        found = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next(filter(None, found), None)
+        path = spec.submodule_search_locations if spec else None
+        if path is None and name != module:
+            return None
+    return spec
+
+
+def _has(found: object, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True

@@ -15,7 +15,7 @@ from unittest import mock
 import typer
 from pydantic import ValidationError
 
-from nanovllm_core.cli.plugins.choice import KindOption, Name, installed_plugins, one_plugin
+from nanovllm_core.cli.plugins import KindOption, Name, installed_plugins, one_plugin
 from nanovllm_core.config import explain_options, parse_yaml
 from nanovllm_core.errors import (
     ConfigError,

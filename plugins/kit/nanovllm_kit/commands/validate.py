@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nanovllm_core.cli.plugins.choice import KindOption, installed_plugins, one_plugin
-from nanovllm_core.cli.plugins.doctor import line
+from nanovllm_core.cli.plugins import KindOption, installed_plugins, line, one_plugin
 from nanovllm_kit.validation import validate_installed, validate_package
 
 

@@ -1,1 +1,0 @@
-"""`nanovllm plugins`: what is installed, and what runs here."""
