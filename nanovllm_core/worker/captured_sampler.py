@@ -13,9 +13,8 @@ from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.interfaces.tail import CapturedTail, TailKernels, TailTables
 from nanovllm_core.worker.batch import StepInputs
-from nanovllm_core.worker.logprobs import LogprobTensors
-from nanovllm_core.worker.row_parameters import is_captured
-from nanovllm_core.worker.rows import RowTables
+from nanovllm_core.worker.results import LogprobTensors
+from nanovllm_core.worker.rows import RowTables, is_captured
 from nanovllm_core.worker.sampler import GumbelSampler
 
 

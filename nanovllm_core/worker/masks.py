@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,45 +18,41 @@ from nanovllm_core.errors import InconsistentStateError, shown
 from nanovllm_core.interfaces.plan import RowSampling, StepPlan, TokenMasks, mask_words
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.logits import StepRows
-from nanovllm_core.worker.logprobs import LogprobTensors
+from nanovllm_core.worker.results import LogprobTensors
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
     """A step whose forward pass is launched and whose tail is not.
 
-    `rows` are those of its entries, -1 for padding, and `sampling` theirs, empty where no row needs
-    the eager tail. `entries` are those to report, None for all. `constrained` are the rows whose
-    masks may come. `logprobs` are those that the captured tail leaves.
+    Its entries are the first `num_rows` of `inputs`. `rows` are theirs, -1 for padding, and
+    `sampling` what these ask for, both empty where no row needs the eager tail. `entries` are those
+    to report, None for all. `constrained` are the rows whose masks may come. `logprobs` are those
+    that the captured tail leaves.
     """
 
     inputs: StepInputs
+    num_rows: int
     rows: tuple[int, ...]
     sampling: tuple[RowSampling, ...]
     constrained: tuple[int, ...]
     entries: NDArray[np.int64] | None = None
     logprobs: Sequence[LogprobTensors] = ()
 
-    def check(self, plan: StepPlan) -> None:
-        """InconsistentStateError where the plan and its rows disagree about the second part."""
-        if plan.samples_later != bool(self.constrained):
-            raise InconsistentStateError(
-                f"the plan says samples_later={plan.samples_later}, but of the rows that get a "
-                f"token {shown(list(self.constrained))} are constrained; it must be set where "
-                "there are such rows, and only there"
-            )
+    def mismatch(self, plan: StepPlan) -> InconsistentStateError:
+        """The error of a plan that disagrees with its rows about the second part."""
+        return InconsistentStateError(
+            f"the plan says samples_later={plan.samples_later}, but of the rows that get a token "
+            f"{shown(list(self.constrained))} are constrained; it must be set where there are such "
+            "rows, and only there"
+        )
 
-    def refuse_plan(self, plan: StepPlan) -> NoReturn:
-        """The next plan came before the masks."""
-        raise InconsistentStateError(
+    def interrupted(self, plan: StepPlan) -> InconsistentStateError:
+        """The error of a plan that came before the masks."""
+        return InconsistentStateError(
             f"a plan of epoch {plan.epoch} came while the step before it waits for the masks of "
             f"rows {shown(list(self.constrained))}; call sample() between the two"
         )
-
-
-def constrained_rows(rows: Sequence[int], sampling: Sequence[RowSampling]) -> tuple[int, ...]:
-    """The rows that wait for masks; without `sampling` there are none."""
-    return tuple(row for row, one in zip(rows, sampling, strict=False) if one.constrained)
 
 
 def unexpected(masks: TokenMasks) -> InconsistentStateError:

@@ -8,13 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor
 
 from nanovllm_core.errors import PluginFailedError
-from nanovllm_core.interfaces.logits_processor import LogitsProcessor, LogitsRequest
+from nanovllm_core.interfaces.executor import WorkerSetup
+from nanovllm_core.interfaces.logits_processor import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsRequest,
+)
+from nanovllm_core.interfaces.specs import LogitsProcessorSpec
+from nanovllm_core.registry.checks import describe
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.logits import StepRows
 
 ProcessorArguments = Sequence[tuple[str, Mapping[str, Any]]]
@@ -67,6 +77,27 @@ class RowProcessors:
             for name, loaded in self._processors.items()
             if (positions := [i for i, one in enumerate(asked) if name in dict(one)])
         ]
+
+
+def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -> RowProcessors:
+    """The logits processors of this worker, in the order of the configuration."""
+    if not setup.logits_processors:
+        return RowProcessors({})
+    context = LogitsContext(
+        device=device,
+        vocab_size=vocab_size,
+        max_model_len=setup.max_model_len,
+        max_num_seqs=setup.config.limits.max_num_seqs,
+        tokenizer=setup.tokenizer,
+    )
+    plugins = get_plugin_manager(disable=setup.config.plugins.disable)
+    loaded = {}
+    for one in setup.logits_processors:
+        spec = cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
+        loaded[one.name] = LoadedProcessor(
+            describe(one), spec.arguments, make_plugin(one, context), checks=setup.config.debug
+        )
+    return RowProcessors(loaded)
 
 
 def run_processor(

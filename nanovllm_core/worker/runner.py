@@ -10,8 +10,9 @@ where the attention backends can be, launched eagerly beyond the largest.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -38,14 +39,12 @@ from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.captured_sampler import make_captured_sampler
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
-from nanovllm_core.worker.logprobs import LogprobTensors
-from nanovllm_core.worker.masks import ForwardPass, MaskTable, constrained_rows, unexpected
+from nanovllm_core.worker.masks import ForwardPass, MaskTable, unexpected
 from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks
 from nanovllm_core.worker.model import LoadedModel
-from nanovllm_core.worker.plugins import make_processors
+from nanovllm_core.worker.processors import make_processors
 from nanovllm_core.worker.progress import Laps
-from nanovllm_core.worker.results import ResultRing
-from nanovllm_core.worker.row_ops import get_row_ops
+from nanovllm_core.worker.results import LogprobTensors, ResultRing
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, SamplerTail
 
@@ -107,16 +106,13 @@ class ModelRunner:
         )
         self._row_sampling = [NEUTRAL] * (max_rows + 1)
         """What the eager tail does for a row; the last is that of row -1, which marks padding."""
-        self._row_needs_tail = np.zeros(max_rows, dtype=np.bool_)
+        self._row_needs_tail = np.zeros(max_rows + 1, dtype=np.bool_)
         self._epoch = 0
-        self._active = np.zeros(0, np.int32)
+        self._active_rows = np.zeros(0, np.int32)
         """The decoding rows of that epoch."""
-        self._tail_rows: tuple[int, ...] = ()
-        self._active_sampling: tuple[RowSampling, ...] = ()
-        """Both of the decoding rows where one of them needs the eager tail, else empty."""
-        self._active_logprobs: Sequence[LogprobTensors] = ()
-        """What a captured step leaves of the decoding rows."""
-        self._active_constrained: tuple[int, ...] = ()
+        self._active = self._forward_pass(self._inputs, self._active_rows)
+        """A decode step of these rows."""
+        self._active_key = self.keys[0]
         self._waiting: ForwardPass | None = None
         """The step submitted last, while it waits for masks."""
         self._debug = config.debug
@@ -138,7 +134,7 @@ class ModelRunner:
         while the step before waits for masks.
         """
         if self._waiting is not None:
-            self._waiting.refuse_plan(plan)
+            raise self._waiting.interrupted(plan)
         self._num_steps += 1
         self._apply(plan)
         if plan.prefill:
@@ -222,21 +218,31 @@ class ModelRunner:
             self.ops.scatter_updates(self.tables.arena, self._staging.copy(packed))
 
     def _set_active(self, rows: NDArray[np.int32]) -> None:
-        self._active = rows
         self._updates.set_active_rows(rows)
-        had_tail, needs_tail = bool(self._active_sampling), self._needs_tail(rows)
-        self._tail_rows = tuple(rows.tolist()) if needs_tail else ()
-        self._active_sampling = self._sampling_of(self._tail_rows)
-        self._active_constrained = constrained_rows(self._tail_rows, self._active_sampling)
-        self._active_logprobs = self._captured.logprobs(rows)
+        had_tail = bool(self._active.sampling)
+        self._active_rows = rows
+        self._active = self._forward_pass(self._inputs, rows)
+        self._active_key = StepKey.decode(self.bucket(len(rows)))
+        needs_tail = bool(self._active.sampling)
         if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
 
     def _needs_tail(self, rows: NDArray[np.int32]) -> bool:
         return bool(self._row_needs_tail[rows].any())
 
-    def _sampling_of(self, rows: Iterable[int]) -> tuple[RowSampling, ...]:
-        return tuple(self._row_sampling[row] for row in rows)
+    def _forward_pass(
+        self,
+        inputs: StepInputs,
+        rows: NDArray[np.int32],
+        entries: NDArray[np.int64] | None = None,
+    ) -> ForwardPass:
+        """A step whose first entries are these rows, -1 for padding; see `ForwardPass`."""
+        tail_rows = tuple(rows.tolist()) if self._needs_tail(rows) else ()
+        sampling = tuple(self._row_sampling[row] for row in tail_rows)
+        asked = zip(tail_rows, sampling, strict=True)
+        constrained = tuple(row for row, one in asked if one.constrained)
+        logprobs = self._captured.logprobs(rows)
+        return ForwardPass(inputs, len(rows), tail_rows, sampling, constrained, entries, logprobs)
 
     # -- decode steps -----------------------------------------------------------------------------
 
@@ -281,22 +287,8 @@ class ModelRunner:
             self._graphs.replay(key)
 
     def _launch_decode(self, plan: StepPlan) -> None:
-        num_rows = plan.num_decode
-        self._launch(StepKey.decode(self.bucket(num_rows)))
-        if self._debug or self._active_sampling or plan.samples_later:
-            inputs = self._inputs.slice(slice(num_rows), slice(num_rows))
-            self._end(
-                plan,
-                ForwardPass(
-                    inputs,
-                    self._tail_rows,
-                    self._active_sampling,
-                    self._active_constrained,
-                    logprobs=self._active_logprobs,
-                ),
-            )
-        else:
-            self._results.push(num_rows, None, self._active_logprobs)
+        self._launch(self._active_key)
+        self._end(plan, self._active)
 
     def decode(self, bucket: int) -> None:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
@@ -312,7 +304,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _launch_mixed(self, plan: StepPlan) -> None:
         new = [chunk.row for chunk in plan.prefill if chunk.samples]
-        sampled = np.concatenate([self._active, np.array(new, np.int32)])
+        sampled = np.concatenate([self._active_rows, np.array(new, np.int32)])
         needs_tail = self._needs_tail(sampled)
         key = self._mixed_key(plan)
         if key is None:
@@ -324,17 +316,9 @@ class ModelRunner:
             self._staging.copy(packed, out=step.chunks.packed)
             self._launch(key)
         entries = step.reported(plan)
-        of_entries = np.full(step.inputs.num_rows, -1, np.int32)
-        of_entries[entries] = sampled
-        logprobs = self._captured.logprobs(of_entries)
-        if self._debug or needs_tail or plan.samples_later:
-            rows = tuple(of_entries.tolist())
-            sampling = self._sampling_of(rows) if needs_tail else ()
-            constrained = constrained_rows(rows, sampling)
-            launched = ForwardPass(step.inputs, rows, sampling, constrained, entries, logprobs)
-            self._end(plan, launched)
-        else:
-            self._results.push(step.inputs.num_rows, entries, logprobs)
+        rows = np.full(step.inputs.num_rows, -1, np.int32)
+        rows[entries] = sampled
+        self._end(plan, self._forward_pass(step.inputs, rows, entries))
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
@@ -405,32 +389,33 @@ class ModelRunner:
 
     def _end(self, plan: StepPlan, launched: ForwardPass) -> None:
         """Run the tail and expect the result: now, or when the masks come."""
-        launched.check(plan)
+        if plan.samples_later != bool(launched.constrained):
+            raise launched.mismatch(plan)
         if plan.samples_later:
             self._waiting = launched
         else:
             self._sample_tail(launched)
 
     def _sample_tail(self, launched: ForwardPass) -> None:
-        inputs = launched.inputs
+        num_rows, logprobs = launched.num_rows, launched.logprobs
         if self._debug:  # Here, for it waits, and a start captures `_after`.
-            check_logits(self.logits[: inputs.num_rows], inputs.rows, self._num_steps)
-        eager = self._after(inputs, launched.rows, launched.sampling)
-        logprobs = [*launched.logprobs, *([] if eager is None else [eager])]
-        self._results.push(inputs.num_rows, launched.entries, logprobs)
+            check_logits(self.logits[:num_rows], launched.inputs.rows[:num_rows], self._num_steps)
+        if launched.sampling:
+            inputs = launched.inputs.slice(slice(None), slice(num_rows))
+            eager = self._after(inputs, launched.rows, launched.sampling)
+            logprobs = [*logprobs, *([] if eager is None else [eager])]
+        self._results.push(num_rows, launched.entries, logprobs)
 
     @torch.inference_mode()
     def _after(
         self, inputs: StepInputs, rows: tuple[int, ...], sampling: tuple[RowSampling, ...]
     ) -> LogprobTensors | None:
-        """Run the eager tail for `sampling`, where there is any.
+        """Run the eager tail for `sampling`.
 
         The captured sampler, launched here, chooses for the rows that do not need it.
         """
         tables, num_rows = self.tables, inputs.num_rows
         logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
-        if not sampling:
-            return None
         self._captured.sample(logits, inputs, sampled, self._never)
         logprobs = self._tail(
             logits,
@@ -447,3 +432,17 @@ class ModelRunner:
         )
         self.ops.finish_step(tables, inputs, sampled, self._results, self._never)
         return logprobs
+
+
+def get_row_ops(device: torch.device) -> ModuleType:
+    """The module of Triton kernels on CUDA, of torch operations elsewhere: the same functions.
+
+    `rows_reference` documents them.
+    """
+    if device.type == "cuda":
+        from nanovllm_core.worker import rows_triton
+
+        return rows_triton
+    from nanovllm_core.worker import rows_reference
+
+    return rows_reference

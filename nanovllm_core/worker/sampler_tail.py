@@ -28,9 +28,9 @@ from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import logits as logit_ops
 from nanovllm_core.worker.logits import StepRows
-from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors, run_processor
+from nanovllm_core.worker.results import LogprobTensors
 
 TRANSIENT_BYTES = 256 << 20
 """The memory of the tail beyond its inputs: it computes as many rows at a time as fit."""

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm_core.config.settings import FIT
 from nanovllm_core.errors import (
+    DeviceError,
     EngineClosedError,
     ModelOutputError,
     NanoVLLMError,
@@ -31,7 +32,6 @@ from nanovllm_core.worker.graphs import compile_launches
 from nanovllm_core.worker.kv_cache import DeviceMemory, size_cache
 from nanovllm_core.worker.model import load_model
 from nanovllm_core.worker.progress import Laps
-from nanovllm_core.worker.row_ops import require_triton
 from nanovllm_core.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -200,6 +200,19 @@ class Worker:
         gc.collect()  # model, runner and cache refer to one another
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next engine, or the neighbours, find the memory free
+
+
+def require_triton(device: torch.device) -> None:
+    """DeviceError on CUDA where Triton, in which the worker's kernels are written, is missing."""
+    if device.type != "cuda":
+        return
+    try:
+        import triton  # noqa: F401 - the kernels' modules import it when they are first needed
+    except ImportError as error:
+        raise DeviceError(
+            f"device {device} needs triton, which cannot be imported ({error}); "
+            'run: pip install "triton>=3.6", or choose device: cpu'
+        ) from error
 
 
 @contextmanager

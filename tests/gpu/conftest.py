@@ -100,11 +100,9 @@ class Machine:
         self.executor.collect()
 
     def activate(self, num_rows: int) -> None:
-        """Make rows 0 to `num_rows` - 1 the decoding ones, without a step."""
-        rows = torch.arange(self.runner.bucket_sizes[-1], dtype=torch.int32)
-        rows[num_rows:] = -1
-        self.runner.tables.active_rows.copy_(rows)
-        self.runner._active = np.arange(num_rows, dtype=np.int32)  # as the runner would have it
+        """Make rows 0 to `num_rows` - 1 the decoding ones, without a step or an epoch."""
+        self.runner._set_active(np.arange(num_rows, dtype=np.int32))
+        self.runner._send_updates()
 
 
 SEVERAL_GROUPS: dict[str, Any] = {"architectures": [ALTERNATING], "windows": [64, None, 100]}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from nanovllm_core.interfaces.plan import TokenLogprobs
-from nanovllm_core.worker.logprobs import LogprobTensors
+from nanovllm_core.worker.results import LogprobTensors
 
 floats = st.floats(max_value=0.0, allow_nan=False, width=32)
 pairs = st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), max_size=4)

@@ -12,8 +12,9 @@ from nanovllm_core.errors import DeviceError
 from nanovllm_core.worker import rows_reference, rows_triton
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.results import ResultRing
-from nanovllm_core.worker.row_ops import get_row_ops, require_triton
 from nanovllm_core.worker.rows import RowTables
+from nanovllm_core.worker.runner import get_row_ops
+from nanovllm_core.worker.worker import require_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE, MAX_LEN, NUM_ROWS = 16, 300, 6

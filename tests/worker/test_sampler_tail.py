@@ -16,9 +16,9 @@ from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.kernels.sampling_reference import gumbel_noise, sample_tokens
 from nanovllm_core.worker import sampler_tail as sampler_module
-from nanovllm_core.worker.logprobs import LogprobTensors
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors
+from nanovllm_core.worker.results import LogprobTensors
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
 

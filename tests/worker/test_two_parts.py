@@ -135,7 +135,7 @@ def test_a_masked_row_samples_as_if_its_other_logits_were_forbidden(
     logits = torch.randn(len(rows), vocab, generator=generator)
     table = MaskTable(len(rows), vocab, CPU)
     constrained = tuple(i for i, one in enumerate(rows) if one.constrained)
-    step = ForwardPass(None, (), (), constrained)  # type: ignore[arg-type]
+    step = ForwardPass(None, 0, (), (), constrained)  # type: ignore[arg-type]
     words = allowed[[*constrained]].reshape(-1, mask_words(vocab))
     table.load(TokenMasks(rows=np.array(constrained, np.int32), allowed=words), step)
     masked = run_tail(logits, rows, table)
@@ -165,7 +165,7 @@ def test_a_row_whose_allowed_ids_are_all_forbidden_gets_another_id(
     for mask in words:
         allow_ids(mask, [allowed])
     table = MaskTable(2, vocab, CPU)
-    step = ForwardPass(None, (), (), (0, 1))  # type: ignore[arg-type]
+    step = ForwardPass(None, 0, (), (), (0, 1))  # type: ignore[arg-type]
     table.load(TokenMasks(rows=np.arange(2, dtype=np.int32), allowed=words), step)
     logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3))
     other, chosen = run_tail(logits, [ends, replace(ends, min_tokens=0)], table)
