@@ -11,9 +11,7 @@ or a field shows in tests/api/public_names.txt, and one that breaks a plugin rai
 version of its kind.
 """
 
-from nanovllm_core.config.settings import (
-    EngineConfig as EngineConfig,
-)
+from nanovllm_core.config.settings import EngineConfig as EngineConfig
 from nanovllm_core.errors import (
     ArchitectureError as ArchitectureError,
     CheckpointError as CheckpointError,
@@ -50,9 +48,7 @@ from nanovllm_core.interfaces.constraint import (
     allow_ids as allow_ids,
     allows as allows,
 )
-from nanovllm_core.interfaces.doctor import (
-    DoctorCheck as DoctorCheck,
-)
+from nanovllm_core.interfaces.doctor import DoctorCheck as DoctorCheck
 from nanovllm_core.interfaces.executor import (
     Executor as Executor,
     WorkerSetup as WorkerSetup,
@@ -95,16 +91,12 @@ from nanovllm_core.interfaces.plan import (
     WorkerInfo as WorkerInfo,
     mask_words as mask_words,
 )
-from nanovllm_core.interfaces.plugins import (
-    Plugins as Plugins,
-)
+from nanovllm_core.interfaces.plugins import Plugins as Plugins
 from nanovllm_core.interfaces.sampler import (
     Sampler as Sampler,
     SamplerContext as SamplerContext,
 )
-from nanovllm_core.interfaces.sampling_params import (
-    SamplingParams as SamplingParams,
-)
+from nanovllm_core.interfaces.sampling_params import SamplingParams as SamplingParams
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare as PrefillShare,
     RequestView as RequestView,

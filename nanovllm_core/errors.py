@@ -8,8 +8,7 @@ NanoVLLMError
 │   ├── PluginLoadError          a selected plugin cannot be imported, or breaks the contract
 │   ├── PluginFailedError        a plugin raised when it was called
 │   ├── ModelOutputError         logits that are NaN or infinite; debug mode looks for them
-│   ├── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
-│   └── ScaffoldError            a new plugin cannot be written: its name, kind or folder
+│   └── UnsupportedError         the plugin exists but cannot serve here; carries the reasons
 ├── CheckpointError
 │   ├── CheckpointNotFoundError  the model names no folder, plugin or hub repository
 │   ├── CheckpointConflictError  the model names a folder and a plugin, each with a checkpoint
@@ -149,10 +148,6 @@ class UnsupportedError(PluginError):
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.reasons = tuple(reasons)
-
-
-class ScaffoldError(PluginError):
-    """A new plugin's package cannot be written: its name, its kind or its folder is wrong."""
 
 
 class CheckpointError(NanoVLLMError):

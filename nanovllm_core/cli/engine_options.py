@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,23 +32,6 @@ Scheduler = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or auto.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16, bfloat16 or auto.")]
-
-
-def writable(file: Path | None) -> Path | None:
-    """A file that can be written, or a usage error before the work whose result it is to hold."""
-    if file is None:
-        return None
-    if file.is_dir():
-        raise typer.BadParameter(f"{file} is a folder; name a file in it")
-    folder = next(parent for parent in file.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        raise typer.BadParameter(f"{file} cannot be written; name a file in a folder of yours")
-    return file
-
-
-Out = Annotated[
-    Path | None, typer.Option(help="Write the result to this JSON file.", callback=writable)
-]
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
@@ -47,8 +47,8 @@ def examine() -> list[DoctorCheck]:
     checks += check_torch()
     installed = [*distributions()]
     entries, unreadable = read_entry_points(installed)
-    checks += check_installs(installed) + unreadable + check_groups(entries)
-    checks += check_commands(entries)
+    checks += [*check_installs(installed), *unreadable]
+    checks += [*check_groups(entries), *check_commands(entries)]
     try:
         manager = get_plugin_manager(load_config("none").plugins.disable, entries)
     except PluginError as error:
@@ -60,12 +60,12 @@ def examine() -> list[DoctorCheck]:
     except Exception:  # check_torch has said so
         typical = typical_requirements("cpu", None)
     statuses = plugin_statuses(manager, typical)
-    conflicts = check_conflicts(manager)
+    conflicts = [*check_conflicts(manager)]
     told = {check.name for check in conflicts}
     found = [check_plugin(manager, status) for status in statuses]
     checks += conflicts + [check for check in found if check.name not in told]
     checks += check_defaults(manager, statuses, typical)
-    return checks + ask_plugins(manager)
+    return [*checks, *ask_plugins(manager)]
 
 
 def next_steps(checks: Iterable[DoctorCheck]) -> list[str]:
@@ -82,24 +82,25 @@ def next_steps(checks: Iterable[DoctorCheck]) -> list[str]:
 # ------------------------------------------------------------------------------------ the machine
 
 
-def check_torch() -> list[DoctorCheck]:
+def check_torch() -> Iterator[DoctorCheck]:
     """torch, Triton and the GPUs that they see."""
     try:
         import torch
     except Exception as error:  # a broken installation fails in many ways
         remedy = "pip install --force-reinstall torch (see pytorch.org for the build of your GPU)"
         detail = f"cannot be imported: {type(error).__name__}: {error}"
-        return [DoctorCheck("torch", False, detail, remedy, fatal=True)]
+        yield DoctorCheck("torch", False, detail, remedy, fatal=True)
+        return
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
-    checks = [DoctorCheck("torch", True, f"{torch.__version__}, {build}")]
+    yield DoctorCheck("torch", True, f"{torch.__version__}, {build}")
     has_gpu = torch.cuda.is_available()
-    checks.append(_check_triton(has_gpu))
+    yield _check_triton(has_gpu)
     for index in range(torch.cuda.device_count() if has_gpu else 0):
         gpu = torch.cuda.get_device_properties(index)
         detail = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
         detail += f"{gpu.total_memory / 2**30:.0f} GiB"
-        checks.append(DoctorCheck(f"cuda:{index}", True, detail))
-    return [*checks, _check_driver(has_gpu, torch.version.cuda)]
+        yield DoctorCheck(f"cuda:{index}", True, detail)
+    yield _check_driver(has_gpu, torch.version.cuda)
 
 
 def _check_triton(needed: bool) -> DoctorCheck:
@@ -160,10 +161,10 @@ def read_entry_points(
     return [*entries.values()], checks
 
 
-def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
+def check_installs(installed: Iterable[Distribution]) -> Iterator[DoctorCheck]:
     """The core and all that needs it: installed once, each with a core that it accepts."""
     versions: dict[str, list[str]] = defaultdict(list)
-    checks = [DoctorCheck(CORE, True, __version__)]
+    yield DoctorCheck(CORE, True, __version__)
     for distribution in installed:
         name, version = distribution.metadata["Name"] or "", distribution.version
         needs = core_requirement(distribution.requires or ())
@@ -172,38 +173,32 @@ def check_installs(installed: Iterable[Distribution]) -> list[DoctorCheck]:
         if needs and not needs.specifier.contains(__version__, prereleases=True):
             detail = f"needs {needs}, and {CORE} is {__version__}"
             remedy = f"pip install --upgrade {CORE} {name}"
-            checks.append(DoctorCheck(f"{name} {version}", False, detail, remedy))
+            yield DoctorCheck(f"{name} {version}", False, detail, remedy)
     for name, found in versions.items():
         if len(set(found)) > 1:
             detail = f"installed more than once: {', '.join(found)}; the first is imported"
             remedy = f"pip uninstall {name}, until nothing is left, then install it once"
-            checks.append(DoctorCheck(name, False, detail, remedy))
-    return checks
+            yield DoctorCheck(name, False, detail, remedy)
 
 
-def check_groups(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
+def check_groups(entries: Sequence[EntryPoint]) -> Iterator[DoctorCheck]:
     """Entry points of unknown groups: a misspelt group, or a plugin for a newer core."""
-    entries = [*entries]
     known = known_groups(entry.name for entry in entries if entry.group == KIND_GROUP)
-    return [
-        DoctorCheck(
-            f"{entry.group}: {entry.name}",
-            False,
-            f"{CORE} {__version__} reads no group {entry.group!r}, so this plugin is never found",
-            f"in {entry.dist.name if entry.dist else 'its package'}, correct the group"
-            f"{did_you_mean(entry.group, known, GROUP_PREFIX)} (or update {CORE})",
-        )
-        for entry in entries
-        if entry.group not in {*known, COMMAND_GROUP, SUITE_GROUP}
-    ]
+    for entry in entries:
+        if entry.group not in {*known, COMMAND_GROUP, SUITE_GROUP}:
+            owner = entry.dist.name if entry.dist else "its package"
+            detail = f"{CORE} {__version__} reads no group {entry.group!r}, so this plugin is "
+            remedy = f"in {owner}, correct the group"
+            remedy += f"{did_you_mean(entry.group, known, GROUP_PREFIX)} (or update {CORE})"
+            name = f"{entry.group}: {entry.name}"
+            yield DoctorCheck(name, False, f"{detail}never found", remedy)
 
 
-def check_commands(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
+def check_commands(entries: Iterable[EntryPoint]) -> Iterator[DoctorCheck]:
     """Commands and suites that would not be found, or whose code is not there.
 
     Their code is not imported: that it can be found is asked of the import system.
     """
-    checks = []
     owners: dict[tuple[str, str], list[EntryPoint]] = defaultdict(list)
     for entry in entries:
         if entry.group in (COMMAND_GROUP, SUITE_GROUP):
@@ -215,33 +210,30 @@ def check_commands(entries: Iterable[EntryPoint]) -> list[DoctorCheck]:
         if len(found) > 1:
             remedy = f"uninstall one of {', '.join(names)}"
             detail = f"registered by {' and '.join(names)}"
-            checks.append(DoctorCheck(label, False, detail, remedy))
+            yield DoctorCheck(label, False, detail, remedy)
         elif group == COMMAND_GROUP and parent not in COMMAND_PARENTS:
             detail = f"the command has no group {parent!r}, so {name!r} is never found"
             remedy = f"in {names[0]}, name it NAME or plugins.NAME"
-            checks.append(DoctorCheck(label, False, detail, remedy))
+            yield DoctorCheck(label, False, detail, remedy)
         elif problem := missing_code(found[0].value):
-            checks.append(DoctorCheck(label, False, problem, f"reinstall {names[0]}"))
-    return checks
+            yield DoctorCheck(label, False, problem, f"reinstall {names[0]}")
 
 
-def check_conflicts(manager: PluginManager) -> list[DoctorCheck]:
+def check_conflicts(manager: PluginManager) -> Iterator[DoctorCheck]:
     """Names that two distributions, or a source and a folder here, claim; an error to select."""
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
     for plugin in manager.installed():
         owners[plugin.kind, plugin.name].append(plugin.distribution)
-    checks = []
     for (kind, name), found in owners.items():
         if len(found) > 1:
             detail = f"registered by {' and '.join(found)}"
             remedy = f"uninstall one of {', '.join(found)}, or leave one out with plugins: "
             remedy += f"{{disable: [{found[-1]}]}}"
-            checks.append(DoctorCheck(f"{kind} {name}", False, detail, remedy))
+            yield DoctorCheck(f"{kind} {name}", False, detail, remedy)
         elif kind == "checkpoint" and holds_checkpoint(name):
             meanings, remedy = conflict(manager, name)
             detail = f"in this folder, model: {name} is {meanings}"
-            checks.append(DoctorCheck(f"{kind} {name}", False, detail, f"as the model, {remedy}"))
-    return checks
+            yield DoctorCheck(f"{kind} {name}", False, detail, f"as the model, {remedy}")
 
 
 # ------------------------------------------------------------------------------------ the plugins
@@ -276,37 +268,33 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
 
 def check_defaults(
     manager: PluginManager, statuses: Iterable[PluginStatus], typical: AttentionRequirements
-) -> list[DoctorCheck]:
+) -> Iterator[DoctorCheck]:
     """Whether something can be generated: a model, attention, and what no configuration names.
 
     The latter is chosen as a start does; a GPU without a kernel set built for it is told too.
     """
     ready = {status.plugin.kind for status in statuses if status.state == "ready"}
-    checks = [
-        DoctorCheck(name, False, f"no {name} plugin can run here", install_one(name), fatal=True)
-        for name, kind in KINDS.items()
-        if kind.is_needed and name not in ready
-    ]
+    for name, kind in KINDS.items():
+        if kind.is_needed and name not in ready:
+            detail = f"no {name} plugin can run here"
+            yield DoctorCheck(name, False, detail, install_one(name), fatal=True)
     overrides = {"device": typical.device, "dtype": typical.dtype}
     # Of the environment `manager` has read plugins.disable; no other variable is a default.
     decisions = Decisions(load_config("none", overrides=overrides, env={}), manager)
-    for kind in NAMED_KINDS.values():
+    for name in NAMED_KINDS.values():
         try:
-            decisions.named(kind)
+            decisions.named(name)
         except NanoVLLMError as error:
             detail = f"the default where no file chooses cannot be used: {error}"
-            remedy = f"take the {kind} of the core out of plugins.disable, or reinstall {CORE}"
-            checks.append(DoctorCheck(kind, False, detail, remedy, fatal=True))
+            remedy = f"take the {name} of the core out of plugins.disable, or reinstall {CORE}"
+            yield DoctorCheck(name, False, detail, remedy, fatal=True)
         else:
-            if kind == "kernels" and decisions.kernels.warning:
-                detail, remedy = decisions.kernels.warning, decisions.kernels.remedy
-                checks.append(DoctorCheck(kind, False, detail, remedy))
-    return checks
+            if name == "kernels" and decisions.kernels.warning:
+                yield DoctorCheck(name, False, decisions.kernels.warning, decisions.kernels.remedy)
 
 
-def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:
+def ask_plugins(manager: PluginManager) -> Iterator[DoctorCheck]:
     """The findings of the plugins' own checks; a check that fails is a finding too."""
-    checks: list[DoctorCheck] = []
     for implementation in manager.hook.nanovllm_doctor.get_hookimpls():
         try:
             answer: Any = implementation.function()
@@ -314,9 +302,8 @@ def ask_plugins(manager: PluginManager) -> list[DoctorCheck]:
             for check in found:
                 if not isinstance(check, DoctorCheck):
                     raise TypeError(f"it returned {check!r:.80}, which is no DoctorCheck")
-            checks += found
         except Exception as error:
             name = implementation.plugin_name
             detail = f"its nanovllm_doctor failed: {type(error).__name__}: {error}"
-            checks.append(DoctorCheck(name, False, detail, f"tell the authors of {name}"))
-    return checks
+            found = [DoctorCheck(name, False, detail, f"tell the authors of {name}")]
+        yield from found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,6 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-
-_SIZES = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "num_blocks",
-    "block_size",
-    "vocab_size",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +35,8 @@ class EngineLimits:
     cache_windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        sizes = [one.name for one in fields(self) if one.name != "cache_windows"]
+        for name in sizes:
             value, least = getattr(self, name), "1"
             if name == "max_model_len":
                 least = "2, a prompt token and an output token"

@@ -80,20 +80,26 @@ def read_arguments(
     return valid
 
 
-def plain_arguments(name: str, valid: BaseModel) -> Mapping[str, Any]:
+def plain_arguments(
+    name: str,
+    arguments: Mapping[str, Any],
+    specs: Mapping[str, LogitsProcessorSpec],
+    vocab_size: int,
+) -> Mapping[str, Any]:
     """Arguments as plain data from which the worker, maybe another process, makes the same.
 
-    Raises PluginFailedError where the plugin's validators refuse what they returned.
+    Raises PluginFailedError where the plugin's validators refuse what they returned, and what
+    `read_arguments` raises.
     """
-    path = f"logits_processors.{name}"
+    valid = read_arguments("logits processor", name, arguments, specs, vocab_size)
     plain = valid.model_dump(round_trip=True, by_alias=True)
     try:
         type(valid).model_validate(plain)
     except ValidationError as error:
         raise PluginFailedError(
-            f"{path}: {shown(name)} refuses its own arguments when they are read again from plain "
-            f"data ({shown(plain)}): {error.errors()[0]['msg']}; a validator must take what it "
-            "returned"
+            f"logits_processors.{name}: {shown(name)} refuses its own arguments when they are read "
+            f"again from plain data ({shown(plain)}): {error.errors()[0]['msg']}; a validator must "
+            "take what it returned"
         ) from error
     return plain
 
@@ -154,7 +160,7 @@ class RequestFactory:
         seed = derive_seed(self.seed, arrival_index) if params.seed is None else params.seed
         sampling = self._row_sampling(params, seed)
         asked = self._asked_constraints(params)
-        arrival_time = perf_counter()
+        arrival_time, vocab_size = perf_counter(), self.limits.vocab_size
         return [
             Request(
                 request_id=sample_id,
@@ -173,7 +179,7 @@ class RequestFactory:
                 stream=stream,
                 searched=searched,
                 cache_salt=cache_salt,
-                constraints=self._constraints(asked, prompt),
+                constraints=SampleConstraints(asked, prompt, vocab_size) if asked else None,
             )
             for index, sample_id in enumerate(sample_ids(request_id, params.n))
         ]
@@ -195,26 +201,12 @@ class RequestFactory:
             logprobs=params.logprobs,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
             logits_processors=tuple(
-                (
-                    name,
-                    plain_arguments(
-                        name,
-                        read_arguments(
-                            "logits processor", name, given, self.processors, vocab_size
-                        ),
-                    ),
-                )
+                (name, plain_arguments(name, given, self.processors, vocab_size))
                 for name, given in (params.logits_processors or {}).items()
             ),
             logit_bias=tuple(pair for pair in (params.logit_bias or {}).items() if pair[1]),
             constrained=bool(params.constraints),
         )
-
-    def _constraints(
-        self, asked: list[tuple[LoadedConstraint, BaseModel]], prompt: NDArray[np.int32]
-    ) -> SampleConstraints | None:
-        """Those of one sample, whose state is its own."""
-        return SampleConstraints(asked, prompt, self.limits.vocab_size) if asked else None
 
     def _asked_constraints(
         self, params: SamplingParams

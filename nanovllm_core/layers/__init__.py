@@ -6,9 +6,7 @@ A model written only from these never sees a kernel, a cache or a process group,
 change under it.
 """
 
-from nanovllm_core.interfaces.model import (
-    heads_per_rank as heads_per_rank,
-)
+from nanovllm_core.interfaces.model import heads_per_rank as heads_per_rank
 from nanovllm_core.interfaces.parallel import (
     SingleRank as SingleRank,
     TensorParallel as TensorParallel,
@@ -22,12 +20,8 @@ from nanovllm_core.layers.blocks import (
     linear_add as linear_add,
     norm_linear as norm_linear,
 )
-from nanovllm_core.layers.context import (
-    LayerContext as LayerContext,
-)
-from nanovllm_core.layers.decoder import (
-    DecoderForCausalLM as DecoderForCausalLM,
-)
+from nanovllm_core.layers.context import LayerContext as LayerContext
+from nanovllm_core.layers.decoder import DecoderForCausalLM as DecoderForCausalLM
 from nanovllm_core.layers.decoder_config import (
     DecoderConfig as DecoderConfig,
     refuse_unless as refuse_unless,

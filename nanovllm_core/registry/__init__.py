@@ -12,9 +12,7 @@ from nanovllm_core.registry.discovery import (
     InstalledPlugin as InstalledPlugin,
     known_groups as known_groups,
 )
-from nanovllm_core.registry.hookspecs import (
-    PROJECT as PROJECT,
-)
+from nanovllm_core.registry.hookspecs import PROJECT as PROJECT
 from nanovllm_core.registry.kinds import (
     EXTENSION as EXTENSION,
     EXTENSION_GROUP as EXTENSION_GROUP,
@@ -22,7 +20,6 @@ from nanovllm_core.registry.kinds import (
     KIND_GROUP as KIND_GROUP,
     KINDS as KINDS,
     NO_SPEC as NO_SPEC,
-    Kind as Kind,
     declared_group as declared_group,
     declared_hook as declared_hook,
 )
@@ -34,6 +31,4 @@ from nanovllm_core.registry.objects import (
     load_object as load_object,
     make_plugin as make_plugin,
 )
-from nanovllm_core.registry.options import (
-    read_options as read_options,
-)
+from nanovllm_core.registry.options import read_options as read_options

@@ -33,7 +33,6 @@ from nanovllm_core.registry.discovery import (
 )
 from nanovllm_core.registry.hookspecs import PROJECT
 from nanovllm_core.registry.kinds import (
-    DECLARATION,
     KINDS,
     Kind,
     contract_problem,
@@ -88,17 +87,12 @@ def only_spec(plugin: InstalledPlugin, kind: Kind, specs: Sequence[Any]) -> Any:
     return matching[0]
 
 
-def check_spec(plugin: InstalledPlugin, spec: PluginSpec, kind: Kind, owner: str) -> None:
-    """Refuse a spec of another contract, or one that cannot be acted upon."""
+def check_spec(
+    plugin: InstalledPlugin, spec: PluginSpec | KindSpec, kind: Kind, owner: str
+) -> None:
+    """Refuse a spec or a declaration of another contract, or one that cannot be acted upon."""
     problem = contract_problem(kind, spec.contract, owner)
     if problem := problem or next(_problems(spec, kind), None):
-        raise load_error(plugin, problem)
-
-
-def check_declaration(plugin: InstalledPlugin, spec: KindSpec) -> None:
-    """Refuse a declaration that no plugin could be found or checked by."""
-    problem = contract_problem(DECLARATION, spec.contract, CORE)
-    if problem := problem or next(_declaration_problems(spec), None):
         raise load_error(plugin, problem)
 
 
@@ -111,8 +105,11 @@ _FIELDS: tuple[tuple[type[PluginSpec], str, Any, str], ...] = (
 """Fields that a listing or a selection reads of a spec, with the type that each must have."""
 
 
-def _problems(spec: PluginSpec, kind: Kind) -> Iterator[str]:
+def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
     """The reasons why a listing, a selection or a worker could not act upon the spec."""
+    if isinstance(spec, KindSpec):
+        yield from _declaration_problems(spec)
+        return
     yield from _form_problems("impl", spec.impl)
     yield from _model_problems("options", spec.options)
     if isinstance(spec, LogitsProcessorSpec):

@@ -34,7 +34,6 @@ from nanovllm_core.interfaces.specs import KindSpec, PluginSpec, ResolvedPlugin
 from nanovllm_core.registry import hookspecs
 from nanovllm_core.registry.checks import (
     CORE,
-    check_declaration,
     check_spec,
     load_error,
     missing_hook,
@@ -183,7 +182,7 @@ class PluginManager:
         """The declaration of a kind by its plugin. Raises PluginLoadError if it is not valid."""
         plugin = self.find(KIND, name)
         spec: KindSpec = self._only_spec(plugin, DECLARATION)
-        check_declaration(plugin, spec)
+        check_spec(plugin, spec, DECLARATION, CORE)
         return spec
 
     def _add_hookspecs(self, plugin: InstalledPlugin, spec: KindSpec) -> None:

@@ -5,12 +5,8 @@ from nanovllm_core.selection.attention import (
     evaluate as evaluate,
     unmet as unmet,
 )
-from nanovllm_core.selection.checkpoint import (
-    find_checkpoint as find_checkpoint,
-)
-from nanovllm_core.selection.checkpoint_files import (
-    read_model_config as read_model_config,
-)
+from nanovllm_core.selection.checkpoint import find_checkpoint as find_checkpoint
+from nanovllm_core.selection.checkpoint_files import read_model_config as read_model_config
 from nanovllm_core.selection.decisions import (
     Decisions as Decisions,
     compute_capability as compute_capability,
@@ -20,6 +16,4 @@ from nanovllm_core.selection.kernels import (
     KernelTarget as KernelTarget,
     select_kernels as select_kernels,
 )
-from nanovllm_core.selection.startup import (
-    start as start,
-)
+from nanovllm_core.selection.startup import start as start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from torch import Tensor
 
@@ -137,18 +138,14 @@ def _config(
                 f"{layers[first].scale} as layer {first} of its cache group: one backend serves "
                 "all layers of a group; use a model whose layers do not differ in it"
             )
-    limits, attention = setup.config.limits, group.attention
+    limits = setup.config.limits
     return AttentionConfig(
         device=model.device,
         dtype=model.dtype,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_size=attention.head_size,
+        **asdict(group.attention),
         scale=layers[first].scale,
         block_size=setup.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=setup.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        sliding_window=attention.sliding_window,
-        soft_cap=attention.soft_cap,
     )

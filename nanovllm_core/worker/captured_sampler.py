@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,13 +93,4 @@ def make_captured_sampler(
 
 def tail_tables(tables: RowTables) -> TailTables:
     """The part of the row tables that a tail reads, and of which it writes one column."""
-    return TailTables(
-        parameters=tables.parameters,
-        biases=tables.biases,
-        stop_ids=tables.stop_ids,
-        min_tokens=tables.min_tokens,
-        num_prompt=tables.num_prompt,
-        token_ids=tables.token_ids,
-        temperature=tables.temperature,
-        seed=tables.seed,
-    )
+    return TailTables(**{one.name: getattr(tables, one.name) for one in fields(TailTables)})

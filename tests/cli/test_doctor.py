@@ -6,7 +6,7 @@ import builtins
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def examine() -> dict[str, DoctorCheck]:
     return {check.name: check for check in doctor.examine()}
 
 
-def only(checks: Sequence[DoctorCheck]) -> DoctorCheck:
+def only(checks: Iterable[DoctorCheck]) -> DoctorCheck:
     [check] = checks
     return check
 

@@ -234,7 +234,7 @@ def test_a_folder_demo_breaks_nothing_until_it_holds_a_checkpoint_and_every_comm
     both = r"model: 'demo' is the checkpoint in .*; write './demo' .* or 'demo:' for the source"
 
     def claims() -> list[DoctorCheck]:
-        return doctor.check_conflicts(get_plugin_manager())
+        return [*doctor.check_conflicts(get_plugin_manager())]
 
     assert seams()["checkpoint"].chosen.startswith("demo: ")
     assert not claims()

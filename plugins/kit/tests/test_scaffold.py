@@ -14,11 +14,17 @@ from typer.testing import CliRunner
 
 import nanovllm_core
 from nanovllm_core.cli.main import make_app
-from nanovllm_core.errors import ConfigError, ScaffoldError
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.registry.discovery import known_groups
 from nanovllm_core.registry.kinds import EXTENSION, KIND, KINDS
 from nanovllm_kit import scaffold
-from nanovllm_kit.scaffold import MAX_NAME, TEMPLATES, check_name, new_plugin
+from nanovllm_kit.scaffold import (
+    MAX_NAME,
+    TEMPLATES,
+    ScaffoldError,
+    check_name,
+    new_plugin,
+)
 from nanovllm_kit.validation import validate_package
 
 Install = Callable[..., None]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from nanovllm_bench.commands.shared import names_of, numbers, wide_console
+from nanovllm_bench.commands.shared import Out, names_of, numbers, wide_console
 from nanovllm_core.cli import engine_options as options
 
 
@@ -29,7 +29,7 @@ def attention(
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16", "auto"], typer.Option(help="Number format.")
     ] = "auto",
-    out: options.Out = None,
+    out: Out = None,
 ) -> None:
     """Time each backend and a naive attention: ms, TFLOP/s or TB/s, grid and launches."""
     import torch

@@ -11,6 +11,7 @@ from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
     NumSeqs,
+    Out,
     Runs,
     engine_rows,
     percent,
@@ -39,7 +40,7 @@ def compare(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: options.Out = None,
+    out: Out = None,
 ) -> None:
     """Compare throughput, time to first token and memory with transformers, same requests."""
     from nanovllm_bench.compare import compare_with_transformers

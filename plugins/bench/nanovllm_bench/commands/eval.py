@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nanovllm_bench.commands.shared import Out
 from nanovllm_bench.environment import describe_environment
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.config import EngineConfig
@@ -72,7 +73,7 @@ def evaluate(
     min_overall: Annotated[
         float, typer.Option(help="Minimum overall accuracy.", min=0, max=1)
     ] = 0.95,
-    out: options.Out = None,
+    out: Out = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
     device: options.Device = None,

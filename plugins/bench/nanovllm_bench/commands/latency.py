@@ -11,6 +11,7 @@ from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
     NumSeqs,
+    Out,
     Temperature,
     above_zero,
     engine_rows,
@@ -43,7 +44,7 @@ def latency(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: options.Out = None,
+    out: Out = None,
 ) -> None:
     """Measure time to first token and between tokens, at fixed or Poisson arrivals."""
     from nanovllm_bench.latency import measure_latency

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_core.cli import engine_options as options
+from nanovllm_bench.commands.shared import writable
 
 
 def _image(file: Path) -> Path:
     if file.suffix not in (".svg", ".png"):
         raise typer.BadParameter(f"{file} must end in .svg or .png")
-    options.writable(file)
+    writable(file)
     return file
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
+    Out,
     Temperature,
     above_zero,
     engine_rows,
@@ -41,7 +42,7 @@ def table(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: options.Out = None,
+    out: Out = None,
 ) -> None:
     """Output tokens per second by backend, batch and length; outputs as long as prompts."""
     from nanovllm_bench.record import write_record

@@ -10,6 +10,7 @@ from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
     NumSeqs,
+    Out,
     Runs,
     Temperature,
     engine_rows,
@@ -45,7 +46,7 @@ def throughput(
     device: options.Device = None,
     dtype: options.Dtype = None,
     settings: options.Settings = None,
-    out: options.Out = None,
+    out: Out = None,
 ) -> None:
     """Measure output tokens per second of one batch, prefill included."""
     from nanovllm_bench.record import write_record

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nanovllm_core import __version__
-from nanovllm_core.errors import ScaffoldError, did_you_mean, shown
+from nanovllm_core.errors import PluginError, did_you_mean, shown
 from nanovllm_core.registry import (
     COMMAND_GROUP,
     EXTENSION,
@@ -36,6 +36,10 @@ _ARCHITECTURE = re.compile(r"([A-Z][A-Za-z0-9]*?)(ForCausalLM|LMHeadModel)?")
 
 _FOLDER = Path(__file__).parent / "templates"
 _SHARED = _FOLDER / "shared"
+
+
+class ScaffoldError(PluginError):
+    """A new plugin's package cannot be written: its name, its kind or its folder is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
