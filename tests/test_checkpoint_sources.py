@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_core.errors import CheckpointNotFoundError
 from nanovllm_core.interfaces.specs import NoOptions
-from nanovllm_core.selection.checkpoint_sources import HUB_FILES, HUB_STRAYS, from_folder, from_hub
+from nanovllm_core.selection.checkpoint import HUB_FILES, HUB_STRAYS, from_folder, from_hub
 
 
 def test_a_folder_is_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

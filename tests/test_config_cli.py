@@ -168,7 +168,7 @@ def test_check_fetches_no_checkpoint(
     """A source may download gigabytes: only that it is installed is asked."""
     file = tmp_path / "engine.yaml"
     monkeypatch.setattr(
-        "nanovllm_core.selection.checkpoint_sources.from_hub", lambda options, reference: 1 / 0
+        "nanovllm_core.selection.checkpoint.from_hub", lambda options, reference: 1 / 0
     )
     file.write_text("model: organisation/name")
     assert "OK" in run("config", "check", str(file))

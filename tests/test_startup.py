@@ -161,7 +161,7 @@ def test_a_folder_of_a_hub_name_is_used_and_never_fetched(shelf: Path) -> None:
 def test_a_name_with_a_slash_is_the_hubs_and_one_without_a_plugins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import nanovllm_core.selection.checkpoint_sources as sources
+    import nanovllm_core.selection.checkpoint as sources
 
     asked: list[str] = []
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm_core.config.chat_template import RESERVED
+from nanovllm_core.config.settings import RESERVED
 from nanovllm_core.errors import CheckpointError, InvalidPromptError
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from nanovllm_core.config.chat_template import check_chat_template_kwargs
 from nanovllm_core.config.choices import (
     AttentionSettings,
     DistinctPlugins,
@@ -31,6 +31,26 @@ StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
 
 PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Prompt tokens to capture steps for. In larger steps the GPU runs longer than the launches."""
+
+RESERVED = frozenset(
+    {
+        "messages",
+        "conversation",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Names that the engine sets when it applies a template; most are transformers' arguments."""
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -163,6 +183,20 @@ class PluginSettings(Section):
                     f"{shown([*self.enable])}, so nothing would read them"
                 )
         return self
+
+
+def check_chat_template_kwargs(kwargs: Mapping[str, object]) -> Mapping[str, object]:
+    """The same variables; ValueError for what no template may be given."""
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(
+            f'{shown(kwargs)} must map names to values, as in {{"enable_thinking": false}}'
+        )
+    for name in kwargs:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{shown(name)} cannot name a variable; leave it out")
+        if name in RESERVED:
+            raise ValueError(f"{name!r} is set by the engine itself; leave it out")
+    return kwargs
 
 
 def check_device(value: str) -> str:

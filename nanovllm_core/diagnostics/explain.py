@@ -167,28 +167,25 @@ def _blocks(view: View) -> Words:
 
 
 def _kernels(view: View) -> Words:
-    selection, automatic = view.kernels, ""
-    if view.config.kernels.is_auto:
-        automatic = f"auto: rank {selection.rank}, the highest of those that fit"
-    chosen = selection.chosen
-    others = view.other_plugins(chosen.kind, chosen.name) | dict(selection.others)
-    return _label(chosen), view.stated_where("kernels.name", automatic), others
+    selection = view.kernels
+    automatic = f"auto: rank {selection.rank}, the highest of those that fit"
+    chosen, why, others = _named(view, KINDS["kernels"], automatic)
+    return chosen, why, {**others, **selection.others}
 
 
 def _executor(view: View) -> Words:
-    [chosen], size = view.named("executor"), view.config.tensor_parallel_size
-    automatic = f"auto: tensor_parallel_size is {size}" if view.config.executor.is_auto else ""
-    others = view.other_plugins(chosen.kind, chosen.name)
-    return _label(chosen), view.stated_where("executor.name", automatic), others
+    automatic = f"auto: tensor_parallel_size is {view.config.tensor_parallel_size}"
+    return _named(view, KINDS["executor"], automatic)
 
 
-def _named(view: View, kind: Kind) -> Words:
-    """The plugins of a kind that the configuration names one by one."""
+def _named(view: View, kind: Kind, automatic: str = "") -> Words:
+    """The plugins that the configuration names, of a kind; `automatic` is why, for `auto`."""
     chosen = view.named(kind.name)
-    choices = getattr(view.config, kind.choice)
-    path = f"{kind.choice}.{choices.KEY}" if isinstance(choices, PluginChoice) else kind.choice
+    path, choices = kind.choice, getattr(view.config, kind.choice)
+    if isinstance(choices, PluginChoice):
+        path, automatic = f"{path}.{choices.KEY}", automatic if choices.is_auto else ""
     others = view.other_plugins(kind.name, *(one.name for one in chosen))
-    return "; ".join(map(_label, chosen)) or "none", view.stated_where(path), others
+    return "; ".join(map(_label, chosen)) or "none", view.stated_where(path, automatic), others
 
 
 def _extensions(view: View) -> Words:

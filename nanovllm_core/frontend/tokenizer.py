@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from nanovllm_core.config.chat_template import check_chat_template_kwargs
+from nanovllm_core.config.settings import check_chat_template_kwargs
 from nanovllm_core.errors import CheckpointError, InvalidPromptError, shown
 from nanovllm_core.selection.checkpoint_files import read_json, read_text
 

@@ -42,13 +42,13 @@ def nanovllm_checkpoints() -> Sequence[specs.CheckpointSpec]:
     return [
         specs.CheckpointSpec(
             name="local",
-            impl="nanovllm_core.selection.checkpoint_sources:from_folder",
+            impl="nanovllm_core.selection.checkpoint:from_folder",
             contract=2,
             summary="A folder of this machine.",
         ),
         specs.CheckpointSpec(
             name="hub",
-            impl="nanovllm_core.selection.checkpoint_sources:from_hub",
+            impl="nanovllm_core.selection.checkpoint:from_hub",
             contract=2,
             summary="A model of the Hugging Face hub, downloaded once.",
         ),

@@ -36,7 +36,6 @@ from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
-from nanovllm_core.worker.captured_sampler import make_captured_sampler
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.masks import ForwardPass, MaskTable, unexpected
@@ -46,6 +45,7 @@ from nanovllm_core.worker.processors import make_processors
 from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.results import LogprobTensors, ResultRing
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
+from nanovllm_core.worker.sampler import make_captured_sampler
 from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, SamplerTail
 
 NEUTRAL = RowSampling()

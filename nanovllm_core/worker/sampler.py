@@ -1,19 +1,33 @@
-"""The built-in sampler: greedy and temperature by the Gumbel-max trick, on any device."""
+"""The built-in sampler, and the part of sampling that is captured in a step.
+
+What that part does not cover needs the eager tail (see `sampler_tail`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 from torch import Tensor
 
+from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
+from nanovllm_core.interfaces.tail import CapturedTail, TailKernels, TailTables
 from nanovllm_core.kernels.sampling_reference import sample_tokens
+from nanovllm_core.worker.batch import StepInputs
+from nanovllm_core.worker.results import LogprobTensors
+from nanovllm_core.worker.rows import RowTables, is_captured
 
 
 class GumbelSampler(Sampler):
-    """One pass over the logits on CUDA, the torch reference elsewhere; both give the same ids.
+    """Greedy and temperature by the Gumbel-max trick, on any device.
+
+    One pass over the logits on CUDA, the torch reference elsewhere; both give the same ids.
 
     `kernels.sampling_reference` is the definition.
     """
@@ -47,3 +61,80 @@ class GumbelSampler(Sampler):
         if self._workspace is None:
             return {}
         return {"scores": self._workspace.scores, "ids": self._workspace.ids}
+
+
+class CapturedSampler:
+    """The sampler's own choice: rows that ask for more than its contract need the eager tail."""
+
+    def __init__(self, sampler: Sampler, tables: RowTables) -> None:
+        self._sampler = sampler
+        self._tables = tables
+
+    def admit(self, row: int, sampling: RowSampling) -> bool:
+        """A row is given to a request that asks for this. Returns if it needs the eager tail."""
+        return sampling.needs_tail
+
+    def sample(self, logits_BV: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
+        """Choose a token per entry into `out_B` (int32), unless the flag `skip` [1] is 1."""
+        tables, index_B = self._tables, inputs.output_index
+        self._sampler.sample(
+            logits_BV, inputs.rows, tables.temperature, tables.seed, index_B, out_B, skip
+        )
+
+    def logprobs(self, rows: NDArray[np.int32]) -> Sequence[LogprobTensors]:
+        """What it leaves of entries that are these rows (-1: padding); none if none asked.
+
+        The tensors are the same in every step.
+        """
+        return ()
+
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        """The tensors that captured calls use, but for the row tables, by name."""
+        return self._sampler.captured_tensors()
+
+
+class TailSampler(CapturedSampler):
+    """The kernel set's tail, which chooses as the built-in sampler does."""
+
+    def __init__(self, tail: CapturedTail, num_rows: int, vocab_size: int) -> None:
+        self._tail = tail
+        self._vocab_size = vocab_size
+        self._num_top = np.full(num_rows + 1, -1, np.int32)
+        """By row, -1 where it asks for no log-probabilities; the last is that of padding."""
+
+    def admit(self, row: int, sampling: RowSampling) -> bool:
+        captured, asked = is_captured(sampling), sampling.logprobs
+        reported = captured and asked is not None
+        self._num_top[row] = min(asked or 0, self._vocab_size) if reported else -1
+        return not captured
+
+    def sample(self, logits_BV: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
+        num_known_B, index_B = inputs.seq_lens, inputs.output_index
+        self._tail.sample(logits_BV, inputs.rows, num_known_B, index_B, out_B, skip)
+
+    def logprobs(self, rows: NDArray[np.int32]) -> Sequence[LogprobTensors]:
+        num_top = self._num_top[rows]
+        entries = np.flatnonzero(num_top >= 0)
+        if not entries.size:
+            return ()
+        asked, packed = entries.tolist(), self._tail.logprobs[: len(rows)]
+        return (LogprobTensors(asked, num_top[entries].tolist(), asked, packed),)
+
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        return self._tail.captured_tensors()
+
+
+def make_captured_sampler(
+    kernels: KernelSet, sampler: Sampler, tables: RowTables, vocab_size: int, max_entries: int
+) -> CapturedSampler:
+    """With the kernel set's tail, where it has one and the sampler is the built-in one on CUDA."""
+    on_cuda = tables.arena.device.type == "cuda"
+    if not (on_cuda and type(sampler) is GumbelSampler and isinstance(kernels, TailKernels)):
+        return CapturedSampler(sampler, tables)
+    tail = kernels.make_tail(tail_tables(tables), vocab_size, max_entries)
+    return TailSampler(tail, len(tables.computed), vocab_size)
+
+
+def tail_tables(tables: RowTables) -> TailTables:
+    """The part of the row tables that a tail reads, and of which it writes one column."""
+    return TailTables(**{one.name: getattr(tables, one.name) for one in fields(TailTables)})

@@ -14,8 +14,8 @@ from nanovllm_core.frontend import RequestOutput
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import runner as runner_module
-from nanovllm_core.worker.captured_sampler import CapturedSampler
 from nanovllm_core.worker.rows import RowTables
+from nanovllm_core.worker.sampler import CapturedSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
 
 MODEL = "demo"

@@ -25,13 +25,17 @@ from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.interfaces.tail import MAX_ROW_BIASES, MAX_ROW_LOGPROBS, RowColumn
 from nanovllm_core.worker import runner as runner_module
 from nanovllm_core.worker.batch import StepInputs
-from nanovllm_core.worker.captured_sampler import CapturedSampler, TailSampler, tail_tables
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors
 from nanovllm_core.worker.results import LogprobTensors
 from nanovllm_core.worker.rows import RowTables, RowUpdates, is_captured, pack_parameters
 from nanovllm_core.worker.rows_reference import scatter_updates
-from nanovllm_core.worker.sampler import GumbelSampler
+from nanovllm_core.worker.sampler import (
+    CapturedSampler,
+    GumbelSampler,
+    TailSampler,
+    tail_tables,
+)
 from nanovllm_core.worker.sampler_tail import SamplerTail
 
 from ..e2e.tiny import open_tiny, write_checkpoint
