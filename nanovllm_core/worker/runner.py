@@ -417,19 +417,7 @@ class ModelRunner:
         tables, num_rows = self.tables, inputs.num_rows
         logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
         self._captured.sample(logits, inputs, sampled, self._never)
-        logprobs = self._tail(
-            logits,
-            rows,
-            sampling,
-            tables.token_ids,
-            inputs.seq_lens,
-            inputs.seq_lens - inputs.output_index,
-            inputs.output_index,
-            tables.temperature,
-            tables.seed,
-            inputs.rows,
-            sampled,
-        )
+        logprobs = self._tail(logits, rows, sampling, inputs, tables, sampled)
         self.ops.finish_step(tables, inputs, sampled, self._results, self._never)
         return logprobs
 

@@ -27,10 +27,12 @@ from torch import Tensor
 from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import logits as logit_ops
+from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.logits import StepRows
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors, run_processor
 from nanovllm_core.worker.results import LogprobTensors
+from nanovllm_core.worker.rows import RowTables
 
 TRANSIENT_BYTES = 256 << 20
 """The memory of the tail beyond its inputs: it computes as many rows at a time as fit."""
@@ -90,13 +92,8 @@ class SamplerTail:
         logits_BV: Tensor,
         rows: Sequence[int],
         params: Sequence[RowSampling],
-        token_ids_RL: Tensor,
-        num_known_B: Tensor,
-        num_prompt_B: Tensor,
-        output_index_B: Tensor,
-        temperature_R: Tensor,
-        seed_R: Tensor,
-        rows_B: Tensor,
+        inputs: StepInputs,
+        tables: RowTables,
         out_B: Tensor,
     ) -> LogprobTensors | None:
         """Choose for the entries that ask, into `out_B` (int32), which has the choice of the rest.
@@ -104,30 +101,29 @@ class SamplerTail:
         Returns log-probabilities if any asked.
 
         `rows` and `params` say on the host which row each entry is and what it wants; what they
-        mean on the device is kept while they are the same objects. `rows_B` is -1 where the device
-        has finished an entry, which gets -1. `token_ids_RL` holds the known ids of each row:
-        `num_known_B` of them, the first `num_prompt_B` from the prompt. Never waits for the
-        device.
+        mean on the device is kept while they are the same objects. `inputs.rows` is -1 where the
+        device has finished an entry, which gets -1. `tables.token_ids` holds the known ids of each
+        row: `inputs.seq_lens` of them. Never waits for the device.
         """
+        num_prompt_B = inputs.seq_lens - inputs.output_index
         if params is not self._params or rows is not self._rows:
-            self.plan(rows, params, token_ids_RL.shape[1])
+            self.plan(rows, params, tables.token_ids.shape[1])
         for entries_S, rows_S, operations in self._groups:
             logits_SV = logits_BV[entries_S].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             step = StepRows(
                 rows_S,
-                temperature_R[rows_S],
-                output_index_B[entries_S],
+                tables.temperature[rows_S],
+                inputs.output_index[entries_S],
                 num_prompt_B[entries_S],
-                num_known_B[entries_S],
-                token_ids_RL,
+                inputs.seq_lens[entries_S],
+                tables.token_ids,
             )
             for operation, arguments in operations:
                 operation(logits_SV, step, *arguments)
-            index_S = step.output_index
+            index_S, ids_S = step.output_index, inputs.rows[entries_S]
             out_S = torch.empty_like(index_S)
-            self._sample(
-                logits_SV, rows_B[entries_S], temperature_R, seed_R, index_S, out_S, self._never
-            )
+            choice = (logits_SV, ids_S, tables.temperature, tables.seed, index_S)
+            self._sample(*choice, out_S, self._never)
             out_B.index_copy_(0, entries_S, out_S)
         if not self._asked:
             return None

@@ -116,13 +116,8 @@ class Desk:
             logits,
             rows,
             [self.sampling[row] for row in rows],
-            tables.token_ids,
-            inputs.seq_lens,
-            inputs.seq_lens - inputs.output_index,
-            inputs.output_index,
-            tables.temperature,
-            tables.seed,
-            inputs.rows,
+            inputs,
+            tables,
             theirs,
         )
         captured = self.captured.logprobs(np.array(rows))

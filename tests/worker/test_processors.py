@@ -26,6 +26,8 @@ from nanovllm_core.worker.processors import LoadedProcessor, RowProcessors, run_
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
 
+from .tail_step import tail_step
+
 CPU = torch.device("cpu")
 VOCAB = 11
 
@@ -166,10 +168,8 @@ def test_groups_of_rows_that_fit_in_memory_give_the_same_tokens(
     never = torch.zeros(1, dtype=torch.int32)
     sampler.sample(logits, ints, temperature, ints.long(), ints, alone, never)
     out = alone.clone()
-    tail(
-        logits, (0, 1, 2, 3), params, torch.zeros(4, 8).int(), ints + 4, ints, ints, temperature,
-        ints.long(), ints, out,
-    )  # fmt: skip
+    step = tail_step(ints, ints + 4, ints, torch.zeros(4, 8).int(), temperature, ints.long())
+    tail(logits, (0, 1, 2, 3), params, *step, out)
     # A constant added to all logits of a row changes no choice.
     assert torch.equal(out, alone)
     assert torch.equal(logits, before)

@@ -22,6 +22,8 @@ from nanovllm_core.worker.results import LogprobTensors
 from nanovllm_core.worker.sampler import GumbelSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
 
+from .tail_step import ints, tail_step
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 50
 NUM_PROMPT = 6
@@ -63,29 +65,13 @@ class Batch:
         out = torch.full((size,), -7, dtype=torch.int32, device=DEVICE)
         self.tail = tail or make_tail(self.vocab, size)
 
-        def full(value: int) -> torch.Tensor:
-            return torch.full((size,), value, dtype=torch.int32, device=DEVICE)
-
         temperature = torch.tensor([one.temperature for one in by_row], device=DEVICE)
         seed = torch.tensor([one.seed for one in by_row], device=DEVICE)
-        rows_b, index = (
-            torch.tensor(rows, dtype=torch.int32, device=DEVICE),
-            full(self.output_index),
-        )
+        rows_b = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+        known, index = ints(size, NUM_KNOWN, DEVICE), ints(size, self.output_index, DEVICE)
+        step = tail_step(rows_b, known, index, self.token_ids, temperature, seed)
         sample_tokens(self.logits, rows_b, temperature, seed, index, out)
-        logprobs = self.tail(
-            self.logits,
-            self.rows,
-            self.params,
-            self.token_ids,
-            full(NUM_KNOWN),
-            full(NUM_PROMPT),
-            index,
-            temperature,
-            seed,
-            rows_b,
-            out,
-        )
+        logprobs = self.tail(self.logits, self.rows, self.params, *step, out)
         return out.tolist(), logprobs
 
     def expected(self) -> list[int]:
@@ -370,20 +356,17 @@ def test_the_tail_never_waits_for_the_device_and_stays_within_its_memory():
     size, vocab, length = 256, 151_936, 4096
     logits = torch.randn(size, vocab, device=DEVICE, dtype=torch.bfloat16)
     token_ids = torch.randint(0, vocab, (size, length), dtype=torch.int32, device=DEVICE)
-    known = torch.full((size,), 2000, dtype=torch.int32, device=DEVICE)
-    prompt = torch.full((size,), 1500, dtype=torch.int32, device=DEVICE)
+    known, index = ints(size, 2000, DEVICE), ints(size, 500, DEVICE)
     temperature = torch.ones(size, device=DEVICE)
     seed = torch.arange(size, device=DEVICE)
     rows_b = torch.arange(size, dtype=torch.int32, device=DEVICE)
     out = torch.empty(size, dtype=torch.int32, device=DEVICE)
     rows = tuple(range(size))
     tail = make_tail(vocab, size)
+    step = tail_step(rows_b, known, index, token_ids, temperature, seed)
 
     def run() -> LogprobTensors | None:
-        return tail(
-            logits, rows, params, token_ids, known, prompt, known - prompt, temperature, seed,
-            rows_b, out,
-        )  # fmt: skip
+        return tail(logits, rows, params, *step, out)
 
     run()
     torch.cuda.synchronize()

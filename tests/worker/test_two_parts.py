@@ -25,6 +25,7 @@ from nanovllm_core.worker.sampler_tail import SamplerTail
 from nanovllm_kit.executor_plans import admit, decodes
 
 from ..e2e.tiny import VOCAB_SIZE, write_config
+from .tail_step import ints, tail_step
 
 CPU = torch.device("cpu")
 WORDS = mask_words(VOCAB_SIZE)
@@ -180,23 +181,13 @@ def run_tail(logits: torch.Tensor, rows: list[RowSampling], table: MaskTable) ->
     tail = SamplerTail(CPU, vocab, sampler, RowProcessors({}), table)
     entries = torch.arange(size, dtype=torch.int32)
     out = torch.zeros(size, dtype=torch.int32)
-    known, prompt, index = (torch.full((size,), n, dtype=torch.int32) for n in (3, 1, 2))
+    known, index = ints(size, 3, CPU), ints(size, 2, CPU)
     temperature = torch.tensor([one.temperature for one in rows])
     seed = torch.tensor([one.seed for one in rows])
     never = torch.zeros(1, dtype=torch.int32)
     sampler.sample(logits, entries, temperature, seed, index, out, never)
-    tail(
-        logits.clone(),
-        tuple(range(size)),
-        tuple(rows),
-        torch.full((size, 4), 2, dtype=torch.int32),
-        known,
-        prompt,
-        index,
-        temperature,
-        seed,
-        entries,
-        out,
-    )
+    token_ids = torch.full((size, 4), 2, dtype=torch.int32)
+    step = tail_step(entries, known, index, token_ids, temperature, seed)
+    tail(logits.clone(), tuple(range(size)), tuple(rows), *step, out)
     ids: list[int] = out.tolist()
     return ids
