@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.engine.planner import Planner
+from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.steps import PlannedStep
 from nanovllm_core.interfaces.plan import StepResult
 
 

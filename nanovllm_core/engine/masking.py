@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from nanovllm_core.engine.constraints import Filling, MaskFiller
-from nanovllm_core.engine.planner import Planner
+from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.steps import PlannedStep
 from nanovllm_core.errors import PluginFailedError
 from nanovllm_core.interfaces.plan import TokenMasks, mask_words
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
+from nanovllm_core.engine.planner import PlannedStep
 from nanovllm_core.engine.request import Request
-from nanovllm_core.engine.steps import PlannedStep
 from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
 
 logger = logging.getLogger(__name__)

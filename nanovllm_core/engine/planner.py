@@ -7,7 +7,7 @@ which ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
 
@@ -16,11 +16,28 @@ from numpy.typing import NDArray
 
 from nanovllm_core.engine.prefix_cache import Append, PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
-from nanovllm_core.engine.rows import NEVER, RowTable
-from nanovllm_core.engine.steps import PlannedChunk, PlannedStep
+from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
 from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, StepPlan
 from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedChunk:
+    """A prefill chunk in flight, and which request it was planned for."""
+
+    request: Request
+    generation: int
+    chunk: PrefillChunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedStep:
+    """A step in flight: what was submitted and whom its result is for."""
+
+    plan: StepPlan
+    batch: DecodeBatch
+    chunks: tuple[PlannedChunk, ...] = ()
 
 
 class Planner:
