@@ -173,9 +173,9 @@ def _kernels(view: View) -> Words:
     return chosen, why, {**others, **selection.others}
 
 
-def _executor(view: View) -> Words:
-    automatic = f"auto: tensor_parallel_size is {view.config.tensor_parallel_size}"
-    return _named(view, KINDS["executor"], automatic)
+def _by_size(view: View, kind: str, field: str) -> Words:
+    """The plugin of a kind whose `auto` follows a number."""
+    return _named(view, KINDS[kind], f"auto: {field} is {getattr(view.config, field)}")
 
 
 def _named(view: View, kind: Kind, automatic: str = "") -> Words:
@@ -245,7 +245,7 @@ VIEWS: Mapping[str, Callable[[View], Words]] = {
     "KV blocks": _blocks,
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "kernels": _kernels,
-    "executor": _executor,
+    "executor": partial(_by_size, kind="executor", field="tensor_parallel_size"),
     "sampling defaults": _sampling_defaults,
     "CUDA graphs": _graphs,
     "longest sequence": _length,

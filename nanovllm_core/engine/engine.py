@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from nanovllm_core.engine.consistency import assert_consistent, named, wrong_result
 from nanovllm_core.engine.constraints import LoadedConstraint
+from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.intake import Intake
 from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.masking import Masking
 from nanovllm_core.engine.observation import EngineStats, Observation
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
-from nanovllm_core.engine.request import OutputDelta, Request, RequestState
+from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.errors import (

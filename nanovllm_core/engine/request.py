@@ -1,4 +1,4 @@
-"""A request as the engine sees it, and its outputs: ids, and no text."""
+"""A request as the engine sees it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.engine.constraints import SampleConstraints
+from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.observer import FinishReason
@@ -37,29 +38,6 @@ class RequestState(enum.Enum):
     DRAINING = "draining"
     """Nothing more is planned, but tokens are in flight."""
     FINISHED = "finished"
-
-
-@dataclass(slots=True, kw_only=True)
-class OutputDelta:
-    """The ids that one sample of a request got since its last delta. Plain data; can be pickled.
-
-    `new_token_ids` hold the end-of-sequence id if that ended the sample. `new_logprobs` has an
-    entry for each of them, or is None where log-probabilities were not asked for. `finish_reason`
-    is None until the last delta; `stop_reason` is the id or the string that stopped the sample,
-    `error` what ended it where the reason is "error".
-    `num_cached_tokens` counts prompt tokens that the prefix cache held, `wait_steps` the engine's
-    steps from the arrival to the admission (None before it).
-    """
-
-    request_id: str
-    index: int
-    new_token_ids: list[int]
-    new_logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: NanoVLLMError | None = None
-    num_cached_tokens: int = 0
-    wait_steps: int | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
