@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from nanovllm_bench.commands.shared import Out, names_of, numbers, wide_console
+from nanovllm_bench.commands.out import Out
+from nanovllm_bench.commands.shared import names_of, numbers, wide_console
 from nanovllm_core.cli import engine_options as options
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from nanovllm_bench.commands.out import Out
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
     NumSeqs,
-    Out,
     Runs,
     engine_rows,
     percent,

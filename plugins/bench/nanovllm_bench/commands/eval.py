@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from nanovllm_bench.commands.shared import Out
+from nanovllm_bench.commands.out import Out
 from nanovllm_bench.environment import describe_environment
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.config import EngineConfig

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from nanovllm_bench.commands.out import Out
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
     NumSeqs,
-    Out,
     Temperature,
     above_zero,
     engine_rows,

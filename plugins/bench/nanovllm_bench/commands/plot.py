@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_bench.commands.shared import writable
+from nanovllm_bench.commands.out import writable
 
 
 def _image(file: Path) -> Path:

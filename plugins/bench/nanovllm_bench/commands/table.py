@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from nanovllm_bench.commands.out import Out
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
-    Out,
     Temperature,
     above_zero,
     engine_rows,

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm_bench.commands.out import Out
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
     NumSeqs,
-    Out,
     Runs,
     Temperature,
     engine_rows,
