@@ -51,20 +51,21 @@ def experts_of_their_tokens(
 
 
 def _expert(x_TE: Tensor, gate_up_2FE: Tensor, down_EF: Tensor) -> Tensor:
-    gate_TF, up_TF = (x_TE @ gate_up_2FE.t()).float().chunk(2, dim=-1)
-    return silu(gate_TF).mul_(up_TF).to(x_TE.dtype) @ down_EF.t()
+    gate_TF, up_TF = torch.mm(x_TE, gate_up_2FE.t()).float().chunk(2, dim=-1)
+    return torch.mm(silu(gate_TF).mul_(up_TF).to(x_TE.dtype), down_EF.t())
 
 
 def _within_top_groups(choice_TN: Tensor, routing: Routing) -> Tensor:
     """The same, with minus infinity outside of each token's best groups."""
-    grouped = choice_TN.unflatten(-1, (routing.num_groups, -1))
+    grouped: Tensor = choice_TN.unflatten(-1, (routing.num_groups, -1))
     if routing.group_score == "max":
         score_TG = grouped.amax(dim=-1)
     else:
         score_TG = grouped.topk(2, dim=-1).values.sum(dim=-1)
     best = torch.zeros_like(score_TG, dtype=torch.bool)
     best.scatter_(1, _largest(score_TG, routing.top_groups), True)
-    return grouped.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(-2)
+    kept_TGN: Tensor = grouped.masked_fill(~best.unsqueeze(-1), -torch.inf)
+    return kept_TGN.flatten(-2)
 
 
 def _largest(x_TN: Tensor, count: int) -> Tensor:

@@ -43,7 +43,7 @@ class Router(Layer):
     def finalize(self) -> None:
         self.matrix.finalize()
 
-    def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # a pair
+    def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Normed hidden states [T, E] -> weights [T, C] float32 and ids [T, C] int32."""
         return self.context.kernels.route(self.matrix.linear(x_TE), self.routing)
 
@@ -54,7 +54,7 @@ class _Stack(Layer):
     def __init__(self, context: LayerContext, rows: Pieces, columns: Piece, num: int) -> None:
         super().__init__(context)
         self.weight = make_split_parameter(context, rows, columns)
-        self.tensor = self.weight.unflatten(0, (num, -1))
+        self.tensor = self.weight.view(num, -1, columns.size)
 
 
 class Experts(Layer):

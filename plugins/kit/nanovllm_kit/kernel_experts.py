@@ -177,7 +177,8 @@ def choose(
     best = 1 if routing.group_score == "max" else 2
 
     def merit(group: range) -> float:
-        return sum(sorted((choice[expert] for expert in group), reverse=True)[:best])
+        scores: list[float] = sorted((choice[expert] for expert in group), reverse=True)
+        return sum(scores[:best])
 
     top = sorted(groups, key=merit, reverse=True)[: routing.top_groups]
     open_to_all = sorted(expert for group in top for expert in group)

@@ -22,9 +22,6 @@ from nanovllm_core.layers import (
     refuse_unless,
 )
 
-_DEFAULTS = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-"""What is meant where config.json leaves them out."""
-
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """The core's decoder with an RMS norm of each head of q and k, and with mixtures."""
@@ -33,51 +30,61 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Windows are refused: Qwen3 has them, if at all, in some of its layers."""
         refuse_unless(config, use_sliding_window=False, layer_types="full_attention")
-        num_experts, top_k = (
-            num_experts_of(config),
-            positive_int(config, "num_experts_per_tok", default=8),
-        )
+        top_k, num_experts = cls.routing(config).top_k, cls.num_experts(config)
         if top_k > num_experts:
             raise ArchitectureError(
                 f"config.json: num_experts_per_tok ({top_k}) is more than num_experts "
                 f"({num_experts}); check the checkpoint's config.json"
             )
+        cls.expert_size(config)
+        cls.is_sparse(config, layer=0)
         bias = bool(config.get("attention_bias"))
         return DecoderConfig.from_config(
-            {**_DEFAULTS, **config}, qkv_bias=bias, output_bias=bias, qk_norm=True
+            {"num_key_value_heads": 4, **config}, qkv_bias=bias, output_bias=bias, qk_norm=True
         )
 
     @classmethod
     def make_mlp(
         cls, config: Mapping[str, Any], settings: DecoderConfig, context: LayerContext, layer: int
     ) -> nn.Module:
-        if not is_sparse(config, layer):
+        if not cls.is_sparse(config, layer):
             return super().make_mlp(config, settings, context, layer)
         return SparseMLP(
             context,
             settings.hidden_size,
-            positive_int(config, "moe_intermediate_size", default=768),
-            num_experts_of(config),
-            Routing(
-                top_k=positive_int(config, "num_experts_per_tok", default=8),
-                renormalize=bool(config.get("norm_topk_prob")),
-            ),
+            cls.expert_size(config),
+            cls.num_experts(config),
+            cls.routing(config),
         )
 
     def __init__(
         self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
     ) -> None:
         super().__init__(options, config, context)
-        self.packed_modules = {**self.packed_modules, **expert_modules(num_experts_of(config))}
+        experts = expert_modules(self.num_experts(config))
+        self.packed_modules = {**self.packed_modules, **experts}
 
+    @staticmethod
+    def routing(config: Mapping[str, Any]) -> Routing:
+        """The rule by which a token chooses its experts."""
+        return Routing(
+            top_k=positive_int(config, "num_experts_per_tok", default=8),
+            renormalize=bool(config.get("norm_topk_prob")),
+        )
 
-def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer, from 0, has experts: every `decoder_sparse_step`-th, but for some named."""
-    step = positive_int(config, "decoder_sparse_step", default=1)
-    return (layer + 1) % step == 0 and layer not in (config.get("mlp_only_layers") or ())
+    @staticmethod
+    def num_experts(config: Mapping[str, Any]) -> int:
+        """transformers 5 writes the number of experts under the second name."""
+        name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        return positive_int(config, name, default=128)
 
+    @staticmethod
+    def expert_size(config: Mapping[str, Any]) -> int:
+        """The intermediate size of one expert."""
+        return positive_int(config, "moe_intermediate_size", default=768)
 
-def num_experts_of(config: Mapping[str, Any]) -> int:
-    """transformers 5 writes the number of experts under the second name."""
-    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    return positive_int(config, name, default=128)
+    @staticmethod
+    def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+        """Whether a layer, from 0, has experts: every so many do, but for some that are named."""
+        step = positive_int(config, "decoder_sparse_step", default=1)
+        return (layer + 1) % step == 0 and layer not in (config.get("mlp_only_layers") or ())

@@ -2,106 +2,90 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from nanovllm_core.api import ArchitectureError, ModelShape
-from nanovllm_model_qwen3.model import Qwen3ForCausalLM
+from nanovllm_core.layers import SparseMLP
+from nanovllm_kit.layers import layer_context
+from nanovllm_model_qwen3_moe.model import Qwen3MoeForCausalLM
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
     "head_dim": 128,
     "max_position_embeddings": 40960,
     "rope_theta": 1000000,
-    "tie_word_embeddings": True,
 }
 
 
-def test_the_shape_of_qwen3_0_6b() -> None:
-    """As its config.json says."""
-    assert Qwen3ForCausalLM.shape(CONFIG) == ModelShape(
-        num_layers=28,
-        hidden_size=1024,
-        num_heads=16,
-        num_kv_heads=8,
+def test_the_shape_of_qwen3_30b_a3b() -> None:
+    """As its config.json says; experts are no matter of the cache."""
+    assert Qwen3MoeForCausalLM.shape(CONFIG) == ModelShape(
+        num_layers=48,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
         head_size=128,
         vocab_size=151936,
         max_position=40960,
-        tied_embeddings=True,
     )
 
 
-def test_head_settings_that_are_absent_have_the_values_of_transformers() -> None:
-    """They do not follow from the others."""
-    config = {k: v for k, v in CONFIG.items() if k not in ("head_dim", "num_key_value_heads")}
-    config["num_attention_heads"] = 64
-    shape, expected = Qwen3ForCausalLM.shape(config), transformers.Qwen3Config(**config)
-    assert shape.head_size == expected.head_dim == 128
-    assert shape.num_kv_heads == expected.num_key_value_heads == 32
-    assert not Qwen3ForCausalLM.shape({**config, "tie_word_embeddings": False}).tied_embeddings
+def sparse_mlp(**settings: Any) -> SparseMLP:
+    """The first layer's, of narrow tokens."""
+    config = {**CONFIG, "hidden_size": 8, **settings}
+    context = layer_context(torch.device("cpu"), torch.bfloat16)
+    settings_read = Qwen3MoeForCausalLM.read_config(config)
+    mlp = Qwen3MoeForCausalLM.make_mlp(config, settings_read, context, 0)
+    assert isinstance(mlp, SparseMLP)
+    return mlp
 
 
-def test_null_means_a_kv_head_for_each_head() -> None:
-    """As in transformers."""
-    config = {**CONFIG, "num_key_value_heads": None}
-    expected = transformers.Qwen3Config(**config).num_key_value_heads
-    assert Qwen3ForCausalLM.shape(config).num_kv_heads == expected == 16
+def test_settings_of_experts_that_are_absent_have_the_values_of_transformers() -> None:
+    """Their number, how many a token chooses, their width, and weights as they are."""
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    left_out = {name: None for name in names}
+    mlp, expected = sparse_mlp(**left_out), transformers.Qwen3MoeConfig()
+    num_experts, gate_up, _ = mlp.experts.gate_up.tensor.shape
+    assert num_experts == expected.num_local_experts
+    assert gate_up == 2 * expected.moe_intermediate_size
+    assert mlp.gate.routing.top_k == expected.num_experts_per_tok
+    assert mlp.gate.routing.renormalize is expected.norm_topk_prob is False
 
 
-def test_yarn_lengthens_the_context() -> None:
-    """As the model card of Qwen3 describes it."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert Qwen3ForCausalLM.shape({**CONFIG, "rope_scaling": yarn}).max_position == 131072
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_has_two_names(name: str) -> None:
+    """That of published checkpoints, and that of transformers 5."""
+    config = {key: value for key, value in CONFIG.items() if key != "num_experts"}
+    config[name] = 16
+    assert Qwen3MoeForCausalLM.num_experts(config) == 16
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "hidden_act 'gelu'": {"hidden_act": "gelu"},
     "use_sliding_window": {"use_sliding_window": True},
-    "layer_types.*sliding_attention": {"layer_types": ["full_attention", "sliding_attention"]},
-    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "quantised \\(fp8\\)": {"quantization_config": {"quant_method": "fp8"}},
-    "hidden_size must be a positive integer, not None": {"hidden_size": None},
-    "num_hidden_layers must be a positive integer, not 0": {"num_hidden_layers": 0},
-    "vocab_size must be a positive integer, not '9'": {"vocab_size": "9"},
-    "num_attention_heads \\(16\\).*num_key_value_heads \\(3\\)": {"num_key_value_heads": 3},
-    "max_position_embeddings": {"max_position_embeddings": None},
-    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
-    "is_causal False": {"is_causal": False},
+    "num_experts_per_tok \\(129\\) is more than num_experts \\(128\\)": {
+        "num_experts_per_tok": 129
+    },
+    "num_experts_per_tok must be a positive integer, not 0": {"num_experts_per_tok": 0},
+    "moe_intermediate_size must be a positive integer, not '9'": {"moe_intermediate_size": "9"},
+    "decoder_sparse_step must be a positive integer, not 0": {"decoder_sparse_step": 0},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_a_setting_that_is_wrong_or_unsupported_is_named(message: str) -> None:
-    """With its value."""
+    """With its value, before a weight is read."""
     with pytest.raises(ArchitectureError, match=message):
-        Qwen3ForCausalLM.shape({**CONFIG, **REFUSED[message]})
-
-
-def test_settings_that_say_full_attention_are_fine() -> None:
-    """As transformers 5 writes them."""
-    settings = {"use_sliding_window": False, "layer_types": ["full_attention"] * 28}
-    assert Qwen3ForCausalLM.shape({**CONFIG, **settings}).num_layers == 28
-
-
-def test_the_entry_point_gives_the_spec_without_importing_torch() -> None:
-    """A listing of plugins stays quick; the spec names the class that serves."""
-    [point] = entry_points(group="nanovllm.models", name="Qwen3ForCausalLM")
-    program = (
-        f"import json, sys, {point.value} as plugin\n"
-        "[spec] = plugin.nanovllm_models()\n"
-        "print(json.dumps([spec.name, spec.impl, 'torch' in sys.modules]))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    impl = f"{Qwen3ForCausalLM.__module__}:{Qwen3ForCausalLM.__name__}"
-    assert json.loads(result.stdout) == ["Qwen3ForCausalLM", impl, False]
+        Qwen3MoeForCausalLM.shape({**CONFIG, **REFUSED[message]})
