@@ -57,6 +57,7 @@ from nanovllm_core.interfaces.kernels import (
     CompilingKernels as CompilingKernels,
     KernelSet as KernelSet,
     QKPrep as QKPrep,
+    Routing as Routing,
 )
 from nanovllm_core.interfaces.logits_processor import (
     LogitsContext as LogitsContext,

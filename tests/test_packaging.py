@@ -48,6 +48,7 @@ def test_the_distributions_of_the_project_are_there() -> None:
         "kernels_triton",
         "kit",
         "model_qwen3",
+        "model_qwen3_moe",
         "scheduler_sjf",
     }
 

@@ -7,7 +7,7 @@ else eagerly.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
 heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV blocks, P tokens
-per block.
+per block; in mixtures N experts, C experts chosen by each token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,27 @@ class QKPrep:
     q_norm_weight: Tensor | None = None
     k_norm_weight: Tensor | None = None
     eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a token chooses its experts, from a score of each: the rule of a router, as data.
+
+    The score is the softmax or the sigmoid of a logit. The `top_k` best are chosen, of equal ones
+    the first. With `num_groups`, experts are divided into so many groups of equal size, and only
+    the `top_groups` best groups can be chosen from: a group is as good as its best score
+    ("max", DeepSeek-V2) or as the sum of its two best ("top2", DeepSeek-V3). A bias is added to the
+    scores while choosing. The weight of a chosen expert is its score, without the bias; with
+    `renormalize` divided by the sum of those chosen; times `scale`.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    scale: float = 1.0
 
 
 @runtime_checkable
@@ -129,6 +150,30 @@ class KernelSet(Protocol):
 
         `positions_T` int32 or int64. `slot_mapping_T` int64: block · P + offset; -1 stores nothing.
         The caches may have any strides, as long as D is contiguous.
+        """
+
+    def route(
+        self, logits_TN: Tensor, routing: Routing, bias_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The weights [T, C] float32 and ids [T, C] int32 of each token's experts, the best first.
+
+        Scores are computed in float32; the bias is float32. A token's experts differ from one
+        another, whatever its logits are: those of padding may be NaN.
+        """
+
+    def experts(
+        self,
+        x_TE: Tensor,
+        weights_TC: Tensor,
+        ids_TC: Tensor,
+        gate_up_N2FE: Tensor,
+        down_NEF: Tensor,
+    ) -> Tensor:
+        """Each token's sum over its experts of weight * down(silu(gate) * up) -> [T, E].
+
+        Gate and up lie as in `norm_gate_up`, and are rounded before and behind the activation;
+        weights are float32, and the sum is rounded once. An expert's own result may be rounded
+        before it is weighted.
         """
 
 

@@ -7,7 +7,8 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
-from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
+from nanovllm_core.interfaces.kernels import KernelSet, QKPrep, Routing
+from nanovllm_core.kernels import experts_reference
 
 
 class TorchKernels(KernelSet):
@@ -22,7 +23,10 @@ class TorchKernels(KernelSet):
     def __init__(
         self, options: BaseModel | None = None, device: torch.device | None = None
     ) -> None:
-        """Every set is made with these arguments; this one needs neither."""
+        """Every set is made with these arguments. On a CPU, mixtures may read ids on the host."""
+        on_cpu = device is not None and device.type == "cpu"
+        reference = experts_reference
+        self._experts = reference.experts_of_their_tokens if on_cpu else reference.experts
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         return embedding(ids_T, weight_VE)
@@ -101,6 +105,21 @@ class TorchKernels(KernelSet):
             store_unless_padded(k_TKD, slot_mapping_T, k_cache_NPKD)
             store_unless_padded(v_TKD, slot_mapping_T, v_cache_NPKD)
         return qk_THD[:, :num_heads].contiguous()
+
+    def route(
+        self, logits_TN: Tensor, routing: Routing, bias_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return experts_reference.route(logits_TN, routing, bias_N)
+
+    def experts(
+        self,
+        x_TE: Tensor,
+        weights_TC: Tensor,
+        ids_TC: Tensor,
+        gate_up_N2FE: Tensor,
+        down_NEF: Tensor,
+    ) -> Tensor:
+        return self._experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
 
 
 def store_unless_padded(x_TKD: Tensor, slot_mapping_T: Tensor, cache_NPKD: Tensor) -> None:

@@ -30,6 +30,12 @@ from nanovllm_core.layers.embedding import (
     ParallelLMHead as ParallelLMHead,
     VocabParallelEmbedding as VocabParallelEmbedding,
 )
+from nanovllm_core.layers.experts import (
+    Experts as Experts,
+    Router as Router,
+    SparseMLP as SparseMLP,
+    expert_modules as expert_modules,
+)
 from nanovllm_core.layers.linear import (
     ColumnParallelLinear as ColumnParallelLinear,
     MergedColumnParallelLinear as MergedColumnParallelLinear,

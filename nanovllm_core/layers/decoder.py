@@ -18,7 +18,8 @@ Shape suffixes: T tokens, E hidden size, V vocabulary, X packed q, k, v.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -85,32 +86,40 @@ class MLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(context, size, config.hidden_size, bias=bias)
 
+    def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
+        """residual + MLP(norm(residual)). The residual is overwritten."""
+        return gated_mlp(residual_TE, norm, self.gate_up_proj, self.down_proj)
+
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig, context: LayerContext, cos_sin_cache: Tensor) -> None:
+    def __init__(
+        self, config: DecoderConfig, context: LayerContext, cos_sin_cache: Tensor, mlp: nn.Module
+    ) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, context, cos_sin_cache)
-        self.mlp = MLP(config, context)
+        self.mlp = mlp
         self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
 
     def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
         """The residual is overwritten on the way: only what is returned counts."""
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
         residual_TE = linear_add(attention.attn(qkv_TX, positions_T), attention.o_proj, residual_TE)
-        return gated_mlp(
-            residual_TE, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj
-        )
+        out_TE: Tensor = self.mlp(residual_TE, self.post_attention_layernorm)
+        return out_TE
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+    def __init__(
+        self, config: DecoderConfig, context: LayerContext, make_mlp: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         cos_sin_cache = build_cos_sin_cache(config.rope, context.device)  # one for all layers
         self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, context, cos_sin_cache) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, context, cos_sin_cache, make_mlp(layer))
+            for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
 
@@ -158,12 +167,22 @@ class DecoderForCausalLM(nn.Module):
         """The facts that the runner needs before the model is built; see `CausalLM.shape`."""
         return cls.read_config(config).shape()
 
+    @classmethod
+    def make_mlp(
+        cls, config: Mapping[str, Any], settings: DecoderConfig, context: LayerContext, layer: int
+    ) -> nn.Module:
+        """The MLP of a layer, from 0; `mlp(residual_TE, norm)` gives the sum, as `MLP` does.
+
+        An architecture with another MLP in some layers, such as `SparseMLP`, overrides it.
+        """
+        return MLP(settings, context)
+
     def __init__(
         self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
     ) -> None:
         super().__init__()
         settings = self.read_config(config)
-        self.model = Decoder(settings, context)
+        self.model = Decoder(settings, context, partial(self.make_mlp, config, settings, context))
         self.lm_head = ParallelLMHead(
             context,
             settings.vocab_size,

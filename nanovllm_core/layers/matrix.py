@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, copy_weight, make_parameter
@@ -42,16 +41,21 @@ def make_split_parameter(
 ) -> ModelParameter:
     """This rank's pieces of a matrix, or without `columns` of a vector; padding is loaded as 0."""
 
+    size = 0
+    starts: dict[ShardId, int] = {}
+    for shard_id, piece in rows.items():
+        starts[shard_id] = size
+        size += piece.size
+
     def load(parameter: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-        parts = torch.split(parameter, [piece.size for piece in rows.values()])
-        piece, part = rows[shard_id], dict(zip(rows, parts, strict=True))[shard_id]
+        piece = rows[shard_id]
+        part = parameter[starts[shard_id] :][: piece.size]
         loaded = tensor[piece.source : piece.source + piece.size]
         if columns is not None:
             loaded = loaded.narrow(1, columns.source, columns.size)
         copy_weight(part[: len(loaded)], loaded)
         part[len(loaded) :].zero_()
 
-    size = sum(piece.size for piece in rows.values())
     here = () if columns is None else (columns.size,)
     there = () if columns is None else (columns.full_size,)
     shapes = {shard_id: (piece.full_size, *there) for shard_id, piece in rows.items()}

@@ -78,7 +78,7 @@ def nanovllm_kernels() -> Sequence[specs.KernelSetSpec]:
         specs.KernelSetSpec(
             name="torch",
             impl="nanovllm_core.kernels.reference:TorchKernels",
-            contract=2,
+            contract=3,
             summary="The reference: one torch operation after another, on any device.",
             devices=frozenset({"cpu", "cuda"}),
             rank=10,

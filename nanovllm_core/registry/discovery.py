@@ -25,6 +25,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "sjf": ("scheduler_sjf",),
     "parallel": ("executor_parallel",),
     "qwen3": ("model_qwen3",),
+    "qwen3-moe": ("model_qwen3_moe",),
     "demo": ("checkpoint_demo",),
     "bench": ("bench",),
     "kit": ("kit",),

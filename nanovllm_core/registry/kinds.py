@@ -82,7 +82,7 @@ _OURS = (
         oldest_contract=2,
         changed=f"{OPTIONS_FIRST}Model(options, config, context)",
         is_needed=True,
-        extras={"Qwen3ForCausalLM": "qwen3"},
+        extras={"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3-moe"},
     ),
     Kind(
         "attention",
@@ -101,11 +101,13 @@ _OURS = (
         specs.KernelSetSpec,
         f"{INTERFACES}.kernels:KernelSet",
         plural="kernels",
-        contract=2,
-        oldest_contract=2,
-        changed="state contract=2, and add a bias (None for none) in linear(x, weight, bias, out), "
-        "and as the last argument of norm_linear, norm_gate_up and linear_add; the weight of a "
-        "norm may be float32, and multiplies before the one rounding then",
+        contract=3,
+        oldest_contract=3,
+        changed="state contract=3, and add route(logits, routing, bias) and experts(x, weights, "
+        "ids, gate_up, down), or derive from nanovllm_core.kernels.TorchKernels, which has them; "
+        "products have a bias (None for none): linear(x, weight, bias, out), and the last argument "
+        "of norm_linear, norm_gate_up and linear_add; the weight of a norm may be float32, and "
+        "multiplies before the one rounding then",
         choice="kernels",
         extras={"triton": "triton"},
     ),

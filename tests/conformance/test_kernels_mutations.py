@@ -212,7 +212,100 @@ BIASES = [
     bug("linear adds to the bias itself", BIASED, before(WITH_BIAS, "bias_X.mul_(1.5)")),
 ]
 
-MUTATIONS = ENDS_EARLY + SIDE_EFFECTS + ROUNDS_EARLY + BIASES
+
+def expert_bug(name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
+    return Mutation(name=name, file="experts_reference.py", edits=edits, caught_by=caught_by)
+
+
+ROUTED = "test_tokens_choose_the_experts_of_the_rule"
+TIES = "test_of_equal_experts_the_first_are_chosen"
+FLOAT32_SCORES = "test_scores_are_computed_in_float32"
+PADDED_ROUTES = "test_a_row_of_padding_names_experts_that_are_there"
+MIXED = "test_every_token_gets_the_sum_of_its_experts"
+OWN_EXPERTS = "test_no_token_gets_another_ones_experts"
+ZERO_WEIGHT = "test_an_expert_of_weight_zero_adds_nothing"
+PICKED = "weights_TC = scores_TN.gather(1, ids_TC)"
+SORTED = "x_TN.sort(dim=-1, descending=True, stable=True).indices[:, :count]"
+GATHERED = "y_TE = _expert(x_TE[tokens], gate_up_N2FE[expert], down_NEF[expert])"
+WEIGHTED = "y_TE.float() * weights_TC[tokens, places].unsqueeze(-1)"
+
+EXPERTS = [
+    expert_bug(
+        "weights are divided by the sum of all scores",
+        ROUTED,
+        ("weights_TC.sum(dim=-1, keepdim=True)", "scores_TN.sum(dim=-1, keepdim=True)"),
+    ),
+    expert_bug(
+        "weights are always divided by their sum", ROUTED, ("if routing.renormalize:", "if True:")
+    ),
+    expert_bug("the bias is in the weight", ROUTED, (PICKED, PICKED.replace("scores", "choice"))),
+    expert_bug("the bias is left out", ROUTED, ("scores_TN + bias_N", "scores_TN")),
+    expert_bug("the scale is left out", ROUTED, ("weights_TC * routing.scale", "weights_TC")),
+    expert_bug("a sigmoid is taken for a softmax", ROUTED, ('== "softmax"', "!= ''")),
+    expert_bug("groups are judged by their best alone", ROUTED, ('== "max"', "!= ''")),
+    expert_bug("all groups are open", ROUTED, ("routing.top_groups < routing", "0 > routing")),
+    expert_bug("the next expert is taken", ROUTED, ("ids_TC.int()", "(ids_TC + 1).int()")),
+    expert_bug(
+        "of equal experts the last come first",
+        TIES,
+        (
+            SORTED,
+            "(x_TN.shape[1] - 1 - x_TN.flip(-1).sort(dim=-1, descending=True, stable=True)"
+            ".indices)[:, :count]",
+        ),
+    ),
+    expert_bug(
+        "scores are computed in the dtype of the logits",
+        FLOAT32_SCORES,
+        ("logits_TN = logits_TN.float()", "pass"),
+    ),
+    expert_bug(
+        "an expert of padding lies behind the last",
+        PADDED_ROUTES,
+        ("ids_TC.int()", "ids_TC.where(weights_TC == weights_TC, len(logits_TN[0])).int()"),
+    ),
+    expert_bug(
+        "a neighbour's expert is multiplied",
+        MIXED,
+        (GATHERED, GATHERED.replace("down_NEF[expert]", "down_NEF[expert - 1]")),
+    ),
+    expert_bug(
+        "the weight of a token's first expert is taken for all",
+        MIXED,
+        (WEIGHTED, WEIGHTED.replace("places", "0 * places")),
+    ),
+    expert_bug("an expert ends after 64 tokens", MIXED, (GATHERED, f"{GATHERED}; y_TE[64:] = 0")),
+    expert_bug("gate and up are exchanged", MIXED, ("gate_TF, up_TF =", "up_TF, gate_TF =")),
+    expert_bug(
+        "the sum is rounded after each expert",
+        MIXED,
+        (
+            f"sum_TE.index_add_(0, tokens, {WEIGHTED})",
+            f"sum_TE.index_add_(0, tokens, {WEIGHTED}).copy_(sum_TE.bfloat16())",
+        ),
+    ),
+    expert_bug(
+        "the tokens of an expert are weighted in place",
+        MIXED,
+        (GATHERED, f"weights_TC[tokens, places] *= 0.5; {GATHERED}"),
+    ),
+    expert_bug(
+        "every expert adds to all tokens",
+        OWN_EXPERTS,
+        ("sum_TE.index_add_(0, tokens,", "sum_TE += 0 * x_TE.sum(); sum_TE.index_add_(0, tokens,"),
+    ),
+    expert_bug(
+        "a weight of zero is taken for one",
+        ZERO_WEIGHT,
+        (
+            WEIGHTED,
+            "y_TE.float() * weights_TC[tokens, places].unsqueeze(-1)"
+            ".where(weights_TC[tokens, places].unsqueeze(-1) > 0, 1)",
+        ),
+    ),
+]
+
+MUTATIONS = ENDS_EARLY + SIDE_EFFECTS + ROUNDS_EARLY + BIASES + EXPERTS
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)

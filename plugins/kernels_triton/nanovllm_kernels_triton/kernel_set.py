@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nanovllm_core.api import CapturedTail, QKPrep, TailTables
-from nanovllm_core.kernels import launch_options, supports_dependent_launch
+from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
 from nanovllm_kernels_triton.captured_tail import TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
@@ -30,12 +30,16 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
     return kernels
 
 
-class TritonKernels:
-    """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
+class TritonKernels(TorchKernels):
+    """See `KernelSet` for what each operation promises, `TorchKernels` for the reference.
+
+    Mixtures of experts are the reference's: torch operations, one expert after another.
+    """
 
     name = "triton"
 
     def __init__(self, *, dependent_launch: bool = False) -> None:
+        super().__init__()
         self._linears = LinearLauncher(dependent_launch=dependent_launch)
         self._options = launch_options(dependent_launch)
 

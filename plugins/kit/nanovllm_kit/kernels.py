@@ -20,6 +20,7 @@ from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
 from nanovllm_core.interfaces.specs import KernelSetSpec
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
+from nanovllm_kit.kernel_experts import ExpertChecks
 from nanovllm_kit.numerics import assert_close_report
 
 REL_NORM = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -38,7 +39,7 @@ PRODUCT_SHAPES = [*FEW, (17, 1100, 200), (129, 1100, 200), (513, 64, 48)]
 """(rows, inputs, outputs), in whole tiles or not."""
 
 
-class KernelSetConformance(SpecConformance):
+class KernelSetConformance(ExpertChecks, SpecConformance):
     """Each operation equals the reference, with gaps between rows and padding among them."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)

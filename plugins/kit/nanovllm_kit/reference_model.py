@@ -60,6 +60,8 @@ class ReferenceCheckpoint:
         model = model_class(config).float().eval()
         # transformers before 5.21 gave models with soft caps to kernels that ignore them.
         model.set_attn_implementation("eager")
+        # Mixtures are computed in float64 too. Models that have none keep the setting.
+        model.set_experts_implementation("eager")
         with torch.no_grad():
             for parameter in model.parameters():
                 mean, spread = (1.0, 0.2) if parameter.dim() == 1 else (0.0, std)

@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import torch
 from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import TorchKernels
 from torch import Tensor
 from torch.nn.functional import silu
 
 from nanovllm_kernels_my_plugin.plugin import MyPluginOptions
 
 
-class MyPluginKernels:
-    """See `nanovllm_core.api.KernelSet` for what each operation promises."""
+class MyPluginKernels(TorchKernels):
+    """See `nanovllm_core.api.KernelSet` for what each operation promises.
+
+    The two operations of mixtures, `route` and `experts`, are those of the base class.
+    """
 
     name = "my_plugin"
 
     def __init__(self, options: MyPluginOptions, device: torch.device) -> None:
+        super().__init__(options, device)
         self._compute: torch.dtype = getattr(torch, options.compute)
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""The Qwen3 mixture-of-experts models for nanovllm."""
