@@ -175,11 +175,12 @@ def _kernels(view: View) -> Words:
     return _label(chosen), view.stated_where("kernels.name", automatic), others
 
 
-def _executor(view: View) -> Words:
-    [chosen], size = view.named("executor"), view.config.tensor_parallel_size
-    automatic = f"auto: tensor_parallel_size is {size}" if view.config.executor.is_auto else ""
+def _by_size(view: View, kind: str, field: str) -> Words:
+    """The plugin of a kind whose `auto` follows a number."""
+    [chosen], is_auto = view.named(kind), getattr(view.config, kind).is_auto
+    automatic = f"auto: {field} is {getattr(view.config, field)}" if is_auto else ""
     others = view.other_plugins(chosen.kind, chosen.name)
-    return _label(chosen), view.stated_where("executor.name", automatic), others
+    return _label(chosen), view.stated_where(f"{kind}.name", automatic), others
 
 
 def _named(view: View, kind: Kind) -> Words:
@@ -248,7 +249,8 @@ VIEWS: Mapping[str, Callable[[View], Words]] = {
     "KV blocks": _blocks,
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "kernels": _kernels,
-    "executor": _executor,
+    "executor": partial(_by_size, kind="executor", field="tensor_parallel_size"),
+    "engine client": partial(_by_size, kind="engine_client", field="data_parallel_size"),
     "sampling defaults": _sampling_defaults,
     "CUDA graphs": _graphs,
     "longest sequence": _length,

@@ -17,6 +17,7 @@ from nanovllm_core.frontend.async_llm import (
 from nanovllm_core.frontend.client import (
     EngineClient as EngineClient,
     Mailbox as Mailbox,
+    open_engine as open_engine,
 )
 from nanovllm_core.frontend.door import (
     Door as Door,
@@ -43,14 +44,14 @@ from nanovllm_core.frontend.messages import (
     ResetPrefixCache as ResetPrefixCache,
     WaitIdle as WaitIdle,
 )
-from nanovllm_core.frontend.opening import (
-    open_engine as open_engine,
-)
 from nanovllm_core.frontend.outputs import (
     Detokenizer as Detokenizer,
     OutputStream as OutputStream,
     RequestOutput as RequestOutput,
     Transcript as Transcript,
+)
+from nanovllm_core.frontend.thread import (
+    ThreadClient as ThreadClient,
 )
 from nanovllm_core.frontend.tokenizer import (
     Tokenizer as Tokenizer,

@@ -9,6 +9,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from pydantic import BaseModel
+
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine import Engine, EngineStats, OutputDelta
 from nanovllm_core.errors import EngineClosedError, UnsupportedError
@@ -28,14 +30,28 @@ from nanovllm_core.frontend.messages import (
 )
 from nanovllm_core.frontend.tokenizer import Tokenizer
 from nanovllm_core.interfaces.plan import WorkerInfo
+from nanovllm_core.interfaces.plugins import Plugins
+from nanovllm_core.registry.objects import make_plugin
+from nanovllm_core.selection.decisions import Decisions
+
+
+def open_engine(config: EngineConfig, name: str = "engine") -> EngineClient:
+    """Start an engine, by the configuration's engine client; returns when it takes requests.
+
+    Raises the error of the start. Ctrl-C ends the start. `name` is how errors call the engine.
+    """
+    decisions = Decisions(config)
+    [client] = decisions.named("engine_client")
+    made: EngineClient = make_plugin(client, config, name, decisions.plugins)
+    made.start()
+    return made
 
 
 class EngineClient(ABC):
     """Sends messages to a started engine. Threads may share one. Made by `open_engine`.
 
-    A plugin's `impl` is called as `Client(options, config, name, plugins)`: `name` is how errors
-    call the engine, `plugins` are the installed ones. It starts the engine, or raises the error of
-    the start; Ctrl-C ends the start. One that nobody holds any more closes its engine.
+    Called as `Client(options, config, name, plugins)`: `name` is how errors call the engine,
+    `plugins` are the installed ones. One that nobody holds any more closes its engine.
     """
 
     info: WorkerInfo
@@ -43,11 +59,21 @@ class EngineClient(ABC):
     sampling_defaults: Mapping[str, float]
     """The checkpoint's, by field of `SamplingParams`."""
 
-    def __init__(self, config: EngineConfig, name: str) -> None:
+    def __init__(
+        self, options: BaseModel, config: EngineConfig, name: str, plugins: Plugins
+    ) -> None:
+        self.options = options
         self.config = config
         self._name = name
         self._pid = os.getpid()
         self._request_ids = count()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the engine, and set the facts above; called once.
+
+        Raises the error of the start. Ctrl-C ends the start. Either way nothing is left behind.
+        """
 
     @property
     def engine(self) -> Engine:
@@ -103,9 +129,7 @@ class EngineClient(ABC):
         """Forget every cached prefix; returns when that is done."""
         self.ask(ResetPrefixCache)
 
-    def ask(
-        self, question: Callable[[int], GetStats | WaitIdle | ResetPrefixCache]
-    ) -> EngineStats:
+    def ask(self, question: Callable[[int], GetStats | WaitIdle | ResetPrefixCache]) -> EngineStats:
         """The answer to a question that takes its subscriber."""
         with Mailbox(self) as mailbox:
             self.send(question(mailbox.number))

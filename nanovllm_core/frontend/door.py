@@ -10,8 +10,8 @@ from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import load_config
 from nanovllm_core.engine import Engine, EngineStats
 from nanovllm_core.errors import CheckpointError, InvalidPromptError, shown
+from nanovllm_core.frontend.client import open_engine
 from nanovllm_core.frontend.messages import NewRequest
-from nanovllm_core.frontend.opening import open_engine
 from nanovllm_core.frontend.outputs import OutputStream
 from nanovllm_core.frontend.prompts import Message, Prompt, check_params, check_token_ids
 from nanovllm_core.frontend.tokenizer import Tokenizer

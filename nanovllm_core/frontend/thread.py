@@ -9,11 +9,14 @@ import threading
 import weakref
 from itertools import count
 
+from pydantic import BaseModel
+
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine import Engine, EngineStats
 from nanovllm_core.frontend.client import EngineClient
 from nanovllm_core.frontend.loop import EngineLoop
 from nanovllm_core.frontend.messages import Close, Deliver, Message, WaitIdle
+from nanovllm_core.interfaces.plugins import Plugins
 
 EXIT_SECONDS = 10.0
 """A program that ends waits at most so long for a step that is under way."""
@@ -22,11 +25,15 @@ EXIT_SECONDS = 10.0
 class ThreadClient(EngineClient):
     """An engine that shares this process with its callers, and whose steps a thread takes."""
 
-    def __init__(self, config: EngineConfig, name: str) -> None:
-        super().__init__(config, name)
+    def __init__(
+        self, options: BaseModel, config: EngineConfig, name: str, plugins: Plugins
+    ) -> None:
+        super().__init__(options, config, name, plugins)
         self._subscribers = count()
         self._loop = EngineLoop(config, name)
         self._thread = threading.Thread(target=self._loop.run, name="nanovllm-engine", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
         try:
             started = self._loop.started.result()
