@@ -54,7 +54,6 @@ class EngineClient(ABC):
     `plugins` are the installed ones. One that nobody holds any more closes its engine.
     """
 
-    info: WorkerInfo
     tokenizer: Tokenizer | None
     sampling_defaults: Mapping[str, float]
     """The checkpoint's, by field of `SamplingParams`."""
@@ -67,6 +66,11 @@ class EngineClient(ABC):
         self._name = name
         self._pid = os.getpid()
         self._request_ids = count()
+
+    @property
+    @abstractmethod
+    def info(self) -> WorkerInfo:
+        """The state of the started engine."""
 
     @abstractmethod
     def start(self) -> None:

@@ -16,6 +16,7 @@ from nanovllm_core.engine import Engine, EngineStats
 from nanovllm_core.frontend.client import EngineClient
 from nanovllm_core.frontend.loop import EngineLoop
 from nanovllm_core.frontend.messages import Close, Deliver, Message, WaitIdle
+from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.plugins import Plugins
 
 EXIT_SECONDS = 10.0
@@ -40,7 +41,6 @@ class ThreadClient(EngineClient):
         except BaseException:
             _interrupt_start(self._loop, self._thread)
             raise
-        self.info = started.info
         self.tokenizer = started.tokenizer
         self.sampling_defaults = started.sampling_defaults
         self._closing = weakref.finalize(self, _close, self._loop, self._thread, self._pid)
@@ -48,6 +48,10 @@ class ThreadClient(EngineClient):
         atexit.unregister(_stop_at_exit)
         atexit.register(_stop_at_exit)  # It comes before what the start has registered.
         _running[self._thread] = self._loop, self._pid
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._loop.started.result().info
 
     @property
     def engine(self) -> Engine:
