@@ -65,7 +65,7 @@ class EngineServer:
         self._number = number
         self._parent = parent
         self._context = zmq.Context()
-        self._out = self._connect(zmq.PUSH, outbox_of(folder))
+        self._out = self._connect(outbox_of(folder))
         self._loop: EngineLoop  # the door sends messages to a started engine only
         self._first: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
@@ -88,8 +88,8 @@ class EngineServer:
         self._out.close(linger=LINGER_MS)
         self._context.term()  # what was sent last has arrived, or nobody takes it
 
-    def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
         socket.connect(address)
         return socket
@@ -130,8 +130,10 @@ class EngineServer:
     # -- messages, on a thread of their own
 
     def _receive(self) -> None:
-        inbox = self._connect(zmq.PULL, inbox_of(self._folder, self._number))
-        pongs = self._connect(zmq.PUSH, outbox_of(self._folder))
+        inbox = self._context.socket(zmq.PULL)
+        inbox.set_hwm(0)
+        inbox.bind(inbox_of(self._folder, self._number))
+        pongs = self._connect(outbox_of(self._folder))
         while os.getppid() == self._parent:
             if not inbox.poll(PARENT_MS):
                 continue

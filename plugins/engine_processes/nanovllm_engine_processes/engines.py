@@ -78,7 +78,8 @@ class Engines:
         for number, environment in enumerate(environments):
             self._sockets[number] = self._context.socket(zmq.PUSH)
             self._sockets[number].set_hwm(0)
-            self._sockets[number].bind(inbox_of(self._folder, number))
+            # The side that connects queues what it sends although nobody receives.
+            self._sockets[number].connect(inbox_of(self._folder, number))
             self._processes[number] = EngineProcess(number, self._folder, environment)
             self.send(number, wire.encode(wire.START, start))
 

@@ -315,7 +315,11 @@ class Hub:
     def _answer_if_whole(self, number: int, question: Question) -> None:
         if not question.waiting:
             del self._questions[number]
-            self._answer(question.subscriber, sum_stats(question.answers.values()))
+            self._answer(question.subscriber, self._sum(question.answers))
+
+    def _sum(self, each: dict[int, EngineStats]) -> EngineStats:
+        stats = [each[engine] for engine in sorted(each)]
+        return sum_stats(stats, is_one=self._config.data_parallel_size == 1)
 
     def _finish(self, sample: Sample, **how: Any) -> None:
         """Give a sample its last delta, where no engine does it."""
@@ -399,7 +403,7 @@ class Hub:
                         self.close_error = wire.read_error(content[1])
         finally:
             engines.close()
-            self.last_stats = sum_stats(closed.values())
+            self.last_stats = self._sum(closed)
             self.is_open = False
             self._end_all(EngineClosedError(f"this {self._name} is closed; create a new one"))
 
@@ -408,10 +412,10 @@ class Hub:
             self._answer(number, Ended(error))
 
 
-def sum_stats(each: Iterable[EngineStats]) -> EngineStats:
-    """The counters of several engines together; of a single one, its own."""
+def sum_stats(each: Iterable[EngineStats], is_one: bool) -> EngineStats:
+    """The counters of several engines together, with those of each; of the only one, its own."""
     stats = tuple(each)
-    if len(stats) == 1:
+    if is_one and stats:
         return stats[0]
     names = [one.name for one in fields(EngineStats) if one.name != "engines"]
     sums = {name: sum(getattr(one, name) for one in stats) for name in names}
