@@ -142,7 +142,8 @@ class Hub:
                 )
         self._infos = {number: wire.read_info(facts[number][0]) for number in sorted(facts)}
         check_devices(self._infos, self._config)
-        self.info = common_info(self._infos, time.monotonic() - began)
+        size = self._config.data_parallel_size
+        self.info = common_info(self._infos, size, time.monotonic() - began)
         self._samples = Samples(len(engines), self.info.max_model_len)
         _, folder, defaults = facts[0]
         kwargs = self._config.chat_template_kwargs
@@ -356,7 +357,7 @@ class Hub:
             self._questions.clear()
             self._end_all(error)
             return
-        self.info = common_info(self._infos, 0.0, self.info)
+        self.info = common_info(self._infos, self._config.data_parallel_size, 0.0, self.info)
         self._router.forget(lost)
         for number, question in tuple(self._questions.items()):
             question.waiting.discard(lost)
@@ -423,19 +424,18 @@ def sum_stats(each: Iterable[EngineStats], is_one: bool) -> EngineStats:
 
 
 def common_info(
-    infos: dict[int, WorkerInfo], seconds: float, before: WorkerInfo | None = None
+    infos: dict[int, WorkerInfo], size: int, seconds: float, before: WorkerInfo | None = None
 ) -> WorkerInfo:
     """The state of the first engine, which stands for all; the device says how many run.
 
     The time of the start that no part of the engine's own is in goes to `processes`.
     """
     first, *_ = infos.values()
-    is_one = len(infos) == 1 and before is None
     own = first.start_seconds
     timed = {"processes": max(0.0, seconds - sum(own.values())), **own}
     return replace(
         first,
-        device=first.device if is_one else f"{len(infos)} engines x {first.device}",
+        device=first.device if size == 1 else f"{len(infos)} of {size} engines x {first.device}",
         max_model_len=min(info.max_model_len for info in infos.values()),
         start_seconds=timed if before is None else before.start_seconds,
     )

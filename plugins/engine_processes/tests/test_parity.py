@@ -103,7 +103,7 @@ def test_both_engines_work_and_the_counters_are_their_sum(two: LLM) -> None:
     assert sum(each) == 64
     assert min(each) >= 16, "one engine was left idle"
     assert stats.blocks == sum(one.blocks for one in stats.engines)
-    assert two.info.device == "2 engines x cpu"
+    assert two.info.device == "2 of 2 engines x cpu"
 
 
 def test_a_refused_request_is_named_and_the_others_of_its_call_are_not_run(
