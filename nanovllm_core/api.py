@@ -4,9 +4,9 @@
 
 Nothing here imports torch, so a plugin's light module may import from it. Three more doors need
 torch: `nanovllm_core.layers` for models, `nanovllm_core.kernels` for kernel sets, and
-`nanovllm_core.worker` for executors.
+`nanovllm_core.worker` for executors. `nanovllm_core.frontend` is the door for engine clients.
 
-Each name is public because it stands in one of these four modules: a change of a name, a signature
+Each name is public because it stands in one of these five modules: a change of a name, a signature
 or a field shows in tests/api/public_names.txt, and one that breaks a plugin raises the contract
 version of its kind.
 """
@@ -18,12 +18,16 @@ from nanovllm_core.errors import (
     CheckpointNotFoundError as CheckpointNotFoundError,
     ConfigError as ConfigError,
     DeviceError as DeviceError,
+    EngineClosedError as EngineClosedError,
+    EngineError as EngineError,
     ExecutorError as ExecutorError,
     InconsistentStateError as InconsistentStateError,
+    InvalidPromptError as InvalidPromptError,
     InvalidSamplingError as InvalidSamplingError,
     NanoVLLMError as NanoVLLMError,
     OutOfMemoryError as OutOfMemoryError,
     PluginConflictError as PluginConflictError,
+    PluginFailedError as PluginFailedError,
     PluginLoadError as PluginLoadError,
     PluginNotFoundError as PluginNotFoundError,
     SchedulerError as SchedulerError,
@@ -109,6 +113,7 @@ from nanovllm_core.interfaces.specs import (
     AttentionSpec as AttentionSpec,
     CheckpointSpec as CheckpointSpec,
     DeviceSpec as DeviceSpec,
+    EngineClientSpec as EngineClientSpec,
     ExecutorSpec as ExecutorSpec,
     KernelSetSpec as KernelSetSpec,
     KindSpec as KindSpec,

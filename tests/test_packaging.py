@@ -43,6 +43,7 @@ def test_the_distributions_of_the_project_are_there() -> None:
         "attention_triton",
         "bench",
         "checkpoint_demo",
+        "engine_processes",
         "executor_parallel",
         "flash_attn_compat",
         "kernels_triton",

@@ -19,7 +19,7 @@ from nanovllm_core.diagnostics.schema import config_schema
 from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
-from nanovllm_core.selection.decisions import Decisions, select_executor
+from nanovllm_core.selection.decisions import Decisions, select_engine_client, select_executor
 
 app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
 
@@ -90,6 +90,7 @@ def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
     ]
     checks.append(partial(manager.enable, config.plugins.enable))
     checks.append(partial(select_executor, manager, config))
+    checks.append(partial(select_engine_client, manager, config))
     raise_all(checks)
 
 

@@ -138,6 +138,15 @@ class ExecutorSettings(NamedPlugin):
     `tensor_parallel_size` others. `auto` is `single` for a size of 1, and `parallel` above."""
 
 
+class EngineClientSettings(NamedPlugin):
+    """Where engines run: on a thread of this process, or in processes of their own."""
+
+    name: Name = AUTO
+    """The plugin, by name. `thread` is an engine on a thread of this process; `processes` are
+    `data_parallel_size` engines, each in a process of its own. `auto` is `thread` for a size of 1,
+    and `processes` above."""
+
+
 class SamplerSettings(NamedPlugin):
     """How the device chooses a token from logits, after penalties, top-k and the like."""
 

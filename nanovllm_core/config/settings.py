@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from nanovllm_core.config.choices import (
     AttentionSettings,
     DistinctPlugins,
+    EngineClientSettings,
     ExecutorSettings,
     KernelSettings,
     PluginList,
@@ -239,6 +240,8 @@ class EngineConfig(Section):
     """The order of admission: a name or {name, options}."""
     executor: ExecutorSettings = ExecutorSettings()
     """How the model runs: a name or {name, options}."""
+    engine_client: EngineClientSettings = EngineClientSettings()
+    """Where engines run: a name or {name, options}."""
     sampler: SamplerSettings = SamplerSettings()
     """How a token is chosen: a name or {name, options}."""
     kernels: KernelSettings = KernelSettings()
@@ -263,6 +266,10 @@ class EngineConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """The number of GPUs over which each layer is split, from `device` on. More than 1 needs an
     executor that supports it, such as `parallel`."""
+    data_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """The number of engines that share the requests, each with all weights and
+    `tensor_parallel_size` GPUs of its own. More than 1 needs an engine client that supports it,
+    such as `processes`."""
     steps_ahead: int = Field(default=1, ge=0, le=8)
     """The number of steps launched before the results of the first one are read. 1 overlaps the
     CPU's work with the GPU's; 0 waits for each step."""

@@ -246,6 +246,7 @@ VIEWS: Mapping[str, Callable[[View], Words]] = {
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "kernels": _kernels,
     "executor": partial(_by_size, kind="executor", field="tensor_parallel_size"),
+    "engine client": partial(_by_size, kind="engine_client", field="data_parallel_size"),
     "sampling defaults": _sampling_defaults,
     "CUDA graphs": _graphs,
     "longest sequence": _length,

@@ -126,6 +126,7 @@ class Engine:
         searched: bool = False,
         cache_salt: bytes = b"",
         labels: Mapping[str, str] | None = None,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         """Queue a request; its deltas come from `step()`, for each sample its own.
 
@@ -133,7 +134,8 @@ class Engine:
         finished. `searched` streams too: the caller searches the text for stop strings, and calls
         `end_at` for every sample that is not aborted. `cache_salt` separates requests that must not
         share cached blocks. `labels` are texts by name for schedulers and observers; all samples
-        carry them.
+        carry them. `output_token_ids` are outputs of a single sample that its caller has already,
+        of an engine that ended: it goes on behind them, as after a preemption.
 
         Raises `RequestError` for an id in use, `InvalidPromptError`, `InvalidSamplingError`,
         `InvalidLabelsError`, and `RequestTooLongError` for a request that can never fit. Other
@@ -157,6 +159,7 @@ class Engine:
             searched=searched,
             cache_salt=cache_salt,
             labels=labels,
+            output_token_ids=output_token_ids,
         )
         with self._at_work():  # All parts are made: from here on the request is known.
             self._num_arrived += len(samples)

@@ -24,6 +24,8 @@ class EngineStats:
     `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
     and taking results in. `steady_seconds` is its part in the `steady_steps` calls that submitted a
     decode step of the very rows of the step before.
+
+    Where several engines share the requests, these are their sums, and `engines` those of each.
     """
 
     steps: int = 0
@@ -38,6 +40,7 @@ class EngineStats:
     host_seconds: float = 0.0
     steady_steps: int = 0
     steady_seconds: float = 0.0
+    engines: tuple[EngineStats, ...] = ()
 
 
 class Observation:

@@ -98,7 +98,7 @@ class Request:
     """Samples that wait for this request's prompt blocks."""
 
     def __post_init__(self) -> None:
-        self.num_handed_out = self.num_prompt_tokens
+        self.num_handed_out = len(self.token_ids)
 
     @property
     def priority(self) -> int:

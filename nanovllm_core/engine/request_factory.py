@@ -138,6 +138,7 @@ class RequestFactory:
         searched: bool,
         cache_salt: bytes,
         labels: Mapping[str, str] | None,
+        output_token_ids: Sequence[int] = (),
     ) -> list[Request]:
         """The samples of one request: the first goes by its id, each other by one of its own.
 
@@ -153,11 +154,17 @@ class RequestFactory:
             raise RequestError(
                 f"cache_salt is {shown(cache_salt)}; it must be bytes, as in b'tenant'"
             )
+        if output_token_ids and params.n > 1:
+            raise RequestError(
+                f"{len(output_token_ids)} output_token_ids for n={params.n} samples; a request "
+                "that goes on behind outputs has one sample, so add one for each"
+            )
         checked_labels = check_labels(labels)
         prompt = self.limits.check_prompt(prompt_token_ids)
         prompt_list: list[int] = prompt.tolist()
         max_length = self.limits.check_length(len(prompt), params)
         seed = derive_seed(self.seed, arrival_index) if params.seed is None else params.seed
+        known = np.concatenate([prompt, np.array(output_token_ids, np.int32)])
         sampling = self._row_sampling(params, seed)
         asked = self._asked_constraints(params)
         arrival_time, vocab_size = perf_counter(), self.limits.vocab_size
@@ -169,7 +176,7 @@ class RequestFactory:
                 params=params,
                 sampling=replace(sampling, seed=derive_seed(seed, index)) if index else sampling,
                 prompt_token_ids=prompt_list,
-                token_ids=prompt,
+                token_ids=known if output_token_ids else prompt,
                 max_length=max_length,
                 arrival_step=arrival_step,
                 arrival_index=arrival_index + index,

@@ -1,26 +1,24 @@
-"""`open_engine`: a started engine on a thread of its own, and the messages that it takes."""
+"""How a door reaches its engine: the contract of engine clients, and the answers of one call."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from pydantic import BaseModel
+
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine import Engine, EngineStats, OutputDelta
-from nanovllm_core.errors import EngineClosedError
-from nanovllm_core.frontend.loop import Deliver, EngineLoop
+from nanovllm_core.errors import EngineClosedError, UnsupportedError
 from nanovllm_core.frontend.messages import (
     Abort,
     AddRequests,
     Answer,
-    Close,
+    Deliver,
     EndAt,
     Ended,
     GetStats,
@@ -30,104 +28,124 @@ from nanovllm_core.frontend.messages import (
     ResetPrefixCache,
     WaitIdle,
 )
-
-EXIT_SECONDS = 10.0
-"""A program that ends waits at most so long for a step that is under way."""
+from nanovllm_core.frontend.tokenizer import Tokenizer
+from nanovllm_core.interfaces.plan import WorkerInfo
+from nanovllm_core.interfaces.plugins import Plugins
+from nanovllm_core.registry.objects import make_plugin
+from nanovllm_core.selection.decisions import Decisions
 
 
 def open_engine(config: EngineConfig, name: str = "engine") -> EngineClient:
-    """Start an engine on a thread of its own; returns when it can take requests.
+    """Start an engine, by the configuration's engine client; returns when it takes requests.
 
     Raises the error of the start. Ctrl-C ends the start. `name` is how errors call the engine.
     """
-    return EngineClient(config, name)
+    decisions = Decisions(config)
+    [client] = decisions.named("engine_client")
+    made: EngineClient = make_plugin(client, config, name, decisions.plugins)
+    made.start()
+    return made
 
 
-class EngineClient:
-    """Sends messages to an engine. Threads may share one. Made by `open_engine`.
+class EngineClient(ABC):
+    """Sends messages to a started engine. Threads may share one. Made by `open_engine`.
 
-    One that nobody holds any more closes its engine. `info`, `tokenizer` and `sampling_defaults`
-    are facts of the started engine.
+    Called as `Client(options, config, name, plugins)`: `name` is how errors call the engine,
+    `plugins` are the installed ones. One that nobody holds any more closes its engine.
     """
 
-    def __init__(self, config: EngineConfig, name: str) -> None:
+    tokenizer: Tokenizer | None
+    sampling_defaults: Mapping[str, float]
+    """The checkpoint's, by field of `SamplingParams`."""
+
+    def __init__(
+        self, options: BaseModel, config: EngineConfig, name: str, plugins: Plugins
+    ) -> None:
+        self.options = options
         self.config = config
         self._name = name
         self._pid = os.getpid()
-        self._request_ids, self._subscribers = count(), count()
-        self._loop = EngineLoop(config, name)
-        self._thread = threading.Thread(target=self._loop.run, name="nanovllm-engine", daemon=True)
-        self._thread.start()
-        try:
-            started = self._loop.started.result()
-        except BaseException:
-            _interrupt_start(self._loop, self._thread)
-            raise
-        self.info = started.info
-        self.tokenizer = started.tokenizer
-        self.sampling_defaults = started.sampling_defaults
-        self._closing = weakref.finalize(self, _close, self._loop, self._thread, self._pid)
-        self._closing.atexit = False  # A program that ends frees the device in any case.
-        atexit.unregister(_stop_at_exit)
-        atexit.register(_stop_at_exit)  # It comes before what the start has registered.
-        _running[self._thread] = self._loop, self._pid
+        self._request_ids = count()
+
+    @property
+    @abstractmethod
+    def info(self) -> WorkerInfo:
+        """The state of the started engine."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the engine, and set the facts above; called once.
+
+        Raises the error of the start. Ctrl-C ends the start. Either way nothing is left behind.
+        """
 
     @property
     def engine(self) -> Engine:
         """The engine itself, once no request is unfinished that came by messages.
 
-        Its thread takes steps only for those, so that the caller may take steps of its own.
+        UnsupportedError where it is not in this process.
         """
-        if self._loop.is_open:
-            self._ask(WaitIdle)
-        return self._loop.engine
+        raise UnsupportedError(
+            f"the engine of this {self._name} runs in another process; set engine_client: thread "
+            "and data_parallel_size: 1 for one whose steps the caller takes"
+        )
 
     # -- messages
 
-    def new_request_id(self) -> str:
-        return str(next(self._request_ids))
-
+    @abstractmethod
     def subscribe(self, deliver: Deliver) -> int:
-        """The number under which `deliver` gets answers, on the engine's thread."""
-        number = next(self._subscribers)
-        self._loop.subscribers[number] = deliver
-        return number
+        """The number under which `deliver` gets answers, on a thread of the client's."""
 
+    @abstractmethod
     def unsubscribe(self, number: int) -> None:
-        self._loop.subscribers.pop(number, None)
+        """No more answers for this number."""
+
+    @abstractmethod
+    def post(self, message: Message) -> None:
+        """Put a message into the inbox, where nobody may read it any more. Never waits.
+
+        A finaliser may call it between any two lines of another call.
+        """
+
+    def new_request_id(self) -> str:
+        """An id that no other request of this client has."""
+        return str(next(self._request_ids))
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox; EngineClosedError where nobody reads it any more."""
         self.check_open()
-        self._loop.inbox.put(message)
+        self.post(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests, before the engine's next step; of a closed engine too."""
         if request_ids:
-            self._loop.inbox.put(Abort(tuple(request_ids)))
+            self.post(Abort(tuple(request_ids)))
 
     def end_at(self, request_id: str, index: int, num_tokens: int, stop: str | None) -> None:
         """`Engine.end_at` as a message."""
-        self._loop.inbox.put(EndAt(request_id, index, num_tokens, stop))
+        self.post(EndAt(request_id, index, num_tokens, stop))
 
     def stats(self) -> EngineStats:
         """The counters, between two steps; those at the end where the engine is closed."""
-        if not self._loop.is_open:
-            return self._loop.last_stats
-        return self._ask(GetStats)
+        return self.ask(GetStats)
 
     def reset_prefix_cache(self) -> None:
-        self._ask(ResetPrefixCache)
+        """Forget every cached prefix; returns when that is done."""
+        self.ask(ResetPrefixCache)
 
-    def _ask(
-        self, question: Callable[[int], GetStats | WaitIdle | ResetPrefixCache]
-    ) -> EngineStats:
+    def ask(self, question: Callable[[int], GetStats | WaitIdle | ResetPrefixCache]) -> EngineStats:
+        """The answer to a question that takes its subscriber."""
         with Mailbox(self) as mailbox:
             self.send(question(mailbox.number))
             stats: EngineStats = mailbox.wait()
             return stats
 
     # -- the end
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """False once the engine is closed, or is to close."""
 
     def check_open(self) -> None:
         """Raises EngineClosedError where the engine is closed, or belongs to another process."""
@@ -136,14 +154,12 @@ class EngineClient:
                 f"this {self._name} was created in process {self._pid}, and this is "
                 f"{os.getpid()}: neither threads nor a GPU outlive a fork; create a new one here"
             )
-        if not (self._loop.is_open and self._closing.alive):
+        if not self.is_open:
             raise EngineClosedError(f"this {self._name} is closed; create a new one")
 
+    @abstractmethod
     def close(self) -> None:
         """Free the device, once the step that is under way has ended. Closing twice is fine."""
-        self._closing()
-        if os.getpid() == self._pid:
-            self._thread.join()  # where another thread closes at the same time
 
 
 class Mailbox:
@@ -196,36 +212,3 @@ class Mailbox:
     def __exit__(self, *_: object) -> None:
         self._client.unsubscribe(self.number)
         self._client.abort(tuple(self.unfinished))
-
-
-def _close(loop: EngineLoop, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # The thread is the parent's.
-    loop.inbox.put(Close())
-    if thread is not threading.current_thread():  # where the engine's own code dropped the last
-        thread.join()
-    _running.pop(thread, None)
-    if loop.close_error is not None:
-        raise loop.close_error
-
-
-_running: dict[threading.Thread, tuple[EngineLoop, int]] = {}
-"""The engines that are not closed, and the process of each."""
-
-
-def _stop_at_exit() -> None:
-    """Let no thread be at a step when Python takes itself down: what a step calls would crash."""
-    for thread, (loop, pid) in tuple(_running.items()):
-        if os.getpid() == pid:
-            loop.inbox.put(Close(free=False))
-            thread.join(EXIT_SECONDS)
-
-
-def _interrupt_start(loop: EngineLoop, thread: threading.Thread) -> None:
-    """End a start that nobody waits for any more: Ctrl-C reaches the main thread alone."""
-    loop.inbox.put(Close())
-    while thread.is_alive():
-        if loop.is_starting:
-            interrupt = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), interrupt)
-        thread.join(1.0)

@@ -15,6 +15,7 @@ from nanovllm_core.frontend.messages import NewRequest
 from nanovllm_core.frontend.outputs import OutputStream
 from nanovllm_core.frontend.prompts import Message, Prompt, check_params, check_token_ids
 from nanovllm_core.frontend.tokenizer import Tokenizer
+from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.request_labels import Labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
@@ -37,9 +38,13 @@ class Door:
     def _open(self, config: EngineConfig) -> None:
         self.config = config
         self._client = open_engine(config, type(self).__name__)
-        self.info = self._client.info
         self.sampling_defaults = self._client.sampling_defaults
         """The checkpoint's, for the fields that a request does not state."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The state of the engine once started: device, blocks, seconds of the start."""
+        return self._client.info
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a request that sets none: the checkpoint's defaults. vLLM's name."""
@@ -60,7 +65,7 @@ class Door:
         """The engine itself, for programs that add requests to it and take its steps themselves.
 
         Waits until no request of this door is unfinished, for its thread takes the steps of those;
-        add none through the door meanwhile.
+        add none through the door meanwhile. UnsupportedError where it is in another process.
         """
         return self._client.engine
 

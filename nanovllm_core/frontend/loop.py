@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from nanovllm_core.frontend.messages import (
     AddRequests,
     Answer,
     Close,
+    Deliver,
     EndAt,
     Ended,
     GetStats,
@@ -37,9 +37,6 @@ from nanovllm_core.frontend.messages import (
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.selection.startup import Startup, make_constraints, start, wake_gpu
-
-Deliver = Callable[[Answer], None]
-"""Called on the engine's thread: it must not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +224,7 @@ class EngineLoop:
                     stream=new.stream,
                     searched=bool(new.params.stop),
                     labels=new.labels,
+                    output_token_ids=new.output_token_ids,
                 )
                 added.append(new.request_id)
         except Exception as error:

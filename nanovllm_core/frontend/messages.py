@@ -7,7 +7,7 @@ answers below.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nanovllm_core.engine import EngineStats, OutputDelta
@@ -16,13 +16,17 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """What `Engine.add_request` takes; a request with stop strings is searched by its door."""
+    """What `Engine.add_request` takes; a request with stop strings is searched by its door.
+
+    `output_token_ids` are outputs that another engine has given already; see there.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     stream: bool = False
     labels: Mapping[str, str] | None = None
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +105,5 @@ class Ended:
 
 
 Answer = list[OutputDelta] | EngineStats | Refused | Ended
+Deliver = Callable[[Answer], None]
+"""Called on the thread that has the answer: it must not wait."""

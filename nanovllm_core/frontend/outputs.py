@@ -83,6 +83,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
+        """True for the last output of the sample."""
         return self.finish_reason is not None
 
     def __getitem__(self, key: str) -> object:

@@ -121,6 +121,17 @@ class ExecutorSpec(PluginSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineClientSpec(PluginSpec):
+    """A way to run engines. `impl` is an `EngineClient` class of `nanovllm_core.frontend`.
+
+    It is called with the options, an `EngineConfig`, the name of the engine in errors, and
+    `Plugins`. It runs up to `max_data_parallel_size` engines behind one door.
+    """
+
+    max_data_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec(PluginSpec):
     """A plugin that runs on some devices: `devices` are torch's types ("cuda", "cpu")."""
 

@@ -37,6 +37,19 @@ def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
 
 
 @hookimpl
+def nanovllm_engine_clients() -> Sequence[specs.EngineClientSpec]:
+    """One engine in this process."""
+    return [
+        specs.EngineClientSpec(
+            name="thread",
+            impl="nanovllm_core.frontend.thread:ThreadClient",
+            contract=1,
+            summary="An engine on a thread of this process.",
+        )
+    ]
+
+
+@hookimpl
 def nanovllm_checkpoints() -> Sequence[specs.CheckpointSpec]:
     """Folders of this machine, and models of the Hugging Face hub."""
     return [

@@ -24,6 +24,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "flash": ("attention_flash",),
     "sjf": ("scheduler_sjf",),
     "parallel": ("executor_parallel",),
+    "data-parallel": ("engine_processes",),
     "qwen3": ("model_qwen3",),
     "qwen3-moe": ("model_qwen3_moe",),
     "demo": ("checkpoint_demo",),

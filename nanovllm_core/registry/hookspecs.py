@@ -56,6 +56,11 @@ def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
 
 
 @hookspec
+def nanovllm_engine_clients() -> Sequence[specs.EngineClientSpec]:
+    """Ways to run engines and to reach them (group `nanovllm.engine_clients`)."""
+
+
+@hookspec
 def nanovllm_samplers() -> Sequence[specs.SamplerSpec]:
     """Samplers: greedy and temperature choice on the device (group `nanovllm.samplers`)."""
 

@@ -144,6 +144,13 @@ _OURS = (
         choice="executor",
         extras={"parallel": "parallel"},
     ),
+    Kind(
+        "engine_client",
+        specs.EngineClientSpec,
+        "nanovllm_core.frontend.client:EngineClient",
+        choice="engine_client",
+        extras={"processes": "data-parallel"},
+    ),
     Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
 )
 

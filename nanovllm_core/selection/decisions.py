@@ -27,7 +27,12 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
-from nanovllm_core.interfaces.specs import ExecutorSpec, ResolvedPlugin, SamplerSpec
+from nanovllm_core.interfaces.specs import (
+    EngineClientSpec,
+    ExecutorSpec,
+    ResolvedPlugin,
+    SamplerSpec,
+)
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
@@ -317,6 +322,22 @@ def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlu
     return resolved
 
 
+def select_engine_client(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
+    """The engine client; ConfigError where it does not run that many engines."""
+    choice, size = config.engine_client, config.data_parallel_size
+    name = choice.name
+    if choice.is_auto:
+        name = "thread" if size == 1 else "processes"
+    resolved = plugins.resolve("engine_client", name, choice.options, path="engine_client.options")
+    most = cast(EngineClientSpec, plugins.spec("engine_client", name)).max_data_parallel_size
+    if size > most:
+        raise ConfigError(
+            f"data_parallel_size: {size}, but the engine client {shown(name)} runs at most {most}; "
+            "set data_parallel_size to that, or engine_client: auto"
+        )
+    return resolved
+
+
 def _choose(decisions: Decisions, kind: str) -> tuple[ResolvedPlugin, ...]:
     field = KINDS[kind].choice
     if kind in CHOOSERS:
@@ -335,6 +356,7 @@ CHOOSERS: Mapping[str, Callable[[Decisions], ResolvedPlugin]] = {
     "kernels": lambda d: d.kernels.chosen,
     "sampler": lambda d: select_sampler(d.plugins, d.config.sampler, d.device, d.cuda_graphs),
     "executor": lambda d: select_executor(d.plugins, d.config),
+    "engine_client": lambda d: select_engine_client(d.plugins, d.config),
 }
 """The kinds whose plugin must suit the device or the configuration; any other is taken as named."""
 

@@ -1,4 +1,4 @@
-"""The public names of the core's four doors, with signatures and fields.
+"""The public names of the core's five doors, with signatures and fields.
 
     python tests/api/listing.py     # writes tests/api/public_names.txt
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nanovllm_core import api, kernels, layers, worker
+from nanovllm_core import api, frontend, kernels, layers, worker
 
 FILE = Path(__file__).parent / "public_names.txt"
 
 
-DOORS = (api, layers, kernels, worker)
+DOORS = (api, frontend, layers, kernels, worker)
 
 
 def public_names(door: ModuleType) -> list[str]:

@@ -8,6 +8,7 @@ from .conformance import (
     plugin_under_test as plugin_under_test,
 )
 from .constraint import ConstraintConformance as ConstraintConformance
+from .engine_client import EngineClientConformance as EngineClientConformance
 from .executor import ExecutorConformance as ExecutorConformance
 from .extension import (
     ExtensionConformance as ExtensionConformance,

@@ -69,6 +69,11 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
             "An executor for nanovllm that measures its steps",
             extras="kit,qwen3,sdpa,demo",
         ),
+        "engine_client": Template(
+            "engine_client",
+            "Messages to an engine of nanovllm, in the log",
+            extras="kit,qwen3,sdpa,demo",
+        ),
         "sampler": Template("sampler", "A sampler for nanovllm: Gumbel noise from splitmix64"),
         "logits_processor": Template(
             "logits_processor", "A logits processor for nanovllm: repeat less"

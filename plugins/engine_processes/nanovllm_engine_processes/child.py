@@ -1,0 +1,156 @@
+"""An engine's process: an engine loop whose inbox and answers are sockets.
+
+The main thread takes the engine's steps and sends what they give. A second thread receives, answers
+pings, and ends the process with the door's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import zmq
+
+from nanovllm_core.api import EngineConfig
+from nanovllm_core.frontend import (
+    Answer,
+    Close,
+    EngineLoop,
+    EngineStats,
+    GetStats,
+    Refused,
+    ResetPrefixCache,
+    Started,
+    WaitIdle,
+)
+from nanovllm_engine_processes import wire
+
+PARENT_MS = 1000
+"""How often an engine's process looks whether the door's is still there."""
+LINGER_MS = 1000
+REQUESTS = 0
+"""The subscriber of all requests; each question has one of its own."""
+
+
+def inbox_of(folder: str, number: int) -> str:
+    """The address at which an engine receives."""
+    return f"ipc://{folder}/{number}"
+
+
+def outbox_of(folder: str) -> str:
+    """The address to which all engines send."""
+    return f"ipc://{folder}/answers"
+
+
+def main() -> None:
+    """Serve an engine; `argv` has a name, the folder, its number, and the door's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the door's to handle
+    folder, number, parent = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    EngineServer(folder, number, parent).run()
+
+
+class EngineServer:
+    """One engine, served to the process that has started this one."""
+
+    def __init__(self, folder: str, number: int, parent: int) -> None:
+        self._folder = folder
+        self._number = number
+        self._parent = parent
+        self._context = zmq.Context()
+        self._out = self._connect(outbox_of(folder))
+        self._loop: EngineLoop  # the door sends messages to a started engine only
+        self._first: SimpleQueue[dict[str, Any]] = SimpleQueue()
+
+    def run(self) -> None:
+        """Until the door closes the engine."""
+        receiver = Thread(target=self._receive, daemon=True)
+        receiver.start()
+        start = self._first.get()
+        logging.basicConfig(format=f"engine {self._number}: %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("nanovllm_core").setLevel(start["log_level"])
+        config = EngineConfig.model_validate_json(start["config"])
+        loop = self._loop = EngineLoop(config, start["name"])
+        loop.subscribers[REQUESTS] = self._deliver
+        loop.started.add_done_callback(self._report_start)
+        loop.run()
+        if loop.started.exception() is None:
+            error = None if loop.close_error is None else self._error_row(loop.close_error)
+            self._send(wire.CLOSED, [wire.stats_row(loop.last_stats), error])
+            receiver.join()  # it ends with `Close`
+        self._out.close(linger=LINGER_MS)
+        self._context.term()  # what was sent last has arrived, or nobody takes it
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        socket.connect(address)
+        return socket
+
+    # -- answers, on the engine's thread
+
+    def _send(self, name: str, content: object) -> None:
+        self._out.send(wire.encode(self._number, name, content))
+
+    def _error_row(self, error: BaseException) -> wire.ErrorRow:
+        return wire.error_row(error, f"engine {self._number} (process {os.getpid()}): ")
+
+    def _report_start(self, started: Future[Started]) -> None:
+        error = started.exception()
+        if error is not None:
+            self._send(wire.FAILED, self._error_row(error))
+            return
+        facts = started.result()
+        tokenizer = None if facts.tokenizer is None else str(facts.tokenizer.folder)
+        self._send(wire.STARTED, [wire.info_row(facts.info), tokenizer, facts.sampling_defaults])
+
+    def _deliver(self, answer: Answer) -> None:
+        """All deltas of a step are one message."""
+        if isinstance(answer, list):
+            self._send(wire.DELTAS, [*map(wire.delta_row, answer)])
+        elif isinstance(answer, Refused):
+            error = wire.error_row(answer.error)
+            self._send(wire.REFUSED, [error, answer.request_ids, answer.index])
+        elif not isinstance(answer, EngineStats):
+            self._send(wire.ENDED, self._error_row(answer.error))
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        """A question was answered; an engine that ended says so by `_deliver`."""
+        self._loop.subscribers.pop(number, None)
+        if isinstance(answer, EngineStats):
+            self._send(wire.STATS, [number, wire.stats_row(answer)])
+
+    # -- messages, on a thread of their own
+
+    def _receive(self) -> None:
+        inbox = self._context.socket(zmq.PULL)
+        inbox.set_hwm(0)
+        inbox.bind(inbox_of(self._folder, self._number))
+        pongs = self._connect(outbox_of(self._folder))
+        while os.getppid() == self._parent:
+            if not inbox.poll(PARENT_MS):
+                continue
+            name, content = wire.decode(inbox.recv())
+            if name == wire.PING:
+                pongs.send(wire.encode(self._number, wire.PONG, None))
+            elif name == wire.START:
+                self._first.put(content)
+            else:
+                message = wire.read_message(name, content)
+                if isinstance(message, GetStats | WaitIdle | ResetPrefixCache):
+                    number = message.subscriber
+                    self._loop.subscribers[number] = partial(self._answer, number)
+                self._loop.inbox.put(message)
+                if isinstance(message, Close):
+                    inbox.close(linger=0)
+                    pongs.close(linger=0)
+                    return
+        shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
+        os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,453 @@
+"""The thread between a door and its engines: it routes requests, and hands out what comes back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
+from queue import SimpleQueue
+from typing import Any
+
+from nanovllm_core.api import (
+    DeviceError,
+    EngineClosedError,
+    EngineConfig,
+    EngineError,
+    NanoVLLMError,
+    PluginFailedError,
+    WorkerInfo,
+)
+from nanovllm_core.frontend import (
+    Abort,
+    AddRequests,
+    Answer,
+    Close,
+    Deliver,
+    EndAt,
+    Ended,
+    EngineStats,
+    GetStats,
+    Message,
+    NewRequest,
+    OutputDelta,
+    Refused,
+    ResetPrefixCache,
+    Started,
+    Tokenizer,
+    WaitIdle,
+    derive_seed,
+)
+from nanovllm_engine_processes import wire
+from nanovllm_engine_processes.child import REQUESTS
+from nanovllm_engine_processes.engines import LOOK_SECONDS, Engines, Heard
+from nanovllm_engine_processes.plugin import ProcessesOptions
+from nanovllm_engine_processes.routing import Router
+from nanovllm_engine_processes.samples import Batch, Sample, Samples
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Question:
+    """A question to all engines; `waiting` are those that have not answered."""
+
+    subscriber: int
+    waiting: set[int]
+    answers: dict[int, EngineStats] = field(default_factory=dict)
+
+
+class Hub:
+    """Engines in processes, one inbox for all, and where their answers go.
+
+    `run` is the body of the hub's thread. `post`, `subscribers` and the facts may be used on any.
+    The hub holds no door, so that a door that nobody holds can close it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, name: str, options: ProcessesOptions, router: Router
+    ) -> None:
+        self.started: Future[Started] = Future()
+        self.is_open = True
+        self.subscribers: dict[int, Deliver] = {}
+        self.close_error: NanoVLLMError | None = None
+        self.last_stats = EngineStats()
+        self.info: WorkerInfo
+        self.engines: Engines | None = None
+        self._config = config
+        self._name = name
+        self._options = options
+        self._router = router
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._infos: dict[int, WorkerInfo] = {}
+        """Of the engines that run."""
+        self._samples: Samples
+        self._questions: dict[int, Question] = {}
+        self._numbers = count(REQUESTS + 1)
+        """Of questions, and of requests that run again."""
+        self._num_arrived = 0
+        self._failure: NanoVLLMError | None = None
+        """Why no engine is left."""
+
+    def post(self, message: Message) -> None:
+        """Put a message into the inbox; never waits."""
+        self._inbox.put(message)
+        if self.engines is not None:
+            self.engines.ring()
+
+    def run(self) -> None:
+        """Start, serve until `Close`, end the processes. Every error goes to callers that wait."""
+        try:
+            self.engines = engines = Engines(self._config, self._options)
+            started = self._start(engines)
+        except BaseException as error:
+            self.is_open = False
+            if self.engines is not None:
+                self.engines.close()
+            self.started.set_exception(error)
+            return
+        self.started.set_result(started)
+        try:
+            self._serve(engines)
+        except BaseException as error:
+            logger.exception("the thread between door and engines failed")
+            self._end_all(error)
+        finally:
+            self._close(engines)
+
+    # -- the start
+
+    def _start(self, engines: Engines) -> Started:
+        began = time.monotonic()
+        facts: dict[int, list[Any]] = {}
+        while len(facts) < len(engines):
+            for number, name, content in engines.receive():
+                if name == wire.FAILED:
+                    raise wire.read_error(content)
+                facts[number] = content
+                engines.mark_ready(number)
+            heard, ended = engines.find_ended()
+            failed = [content for _, name, content in heard if name == wire.FAILED]
+            if ended:
+                raise wire.read_error(failed[0]) if failed else next(iter(ended.values()))
+            if not self._inbox.empty() and isinstance(self._inbox.get(), Close):
+                raise EngineClosedError(f"the start of this {self._name} was interrupted")
+            if time.monotonic() - began > self._options.start_seconds:
+                names = ", ".join(engines.name(one) for one in engines if one not in facts)
+                raise EngineError(
+                    f"{names} did not start within start_seconds "
+                    f"({self._options.start_seconds:g} s)"
+                )
+        self._infos = {number: wire.read_info(facts[number][0]) for number in sorted(facts)}
+        check_devices(self._infos, self._config)
+        size = self._config.data_parallel_size
+        self.info = common_info(self._infos, size, time.monotonic() - began)
+        self._samples = Samples(len(engines), self.info.max_model_len)
+        _, folder, defaults = facts[0]
+        kwargs = self._config.chat_template_kwargs
+        tokenizer = None if folder is None else Tokenizer.find(folder, kwargs)
+        return Started(self.info, tokenizer, defaults)
+
+    # -- serving
+
+    def _serve(self, engines: Engines) -> None:
+        looked = time.monotonic()
+        while True:
+            self._hand_out(engines, engines.receive())
+            while not self._inbox.empty():
+                message = self._inbox.get()
+                if isinstance(message, Close):
+                    return
+                self._handle(engines, message)
+            if time.monotonic() - looked > LOOK_SECONDS:
+                looked = time.monotonic()
+                heard, ended = engines.find_ended()
+                self._hand_out(engines, heard)
+                for number, error in ended.items():
+                    self._lose(engines, number, error)
+
+    def _handle(self, engines: Engines, message: Message) -> None:
+        match message:
+            case AddRequests():
+                self._add(engines, message)
+            case Abort():
+                for sample in self._of_requests(message.request_ids):
+                    sample.is_aborted = True
+                self._abort(engines, self._of_requests(message.request_ids))
+            case EndAt():
+                self._end_at(engines, message)
+            case GetStats() | WaitIdle() | ResetPrefixCache():
+                self._ask(engines, message)
+
+    def _of_requests(self, request_ids: Iterable[str]) -> list[Sample]:
+        return [one for name in request_ids for one in self._samples.of_request(name)]
+
+    # -- requests
+
+    def _add(self, engines: Engines, message: AddRequests) -> None:
+        """Send each request to the engine that the router chooses; all of them, or none."""
+        names = tuple(new.request_id for new in message.requests)
+        batch = Batch(message.subscriber, names)
+        parts: dict[int, list[NewRequest]] = {}
+        added: list[NewRequest] = []
+        try:
+            for given in message.requests:
+                new = self._with_seed(given)
+                wire.check_request(new)
+                engine = self._route(new)
+                parts.setdefault(engine, []).append(new)
+                self._samples.add(new, batch, engine)
+                added.append(new)
+        except NanoVLLMError as error:
+            self._samples.drop(self._of_requests(names))
+            self._answer(message.subscriber, Refused(error, names, len(added)))
+            return
+        for engine, requests in parts.items():
+            engines.send(engine, wire.encode_message(AddRequests(REQUESTS, tuple(requests))))
+
+    def _with_seed(self, new: NewRequest) -> NewRequest:
+        """The seed that an engine on a thread would derive: tokens do not depend on the router."""
+        arrived = self._num_arrived
+        self._num_arrived += new.params.n
+        if new.params.seed is not None:
+            return new
+        seed = derive_seed(self._config.seed, arrived)
+        return replace(new, params=replace(new.params, seed=seed))
+
+    def _route(self, request: NewRequest) -> int:
+        """The router's choice. Raises PluginFailedError where it fails, or chooses no engine."""
+        loads = self._samples.loads
+        if self._failure is not None:
+            raise EngineClosedError(
+                f"no engine is left: {self._failure}; make a new {self._name}"
+            ) from self._failure
+        if len(loads) == 1:
+            return next(iter(loads))
+        try:
+            chosen = self._router.choose(request, loads)
+        except Exception as error:
+            raise PluginFailedError(
+                f"the router {type(self._router).__name__} failed: {type(error).__name__}: {error}"
+            ) from error
+        if chosen not in loads:
+            raise PluginFailedError(
+                f"the router {type(self._router).__name__} chose engine {chosen!r}; those that run "
+                f"are {', '.join(map(str, loads))}"
+            )
+        return chosen
+
+    def _abort(self, engines: Engines, samples: Iterable[Sample]) -> None:
+        """End samples on their engines; those that their doors still search are over now."""
+        parts: dict[int, dict[str, None]] = {}
+        for sample in samples:
+            parts.setdefault(sample.engine, {})[sample.part] = None
+            self._samples.drop_if_over(sample)
+        for engine, names in parts.items():
+            engines.send(engine, wire.encode_message(Abort(tuple(names))))
+
+    def _end_at(self, engines: Engines, message: EndAt) -> None:
+        for sample in self._samples.of_request(message.request_id):
+            if sample.index == message.index:
+                sample.end = message
+                moved = replace(message, request_id=sample.part, index=sample.part_index)
+                engines.send(sample.engine, wire.encode_message(moved))
+                self._samples.drop_if_over(sample)
+                return
+
+    def _ask(self, engines: Engines, message: GetStats | WaitIdle | ResetPrefixCache) -> None:
+        if self._failure is not None:
+            self._answer(message.subscriber, Ended(self._failure))
+            return
+        number = next(self._numbers)
+        self._questions[number] = Question(message.subscriber, {*engines})
+        frame = wire.encode_message(replace(message, subscriber=number))
+        for engine in engines:
+            engines.send(engine, frame)
+
+    # -- answers
+
+    def _hand_out(self, engines: Engines, heard: Iterable[Heard]) -> None:
+        """Give each subscriber what came for it: its deltas of each step at once."""
+        for engine, name, content in heard:
+            if name == wire.DELTAS:
+                self._deliver(engine, content)
+            elif name == wire.REFUSED:
+                self._refuse(engines, engine, *content)
+            elif name == wire.STATS:
+                number, stats = content
+                if (question := self._questions.get(number)) is not None:
+                    question.answers[engine] = wire.read_stats(stats)
+                    question.waiting.discard(engine)
+                    self._answer_if_whole(number, question)
+            elif name == wire.ENDED:
+                self._lose(engines, engine, wire.read_error(content))
+
+    def _deliver(self, engine: int, rows: list[list[Any]]) -> None:
+        by_subscriber: dict[int, list[OutputDelta]] = {}
+        for row in rows:
+            sample = self._samples.of_part(row[0], row[1], engine)
+            if sample is None or sample.is_finished:
+                continue
+            delta = wire.read_delta(row, sample.request.request_id, sample.index)
+            self._samples.take(sample, delta)
+            by_subscriber.setdefault(sample.batch.subscriber, []).append(delta)
+        for number, deltas in by_subscriber.items():
+            self._answer(number, deltas)
+
+    def _refuse(
+        self, engines: Engines, engine: int, error: Any, names: list[str], place: int
+    ) -> None:
+        """An engine refused its part of a batch: the other parts end with it."""
+        sample = self._samples.of_part(names[place], 0, engine)
+        if sample is None:
+            return
+        if sample.num_reruns:
+            self._finish(sample, finish_reason="error", error=wire.read_error(error))
+            return
+        batch = sample.batch
+        samples = self._of_requests(batch.request_ids)
+        self._abort(engines, [one for one in samples if one.part not in names])
+        self._samples.drop(samples)
+        index = batch.request_ids.index(sample.request.request_id)
+        self._answer(batch.subscriber, Refused(wire.read_error(error), batch.request_ids, index))
+
+    def _answer_if_whole(self, number: int, question: Question) -> None:
+        if not question.waiting:
+            del self._questions[number]
+            self._answer(question.subscriber, self._sum(question.answers))
+
+    def _sum(self, each: dict[int, EngineStats]) -> EngineStats:
+        stats = [each[engine] for engine in sorted(each)]
+        return sum_stats(stats, is_one=self._config.data_parallel_size == 1)
+
+    def _finish(self, sample: Sample, **how: Any) -> None:
+        """Give a sample its last delta, where no engine does it."""
+        sample.is_aborted = True
+        delta = sample.last_delta(**how)
+        self._samples.take(sample, delta)
+        self._answer(sample.batch.subscriber, [delta])
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        """Hand an answer to a subscriber; the requests of one that cannot take it are aborted."""
+        deliver = self.subscribers.get(number)
+        if deliver is None:
+            return
+        try:
+            deliver(answer)
+        except Exception:  # such as an event loop that is closed
+            self.subscribers.pop(number, None)
+            samples = [one for one in self._samples if one.batch.subscriber == number]
+            self.post(Abort(tuple({one.request.request_id: None for one in samples})))
+
+    # -- an engine's end
+
+    def _lose(self, engines: Engines, lost: int, error: NanoVLLMError) -> None:
+        """Go on without an engine: others take over what it had not given."""
+        if lost not in self._infos:
+            return
+        engines.end(lost)
+        del self._infos[lost], self._samples.loads[lost]
+        left = len(engines)
+        logger.error("%s; %d of %d engines left", error, left, self._config.data_parallel_size)
+        if not left:
+            self._failure = error
+            self._samples.drop([*self._samples])
+            self._questions.clear()
+            self._end_all(error)
+            return
+        self.info = common_info(self._infos, self._config.data_parallel_size, 0.0, self.info)
+        self._router.forget(lost)
+        for number, question in tuple(self._questions.items()):
+            question.waiting.discard(lost)
+            self._answer_if_whole(number, question)
+        for sample in self._samples:
+            if sample.engine == lost:
+                self._run_again(engines, sample, error)
+
+    def _run_again(self, engines: Engines, sample: Sample, error: NanoVLLMError) -> None:
+        if sample.is_finished:  # its door still searches the text, for the engine's record alone
+            self._samples.drop([sample])
+        elif sample.is_aborted:
+            self._finish(sample, finish_reason="abort")
+        elif sample.end is not None:
+            self._finish(sample, finish_reason="stop", stop_reason=sample.end.stop)
+        elif sample.num_reruns == self._options.max_reruns:
+            fault = EngineError(
+                f"{error}; this request had run on {sample.num_reruns + 1} engines that ended "
+                f"(max_reruns is {self._options.max_reruns})"
+            )
+            self._finish(sample, finish_reason="error", error=fault)
+        else:
+            rest = sample.rest(f"{sample.request.request_id}/{next(self._numbers)}")
+            try:
+                engine = self._route(rest)
+            except NanoVLLMError as fault:
+                self._finish(sample, finish_reason="error", error=fault)
+                return
+            self._samples.move(sample, engine, rest.request_id)
+            engines.send(engine, wire.encode_message(AddRequests(REQUESTS, (rest,))))
+
+    # -- the end
+
+    def _close(self, engines: Engines) -> None:
+        self.last_stats = EngineStats()
+        closed: dict[int, EngineStats] = {}
+        try:
+            for engine in engines:
+                engines.send(engine, wire.encode_message(Close()))
+            for engine, name, content in engines.await_ends():
+                if name == wire.CLOSED:
+                    closed[engine] = wire.read_stats(content[0])
+                    if content[1] is not None:
+                        self.close_error = wire.read_error(content[1])
+        finally:
+            engines.close()
+            self.last_stats = self._sum(closed)
+            self.is_open = False
+            self._end_all(EngineClosedError(f"this {self._name} is closed; create a new one"))
+
+    def _end_all(self, error: BaseException) -> None:
+        for number in tuple(self.subscribers):
+            self._answer(number, Ended(error))
+
+
+def sum_stats(each: Iterable[EngineStats], is_one: bool) -> EngineStats:
+    """The counters of several engines together, with those of each; of the only one, its own."""
+    stats = tuple(each)
+    if is_one and stats:
+        return stats[0]
+    names = [one.name for one in fields(EngineStats) if one.name != "engines"]
+    sums = {name: sum(getattr(one, name) for one in stats) for name in names}
+    return EngineStats(**sums, engines=stats)
+
+
+def common_info(
+    infos: dict[int, WorkerInfo], size: int, seconds: float, before: WorkerInfo | None = None
+) -> WorkerInfo:
+    """The state of the first engine, which stands for all; the device says how many run.
+
+    The time of the start that no part of the engine's own is in goes to `processes`.
+    """
+    first, *_ = infos.values()
+    own = first.start_seconds
+    timed = {"processes": max(0.0, seconds - sum(own.values())), **own}
+    return replace(
+        first,
+        device=first.device if size == 1 else f"{len(infos)} of {size} engines x {first.device}",
+        max_model_len=min(info.max_model_len for info in infos.values()),
+        start_seconds=timed if before is None else before.start_seconds,
+    )
+
+
+def check_devices(infos: dict[int, WorkerInfo], config: EngineConfig) -> None:
+    """DeviceError where some engines found a GPU, and others took the CPU."""
+    on_cpu = [number for number, info in infos.items() if info.device.endswith("cpu")]
+    if on_cpu and len(on_cpu) < len(infos):
+        raise DeviceError(
+            f"engines {', '.join(map(str, on_cpu))} found no GPU; data_parallel_size: "
+            f"{config.data_parallel_size} x tensor_parallel_size: {config.tensor_parallel_size} "
+            f"needs {config.data_parallel_size * config.tensor_parallel_size} GPUs: lower one of "
+            "them, or see CUDA_VISIBLE_DEVICES"
+        )

@@ -1,0 +1,232 @@
+"""The messages between a door's process and an engine's, as msgpack. Nothing is unpickled.
+
+To an engine go pairs (name, content): those of `nanovllm_core.frontend` by the name of their class,
+and `START` and `PING`. From an engine come triples (engine, name, content): the names below. The
+deltas of a step are one message, a short row for each delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from numbers import Integral, Real
+from traceback import format_exception
+from typing import Any, get_args
+
+import msgspec
+
+from nanovllm_core.api import (
+    EngineError,
+    InvalidPromptError,
+    InvalidSamplingError,
+    NanoVLLMError,
+    SamplingParams,
+    TokenLogprobs,
+    WorkerInfo,
+)
+from nanovllm_core.frontend import (
+    AddRequests,
+    EngineStats,
+    Message,
+    NewRequest,
+    OutputDelta,
+)
+
+START, PING = "start", "ping"
+"""The configuration as JSON, and the level of the log; a question that a thread answers."""
+STARTED, FAILED = "started", "failed"
+"""The facts of the engine; the error of its start."""
+DELTAS, REFUSED, ENDED, STATS, PONG = "deltas", "refused", "ended", "stats", "pong"
+CLOSED = "closed"
+"""The last counters, and the error of closing, if any."""
+
+MESSAGES: Mapping[str, Any] = {message.__name__: message for message in get_args(Message)}
+
+
+def _plain(value: Any) -> Any:
+    """Mappings of other types than dict, and numbers of other types than Python's."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} {value!r:.80} is no plain data")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def encode(*parts: object) -> bytes:
+    """One message. Raises TypeError, ValueError or OverflowError for what is no plain data."""
+    return _encode(parts)
+
+
+def decode(data: bytes) -> Any:
+    """The parts of a message, in plain lists and dicts."""
+    return _decode(data)
+
+
+def encode_message(message: Message) -> bytes:
+    """A message of a door; raises as `encode` does."""
+    return _encode((type(message).__name__, message))
+
+
+def check_request(request: NewRequest) -> None:
+    """Raises a RequestError for a request that no message can hold."""
+    try:
+        _encode(request.prompt_token_ids)
+    except OverflowError as error:
+        raise InvalidPromptError(
+            "the prompt holds a token id of more than 64 bits, outside every vocabulary; use this "
+            "model's tokenizer"
+        ) from error
+    try:
+        _encode(replace(request, prompt_token_ids=[]))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidSamplingError(
+            f"the parameters or labels cannot be sent to an engine's process: {error}; they hold "
+            "texts, numbers, true, false, null, lists and mappings alone"
+        ) from error
+
+
+def read_message(name: str, content: dict[str, Any]) -> Message:
+    """What `encode_message` was given."""
+    if name == AddRequests.__name__:
+        requests = tuple(map(_read_request, content["requests"]))
+        return AddRequests(content["subscriber"], requests)
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+    }
+    message: Message = MESSAGES[name](**values)
+    return message
+
+
+def _read_request(content: dict[str, Any]) -> NewRequest:
+    content["params"] = SamplingParams(**content["params"])
+    content["output_token_ids"] = tuple(content["output_token_ids"])
+    return NewRequest(**content)
+
+
+# -- deltas
+
+
+def delta_row(delta: OutputDelta) -> tuple[Any, ...]:
+    """Short where the sample goes on and has no log-probabilities, as nearly always."""
+    row = (
+        delta.request_id,
+        delta.index,
+        delta.new_token_ids,
+        delta.num_cached_tokens,
+        delta.wait_steps,
+    )
+    if delta.finish_reason is None and delta.new_logprobs is None:
+        return row
+    logprobs = None
+    if delta.new_logprobs is not None:
+        # As for pickle: the bytes of a row, or the two fields.
+        logprobs = [one.__reduce__()[1] for one in delta.new_logprobs]
+    error = None if delta.error is None else error_row(delta.error)
+    return (*row, logprobs, delta.finish_reason, delta.stop_reason, error)
+
+
+def read_delta(row: list[Any], request_id: str, index: int) -> OutputDelta:
+    """The delta of a row, as one of this request and sample."""
+    delta = OutputDelta(
+        request_id=request_id,
+        index=index,
+        new_token_ids=row[2],
+        num_cached_tokens=row[3],
+        wait_steps=row[4],
+    )
+    if len(row) > 5:
+        _, _, _, _, _, logprobs, delta.finish_reason, delta.stop_reason, error = row
+        if logprobs is not None:
+            delta.new_logprobs = [_read_logprobs(*one) for one in logprobs]
+        if error is not None:
+            delta.error = read_error(error)
+    return delta
+
+
+def _read_logprobs(first: bytes | float, top: list[list[Any]] | None = None) -> TokenLogprobs:
+    if isinstance(first, bytes):
+        return TokenLogprobs.of_bytes(first)
+    return TokenLogprobs(first, tuple((token_id, value) for token_id, value in top or ()))
+
+
+# -- errors
+
+ErrorRow = tuple[str, str, int | None, list[str], list[str]]
+
+
+def error_row(error: BaseException, where: str = "") -> ErrorRow:
+    """An error as its type's name, its message behind `where`, and its notes.
+
+    With `where`, a traceback is a further note.
+    """
+    notes = [*getattr(error, "__notes__", ())]
+    if where:
+        notes.append("".join(format_exception(error)))
+    reasons = [str(reason) for reason in getattr(error, "reasons", ())]
+    name, message = type(error).__name__, str(error)
+    if name not in _error_types():
+        name, message = EngineError.__name__, f"{name}: {message}"
+    row = (name, where + message, getattr(error, "prompt_index", None), reasons, notes)
+    return msgspec.to_builtins(_valid(row))  # type: ignore[no-any-return]
+
+
+def _valid(value: Any) -> Any:
+    """Texts without half surrogate pairs, which no encoding has."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    return type(value)(map(_valid, value)) if isinstance(value, list | tuple) else value
+
+
+def read_error(row: ErrorRow | list[Any]) -> NanoVLLMError:
+    """The error of a row: one of the core's types."""
+    name, message, prompt_index, reasons, notes = row
+    error = _error_types()[name](message)
+    for field, value in (("prompt_index", prompt_index), ("reasons", tuple(reasons))):
+        if value not in (None, ()):
+            setattr(error, field, value)
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+def _error_types() -> dict[str, type[NanoVLLMError]]:
+    """The core's own, whose first argument is the message. A plugin's type stays in its process."""
+    found, left = {}, [NanoVLLMError]
+    while left:
+        one = left.pop()
+        if one.__module__ == NanoVLLMError.__module__:
+            found[one.__name__] = one
+        left += one.__subclasses__()
+    return found
+
+
+# -- facts and counters
+
+
+def stats_row(stats: EngineStats) -> dict[str, Any]:
+    """The counters of one engine."""
+    return asdict(stats)
+
+
+def read_stats(content: dict[str, Any]) -> EngineStats:
+    """Those of `stats_row`."""
+    return EngineStats(**{**content, "engines": ()})
+
+
+def info_row(info: WorkerInfo) -> dict[str, Any]:
+    """The state of an engine's workers."""
+    return {one.name: getattr(info, one.name) for one in fields(info)}
+
+
+def read_info(content: dict[str, Any]) -> WorkerInfo:
+    """That of `info_row`."""
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+    }
+    return WorkerInfo(**values)

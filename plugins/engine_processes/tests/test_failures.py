@@ -1,0 +1,130 @@
+"""An engine that ends, stops or hangs: others go on with its requests; the last one ends calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.api import CheckpointNotFoundError, EngineClosedError, EngineError
+
+PROMPTLY = 3.0
+"""Seconds in which the end of an engine is noticed."""
+LENGTH = 60
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0, seed=11, max_tokens=LENGTH, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=12, n=2, max_tokens=LENGTH, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=1.0, seed=13, max_tokens=LENGTH, min_tokens=40, stop=["e"]),
+]
+PROMPTS = ["Once upon a time", "The", "What is 27 + 15?", "Hello", "A cat", "My"]
+REQUESTS = [(prompt, params) for prompt in PROMPTS for params in ASKED]
+
+
+def pids(llm: LLM) -> dict[int, int]:
+    found: dict[int, int] = llm._client.pids  # type: ignore[attr-defined]
+    return found
+
+
+def folders() -> set[Path]:
+    return {*Path(tempfile.gettempdir()).glob("nanovllm-*")}
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def streamed(
+    llm: LLM, prompt: str, params: SamplingParams, note: Callable[[], None] = int
+) -> list[tuple[list[int], str, str | None]]:
+    """Ids, text and finish reason of each sample, put together from what was new each time."""
+    ids: list[list[int]] = [[] for _ in range(params.n)]
+    texts = [""] * params.n
+    reasons: list[str | None] = [None] * params.n
+    for output in llm.stream(prompt, params):
+        ids[output.index] += output.new_token_ids
+        texts[output.index] += output.new_text
+        reasons[output.index] = output.finish_reason
+        if params.logprobs is not None:
+            assert output.logprobs is not None
+            assert len(output.logprobs) == output.num_token_ids
+        note()
+    return [*zip(ids, texts, reasons, strict=True)]
+
+
+def test_requests_of_an_engine_that_is_killed_go_on_elsewhere_and_then_the_last_one_ends_all(
+    settings: dict[str, Any], thread: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is lost, nothing comes twice: greedy, seeded, penalised and searched streams are those
+    of an engine that lives; so are calls that stream nothing."""
+    with ThreadPoolExecutor(64) as pool:
+        expected = [*pool.map(lambda one: streamed(thread, *one), REQUESTS)]
+    whole = [one.token_ids for one in thread.generate(PROMPTS, ASKED[1], use_tqdm=False)]
+    before, seen = folders(), 0
+    with LLM(**settings, data_parallel_size=2) as llm, ThreadPoolExecutor(64) as pool:
+        processes = pids(llm)
+        assert len(folders() - before) == 1
+
+        def note() -> None:
+            nonlocal seen
+            seen += 1
+
+        calls = [pool.submit(streamed, llm, *one, note) for one in REQUESTS]
+        call = pool.submit(llm.generate, PROMPTS, ASKED[1], False)
+        wait_for(lambda: seen >= 10 * len(REQUESTS))
+        with caplog.at_level(logging.ERROR):
+            os.kill(processes[0], signal.SIGKILL)
+            assert [call.result(60) for call in calls] == expected
+        assert [one.token_ids for one in call.result(60)] == whole
+        [record] = caplog.records
+        assert f"engine 0 (process {processes[0]}) ended with signal SIGKILL" in record.message
+        assert "1 of 2 engines left" in record.message
+        assert (llm.info.device, len(pids(llm))) == ("1 of 2 engines x cpu", 1)
+        assert len(llm.stats.engines) == 1
+        assert llm.stats.running == 0
+
+        def ask_for_more() -> None:
+            llm.generate(["x"], SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+
+        waiting = [pool.submit(ask_for_more) for _ in range(3)]
+        wait_for(lambda: llm.stats.running == 3)
+        killed = time.monotonic()
+        os.kill(processes[1], signal.SIGKILL)
+        for one in waiting:
+            with pytest.raises(EngineError, match=rf"engine 1 \(process {processes[1]}\) ended wi"):
+                one.result(PROMPTLY)
+        assert time.monotonic() - killed < PROMPTLY
+        with pytest.raises(EngineClosedError, match=r"no engine is left: engine 1 .* make a new"):
+            ask_for_more()
+        with pytest.raises(EngineError, match="SIGKILL"):
+            _ = llm.stats
+    assert all(map(is_gone, processes.values()))
+    assert folders() == before
+
+
+def test_the_error_of_a_start_is_that_of_the_engine(settings: dict[str, Any]) -> None:
+    """With its type, and the engine that raised it; nothing is left."""
+    before = folders()
+    with pytest.raises(CheckpointNotFoundError, match=r"^engine \d \(process \d+\): .*nowhere"):
+        LLM(**{**settings, "model": "./nowhere"}, engine_client="processes")
+    assert folders() == before

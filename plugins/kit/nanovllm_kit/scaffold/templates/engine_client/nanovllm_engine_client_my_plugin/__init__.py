@@ -1,0 +1,1 @@
+"""Messages to an engine, in the log."""
