@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from nanovllm_core.config import explain_options
 from nanovllm_core.errors import ConfigError
-
-
-class ServerSection(BaseModel):
-    """A part of the settings: frozen, no unknown keys, no silent conversions."""
-
-    # The text below a field is its description.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+from nanovllm_server.section import ServerSection
+from nanovllm_server.watch.settings import HealthSettings, RouteChoices, TracingSettings
 
 
 def _as_names(value: object) -> object:
@@ -40,6 +33,13 @@ class ServerSettings(ServerSection):
     served_model_name: Names = ()
     """The names of the model, one or a list: requests may use any, answers carry the first. Left
     out, `model` as it was given."""
+    health: HealthSettings = HealthSettings()
+    """When /health says that the engine is stuck, and what follows the engine's end."""
+    routes: RouteChoices = ()
+    """Plugins of the kind `route`, in order: each a name, or `{name, options}`. They add routes and
+    middleware; the first one's middleware is the outermost."""
+    tracing: TracingSettings | None = None
+    """Traces by OpenTelemetry (the extra `tracing`); left out, none are made."""
 
 
 def parse_settings(values: Any) -> ServerSettings:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanovllm_core import AsyncLLM
+from nanovllm_core import AsyncLLM, load_config
 from nanovllm_server.command import address, make_server
 from nanovllm_server.settings import ServerSettings
+from nanovllm_server.watch.watch import observed
 
 START_SECONDS = 30.0
 
@@ -20,9 +21,11 @@ def llm() -> Iterator[AsyncLLM]:
     """The demo model, small: 16 rows, 512 blocks of 16 tokens."""
     with_limits = {"max_num_seqs": 16}
     cache = {"num_blocks": 512, "block_size": 16}
-    engine = AsyncLLM("demo", device="cpu", limits=with_limits, cache=cache)
-    yield engine
-    engine.close()
+    values = {"device": "cpu", "limits": with_limits, "cache": cache}
+    with observed(load_config("demo", overrides=values)) as config:
+        engine = AsyncLLM.from_config(config)
+        yield engine
+        engine.close()
 
 
 @pytest.fixture(scope="session")

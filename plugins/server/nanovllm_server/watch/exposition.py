@@ -38,10 +38,13 @@ OTHER = "other"
 
 
 class EngineCollector(Collector):
-    """The engine's metrics, all with the label `model_name`; `gauges` reads its state now."""
+    """The engine's metrics, all with the label `model_name`; `gauges` reads its state now.
+
+    `folder` has the counts of its observer; None where it has no such observer, and no counts.
+    """
 
     def __init__(
-        self, folder: Path, model_name: str, gauges: Callable[[], Mapping[str, float]]
+        self, folder: Path | None, model_name: str, gauges: Callable[[], Mapping[str, float]]
     ) -> None:
         self._folder = folder
         self._model_name = model_name
@@ -52,6 +55,8 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, GAUGES[name], labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
+        if self._folder is None:
+            return
         values = read_values(self._folder, LAYOUT)
         for metric in LAYOUT.metrics:
             yield family(metric, LAYOUT.part(values, metric), self._model_name)
@@ -147,7 +152,9 @@ class HttpMetricsMiddleware:
                 )
 
     def _handler(self, scope: Scope) -> str:
-        path = getattr(scope.get("route"), "path", None) or scope["path"]
+        if route := getattr(scope.get("route"), "path", ""):
+            return str(route)
+        path = str(scope["path"])  # It was refused before it reached a route.
         return path if path in self._paths() else OTHER
 
 
@@ -186,7 +193,7 @@ class MetricsEndpoint:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
-    async def __call__(self, request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         text = await to_thread(encode, self._registry)
         return Response(text, headers={"content-type": content_type})

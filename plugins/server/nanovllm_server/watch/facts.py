@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,8 +20,6 @@ from nanovllm_server.watch import metrics
 from nanovllm_server.watch.values import Histogram, quantile, read_values
 
 if TYPE_CHECKING:
-    from array import array
-
     from nanovllm_core.engine import EngineStats
 
 WINDOW_S = 10.0
@@ -31,37 +30,41 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 class LiveFacts:
     """The engine's counters over the last seconds. `sample` is called on the monitor's thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        """Of the counts of the engine's observer; None where it has no such observer."""
         self._samples: deque[tuple[float, EngineStats, array[float]]] = deque()
 
     def sample(self, stats: EngineStats) -> None:
         """The engine's counters now."""
-        now = monotonic()
-        self._samples.append((now, stats, read_values(self._folder, metrics.LAYOUT)))
+        now, counts = monotonic(), array("d", bytes(8 * metrics.LAYOUT.size))
+        if self._folder is not None:
+            counts = read_values(self._folder, metrics.LAYOUT)
+        self._samples.append((now, stats, counts))
         while self._samples[0][0] < now - WINDOW_S:
             self._samples.popleft()
 
     def now(self) -> dict[str, Any]:
         """What /live answers. A rate, share or percentile of nothing is None.
 
-        Times are in milliseconds, shares from 0 to 1. `running`, `waiting` and `kv_usage` are as the
-        engine last answered; the rest is of the last `WINDOW_S` seconds.
+        Times are in milliseconds, shares from 0 to 1. `running`, `waiting` and `kv_usage` are as
+        the engine last answered; the rest is of the last `WINDOW_S` seconds.
         """
         samples = tuple(self._samples)
         if not samples:
             return {}
-        (began, _, before), (ended, stats, after) = samples[0], samples[-1]
+        (began, earlier, before), (ended, stats, after) = samples[0], samples[-1]
         window = [new - old for new, old in zip(after, before, strict=True)]
         steps = metrics.LAYOUT.part(window, metrics.STEP_SECONDS)
-        [tokens] = metrics.LAYOUT.part(window, metrics.GENERATION_TOKENS)
         [asked] = metrics.LAYOUT.part(window, metrics.PREFIX_QUERIES)
         [hit] = metrics.LAYOUT.part(window, metrics.PREFIX_HITS)
         return {
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_usage": 1 - stats.free_blocks / stats.blocks,
-            "tokens_per_second": _ratio(tokens, ended - began),
+            "tokens_per_second": _ratio(
+                max(0, stats.output_tokens - earlier.output_tokens), ended - began
+            ),
             "step_ms": _ratio(1000 * steps[-1], sum(steps[:-1])),
             "prefix_hit_rate": _ratio(hit, asked),
             "first_token_ms": _percentiles(window, metrics.FIRST_TOKEN_SECONDS),

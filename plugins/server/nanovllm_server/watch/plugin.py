@@ -7,7 +7,19 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_core.api import ObserverSpec, hookimpl
+from nanovllm_core.api import KindSpec, ObserverSpec, hookimpl
+from nanovllm_server.watch.routes import RouteSpec
+
+ROUTE = KindSpec(
+    name="route",
+    contract=2,
+    current_contract=1,
+    spec=RouteSpec,
+    interface="nanovllm_server.watch.routes:RoutePlugin",
+    hookspecs="nanovllm_server.watch.hookspecs",
+    conformance="nanovllm_server.watch.testing:RouteConformance",
+    summary="Routes and middleware of `nanovllm serve`.",
+)
 
 
 class PrometheusOptions(BaseModel):
@@ -27,6 +39,33 @@ PROMETHEUS = ObserverSpec(
 )
 
 
+class TraceOptions(BaseModel):
+    """Options of `observers: [{name: opentelemetry}]`, which `serve.tracing` adds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    endpoint: str | None = Field(
+        default=None,
+        description="The URL that spans are posted to (OTLP over HTTP); left out, what "
+        "OpenTelemetry's environment variables say.",
+    )
+    service_name: str = Field(default="nanovllm", description="The service's name in traces.")
+
+
+OPENTELEMETRY = ObserverSpec(
+    name="opentelemetry",
+    impl="nanovllm_server.watch.tracing:TraceObserver",
+    summary="A span of OpenTelemetry for each request (the extra `tracing`).",
+    options=TraceOptions,
+    contract=1,
+)
+
+
+@hookimpl
+def nanovllm_kinds() -> Sequence[KindSpec]:
+    return [ROUTE]
+
+
 @hookimpl
 def nanovllm_observers() -> Sequence[ObserverSpec]:
-    return [PROMETHEUS]
+    return [PROMETHEUS, OPENTELEMETRY]
