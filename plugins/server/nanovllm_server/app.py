@@ -34,7 +34,6 @@ def make_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     watch.add_plugin_routes(app.router)
     # Middleware is pure ASGI; the one that is added last is the outermost.
     app.add_middleware(watch.wrap_plugins)
-    app.add_middleware(watch.wrap_requests)
     return app
 
 

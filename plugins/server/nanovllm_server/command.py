@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from nanovllm_core import AsyncLLM
+    from nanovllm_server.watch.watch import Watch
 
 DEFAULT_MODEL = "demo"
 
@@ -45,25 +47,43 @@ def serve(
     server_settings = parse_settings({**(loaded.sections.get("serve") or {}), **given})
 
     from nanovllm_core import AsyncLLM
+    from nanovllm_server.watch.health import close_within
+    from nanovllm_server.watch.watch import observed
 
     options.show_choices()
-    llm = AsyncLLM.from_config(loaded.config)
-    try:
-        run(llm, server_settings)
-    finally:
-        llm.close()
+    with observed(loaded.config, server_settings.tracing) as observed_config:
+        llm = AsyncLLM.from_config(observed_config)
+        try:
+            is_well = run(llm, server_settings)
+        finally:
+            is_closed = close_within(llm, server_settings.health.stuck_after_s)
+    if not (is_well and is_closed):
+        raise typer.Exit(1)
 
 
-def run(llm: AsyncLLM, settings: ServerSettings) -> None:
-    """Serve until SIGINT or SIGTERM, and print the address when requests can come."""
-    make_server(llm, settings).run()
+def run(llm: AsyncLLM, settings: ServerSettings) -> bool:
+    """Serve until SIGINT or SIGTERM, and print the address when requests can come.
+
+    False where the engine's end ended the server.
+    """
+    server, watch = make_watched_server(llm, settings)
+    server.run()
+    return watch.monitor.failure is None
 
 
 def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
     """uvicorn, which prints the address once it listens."""
+    return make_watched_server(llm, settings)[0]
+
+
+def make_watched_server(llm: AsyncLLM, settings: ServerSettings) -> tuple[uvicorn.Server, Watch]:
+    """The server, which ends when its engine does and none replaces it; and what watches it."""
     import uvicorn
 
     from nanovllm_server.app import make_app
+
+    app = make_app(llm, settings)
+    watch: Watch = app.state.watch
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
@@ -72,9 +92,9 @@ def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
                 print(f"Serving {settings_name(llm, settings)} at {address(self)}", flush=True)
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return Server(
+    server = Server(
         uvicorn.Config(
-            make_app(llm, settings),
+            watch.wrap_requests(app),
             host=settings.host,
             port=settings.port,
             loop="uvloop",
@@ -85,6 +105,8 @@ def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
             server_header=False,
         )
     )
+    watch.connect(partial(setattr, server, "should_exit", True), lambda: server.should_exit)
+    return server, watch
 
 
 def settings_name(llm: AsyncLLM, settings: ServerSettings) -> str:

@@ -1,4 +1,4 @@
-"""The base of the models of the section `serve:`."""
+"""What all parts of the server's settings are."""
 
 from __future__ import annotations
 

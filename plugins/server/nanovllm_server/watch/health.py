@@ -61,8 +61,8 @@ class EngineMonitor:
         """The error that ended the engine."""
         self.is_warm = False
         """Whether a first request has run."""
-        self.is_draining = False
-        """Set by the server when it takes no more requests."""
+        self.is_draining: Callable[[], bool] = lambda: False
+        """Whether the server takes no more requests; the server sets it."""
 
     def start(self) -> None:
         self._answered = monotonic()
@@ -99,7 +99,7 @@ class EngineMonitor:
         """The reason why new requests belong elsewhere; None where they are welcome."""
         if self.problem:
             return self.problem
-        if self.is_draining:
+        if self.is_draining():
             return "the server is draining: it finishes its requests and takes no more"
         return None if self.is_warm else "the first request has not run yet"
 
@@ -169,6 +169,16 @@ def _is_stalled(before: EngineStats, now: EngineStats) -> bool:
         (before.steps, before.output_tokens, before.finished)
         == (now.steps, now.output_tokens, now.finished)
     )
+
+
+def close_within(llm: AsyncLLM, seconds: float) -> bool:
+    """Close an engine, which waits for the step under way; False where it takes longer."""
+    closing = threading.Thread(target=llm.close, name="nanovllm-close", daemon=True)
+    closing.start()
+    closing.join(seconds)
+    if closing.is_alive():
+        logger.error("the engine did not close within %g s: a step hangs", seconds)
+    return not closing.is_alive()
 
 
 class HealthEndpoints:

@@ -11,6 +11,6 @@ current: ContextVar[str] = ContextVar("traceparent", default="")
 """The server's span of this request, as `traceparent` writes it; empty without tracing."""
 
 
-def trace_labels() -> dict[str, str] | None:
-    """The labels of a request to the engine, so that its span belongs to the server's."""
-    return {LABEL: current.get()} if current.get() else None
+def trace_labels() -> dict[str, str]:
+    """The labels of a request to the engine by which its span belongs to the server's."""
+    return {LABEL: current.get()} if current.get() else {}

@@ -21,7 +21,7 @@ from nanovllm_server.watch.exposition import (
     make_registry,
 )
 from nanovllm_server.watch.facts import FactsEndpoints, LiveFacts, plugins_in_use
-from nanovllm_server.watch.health import EngineMonitor, HealthEndpoints
+from nanovllm_server.watch.health import EngineMonitor, HealthEndpoints, close_within
 from nanovllm_server.watch.plugin import OPENTELEMETRY, PROMETHEUS
 from nanovllm_server.watch.route_plugins import RoutePlugins
 from nanovllm_server.watch.routes import RouteContext
@@ -57,8 +57,7 @@ def folder_of(config: EngineConfig) -> Path | None:
 class Watch:
     """What watches the engine of `service`, and the plugins with routes.
 
-    `on_end` is called, on another thread, with the error of an engine that ended and that none
-    replaces; the command sets it.
+    `connect` tells it of the server that runs the application.
     """
 
     def __init__(self, service: Service) -> None:
@@ -66,14 +65,14 @@ class Watch:
         folder, model_name = folder_of(llm.config), service.names[0]
         self._service = service
         self._given = llm
-        self.on_end: Callable[[BaseException], None] = lambda error: None
+        self._stop_server: Callable[[], None] = lambda: None
         live = LiveFacts(folder)
         self.monitor = EngineMonitor(
             llm,
             settings.health,
             sample=live.sample,
             replace=self._replace,
-            end=lambda error: self.on_end(error),
+            end=lambda error: self._stop_server(),
         )
         registry = make_registry(EngineCollector(folder, model_name, self._gauges))
         self._http = HttpMetrics(registry)
@@ -84,6 +83,11 @@ class Watch:
         self._facts = FactsEndpoints(live, plugins_in_use(llm, self._plugins.resolved))
         self._provider = make_tracing(settings.tracing)
         self._paths: frozenset[str] = frozenset()
+
+    def connect(self, stop: Callable[[], None], is_draining: Callable[[], bool]) -> None:
+        """`stop` ends the server: it is called on another thread once the engine has ended."""
+        self._stop_server = stop
+        self.monitor.is_draining = is_draining
 
     def routes(self) -> list[BaseRoute]:
         """The routes of health, metrics and facts."""
@@ -124,8 +128,9 @@ class Watch:
             await self._plugins.close()
             if self._provider is not None:
                 await to_thread(self._provider.shutdown)
-            if self._service.llm is not self._given and self.monitor.problem is None:
-                await to_thread(self._service.llm.close)
+            if self._service.llm is not self._given:
+                seconds = self._service.settings.health.stuck_after_s
+                await to_thread(close_within, self._service.llm, seconds)
 
     def _replace(self, llm: AsyncLLM) -> None:
         self._service.llm = llm
