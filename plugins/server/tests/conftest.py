@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanovllm_core import AsyncLLM, load_config
-from nanovllm_server.command import address, make_server
+from nanovllm_server.command import address, make_watched_server
 from nanovllm_server.settings import ServerSettings
 from nanovllm_server.watch.watch import observed
 
@@ -31,13 +31,16 @@ def llm() -> Iterator[AsyncLLM]:
 @pytest.fixture(scope="session")
 def server_url(llm: AsyncLLM) -> Iterator[str]:
     """The address of a server of `llm` on a free port, on a thread of this process."""
-    server = make_server(llm, ServerSettings(port=0))
+    server, watch = make_watched_server(llm, ServerSettings(port=0))
     thread = threading.Thread(target=server.run, name="server", daemon=True)
     thread.start()
     end = time.monotonic() + START_SECONDS
     while not server.started:
         assert thread.is_alive(), "the server ended at its start"
         assert time.monotonic() < end, f"the server did not start in {START_SECONDS} s"
+        time.sleep(0.01)
+    while watch.monitor.not_ready:
+        assert time.monotonic() < end, watch.monitor.not_ready
         time.sleep(0.01)
     yield address(server)
     server.should_exit = True
