@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
 from nanovllm_server.errors import ApiError, of_engine
+from nanovllm_server.watch.trace_context import trace_labels
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
@@ -79,8 +80,9 @@ class Work:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _generate(self, place: int) -> AsyncGenerator[RequestOutput, None]:
+        labels = {**self.labels, **trace_labels()}
         return self.llm.generate(
-            self.prompts[place], self.params, labels=self.labels, stream=self.stream
+            self.prompts[place], self.params, labels=labels, stream=self.stream
         )
 
     async def _collect(self, place: int, ready: deque[Any], wake: asyncio.Event) -> None:

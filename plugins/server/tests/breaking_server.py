@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_core.cli.main import main
-from nanovllm_core.worker.single import SingleExecutor
+from nanovllm_core.worker.executor import SingleProcessExecutor
 
 broken = Path(sys.argv[1])
-collect = SingleExecutor.collect
+collect = SingleProcessExecutor.collect
 
 
-def fail(self: SingleExecutor) -> Any:
+def fail(self: SingleProcessExecutor) -> Any:
     if broken.exists():
         raise RuntimeError("the device is gone")
     return collect(self)
 
 
-SingleExecutor.collect = fail  # type: ignore[method-assign]
+SingleProcessExecutor.collect = fail  # type: ignore[method-assign]
 sys.argv = ["nanovllm", "serve", "--port", "0", "--device", "cpu"]
 main()

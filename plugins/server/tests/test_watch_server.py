@@ -56,7 +56,7 @@ def served(llm: AsyncLLM, **settings: Any) -> Iterator[str]:
 
 def test_probes_say_503_while_a_step_hangs_and_http_goes_on() -> None:
     """/health and /ready with the reason, /metrics with a 0; all of it ends with the hang."""
-    llm = AsyncLLM("demo", device="cpu", limits={"max_num_seqs": 2}, cache={"num_blocks": 64})
+    llm = AsyncLLM("demo", device="cpu", limits={"max_num_seqs": 2}, cache={"num_blocks": 256})
     go_on = threading.Event()
     executor: Any = llm.engine._executor
     collect = executor.collect
