@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import closing
 from typing import Any
 
@@ -14,8 +15,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from nanovllm_core import AsyncLLM, SamplingParams
+from nanovllm_core import AsyncLLM
 from nanovllm_kit import ObserverConformance, PluginUnderTest, plugin_under_test
+from nanovllm_server.app import make_app
+from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch import tracing
 from nanovllm_server.watch.plugin import OPENTELEMETRY
 from nanovllm_server.watch.testing import call
@@ -64,18 +67,11 @@ def test_a_request_has_a_span_of_http_and_in_it_one_of_the_engine(
     observers = [{"name": "opentelemetry"}]
     llm = AsyncLLM("demo", device="cpu", limits={"max_num_seqs": 2}, observers=observers)
     with closing(llm):
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            scope["route"] = type("Route", (), {"path": "/v1/completions"})()
-            params = SamplingParams(max_tokens=3, ignore_eos=True, n=2)
-            async for _ in llm.generate([5, 6], params, labels=trace_labels()):
-                pass
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-
-        middleware = tracing.TracingMiddleware(app, tracing.make_provider(None, ""))
-        headers = {"traceparent": TRACEPARENT, "x": "y"}
-        asyncio.run(call(middleware, "/v1/completions", "POST", b"{}", headers))
+        application = make_app(llm, parse_settings({"tracing": {}}))
+        app = application.state.watch.wrap_requests(application)
+        body = {"model": "demo", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "n": 2}
+        headers = {"traceparent": TRACEPARENT, "content-type": "application/json"}
+        asyncio.run(call(app, "/v1/completions", "POST", json.dumps(body).encode(), headers))
     engine = [span for span in spans.get_finished_spans() if span.name == "engine.request"]
     [http] = [span for span in spans.get_finished_spans() if span not in engine]
     trace, own, parent = hexadecimal(http)
