@@ -37,16 +37,18 @@ class AsyncLLM(Door):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         labels: Labels | None = None,
+        cache_salt: bytes = b"",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
 
-        The arguments are those of `LLM.stream`. Cancelling the task aborts the request: its blocks
-        are free before the engine's next step. So does `aclose()`; a loop that is left by `break`
-        without it aborts when Python collects the generator.
+        The arguments are those of `LLM.stream`. A request shares cached prefixes only with those of
+        the same `cache_salt`. Cancelling the task aborts the request: its blocks are free before
+        the engine's next step. So does `aclose()`; a loop that is left by `break` without it aborts
+        when Python collects the generator.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         ids = self._encode_one(prompt, chat_template_kwargs)
-        request = self._new_request(ids, params, labels, stream=True)
+        request = self._new_request(ids, params, labels, True, cache_salt)
         streams, left = self._streams(request), params.n
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)
