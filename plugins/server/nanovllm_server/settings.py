@@ -7,19 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from nanovllm_core.config import explain_options
 from nanovllm_core.errors import ConfigError
-
-
-class ServerSection(BaseModel):
-    """A part of the settings: frozen, no unknown keys, no silent conversions."""
-
-    # The text below a field is its description.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+from nanovllm_server.section import ServerSection
 
 
 def _as_names(value: object) -> object:

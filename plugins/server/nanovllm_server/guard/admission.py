@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from nanovllm_server.guard.refusals import Refusal
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import retry_after
 
 LONGEST_WAIT = 60.0
 """The largest Retry-After, in seconds."""
@@ -33,23 +34,22 @@ class Admission:
     def enter(self, samples: int = 1) -> Iterator[None]:
         """Hold places for the samples of a request.
 
-        Raises Refusal: 400 if the server has fewer places, 429 if too few are free now.
+        Raises ApiError: 400 if the server has fewer places, 429 if too few are free now.
         """
         if samples > self.places:
-            raise Refusal(
+            raise ApiError(
                 400,
                 f"the request asks for {samples} samples (n for each prompt), and this server "
                 f"takes {self.places} at one time; send several requests",
                 param="n",
             )
         if self.taken + samples > self.places:
-            raise Refusal(
+            raise ApiError(
                 429,
                 f"{self.taken} samples run or wait here and {samples} more would exceed the "
                 f"{self.places} places (rows and max_queue); try again later",
-                kind="rate_limit_error",
                 code="queue_full",
-                retry_after=self._seconds_until_free(samples),
+                headers=retry_after(self._seconds_until_free(samples)),
             )
         self.taken += samples
         began = self._clock()

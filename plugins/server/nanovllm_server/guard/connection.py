@@ -7,12 +7,13 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from nanovllm_server.guard.refusals import Refusal
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import encode
 
 MAX_HEADER_BYTES = 32_768
 """Of one request: its line, its headers, and the trailers of a chunked body."""
 HEADER_SECONDS = 10.0
-"""From a connection's first byte, or its start, to the end of the headers."""
+"""From the start of a connection or a request to the end of its headers."""
 
 
 class Connection(HttpToolsProtocol):
@@ -25,7 +26,10 @@ class Connection(HttpToolsProtocol):
     max_header_bytes = MAX_HEADER_BYTES
     header_seconds = HEADER_SECONDS
     _header_timer: asyncio.TimerHandle | None = None
+    _raw_bytes = 0
+    """That came while the headers were incomplete: one that never ends reaches no callback."""
     _header_bytes = 0
+    """Of whole headers and trailers."""
     _has_headers = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -37,19 +41,15 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._has_headers:
-            super().data_received(data)
-            return
-        # A header that never ends reaches no callback.
-        self._header_bytes += len(data)
+        if not self._has_headers:
+            self._raw_bytes += len(data)
         super().data_received(data)
-        if not self._has_headers and self._header_bytes > self.max_header_bytes:
+        if not self._has_headers and self._raw_bytes > self.max_header_bytes:
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"]["abort_connection"] = self.transport.abort
-        self._has_headers = False
         self._header_bytes = 0
         if self._header_timer is None:
             self._start_timer()
@@ -70,18 +70,18 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._has_headers = False
-        self._header_bytes = 0
+        self._raw_bytes = 0
 
     def send_400_response(self, msg: str) -> None:
         """Called where the parser, or one of the callbacks above, raised."""
         if self.transport.is_closing():
             return
-        refusal = Refusal(400, "this is no valid HTTP request")
-        if self._header_bytes > self.max_header_bytes:
-            refusal = Refusal(
+        refusal = ApiError(400, "this is no valid HTTP request")
+        if max(self._raw_bytes, self._header_bytes) > self.max_header_bytes:
+            refusal = ApiError(
                 431, f"the headers have more than {self.max_header_bytes} bytes; send fewer"
             )
-        body = refusal.body
+        body = encode(refusal)
         self.transport.write(
             STATUS_LINE[refusal.status]
             + b"content-type: application/json\r\nconnection: close\r\n"
@@ -96,7 +96,14 @@ class Connection(HttpToolsProtocol):
             raise ValueError  # The parser stops, and `send_400_response` answers.
 
     def _start_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.header_seconds, self.transport.close)
+        self._header_timer = self.loop.call_later(self.header_seconds, self._headers_are_late)
+
+    def _headers_are_late(self) -> None:
+        """Close, unless an earlier request is still being answered, which pauses reading."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._start_timer()
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:

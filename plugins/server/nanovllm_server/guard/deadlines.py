@@ -7,13 +7,8 @@ import math
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanovllm_server.guard.refusals import (
-    SAFE_METHODS,
-    Refusal,
-    SentResponse,
-    header,
-    send_refusal,
-)
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import SAFE_METHODS, SentResponse, header, send_error
 
 TIMEOUT_HEADER = "x-request-timeout"
 
@@ -21,15 +16,15 @@ TIMEOUT_HEADER = "x-request-timeout"
 class Deadlines:
     """Middleware: cancels a request after `timeout_s`, or sooner where its header asks for it.
 
-    The header `X-Request-Timeout` is in seconds, at most `max_timeout_s`. The client gets 504, or an
-    error as the last event of its stream. Cancelling a request aborts it in the engine.
+    The header `X-Request-Timeout` is in seconds, at most `max_timeout_s`. The client gets 504, or
+    an error as the last event of its stream. Cancelling a request aborts it in the engine.
     """
 
     def __init__(self, app: ASGIApp, timeout_s: float, max_timeout_s: float) -> None:
         self._app = app
         self._timeout_s = timeout_s
         self._max_timeout_s = max_timeout_s
-        self._running: dict[asyncio.Timeout, Refusal] = {}
+        self._running: dict[asyncio.Timeout, ApiError] = {}
         """With the answer of each that runs out."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,16 +33,15 @@ class Deadlines:
             return
         try:
             seconds = self._seconds(header(scope, TIMEOUT_HEADER.encode()))
-        except Refusal as refusal:
-            await send_refusal(send, refusal)
+        except ApiError as refusal:
+            await send_error(send, refusal)
             return
         response = SentResponse(scope, send)
         timeout = asyncio.timeout(seconds)
-        self._running[timeout] = Refusal(
+        self._running[timeout] = ApiError(
             504,
             f"the request did not end within {seconds:g} s; ask for fewer tokens, or for more time "
             f"with the header {TIMEOUT_HEADER} (at most {self._max_timeout_s:g})",
-            kind="timeout_error",
             code="deadline_exceeded",
         )
         try:
@@ -60,7 +54,7 @@ class Deadlines:
         finally:
             del self._running[timeout]
 
-    def shorten(self, seconds: float, refusal: Refusal) -> None:
+    def shorten(self, seconds: float, refusal: ApiError) -> None:
         """End every request that is still running in so many seconds with this answer."""
         latest = asyncio.get_running_loop().time() + seconds
         for timeout in self._running:
@@ -77,10 +71,10 @@ class Deadlines:
         except ValueError:
             seconds = math.nan
         if not 0 < seconds <= self._max_timeout_s:
-            raise Refusal(
+            raise ApiError(
                 400,
-                f"the header {TIMEOUT_HEADER} is {asked[:40]!r}; it must be seconds, above 0 and at "
-                f"most {self._max_timeout_s:g}",
+                f"the header {TIMEOUT_HEADER} is {asked[:40]!r}; it must be seconds, above 0 and "
+                f"at most {self._max_timeout_s:g}",
                 param=TIMEOUT_HEADER,
             )
         return seconds

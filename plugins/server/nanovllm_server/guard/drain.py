@@ -8,8 +8,9 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
 from nanovllm_server.guard.deadlines import Deadlines
-from nanovllm_server.guard.refusals import SAFE_METHODS, Refusal, send_refusal
 
 log = logging.getLogger("nanovllm_server")
 
@@ -32,14 +33,13 @@ class Drain:
             await self._app(scope, receive, send)
             return
         if self.is_draining:
-            refusal = Refusal(
+            refusal = ApiError(
                 503,
                 "the server is shutting down and takes no new requests; send this one to another",
-                kind="server_error",
                 code="shutting_down",
-                retry_after=self._drain_s,
+                headers=retry_after(self._drain_s),
             )
-            await send_refusal(send, refusal, close=True)
+            await send_error(send, refusal, close=True)
             await send({"type": "http.response.body"})
             return
         self.running += 1
@@ -55,11 +55,10 @@ class Drain:
         log.info("shutting down: %d requests may run for %g s more", self.running, seconds)
         self._deadlines.shorten(
             seconds,
-            Refusal(
+            ApiError(
                 503,
-                f"the server is shutting down, and the request did not end within the {seconds:g} s "
-                "that it had left; send it again to another",
-                kind="server_error",
+                "the server is shutting down, and the request did not end within the "
+                f"{seconds:g} s that it had left; send it again to another",
                 code="shutting_down",
             ),
         )

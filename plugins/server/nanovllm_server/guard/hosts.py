@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm_core.api import ConfigError
-from nanovllm_server.guard.refusals import SAFE_METHODS, Refusal, header, send_refusal
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import SAFE_METHODS, header, send_error
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
@@ -47,14 +48,14 @@ class LocalOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is not None:
-            await send_refusal(send, refusal)
+            await send_error(send, refusal)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Refusal | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         host = header(scope, b"host") or ""
         if _name(host) not in LOOPBACK_NAMES:
-            return Refusal(
+            return ApiError(
                 403,
                 f"the host {host[:80]!r} is no name of this machine's loopback; use 127.0.0.1, or "
                 "configure an API key to be reached by other names",
@@ -65,7 +66,7 @@ class LocalOnly:
             return None
         if origin in self._origins or urlsplit(origin).netloc.lower() == host.lower():
             return None
-        return Refusal(
+        return ApiError(
             403,
             f"pages of {origin[:80]!r} may not use this server; list the origin in "
             "cors.allow_origins",

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm_core.api import ConfigError
-from nanovllm_server.guard.refusals import Refusal, header, send_refusal
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import header, send_error
+from nanovllm_server.section import ServerSection
 
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 """The environment variable of one key in plain text."""
@@ -22,16 +24,14 @@ MIN_KEY_LENGTH = 16
 """In characters: a hash without salt hides only what nobody can guess."""
 
 
-class ApiKey(BaseModel):
+class ApiKey(ServerSection):
     """Who may use the server. The key itself stands nowhere, only its SHA-256."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Stands in logs and labels, and separates cached prefixes."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of the key, as `nanovllm serve-key` prints it."""
-    requests_per_minute: float | None = Field(default=None, gt=0)
+    requests_per_minute: float | None = Field(default=None, gt=0, strict=False)
     """Instead of the limit for all keys."""
     burst: int | None = Field(default=None, ge=1)
     """Requests that may come at once, instead of the limit for all keys."""
@@ -115,14 +115,14 @@ class Keys:
             if key is not None:
                 scope.setdefault("state", {})["key"] = key
             elif not self._is_public(scope["path"]):
-                await send_refusal(
+                await send_error(
                     send,
-                    Refusal(
+                    ApiError(
                         401,
                         "the request has no valid API key; send one as the header "
                         "`Authorization: Bearer <key>`",
-                        kind="authentication_error",
                         code="invalid_api_key",
+                        headers={"www-authenticate": "Bearer"},
                     ),
                 )
                 return

@@ -1,4 +1,4 @@
-"""Log lines, as text or JSON, and one line for each request. No prompt, output or key is in them."""
+"""Log lines as text or JSON, one for each request. No prompt, output or key is in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanovllm_server.guard.refusals import Refusal, SentResponse
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import SentResponse
 from nanovllm_server.guard.request_ids import request_id
 
 access = logging.getLogger("nanovllm_server.access")
@@ -43,11 +44,10 @@ class AccessLog:
         except Exception as error:
             access.error("%s\n%s", type(error).__name__, where(error))
             await response.end_with(
-                Refusal(
+                ApiError(
                     500,
                     "the server failed on this request; its log has the reason under the request's "
                     f"id {request_id.get()}",
-                    kind="server_error",
                     code="internal_error",
                 )
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_server.guard.refusals import Refusal
+from nanovllm_server.errors import ApiError
 
 CHARACTERS_PER_TOKEN = 16
 """A text of more for each token of the model's length is refused unread; English has about 4."""
@@ -21,7 +21,7 @@ MAX_STOP_CHARACTERS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What a request may hold before it is looked at closely. All errors are Refusal (400)."""
+    """What a request may hold before it is looked at closely. All errors are ApiError (400)."""
 
     max_characters: int
 
@@ -37,7 +37,7 @@ class PromptLimits:
     def check_messages(self, messages: Sequence[str], param: str = "messages") -> None:
         """Refuse a conversation of too many messages, or of too much text in all of them."""
         if len(messages) > MAX_MESSAGES:
-            raise Refusal(
+            raise ApiError(
                 400, f"{len(messages)} messages; send at most {MAX_MESSAGES}", param=param
             )
         self._check_characters(sum(map(len, messages)), param)
@@ -46,7 +46,7 @@ class PromptLimits:
         """Refuse variables that are too large for what templates use them for: flags and names."""
         size = len(json.dumps(variables)) if variables else 0
         if size > MAX_TEMPLATE_BYTES:
-            raise Refusal(
+            raise ApiError(
                 400,
                 f"chat_template_kwargs has {size} bytes; send at most {MAX_TEMPLATE_BYTES}",
                 param="chat_template_kwargs",
@@ -56,7 +56,7 @@ class PromptLimits:
         """Refuse stop strings that would take long to look for."""
         size = sum(map(len, stops))
         if size > MAX_STOP_CHARACTERS:
-            raise Refusal(
+            raise ApiError(
                 400,
                 f"the stop strings have {size} characters in all; send at most "
                 f"{MAX_STOP_CHARACTERS}",
@@ -65,7 +65,7 @@ class PromptLimits:
 
     def _check_characters(self, size: int, param: str) -> None:
         if size > self.max_characters:
-            raise Refusal(
+            raise ApiError(
                 400,
                 f"{param} has {size} characters, and the limit is {self.max_characters}; shorten "
                 "it, or raise limits.max_prompt_characters of the server",

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
 from nanovllm_server.guard.keys import ApiKey
-from nanovllm_server.guard.refusals import SAFE_METHODS, Refusal, send_refusal
 
 MAX_CLIENTS = 10_000
 """Clients that are remembered; beyond it those that have used nothing lately are forgotten."""
@@ -80,7 +81,7 @@ class Rates:
         client = self._client(scope)
         refusal = self._refusal(client)
         if refusal is not None:
-            await send_refusal(send, refusal)
+            await send_error(send, refusal)
             return
         client.running += 1
         try:
@@ -109,23 +110,21 @@ class Rates:
         bucket = None if rate is None else TokenBucket(rate / 60, burst, self._clock())
         return Client(bucket, concurrent)
 
-    def _refusal(self, client: Client) -> Refusal | None:
+    def _refusal(self, client: Client) -> ApiError | None:
         if client.max_concurrent is not None and client.running >= client.max_concurrent:
-            return Refusal(
+            return ApiError(
                 429,
-                f"{client.running} requests of this client are under way, and {client.max_concurrent} "
-                "may be; wait for one to end",
-                kind="rate_limit_error",
+                f"{client.running} requests of this client are under way, and its limit is "
+                f"{client.max_concurrent}; wait for one to end",
                 code="too_many_concurrent_requests",
-                retry_after=1,
+                headers=retry_after(1),
             )
         wait = client.bucket.take(self._clock()) if client.bucket is not None else 0.0
         if wait:
-            return Refusal(
+            return ApiError(
                 429,
                 f"this client sends requests faster than its limit; wait {wait:.1f} s",
-                kind="rate_limit_error",
                 code="rate_limit_exceeded",
-                retry_after=wait,
+                headers=retry_after(wait),
             )
         return None

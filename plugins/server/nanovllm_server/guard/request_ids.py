@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm_server.guard.refusals import header
+from nanovllm_server.guard.asgi import header
 
 REQUEST_ID_HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
