@@ -26,6 +26,10 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="A name of the model for clients (repeatable).")
     ] = None,
+    allow_anonymous: Annotated[
+        bool | None,
+        typer.Option("--allow-anonymous", help="Listen beyond this machine without API keys."),
+    ] = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
@@ -40,7 +44,12 @@ def serve(
         model, config, attention, scheduler, device, dtype, settings,
         defaults={"model": DEFAULT_MODEL},
     )  # fmt: skip
-    flags = {"host": host, "port": port, "served_model_name": served_model_name}
+    flags = {
+        "host": host,
+        "port": port,
+        "served_model_name": served_model_name,
+        "allow_anonymous": allow_anonymous,
+    }
     given = {key: value for key, value in flags.items() if value is not None}
     server_settings = parse_settings({**(loaded.sections.get("serve") or {}), **given})
 
@@ -56,6 +65,9 @@ def serve(
 
 def run(llm: AsyncLLM, settings: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM, and print the address when requests can come."""
+    from nanovllm_server.guard.logs import configure_logging
+
+    configure_logging(settings.log.format, settings.log.level)
     make_server(llm, settings).run()
 
 
@@ -64,8 +76,14 @@ def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
     import uvicorn
 
     from nanovllm_server.app import make_app
+    from nanovllm_server.guard.assemble import guarded, uvicorn_options
+    from nanovllm_server.guard.drain import DrainingServer
+    from nanovllm_server.guard.keys import read_keys
 
-    class Server(uvicorn.Server):
+    keys = read_keys(settings.keys, settings.keys_file)
+    app, drain = guarded(make_app(llm, settings), settings, keys)
+
+    class Server(DrainingServer):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             if self.started:
@@ -74,16 +92,16 @@ def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     return Server(
         uvicorn.Config(
-            make_app(llm, settings),
+            app,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http="httptools",
-            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-        )
+            **uvicorn_options(settings),
+        ),
+        drain,
     )
 
 
@@ -94,4 +112,5 @@ def settings_name(llm: AsyncLLM, settings: ServerSettings) -> str:
 def address(server: uvicorn.Server) -> str:
     """Where a started server listens, as a URL."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if server.config.is_ssl else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
