@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm_server.guard.assemble import guarded, uvicorn_options
 from nanovllm_server.guard.drain import DrainingServer
-from nanovllm_server.guard.settings import LimitSettings
+from nanovllm_server.guard.settings import LimitSettings, TlsSettings
 from nanovllm_server.settings import ServerSettings
 
 from .toy import echo
@@ -35,13 +40,9 @@ WAIT = 10.0
 """Seconds that no answer may take."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[DrainingServer]:
-    settings = ServerSettings(port=0, limits=LIMITS)
-
-    async def app(scope, receive, send):  # type: ignore[no-untyped-def]
-        await (Flood() if scope["path"] == "/flood" else echo)(scope, receive, send)
-
+@contextmanager
+def serving(app: ASGIApp, settings: ServerSettings) -> Iterator[DrainingServer]:
+    """A server on a thread; whatever its clients did, nothing is left of their connections."""
     inner, drain = guarded(app, settings, [])
     config = uvicorn.Config(
         inner, port=0, log_config=None, lifespan="off", **uvicorn_options(settings)
@@ -51,7 +52,6 @@ def server() -> Iterator[DrainingServer]:
     thread.start()
     wait_until(lambda: server.started)
     yield server
-    # Whatever the clients did, nothing is left of their connections.
     wait_until(lambda: not server.server_state.connections)
     assert drain.running == 0
     server.should_exit = True
@@ -60,22 +60,28 @@ def server() -> Iterator[DrainingServer]:
 
 
 @pytest.fixture(scope="module")
+def server() -> Iterator[DrainingServer]:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (flood if scope["path"] == "/flood" else echo)(scope, receive, send)
+
+    with serving(app, ServerSettings(port=0, limits=LIMITS)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def address(server: DrainingServer) -> tuple[str, int]:
     host, port = server.servers[0].sockets[0].getsockname()
     return host, port
 
 
-class Flood:
+async def flood(scope: Scope, receive: Receive, send: Send) -> None:
     """A stream that never ends."""
-
-    async def __call__(self, scope, receive, send):  # type: ignore[no-untyped-def]
-        head = [(b"content-type", b"text/event-stream")]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        while True:
-            await send(
-                {"type": "http.response.body", "body": b"data: x\n\n" * 1000, "more_body": True}
-            )
-            await asyncio.sleep(0)
+    head = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    events = b"data: x\n\n" * 1000
+    while True:
+        await send({"type": "http.response.body", "body": events, "more_body": True})
+        await asyncio.sleep(0)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -216,6 +222,21 @@ def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> N
     last = requests.pop().replace(b"host:", b"connection: close\r\nhost:")
     answer = exchange(address, b"".join([*requests, last]))
     assert [int(n) for n in re.findall(rb'\\"n\\": (\d)', answer)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_certificate_makes_the_server_speak_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*make.split(), *names, *files], check=True, capture_output=True)
+    settings = ServerSettings(port=0, tls=TlsSettings(certfile=cert, keyfile=key))
+    with serving(echo, settings) as server:
+        _, port = server.servers[0].sockets[0].getsockname()
+        context = ssl.create_default_context(cafile=cert)
+        answer = httpx.post(f"https://localhost:{port}/v1/x", content=b"{}", verify=context)
+        assert answer.status_code == 200
 
 
 PROGRAM = """

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings, strategies as st
 from starlette.types import Receive, Scope, Send
 
 from nanovllm_core.errors import ConfigError
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.admission import Admission
+from nanovllm_server.guard.assemble import guarded
 from nanovllm_server.guard.body import BodyLimit, check_nesting, nesting
+from nanovllm_server.guard.command import serve_key
 from nanovllm_server.guard.deadlines import Deadlines
 from nanovllm_server.guard.drain import Drain
 from nanovllm_server.guard.hosts import LocalOnly, check_exposure, is_loopback
@@ -28,6 +31,8 @@ from nanovllm_server.guard.logs import AccessLog, JsonFormatter, TextFormatter
 from nanovllm_server.guard.prompts import PromptLimits
 from nanovllm_server.guard.rates import Rates, TokenBucket
 from nanovllm_server.guard.request_ids import RequestIds
+from nanovllm_server.guard.settings import CorsSettings
+from nanovllm_server.settings import ServerSettings
 
 from .toy import Answer, Stream, call, echo, scope_of
 
@@ -500,3 +505,41 @@ def test_what_is_too_large_is_400_before_it_is_encoded(check: object) -> None:
         check(PromptLimits.of(10))  # type: ignore[operator]
     assert caught.value.status == 400
     assert caught.value.param
+
+
+# -- all of them
+
+
+def test_a_page_of_an_allowed_origin_asks_without_a_key_and_reads_every_answer() -> None:
+    """A browser sends no key with its question, and must be able to read a 401."""
+    origin = "https://ok.example"
+    settings = ServerSettings(cors=CorsSettings(allow_origins=(origin,)))
+    app, _ = guarded(echo, settings, [ACME])
+    wanted = {"access_control_request_method": "POST", "origin": origin}
+    question = ask(app, method="OPTIONS", access_control_request_headers="authorization", **wanted)
+    assert question.status == 200
+    assert "authorization" in question.headers["access-control-allow-headers"].lower()
+    answer = ask(app, origin=origin)
+    assert answer.status == 401
+    assert answer.headers["access-control-allow-origin"] == origin
+    assert "x-request-id" in answer.headers
+
+
+def test_other_origins_get_no_leave() -> None:
+    app, _ = guarded(echo, ServerSettings(), [ACME])
+    answer = ask(app, origin="https://evil.example", authorization=f"Bearer {KEY}")
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_server_for_everybody_does_not_start_unasked() -> None:
+    with pytest.raises(ConfigError, match="allow_anonymous"):
+        guarded(echo, ServerSettings(host="0.0.0.0"), [])
+
+
+def test_the_command_prints_a_key_and_the_entry_that_admits_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    serve_key("acme")
+    out, err = capsys.readouterr()
+    [entry] = yaml.safe_load(out)
+    assert entry == {"name": "acme", "sha256": hash_key(err.split()[-1])}
