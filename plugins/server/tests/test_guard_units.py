@@ -28,7 +28,7 @@ from nanovllm_server.guard.hosts import LocalOnly, check_exposure, is_loopback
 from nanovllm_server.guard.isolation import cache_salt
 from nanovllm_server.guard.keys import ApiKey, Keys, hash_key, make_key, read_keys
 from nanovllm_server.guard.logs import AccessLog, JsonFormatter, TextFormatter
-from nanovllm_server.guard.prompts import PromptLimits
+from nanovllm_server.guard.prompts import PromptLimits, check_stops, check_template_kwargs
 from nanovllm_server.guard.rates import Rates, TokenBucket
 from nanovllm_server.guard.request_ids import RequestIds
 from nanovllm_server.guard.settings import CorsSettings
@@ -496,8 +496,8 @@ def test_requests_without_key_and_salt_share() -> None:
         lambda limits: limits.check_text("x" * 161, "prompt"),
         lambda limits: limits.check_messages(["x" * 81, "x" * 80]),
         lambda limits: limits.check_messages([""] * 5000),
-        lambda limits: limits.check_template_kwargs({"a": "x" * 20_000}),
-        lambda limits: limits.check_stops(["x" * 1500] * 2),
+        lambda _: check_template_kwargs({"a": "x" * 20_000}),
+        lambda _: check_stops(["x" * 1500] * 2),
     ],
 )
 def test_what_is_too_large_is_400_before_it_is_encoded(check: object) -> None:

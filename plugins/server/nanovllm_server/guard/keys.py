@@ -7,6 +7,7 @@ import hmac
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 
 import yaml
@@ -37,6 +38,10 @@ class ApiKey(ServerSection):
     """Requests that may come at once, instead of the limit for all keys."""
     max_concurrent: int | None = Field(default=None, ge=1)
     """Requests under way at one time, instead of the limit for all keys."""
+
+
+api_key: ContextVar[ApiKey | None] = ContextVar("api_key", default=None)
+"""Of the request that this task serves."""
 
 
 def make_key() -> str:
@@ -98,8 +103,8 @@ def _read_file(file: Path) -> list[ApiKey]:
 class Keys:
     """Middleware: a request needs one of these keys as `Authorization: Bearer <key>`.
 
-    The `ApiKey` is put into `scope["state"]["key"]`. Paths in `public` need no key; one that ends
-    in `/` stands for all beneath it. Without keys everybody may come.
+    The `ApiKey` is put into `scope["state"]["key"]` and `api_key`. Paths in `public` need no key;
+    one that ends in `/` stands for all beneath it. Without keys everybody may come.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[ApiKey], public: Iterable[str] = ()) -> None:
@@ -114,6 +119,7 @@ class Keys:
             key = self._find(header(scope, b"authorization"))
             if key is not None:
                 scope.setdefault("state", {})["key"] = key
+                api_key.set(key)
             elif not self._is_public(scope["path"]):
                 await send_error(
                     send,

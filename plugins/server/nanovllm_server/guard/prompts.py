@@ -21,7 +21,7 @@ MAX_STOP_CHARACTERS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What a request may hold before it is looked at closely. All errors are ApiError (400)."""
+    """The most text of a prompt. Errors are ApiError (400), here and below."""
 
     max_characters: int
 
@@ -42,27 +42,6 @@ class PromptLimits:
             )
         self._check_characters(sum(map(len, messages)), param)
 
-    def check_template_kwargs(self, variables: Mapping[str, Any] | None) -> None:
-        """Refuse variables that are too large for what templates use them for: flags and names."""
-        size = len(json.dumps(variables)) if variables else 0
-        if size > MAX_TEMPLATE_BYTES:
-            raise ApiError(
-                400,
-                f"chat_template_kwargs has {size} bytes; send at most {MAX_TEMPLATE_BYTES}",
-                param="chat_template_kwargs",
-            )
-
-    def check_stops(self, stops: Sequence[str]) -> None:
-        """Refuse stop strings that would take long to look for."""
-        size = sum(map(len, stops))
-        if size > MAX_STOP_CHARACTERS:
-            raise ApiError(
-                400,
-                f"the stop strings have {size} characters in all; send at most "
-                f"{MAX_STOP_CHARACTERS}",
-                param="stop",
-            )
-
     def _check_characters(self, size: int, param: str) -> None:
         if size > self.max_characters:
             raise ApiError(
@@ -72,3 +51,25 @@ class PromptLimits:
                 param=param,
                 code="context_length_exceeded",
             )
+
+
+def check_template_kwargs(variables: Mapping[str, Any] | None) -> None:
+    """Refuse variables that are too large for what templates use them for: flags and names."""
+    size = len(json.dumps(variables)) if variables else 0
+    if size > MAX_TEMPLATE_BYTES:
+        raise ApiError(
+            400,
+            f"chat_template_kwargs has {size} bytes; send at most {MAX_TEMPLATE_BYTES}",
+            param="chat_template_kwargs",
+        )
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Refuse stop strings that would take long to look for."""
+    size = sum(map(len, stops))
+    if size > MAX_STOP_CHARACTERS:
+        raise ApiError(
+            400,
+            f"the stop strings have {size} characters in all; send at most {MAX_STOP_CHARACTERS}",
+            param="stop",
+        )
