@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -365,3 +367,122 @@ def test_a_salt_separates_requests_without_keys(client: httpx.Client) -> None:
     salts = ["x", "y", "x", None, "y"]
     counts = [cached(client.post(COMPLETIONS, json={**body, "cache_salt": salt})) for salt in salts]
     assert [bool(count) for count in counts] == [False, False, True, False, True]
+
+
+# -- a cache of one sequence, and endurance
+
+
+def random_body(random: Random) -> dict[str, Any]:
+    """A valid request of any shape; greedy or seeded, so that it has one answer."""
+    words = random.choices(
+        ["fox", "tree", "κλειδί", "森", "🦊", "\u0301"], k=random.randrange(1, 10)
+    )
+    body: dict[str, Any] = {
+        "prompt": [" ".join(words)] * random.choice([1, 1, 1, 2]),
+        "max_tokens": random.randrange(1, 24),
+        "n": random.choice([1, 1, 1, 2, 3]),
+        "stream": random.random() < 0.5,
+        "seed": random.randrange(100),
+        "temperature": random.choice([0, 0.7, 1.5]),
+    }
+    extras: list[dict[str, Any]] = [
+        {"stop": ["e", "the fox"]},
+        {"logprobs": 2},
+        {"top_p": 0.5, "top_k": 7},
+        {"logit_bias": {"5": 2.0}},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"echo": True},
+        {"ignore_eos": True},
+        {"cache_salt": random.choice("xy")},
+        {"min_tokens": 1},
+    ]
+    for extra in random.sample(extras, random.randrange(3)):
+        body |= extra
+    if "echo" in body and "logprobs" in body:
+        del body["echo"]
+    return body
+
+
+def texts_of(answer: httpx.Response, body: dict[str, Any]) -> list[str]:
+    """The text of each choice, whole or from a stream."""
+    if not body["stream"]:
+        return [choice["text"] for choice in answer.json()["choices"]]
+    texts = [""] * len(body["prompt"]) * body["n"]
+    chunks = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert chunks.pop() == "[DONE]"
+    for chunk in chunks:
+        for choice in json.loads(chunk)["choices"]:
+            texts[choice["index"]] += choice["text"]
+    return texts
+
+
+async def storm(url: str, seed: int, count: int, at_once: int) -> dict[int, list[str]]:
+    """Requests of random shape, a third of which are left at a random point; the others' texts."""
+    random = Random(seed)
+    texts: dict[int, list[str]] = {}
+    left = iter(range(count))
+    limits = httpx.Limits(max_connections=at_once + 1)
+
+    async def worker(http: httpx.AsyncClient) -> None:
+        for number in left:
+            body = random_body(Random(number))
+            try:
+                async with asyncio.timeout(random.choice([0.01, 0.05, WAIT, WAIT])):
+                    answer = await http.post(COMPLETIONS, json=body)
+            except TimeoutError:
+                continue
+            if answer.status_code == 429:
+                continue
+            assert answer.status_code == 200, answer.text
+            texts[number] = texts_of(answer, body)
+
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT, limits=limits) as http:
+        await asyncio.gather(*(worker(http) for _ in range(at_once)))
+    return texts
+
+
+def test_a_storm_of_requests_and_aborts_changes_no_text(server_url: str) -> None:
+    """Beside others, preempted or not, each text is the one that the request has alone."""
+    crowded = asyncio.run(storm(server_url, 1, 90, 24))
+    assert len(crowded) > 40
+    numbers = sorted(crowded)[:12]
+    with httpx.Client(base_url=server_url, timeout=WAIT) as http:
+        for number in numbers:
+            body = random_body(Random(number))
+            assert texts_of(http.post(COMPLETIONS, json=body), body) == crowded[number]
+
+
+def test_a_cache_of_one_sequence_serves_everybody_in_turn() -> None:
+    """Requests wait, are preempted, and all end; what can never fit is 400."""
+    cache = {"num_blocks": 8, "block_size": 16}
+    limits = {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 128}
+    tiny = AsyncLLM("demo", device="cpu", cache=cache, limits=limits)
+    try:
+        with serving(tiny, limits=LimitSettings(max_queue=1000)) as url:
+            texts = asyncio.run(storm(url, 2, 30, 12))
+            assert len(texts) > 10
+            with httpx.Client(base_url=url, timeout=WAIT) as http:
+                refused(http.post(COMPLETIONS, json={"prompt": [5] * 128}), 400, "prompt")
+        tiny.engine.assert_consistent()
+        assert tiny.stats.free_blocks == tiny.stats.blocks
+    finally:
+        tiny.close()
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_no_memory_behind(server_url: str) -> None:
+    """The process has as much memory after 10,000 requests as after 2,000."""
+
+    def resident() -> int:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    served = len(asyncio.run(storm(server_url, 3, 2000, 32)))
+    before = resident()
+    for seed in range(4, 8):
+        served += len(asyncio.run(storm(server_url, seed, 2000, 32)))
+    grown = (resident() - before) / 2**20
+    print(f"{served} of 10,000 served, {grown:.1f} MiB grown")
+    assert served > 3000
+    assert grown < 20
