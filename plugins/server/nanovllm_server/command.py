@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from nanovllm_core import AsyncLLM
+    from nanovllm_server.watch.watch import Watch
 
 DEFAULT_MODEL = "demo"
 
@@ -54,25 +56,45 @@ def serve(
     server_settings = parse_settings({**(loaded.sections.get("serve") or {}), **given})
 
     from nanovllm_core import AsyncLLM
+    from nanovllm_server.guard.hosts import check_exposure
+    from nanovllm_server.guard.keys import read_keys
+    from nanovllm_server.watch.health import close_within
+    from nanovllm_server.watch.watch import observed
 
+    # Before the model is loaded.
+    keys = read_keys(server_settings.keys, server_settings.keys_file)
+    check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
     options.show_choices()
-    llm = AsyncLLM.from_config(loaded.config)
-    try:
-        run(llm, server_settings)
-    finally:
-        llm.close()
+    with observed(loaded.config, server_settings.tracing) as observed_config:
+        llm = AsyncLLM.from_config(observed_config)
+        try:
+            is_well = run(llm, server_settings)
+        finally:
+            is_closed = close_within(llm, server_settings.health.stuck_after_s)
+    if not (is_well and is_closed):
+        raise typer.Exit(1)
 
 
-def run(llm: AsyncLLM, settings: ServerSettings) -> None:
-    """Serve until SIGINT or SIGTERM, and print the address when requests can come."""
+def run(llm: AsyncLLM, settings: ServerSettings) -> bool:
+    """Serve until SIGINT or SIGTERM, and print the address when requests can come.
+
+    False where the engine's end ended the server.
+    """
     from nanovllm_server.guard.logs import configure_logging
 
     configure_logging(settings.log.format, settings.log.level)
-    make_server(llm, settings).run()
+    server, watch = make_watched_server(llm, settings)
+    server.run()
+    return watch.monitor.failure is None
 
 
 def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
     """uvicorn, which prints the address once it listens."""
+    return make_watched_server(llm, settings)[0]
+
+
+def make_watched_server(llm: AsyncLLM, settings: ServerSettings) -> tuple[uvicorn.Server, Watch]:
+    """The server, which ends when its engine does and none replaces it; and what watches it."""
     import uvicorn
 
     from nanovllm_server.app import make_app
@@ -81,7 +103,9 @@ def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
     from nanovllm_server.guard.keys import read_keys
 
     keys = read_keys(settings.keys, settings.keys_file)
-    app, drain = guarded(make_app(llm, settings), settings, keys)
+    app = make_app(llm, settings)
+    watch: Watch = app.state.watch
+    guarded_app, drain = guarded(app, settings, keys, watch.wrap_requests)
 
     class Server(DrainingServer):
         async def startup(self, sockets: Any = None) -> None:
@@ -90,9 +114,9 @@ def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
                 print(f"Serving {settings_name(llm, settings)} at {address(self)}", flush=True)
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return Server(
+    server = Server(
         uvicorn.Config(
-            app,
+            guarded_app,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
@@ -103,6 +127,8 @@ def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
         ),
         drain,
     )
+    watch.connect(partial(setattr, server, "should_exit", True), lambda: drain.is_draining)
+    return server, watch
 
 
 def settings_name(llm: AsyncLLM, settings: ServerSettings) -> str:

@@ -22,6 +22,7 @@ from nanovllm_server.guard.settings import (
     TlsSettings,
 )
 from nanovllm_server.section import ServerSection
+from nanovllm_server.watch.settings import HealthSettings, RouteChoices, TracingSettings
 
 
 def _as_names(value: object) -> object:
@@ -60,6 +61,13 @@ class ServerSettings(ServerSection):
     tls: TlsSettings | None = None
     cors: CorsSettings = CorsSettings()
     log: LogSettings = LogSettings()
+    health: HealthSettings = HealthSettings()
+    """When /health says that the engine is stuck, and what follows the engine's end."""
+    routes: RouteChoices = ()
+    """Plugins of the kind `route`, in order: each a name, or `{name, options}`. They add routes and
+    middleware; the first one's middleware is the outermost."""
+    tracing: TracingSettings | None = None
+    """Traces by OpenTelemetry (the extra `tracing`); left out, none are made."""
 
 
 def parse_settings(values: Any) -> ServerSettings:

@@ -22,6 +22,7 @@ from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.asgi import send_error
+from nanovllm_server.watch.trace_context import trace_labels
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
@@ -83,10 +84,11 @@ class Work:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _generate(self, place: int) -> AsyncGenerator[RequestOutput, None]:
+        labels = {**self.labels, **trace_labels()}
         return self.llm.generate(
             self.prompts[place],
             self.params,
-            labels=self.labels,
+            labels=labels,
             cache_salt=self.cache_salt,
             stream=self.stream,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -26,11 +26,15 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after")
 
 
 def guarded(
-    app: ASGIApp, settings: ServerSettings, keys: Sequence[ApiKey]
+    app: ASGIApp,
+    settings: ServerSettings,
+    keys: Sequence[ApiKey],
+    watched: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> tuple[RequestIds, Drain]:
     """The application behind all guards, and the one that ends it.
 
-    Raises ConfigError for a server that everybody on the network could use unasked.
+    `watched` adds what counts and traces every request, those that are refused too. Raises
+    ConfigError for a server that everybody on the network could use unasked.
     """
     check_exposure(settings.host, bool(keys), settings.allow_anonymous)
     limits, cors = settings.limits, settings.cors
@@ -49,7 +53,7 @@ def guarded(
             expose_headers=EXPOSED_HEADERS,
         )
     drain = Drain(app, deadlines, settings.drain_s)
-    return RequestIds(AccessLog(drain)), drain
+    return RequestIds(AccessLog(watched(drain))), drain
 
 
 def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
