@@ -28,6 +28,10 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="A name of the model for clients (repeatable).")
     ] = None,
+    allow_anonymous: Annotated[
+        bool | None,
+        typer.Option("--allow-anonymous", help="Listen beyond this machine without API keys."),
+    ] = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
@@ -42,14 +46,24 @@ def serve(
         model, config, attention, scheduler, device, dtype, settings,
         defaults={"model": DEFAULT_MODEL},
     )  # fmt: skip
-    flags = {"host": host, "port": port, "served_model_name": served_model_name}
+    flags = {
+        "host": host,
+        "port": port,
+        "served_model_name": served_model_name,
+        "allow_anonymous": allow_anonymous,
+    }
     given = {key: value for key, value in flags.items() if value is not None}
     server_settings = parse_settings({**(loaded.sections.get("serve") or {}), **given})
 
     from nanovllm_core import AsyncLLM
+    from nanovllm_server.guard.hosts import check_exposure
+    from nanovllm_server.guard.keys import read_keys
     from nanovllm_server.watch.health import close_within
     from nanovllm_server.watch.watch import observed
 
+    # Before the model is loaded.
+    keys = read_keys(server_settings.keys, server_settings.keys_file)
+    check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
     options.show_choices()
     with observed(loaded.config, server_settings.tracing) as observed_config:
         llm = AsyncLLM.from_config(observed_config)
@@ -66,6 +80,9 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> bool:
 
     False where the engine's end ended the server.
     """
+    from nanovllm_server.guard.logs import configure_logging
+
+    configure_logging(settings.log.format, settings.log.level)
     server, watch = make_watched_server(llm, settings)
     server.run()
     return watch.monitor.failure is None
@@ -81,11 +98,16 @@ def make_watched_server(llm: AsyncLLM, settings: ServerSettings) -> tuple[uvicor
     import uvicorn
 
     from nanovllm_server.app import make_app
+    from nanovllm_server.guard.assemble import guarded, uvicorn_options
+    from nanovllm_server.guard.drain import DrainingServer
+    from nanovllm_server.guard.keys import read_keys
 
+    keys = read_keys(settings.keys, settings.keys_file)
     app = make_app(llm, settings)
     watch: Watch = app.state.watch
+    guarded_app, drain = guarded(app, settings, keys, watch.wrap_requests)
 
-    class Server(uvicorn.Server):
+    class Server(DrainingServer):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             if self.started:
@@ -94,18 +116,18 @@ def make_watched_server(llm: AsyncLLM, settings: ServerSettings) -> tuple[uvicor
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = Server(
         uvicorn.Config(
-            watch.wrap_requests(app),
+            guarded_app,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http="httptools",
-            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-        )
+            **uvicorn_options(settings),
+        ),
+        drain,
     )
-    watch.connect(partial(setattr, server, "should_exit", True), lambda: server.should_exit)
+    watch.connect(partial(setattr, server, "should_exit", True), lambda: drain.is_draining)
     return server, watch
 
 
@@ -116,4 +138,5 @@ def settings_name(llm: AsyncLLM, settings: ServerSettings) -> str:
 def address(server: uvicorn.Server) -> str:
     """Where a started server listens, as a URL."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if server.config.is_ssl else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
