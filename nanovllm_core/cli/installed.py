@@ -29,6 +29,7 @@ from nanovllm_core.registry.manager import get_plugin_manager
 
 KNOWN_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("bench", "eval", "plan"), "bench"),
+    **dict.fromkeys(("serve", "serve-key"), "server"),
     **dict.fromkeys(("plugins.new", "plugins.test", "plugins.validate"), "kit"),
 }
 """Commands of this project's own distributions, and the extra that installs each."""

@@ -225,6 +225,7 @@ class EngineLoop:
                     searched=bool(new.params.stop),
                     labels=new.labels,
                     output_token_ids=new.output_token_ids,
+                    cache_salt=new.cache_salt,
                 )
                 added.append(new.request_id)
         except Exception as error:

@@ -27,6 +27,7 @@ class NewRequest:
     stream: bool = False
     labels: Mapping[str, str] | None = None
     output_token_ids: tuple[int, ...] = ()
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,13 @@ _OURS = (
         choice="engine_client",
         extras={"processes": "data-parallel"},
     ),
-    Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
+    Kind(
+        "observer",
+        specs.ObserverSpec,
+        f"{INTERFACES}.observer:StepObserver",
+        choice="observers",
+        extras={"prometheus": "server", "opentelemetry": "server"},
+    ),
 )
 
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _OURS})

@@ -1,0 +1,80 @@
+"""The settings of the server: the section `serve:` of the configuration, and flags of the command.
+
+The sections of guard and watch are nested models of those packages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from nanovllm_core.config import explain_options
+from nanovllm_core.errors import ConfigError
+from nanovllm_server.guard.keys import ApiKey
+from nanovllm_server.guard.settings import (
+    CorsSettings,
+    File,
+    LimitSettings,
+    LogSettings,
+    Seconds,
+    Texts,
+    TlsSettings,
+)
+from nanovllm_server.section import ServerSection
+from nanovllm_server.watch.settings import HealthSettings, RouteChoices, TracingSettings
+
+
+def _as_names(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Names = Annotated[tuple[Name, ...], Field(strict=False, max_length=100), BeforeValidator(_as_names)]
+
+
+class ServerSettings(ServerSection):
+    """Where the server listens, and what it calls the model."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """The address to listen on. The default can be reached from this machine alone."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """The port to listen on; 0 takes a free one, which the server prints."""
+    served_model_name: Names = ()
+    """The names of the model, one or a list: requests may use any, answers carry the first. Left
+    out, `model` as it was given."""
+    keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
+    """API keys, as `nanovllm serve-key` prints them. The environment variable `NANOVLLM_API_KEY`
+    adds one in plain text. Without any key everybody may use the server who reaches it."""
+    keys_file: File | None = None
+    """A YAML file of further keys, in the form of `keys`."""
+    allow_anonymous: bool = False
+    """Listen beyond this machine without any key."""
+    public_paths: Texts = ("/", "/health", "/ready", "/page/")
+    """They need no key. One that ends in `/` stands for all beneath it, except `/` itself."""
+    isolate_prefix_cache: bool = True
+    """Requests share cached prefixes only with those of the same key, so that no tenant learns
+    another's prompt from the time of its own."""
+    drain_s: Seconds = 30.0
+    """On SIGTERM running requests have so many seconds to finish; new ones get 503."""
+    limits: LimitSettings = LimitSettings()
+    tls: TlsSettings | None = None
+    cors: CorsSettings = CorsSettings()
+    log: LogSettings = LogSettings()
+    health: HealthSettings = HealthSettings()
+    """When /health says that the engine is stuck, and what follows the engine's end."""
+    routes: RouteChoices = ()
+    """Plugins of the kind `route`, in order: each a name, or `{name, options}`. They add routes and
+    middleware; the first one's middleware is the outermost."""
+    tracing: TracingSettings | None = None
+    """Traces by OpenTelemetry (the extra `tracing`); left out, none are made."""
+
+
+def parse_settings(values: Any) -> ServerSettings:
+    """The settings of a section's values; ConfigError names path, value and remedy."""
+    try:
+        return ServerSettings.model_validate({} if values is None else values)
+    except ValidationError as error:
+        raise ConfigError(
+            explain_options(error, ServerSettings, "serve", "nanovllm-server")
+        ) from None
