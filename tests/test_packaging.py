@@ -49,6 +49,7 @@ def test_the_distributions_of_the_project_are_there() -> None:
         "kit",
         "model_qwen3",
         "scheduler_sjf",
+        "server",
     }
 
 
@@ -91,7 +92,9 @@ def test_every_plugin_has_an_extra_of_the_core() -> None:
     for project in PLUGINS.values():
         assert f"{project['name']}=={project['version']}" in in_extras
     # The kit is for authors: it needs pytest and hypothesis.
-    everything = "nanovllm-core[sdpa,triton,flash,sjf,parallel,qwen3,demo,bench,flash-attn-compat]"
+    everything = (
+        "nanovllm-core[sdpa,triton,flash,sjf,parallel,qwen3,demo,bench,server,flash-attn-compat]"
+    )
     assert extras["all"] == [everything]
 
 

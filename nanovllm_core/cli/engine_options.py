@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,19 +100,20 @@ def loaded_config(
     device: str | None,
     dtype: str | None,
     settings: list[str] | None,
+    defaults: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> LoadedConfig:
     """The configuration that these flags give on top of the file and the environment.
 
     `attention` is the text of the flag, where `flash+triton` is a pair of prefill and decode, or
     what a file would say in its place. `fields` are further fields of `EngineConfig`; None where
-    the flag was left out.
+    the flag was left out. `defaults` stand where no source says otherwise.
     """
     if isinstance(attention, str) and "+" in attention:
         attention = dict(zip(("prefill", "decode"), attention.split("+", 1), strict=True))
     fields |= {"attention": attention, "scheduler": scheduler, "device": device, "dtype": dtype}
     flags = parse_flags(settings or (), model=model, **fields)
-    return load_with_sources(file=config, overrides=flags)
+    return load_with_sources(file=config, overrides=flags, defaults=defaults)
 
 
 def open_llm(config: EngineConfig) -> LLM:

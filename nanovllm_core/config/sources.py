@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,8 +28,12 @@ from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.yaml_reader import MAX_DEPTH, has_64_bits, is_text, parse_yaml, read_yaml
 from nanovllm_core.errors import ConfigError, clip, shown
 
+COMMAND_GROUP = "nanovllm.commands"
+"""Commands of distributions; each is imported when it is called."""
+
 TreePath = tuple[int | str, ...]
 ENV_PREFIX = "NANOVLLM_"
+FIELDS = EngineConfig.model_fields.keys()
 
 REFUSED_KEYWORDS: Mapping[str, str] = {
     "eos": "drop it; every end-of-sequence id of the checkpoint's generation_config is honoured",
@@ -52,10 +57,15 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration, and the source of each value that is not a default, by dotted path."""
+    """A configuration, and the source of each value that is not a default, by dotted path.
+
+    `sections` are the top-level sections of installed commands, such as `serve:`, by the command's
+    name. Each command checks its own.
+    """
 
     config: EngineConfig
     sources: Mapping[str, str]
+    sections: Mapping[str, Any]
 
 
 def load_config(
@@ -80,24 +90,31 @@ def load_with_sources(
     file: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | Iterable[Given] | None = None,
     env: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """As `load_config`, and tell where each value came from. `overrides` may be flags."""
+    """As `load_config`, and tell where each value came from. `overrides` may be flags.
+
+    `defaults` are a command's own, below every source.
+    """
     if isinstance(overrides, Mapping):
         overrides = [argument(*one) for one in overrides.items()]
     arguments = [*(overrides or ())]
     if model is not None:
         arguments.append(argument("model", model))
     content = [] if file is None else [Given(str(file), (), read_yaml(file), str(file))]
+    own = [Given(name, (name,), value, "default") for name, value in (defaults or {}).items()]
     tree: dict[str, Any] = {}
-    for entries in (content, from_environment(env), arguments):
+    for entries in (own, content, from_environment(env), arguments):
         tree = merge(tree, layer(entries))
+    commands = entry_points(group=COMMAND_GROUP).names if tree.keys() - FIELDS else set()
+    sections = {name: plain(tree.pop(name)) for name in (tree.keys() - FIELDS) & commands}
     sources = {".".join(map(str, leaf.path)): leaf.source for leaf in leaves(tree)}
     try:
         config = EngineConfig.model_validate(plain(tree))
     except ValidationError as error:
         where = sources if file is None else {"model": str(file)} | sources
         raise ConfigError(explain_config(error, where)) from None
-    return LoadedConfig(config, sources)
+    return LoadedConfig(config, sources, sections)
 
 
 # ------------------------------------------------------------------------------------ reading

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
+from nanovllm_core.config.sources import COMMAND_GROUP as COMMAND_GROUP
 from nanovllm_core.errors import PluginNotFoundError, did_you_mean, shown
 from nanovllm_core.registry.kinds import (
     EXTENSION,
@@ -27,6 +28,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("model_qwen3",),
     "demo": ("checkpoint_demo",),
     "bench": ("bench",),
+    "server": ("server",),
     "kit": ("kit",),
     "flash-attn-compat": ("flash_attn_compat",),
 }
@@ -37,9 +39,6 @@ CHECKOUT = Path(__file__).parents[2]
 
 GROUP_PREFIX = "nanovllm."
 """The prefix of every kind's entry-point group."""
-
-COMMAND_GROUP = "nanovllm.commands"
-"""Commands of distributions; each is imported when it is called."""
 
 COMMAND_PARENTS = ("", "plugins")
 """Where a distribution may add a command: `nanovllm NAME` and `nanovllm plugins NAME`."""

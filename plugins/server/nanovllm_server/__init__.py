@@ -1,0 +1,1 @@
+"""`nanovllm serve`: an OpenAI-compatible server for nanovllm's engine."""

@@ -1,0 +1,143 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from nanovllm_core.errors import (
+    EngineClosedError,
+    InvalidSamplingError,
+    NanoVLLMError,
+    RequestError,
+    RequestTooLongError,
+    clip,
+)
+
+log = logging.getLogger(__name__)
+
+TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""The `type` of a status; of others it is `invalid_request_error`, or `server_error` from 500."""
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` is the request's field that is at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else TYPES[500])
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        """The whole answer, for routes and middleware."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def refused(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """A request that can be mended by its sender."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def of_engine(error: BaseException, prompt: str | None = None) -> ApiError:
+    """The answer for an error of the engine; `prompt` is the field that holds the prompt."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestTooLongError):
+        return refused(str(error), prompt, "context_length_exceeded")
+    if isinstance(error, InvalidSamplingError):
+        return refused(str(error), _named_field(str(error)))
+    if isinstance(error, RequestError):
+        return refused(str(error), prompt)
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, "the engine has ended; ask the server's operator", code="engine_ended")
+    # The log has it; a stranger gets the kind and no paths or values of this machine.
+    log.error("a request failed: %s: %s", type(error).__name__, clip(str(error), 500))
+    kind = type(error).__name__ if isinstance(error, NanoVLLMError) else "internal error"
+    return ApiError(500, f"the request failed in the server: {kind}", code="internal_error")
+
+
+def _named_field(message: str) -> str | None:
+    """The sampling parameter that a message of `SamplingParams` begins with."""
+    found = re.match(r"(?:an id in )?([a-z_]+)", message)
+    return found and found[1]
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Give every error of the routes OpenAI's shape."""
+
+    async def api(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return of_validation(error).response()
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def engine(_: Request, error: Exception) -> Response:
+        return of_engine(error).response()
+
+    app.add_exception_handler(ApiError, api)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(NanoVLLMError, engine)
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing wrong in a body, with its path as `param`."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return refused(f"the body is no JSON: {first['ctx'].get('error', '')}", None)
+    location = [part for part in first["loc"] if part != "body"]
+    param = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in location)
+    param = clip(param.removeprefix("."))
+    if first["type"] == "extra_forbidden":
+        return refused(f"{param}: this server has no such parameter", param, "unknown_parameter")
+    if first["type"] == "value_error":
+        return refused(str(first["ctx"]["error"]), param or None)
+    return refused(f"{param or 'the body'}: {clip(first['msg'], 500)}", param or None)
