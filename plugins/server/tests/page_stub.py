@@ -1,8 +1,8 @@
 """A server that pretends, for work on the page: `python page_stub.py` serves it on port 8000.
 
-The last word of the last message chooses what it does: `markdown` writes some, `hostile` markup and
-scripts, `forever` until its client goes, `refuse` an error, `break` an error after some words, `vanish`
-the end of the connection. Any other message gets a short story.
+The last word of the last message chooses what it does: `markdown` writes some, `hostile` writes
+markup and scripts, `forever` writes until its client goes, `refuse` gets an error, `break` an error
+after some words, `vanish` the end of the connection. Any other message gets a short story.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import AsyncIterator
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from nanovllm_server.page import page_routes
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nanovllm_server.page import page_routes
+
 STORY = (
-    "Once upon a time there was a clever fox named Mia. Mia lived near the forest. One day Mia found a "
-    "red kite in the tall grass. The wind was strong, and the kite flew over the trees. Mia ran after "
-    "it until the evening came, and then they went home together."
+    "Once upon a time there was a clever fox named Mia. Mia lived near the forest. One day Mia "
+    "found a red kite in the tall grass. The wind was strong, and the kite flew over the trees. "
+    "Mia ran after it until the evening came, and then they went home together."
 )
 MARKDOWN = """## A merge sort
 
@@ -67,12 +72,17 @@ class Stub:
     """The stub's state: what it was asked, what it was told to do, and how many clients went."""
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
+        self.url = ""
         self.running = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what happened; answer at once, and without a key."""
+        self.requests: list[dict[str, Any]] = []
         self.disconnects = 0
+        self.polls = 0
         self.pause = 0.0
         self.key = ""
-        self.steps = 0
 
     def app(self) -> Starlette:
         routes = [
@@ -111,7 +121,9 @@ class Stub:
                 written += 1
                 yield event({"choices": [{"index": 0, "delta": {"content": text}}]})
             if word == "break":
-                yield event({"error": {"message": "The engine has failed.", "type": "server_error"}})
+                yield event(
+                    {"error": {"message": "The engine has failed.", "type": "server_error"}}
+                )
             elif word != "vanish":
                 yield event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
                 yield event({"choices": [], "usage": {"completion_tokens": written}})
@@ -134,8 +146,8 @@ class Stub:
             await asyncio.sleep(0.01)
 
     async def live(self, request: Request) -> Response:
-        self.steps += 1
-        wave = 1 + 0.25 * math.sin(self.steps / 9) + 0.08 * random.random()
+        self.polls += 1
+        wave = 1 + 0.25 * math.sin(self.polls / 9) + 0.08 * random.random()
         return self.refusal(request) or JSONResponse(
             {
                 "running": round(5 * wave) if self.pause else self.running,
@@ -178,9 +190,24 @@ def error_response(status: int, message: str, param: str | None = None) -> JSONR
     return JSONResponse({"error": error}, status_code=status)
 
 
-if __name__ == "__main__":
-    import uvicorn
+@contextmanager
+def serve_stub() -> Iterator[Stub]:
+    """A stub on a thread, at a free port."""
+    stub = Stub()
+    config = uvicorn.Config(stub.app(), log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()  # Connections wait until the thread takes them.
+        stub.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        yield stub
+        server.should_exit = True
+        thread.join(10)
 
+
+if __name__ == "__main__":
     stub = Stub()
     stub.pause = 0.02
     uvicorn.run(stub.app())

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import PurePath
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
+
+from nanovllm_server.service import Service
 
 FOLDER = "/page/"
-"""Where the page's files are served. Requests for `/` and for this folder need no API key."""
+PUBLIC = ("/", FOLDER)
+"""Paths that need no API key: the page asks its reader for one."""
 
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -27,8 +31,8 @@ CONTENT_TYPES = {
 
 SECURITY_HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -67,10 +71,15 @@ def read_page() -> dict[str, PageFile]:
     return page
 
 
-def page_routes() -> list[Route]:
+def page_routes() -> list[BaseRoute]:
     """The routes of the page: `/`, and one for each of its files."""
     page = read_page()
     return [
-        Route("/", page["index.html"].respond, name="page"),
-        *(Route(FOLDER + name, file.respond, name=name) for name, file in page.items()),
+        Route("/", page["index.html"].respond),
+        *(Route(FOLDER + name, file.respond) for name, file in page.items()),
     ]
+
+
+def make_router(service: Service) -> APIRouter:
+    """The page's routes for `make_app`. The page asks the other routes for all that it shows."""
+    return APIRouter(routes=page_routes())

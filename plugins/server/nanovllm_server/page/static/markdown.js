@@ -3,7 +3,7 @@
 import { copyButton, element } from "./dom.js";
 
 const MAX_DEPTH = 6; // of lists and quotes within each other; deeper ones stay text
-const MAX_INLINE = 20_000; // characters of a paragraph whose marks are searched for
+const MAX_INLINE = 8_000; // characters of a paragraph; the marks of a longer one stay text
 const FENCE = /^\s*(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)(.*)$/;
@@ -11,7 +11,7 @@ const QUOTE = /^ {0,3}> ?(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const DIVIDER = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 const INLINE =
-  /(`+)(?!`)(.+?)(?<!`)\1(?!`)|\*\*(?=\S)(.+?)(?<=\S)\*\*(?!\*)|\*(?=[^\s*])([^*]*?[^\s*])\*|\[([^[\]]+)\]\(([^()\s]+)\)/gs;
+  /(`+)(?!`)(.+?)(?<!`)\1(?!`)|\*\*(?=\S)((?:`[^`]*`|[^`])+?)(?<=\S)\*\*(?!\*)|\*(?=[^\s*])((?:`[^`]*`|[^*`])*?)(?<=\S)\*|\[([^[\]]+)\]\(([^()\s]+)\)/gs;
 
 /** Show `text` in `node`. Blocks that did not change since the last call keep their elements. */
 export function showMarkdown(node, text) {
@@ -156,7 +156,7 @@ function inline(text) {
     nodes.push(text.slice(end, match.index));
     if (code) nodes.push(element("code", {}, code));
     else if (bold) nodes.push(element("strong", {}, ...inline(bold)));
-    else if (italic) nodes.push(element("em", {}, italic));
+    else if (italic) nodes.push(element("em", {}, ...inline(italic)));
     else nodes.push(label, element("span", { class: "address" }, ` (${address})`));
     end = match.index + whole.length;
   }
