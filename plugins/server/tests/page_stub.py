@@ -100,7 +100,7 @@ class Stub:
         return error_response(401, "This server needs an API key.")
 
     async def models(self, request: Request) -> Response:
-        models = {"object": "list", "data": [{"id": "demo", "object": "model"}]}
+        models = {"object": "list", "data": [{"id": "stand-in", "object": "model"}]}
         return self.refusal(request) or JSONResponse(models)
 
     async def chat(self, request: Request) -> Response:
@@ -162,21 +162,22 @@ class Stub:
         )
 
     async def plugins(self, request: Request) -> Response:
+        used = [
+            ("attention prefill", "triton", "attention-triton", "first of flash, triton, sdpa"),
+            ("attention decode", "triton", "attention-triton", "first of triton, sdpa"),
+            ("kernels", "triton", "kernels-triton", "all operations that the model asks for"),
+            ("model", "qwen3", "model-qwen3", ""),
+            ("scheduler", "sjf", "scheduler-sjf", ""),
+        ]
         plugins = [
             {
-                "kind": "attention",
-                "name": "sdpa",
-                "distribution": "nanovllm-attention-sdpa",
+                "kind": kind,
+                "name": name,
+                "distribution": f"nanovllm-{distribution}",
                 "version": "0.1.0",
-                "reason": "The first of triton, flash and sdpa that runs on this device.",
-            },
-            {
-                "kind": "model",
-                "name": "qwen3",
-                "distribution": "nanovllm-model-qwen3",
-                "version": "0.1.0",
-                "reason": "The checkpoint's architecture is Qwen3ForCausalLM.",
-            },
+                "reason": reason and f"{kind}: {name} runs on this device, {reason}",
+            }
+            for kind, name, distribution, reason in used
         ]
         return self.refusal(request) or JSONResponse({"plugins": plugins})
 

@@ -122,7 +122,7 @@ def test_an_answer_appears_while_it_is_written(open_page: Any, stub: Any) -> Non
     )
     [request] = stub.requests
     assert request == {
-        "model": "demo",
+        "model": "stand-in",
         "messages": [{"role": "user", "content": "Tell me a story"}],
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -145,6 +145,18 @@ def test_stopping_an_answer_ends_the_request(open_page: Any, stub: Any, way: str
     expect(stopped.locator(".note")).to_have_text("Stopped")
     ask(page, "Tell me a story")
     answer(page, at=1)
+
+
+def test_a_new_chat_ends_the_answer_of_the_old_one(open_page: Any, stub: Any) -> None:
+    """The page is as at its start, and the server sees its client go."""
+    page = open_page()
+    ask(page, "Write forever")
+    expect(page.locator(".answer .text")).to_contain_text(STORY_START)
+    page.get_by_role("button", name="New chat").click()
+    wait_until(lambda: stub.disconnects == 1)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.get_by_role("heading", name="Ask the model")).to_be_visible()
 
 
 def test_an_edited_message_replaces_what_followed(open_page: Any, stub: Any) -> None:
@@ -236,12 +248,12 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(open_page: Any, stub: Any) -> 
     stub.key = "a-key-of-this-test"
     page = open_page()
     expect(page.locator("#status")).to_have_text("API key needed")
-    page.get_by_role("tab", name="Settings").click()
+    expect(page.get_by_label("API key")).to_be_focused()
     page.get_by_label("API key").fill(stub.key)
     page.get_by_label("API key").press("Tab")
-    expect(page.locator("#model")).to_have_value("demo")
+    expect(page.locator("#model")).to_have_value("stand-in")
     page.reload()
-    expect(page.locator("#model")).to_have_value("demo")
+    expect(page.locator("#model")).to_have_value("stand-in")
     ask(page, "Hello")
     answer(page)
     assert stub.key not in page.evaluate("JSON.stringify(localStorage)")
@@ -429,7 +441,7 @@ def test_the_engine_is_shown_live(open_page: Any, stub: Any) -> None:
     before = throughput.locator(".line").get_attribute("d")
     expect(throughput.locator(".line")).not_to_have_attribute("d", before or "")
     page.get_by_role("tab", name="Plugins").click()
-    expect(page.locator(".plugins li").first).to_contain_text("The first of triton, flash and sdpa")
+    expect(page.locator(".plugins li").first).to_contain_text("runs on this device")
 
 
 def test_the_real_server_answers_the_page(open_page: Any, server_url: str) -> None:

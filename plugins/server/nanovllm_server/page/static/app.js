@@ -2,9 +2,9 @@
 import { getJson } from "./api.js";
 import { Chat } from "./chat.js";
 import { startLive } from "./live.js";
-import { closeCover, startPanel } from "./panel.js";
+import { closeCover, openTab, startPanel } from "./panel.js";
 import { showPlugins } from "./plugins.js";
-import { readSettings, startSettings } from "./settings.js";
+import { focusKey, readSettings, startSettings } from "./settings.js";
 
 const models = document.getElementById("model");
 const themeButton = document.getElementById("theme");
@@ -58,5 +58,8 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !closeCover()) chat.stop();
 });
 askServer();
-startLive();
 if (matchMedia("(pointer: fine)").matches) document.getElementById("prompt").focus();
+startLive(() => {
+  openTab("settings");
+  focusKey();
+});

@@ -133,8 +133,9 @@ export class Chat {
       else Object.assign(message, { state: "failed", error: errorText(error) });
     }
     if (this.running === controller) this.running = null;
-    message.view.show();
     this.update();
+    if (!this.messages.includes(message)) return; // It was cut while it was written.
+    message.view.show();
     this.follow();
     if (message.state !== "failed") announce(`${message.note}. ${message.view.plainText}`);
   }

@@ -21,9 +21,12 @@ const byId = (id) => document.getElementById(id);
 const charts = CHARTS.map((chart) => new Chart(chart));
 const samples = [];
 let timer;
+let lacksKey = false;
+let onKeyNeeded;
 
-/** Draw the empty charts and begin to ask. */
-export function startLive() {
+/** Draw the empty charts and begin to ask; `keyNeeded` is called when the server starts to want a key. */
+export function startLive(keyNeeded) {
+  onKeyNeeded = keyNeeded;
   byId("charts").replaceChildren(...charts.map(({ node }) => node));
   document.addEventListener("visibilitychange", poll);
   poll();
@@ -57,17 +60,20 @@ function flat(live) {
 
 function take(live) {
   keep(flat(live));
-  const { running, waiting } = live;
+  lacksKey = false;
+  const { running = 0, waiting = 0 } = live;
   showStatus("ready", running + waiting ? `${running} running${waiting ? `, ${waiting} waiting` : ""}` : "Idle");
   byId("live-notice").hidden = true;
 }
 
 function fail(error) {
   keep(null);
-  const keyNeeded = error instanceof ServerError && [401, 403].includes(error.status);
-  showStatus("down", keyNeeded ? "API key needed" : error instanceof ServerError ? "Error" : "Unreachable");
   byId("live-notice").textContent = describeError(error);
   byId("live-notice").hidden = false;
+  const refused = error instanceof ServerError && [401, 403].includes(error.status);
+  showStatus("down", refused ? "API key needed" : error instanceof ServerError ? "Error" : "Unreachable");
+  if (refused && !lacksKey) onKeyNeeded();
+  lacksKey = refused;
 }
 
 function keep(sample) {

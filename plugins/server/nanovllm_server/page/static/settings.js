@@ -19,6 +19,11 @@ export function startSettings(keyChanged) {
   });
 }
 
+/** Put the focus on the field of the API key. */
+export function focusKey() {
+  key.focus();
+}
+
 /** The system prompt, and the parameters whose fields are filled in. */
 export function readSettings() {
   const parameters = {};
