@@ -440,6 +440,10 @@ def test_the_engine_is_shown_live(open_page: Any, stub: Any) -> None:
     assert "Throughput: now" in (throughput.get_by_role("img").get_attribute("aria-label") or "")
     before = throughput.locator(".line").get_attribute("d")
     expect(throughput.locator(".line")).not_to_have_attribute("d", before or "")
+    box = throughput.get_by_role("img").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 9)
+    expect(throughput.locator(".title")).to_have_text(re.compile("Throughput (59|60) s ago"))
     page.get_by_role("tab", name="Plugins").click()
     expect(page.locator(".plugins li").first).to_contain_text("runs on this device")
 

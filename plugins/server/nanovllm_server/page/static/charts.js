@@ -1,14 +1,15 @@
-// Small line charts: a name, the newest value, and the last two minutes.
+// Small line charts: a name, the newest value, and the last two minutes. Pointing at one shows older values.
 import { element, svg } from "./dom.js";
 
-const WIDTH = 120; // samples, and units of the drawing
+const WIDTH = 120; // samples, one a second, and units of the drawing
 const HEIGHT = 40;
 
 /** A chart of one or more series, `{key, name}`; the first one is the value shown large. */
 export class Chart {
-  constructor({ title, unit, format = round, series, most, wide = false }) {
+  constructor({ title, unit, about, format = round, series, most, wide = false }) {
     Object.assign(this, { title, unit, format, series, most });
     this.value = element("span", { class: "value" }, "–");
+    this.when = element("span");
     this.top = element("span", { class: "top" });
     this.others = element("span", { class: "others" });
     this.area = svg("path", { class: "area" });
@@ -16,30 +17,54 @@ export class Chart {
     this.drawing = svg("svg", {
       viewBox: `0 0 ${WIDTH - 1} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title,
     }, this.area, ...[...this.lines].reverse());
+    this.cursor = svg("path", { class: "cursor" });
+    this.drawing.append(this.cursor);
+    this.drawing.addEventListener("pointermove", (event) => this.pointAt(event));
+    this.drawing.addEventListener("pointerleave", () => this.pointAt(null));
+    this.samples = [];
+    this.age = 0; // of the sample that is shown as text: the newest one, or the one pointed at
     this.node = element("figure", { class: wide ? "chart wide" : "chart" },
-      element("figcaption", {}, element("span", { class: "title" }, title),
-        element("span", {}, this.value, element("span", { class: "unit" }, unit))),
+      element("figcaption", {}, element("span", { class: "title" }, title, this.when),
+        element("span", {}, this.value, element("span", { class: "unit" }, [unit, about].filter(Boolean).join(" ")))),
       element("div", { class: "plot" }, this.drawing, this.top),
       this.others);
   }
 
   /** Draw samples, oldest first; a sample is an object of numbers, or null where none is known. */
   show(samples) {
+    this.samples = samples;
     const columns = this.series.map(({ key }) => samples.map((sample) => sample?.[key] ?? null));
     const highest = this.most ?? niceCeiling(Math.max(0, ...columns.flat()));
     columns.forEach((column, at) => this.lines[at].setAttribute("d", path(column, highest)));
     this.area.setAttribute("d", areaUnder(columns[0], highest));
-    const now = columns.map((column) => this.text(column.at(-1)));
-    this.value.textContent = now[0];
     this.top.textContent = this.format(highest);
-    this.others.replaceChildren(...this.series.slice(1).map(({ name }, at) =>
-      element("span", { class: `series series-${at + 1}` }, `${name} ${now[at + 1]}`)));
+    this.write();
+    const now = this.texts(samples.at(-1));
     const named = this.series.map(({ name }, at) => `${name ?? "now"} ${now[at]} ${this.unit}`).join(", ");
     this.drawing.setAttribute("aria-label", `${this.title}: ${named}; axis to ${this.format(highest)}`);
   }
 
-  text(value) {
-    return value == null ? "–" : this.format(value);
+  pointAt(event) {
+    if (event) {
+      const { left, width } = this.drawing.getBoundingClientRect();
+      this.age = Math.min(WIDTH - 1, Math.max(0, Math.round((1 - (event.clientX - left) / width) * (WIDTH - 1))));
+    }
+    this.cursor.setAttribute("d", event ? `M${WIDTH - 1 - this.age} 0V${HEIGHT}` : "");
+    if (!event) this.age = 0;
+    this.write();
+  }
+
+  /** Write the values of one sample as text. */
+  write() {
+    const [value, ...others] = this.texts(this.samples.at(-1 - this.age));
+    this.value.textContent = value;
+    this.when.textContent = this.age ? ` ${this.age} s ago` : "";
+    this.others.replaceChildren(...others.map((text, at) =>
+      element("span", { class: `series series-${at + 1}` }, `${this.series[at + 1].name} ${text}`)));
+  }
+
+  texts(sample) {
+    return this.series.map(({ key }) => (sample?.[key] == null ? "–" : this.format(sample[key])));
   }
 }
 

@@ -11,8 +11,8 @@ const CHARTS = [
   { title: "Throughput", unit: "tokens/s", series: [{ key: "tokens_per_second" }], wide: true },
   { title: "Running", unit: "requests", series: [{ key: "running", name: "running" }, { key: "waiting", name: "waiting" }] },
   { title: "Step", unit: "ms", series: [{ key: "step_ms" }] },
-  { title: "First token", unit: "ms median", series: percentiles("first_token_ms") },
-  { title: "Between tokens", unit: "ms median", series: percentiles("inter_token_ms") },
+  { title: "First token", unit: "ms", about: "median", series: percentiles("first_token_ms") },
+  { title: "Between tokens", unit: "ms", about: "median", series: percentiles("inter_token_ms") },
   { title: "KV blocks", unit: "% used", series: [{ key: "kv_usage" }], format: percent, most: 100 },
   { title: "Prefix hits", unit: "% of tokens", series: [{ key: "prefix_hit_rate" }], format: percent, most: 100 },
 ];
