@@ -30,3 +30,11 @@ class OutputDelta:
     error: NanoVLLMError | None = None
     num_cached_tokens: int = 0
     wait_steps: int | None = None
+
+    def extend(self, later: OutputDelta) -> None:
+        """Join the next delta of the same sample to this one."""
+        self.new_token_ids += later.new_token_ids
+        if self.new_logprobs is not None:
+            self.new_logprobs += later.new_logprobs or []
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.wait_steps = later.error, later.wait_steps

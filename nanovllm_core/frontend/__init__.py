@@ -20,3 +20,6 @@ from nanovllm_core.frontend.outputs import (
     RequestOutput as RequestOutput,
     Transcript as Transcript,
 )
+from nanovllm_core.frontend.tokenizer import (
+    Tokenizer as Tokenizer,
+)

@@ -37,16 +37,18 @@ class AsyncLLM(Door):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         labels: Labels | None = None,
+        stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
 
-        The arguments are those of `LLM.stream`. Cancelling the task aborts the request: its blocks
-        are free before the engine's next step. So does `aclose()`; a loop that is left by `break`
-        without it aborts when Python collects the generator.
+        The arguments are those of `LLM.stream`. Without `stream`, a sample has one output, its
+        last. Cancelling the task aborts the request: its blocks are free before the engine's next
+        step. So does `aclose()`; a loop that is left by `break` without it aborts when Python
+        collects the generator.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         ids = self._encode_one(prompt, chat_template_kwargs)
-        request = self._new_request(ids, params, labels, stream=True)
+        request = self._new_request(ids, params, labels, stream=stream)
         streams, left = self._streams(request), params.n
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)
@@ -86,7 +88,16 @@ class Answers:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, answer: OutputDelta | Refused | Ended) -> None:
-        self.pending.append(answer)
+        """Keep an answer; a delta goes to an untaken one of the same sample, if that is the last.
+
+        So a slow task takes fewer and larger deltas.
+        """
+        last = self.pending[-1] if self.pending else None
+        match last, answer:
+            case OutputDelta(), OutputDelta() if last.index == answer.index:
+                last.extend(answer)
+            case _:
+                self.pending.append(answer)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

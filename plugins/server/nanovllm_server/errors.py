@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from nanovllm_core.errors import (
     EngineClosedError,
+    InvalidLabelsError,
     InvalidSamplingError,
     NanoVLLMError,
     RequestError,
@@ -87,14 +89,23 @@ def of_engine(error: BaseException, prompt: str | None = None) -> ApiError:
         return refused(str(error), prompt, "context_length_exceeded")
     if isinstance(error, InvalidSamplingError):
         return refused(str(error), _named_field(str(error)))
+    if isinstance(error, InvalidLabelsError):
+        return refused(str(error), "user")
     if isinstance(error, RequestError):
-        return refused(str(error), prompt)
+        field = _named_field(str(error))
+        return refused(str(error), field if field == "chat_template_kwargs" else prompt)
     if isinstance(error, EngineClosedError):
         return ApiError(503, "the engine has ended; ask the server's operator", code="engine_ended")
-    # The log has it; a stranger gets the kind and no paths or values of this machine.
-    log.error("a request failed: %s: %s", type(error).__name__, clip(str(error), 500))
-    kind = type(error).__name__ if isinstance(error, NanoVLLMError) else "internal error"
-    return ApiError(500, f"the request failed in the server: {kind}", code="internal_error")
+    if isinstance(error, NanoVLLMError):
+        # The message is the operator's: it may name paths of this machine.
+        log.error("a request failed: %s: %s", type(error).__name__, clip(str(error), 500))
+        message = f"the request failed in the server: {type(error).__name__}"
+    else:
+        # A bug. Its message may hold a part of the prompt, so the log has the places alone.
+        places = "".join(traceback.format_tb(error.__traceback__))
+        log.error("a request failed: %s\n%s", type(error).__name__, places)
+        message = "the request failed in the server: internal error"
+    return ApiError(500, message, code="internal_error")
 
 
 def _named_field(message: str) -> str | None:
@@ -139,4 +150,6 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return refused(f"{param}: this server has no such parameter", param, "unknown_parameter")
     if first["type"] == "value_error":
         return refused(str(first["ctx"]["error"]), param or None)
+    if not location:
+        return refused("the body must be a JSON object, sent as application/json", None)
     return refused(f"{param or 'the body'}: {clip(first['msg'], 500)}", param or None)

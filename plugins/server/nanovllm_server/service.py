@@ -1,13 +1,21 @@
-"""What the routes share: the engine, the settings, the names of the model."""
+"""What the routes share: the engine, the settings, the names of the model, the work they ask."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nanovllm_core import AsyncLLM
-from nanovllm_core.errors import shown
-from nanovllm_server.errors import ApiError
+from nanovllm_core.errors import NanoVLLMError, shown
+from nanovllm_server.errors import ApiError, of_engine
+from nanovllm_server.logprobs import TokenTexts
+from nanovllm_server.protocol import ChatMessage
 from nanovllm_server.settings import ServerSettings
+
+LONG_TEXT = 20_000
+"""Characters beyond which a prompt is tokenised on a thread: other streams must not wait for it."""
 
 
 class Service:
@@ -18,6 +26,7 @@ class Service:
         self.settings = settings
         self.names = settings.served_model_name or (llm.config.model,)
         self.started = int(time.time())
+        self.token_texts = TokenTexts(llm.tokenizer)
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer carries; 404 for a model that is not served."""
@@ -29,3 +38,37 @@ class Service:
                 code="model_not_found",
             )
         return self.names[0] if name is None else name
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text."""
+        encode = self.llm.tokenizer.encode
+        if len(text) <= LONG_TEXT:
+            return encode(text, add_special_tokens)
+        return await asyncio.to_thread(encode, text, add_special_tokens)
+
+    def text_of(self, prompt: str | list[int]) -> str:
+        """A prompt as text."""
+        return prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt)
+
+    async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The ids of each prompt; ApiError names the field."""
+        try:
+            return [await self.encode(p) if isinstance(p, str) else p for p in prompts]
+        except NanoVLLMError as error:
+            raise of_engine(error, "prompt") from error
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, Any] | None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The ids of a conversation, by the checkpoint's template; ApiError names the field."""
+        conversation = [message.for_template() for message in messages]
+        template = self.llm.tokenizer.apply_chat_template
+        try:
+            if sum(len(message["content"]) for message in conversation) <= LONG_TEXT:
+                return template(conversation, add_generation_prompt, variables)
+            return await asyncio.to_thread(template, conversation, add_generation_prompt, variables)
+        except NanoVLLMError as error:
+            raise of_engine(error, "messages") from error

@@ -1,0 +1,110 @@
+"""`POST /v1/completions`: prompts as text or token ids, continued."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nanovllm_core import RequestOutput
+from nanovllm_server import logprobs
+from nanovllm_server.protocol import CompletionBody, typed_for
+from nanovllm_server.service import Service
+from nanovllm_server.stream import Shape, Usage, Work, answer, encode
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["completions"])
+
+    async def create_completion(body: CompletionBody) -> Response:
+        """Continue each prompt; with `stream`, as server-sent events."""
+        model = service.check_model(body.model)
+        prompts = await service.encode_prompts(body.prompt)
+        work = Work(
+            llm=service.llm,
+            prompts=prompts,
+            params=body.sampling_params(),
+            labels=body.labels,
+            stream=bool(body.stream),
+            prompt_field="prompt",
+        )
+        echoed = [service.text_of(prompt) for prompt in body.prompt] if body.echo else []
+        shape = CompletionShape(service, model, body, echoed)
+        return answer(work, shape, body.includes_usage)
+
+    # The class is made for this engine, so no annotation in the source can name it.
+    create_completion.__annotations__["body"] = typed_for(CompletionBody, service.llm.config)
+    router.post("/v1/completions")(create_completion)
+    return router
+
+
+class CompletionShape(Shape):
+    """Answers of the object `text_completion`."""
+
+    def __init__(
+        self, service: Service, model: str, body: CompletionBody, echoed: Sequence[str]
+    ) -> None:
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._texts = service.token_texts
+        self._has_logprobs = body.logprobs is not None
+        self._n = body.n or 1
+        self._echoed = echoed
+        """The text of each prompt; empty where none is echoed."""
+        self._offsets: dict[int, int] = {}
+        """Characters of the streamed tokens, by choice."""
+        self._before = b'data: %b,"choices":[{"index":' % encode(self._head)[:-1]
+        self._after = b'}],"usage":null}\n\n' if body.includes_usage else b"}]}\n\n"
+
+    def _prompt(self, index: int) -> str:
+        return self._echoed[index // self._n] if self._echoed else ""
+
+    def opening(self, index: int) -> bytes:
+        prompt = self._prompt(index)
+        return self._event(index, prompt, b"null", None) if prompt else b""
+
+    def event(self, index: int, output: RequestOutput) -> bytes:
+        logprobs = self._new_logprobs(index, output) if self._has_logprobs else b"null"
+        if not output.new_text and output.finish_reason is None and logprobs == b"null":
+            return b""
+        return self._event(index, output.new_text, logprobs, output.finish_reason)
+
+    def _event(self, index: int, text: str, logprobs: bytes, reason: str | None) -> bytes:
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            *(self._before, index, encode(text), logprobs),
+            *(b"null" if reason is None else b'"%b"' % reason.encode(), self._after),
+        )
+
+    def _new_logprobs(self, index: int, output: RequestOutput) -> bytes:
+        ids = output.new_token_ids
+        if not ids:
+            return b"null"
+        entries = (output.logprobs or [])[-len(ids) :]
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + sum(len(self._texts[one][0]) for one in ids)
+        return encode(logprobs.for_completion(self._texts, ids, entries, offset))
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return b"data: %b\n\n" % encode({**self._head, "choices": [], "usage": usage.body})
+
+    def whole(self, outputs: Mapping[int, RequestOutput], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "text": self._prompt(index) + output.text,
+                "logprobs": None
+                if output.logprobs is None
+                else logprobs.for_completion(self._texts, output.token_ids, output.logprobs, 0),
+                "finish_reason": output.finish_reason,
+            }
+            for index, output in outputs.items()
+        ]
+        return {**self._head, "choices": choices, "usage": usage.body}

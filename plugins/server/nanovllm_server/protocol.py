@@ -1,0 +1,436 @@
+"""The bodies of requests: OpenAI's fields, and those of the engine that OpenAI has no name for.
+
+Nothing is ignored. A field that is not supported is refused by name, unless its value is the one
+that changes nothing (`NEUTRAL` of each model); a field that nobody knows is refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
+
+from nanovllm_core import SamplingParams
+from nanovllm_core.api import EngineConfig
+from nanovllm_core.errors import shown
+from nanovllm_core.interfaces.request_labels import MAX_TEXT_LENGTH
+from nanovllm_core.interfaces.sampling_params import (
+    MAX_BIAS,
+    MAX_INTEGER,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_SAMPLES,
+    MAX_SCALE,
+    MAX_SEED,
+    MAX_STOPS,
+    MIN_SCALE,
+)
+from nanovllm_core.registry import get_plugin_manager
+from nanovllm_server.errors import refused
+
+MAX_PROMPTS = 1024
+"""Of one request."""
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions. A chat answer may fill the model's length."""
+
+
+class Body(BaseModel):
+    """A request: strict types, no unknown fields, no unsupported field that would matter."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields of OpenAI's that are not supported, and the values (besides null) that ask nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        for name in given.keys() & cls.NEUTRAL.keys():
+            value, neutral = given[name], cls.NEUTRAL[name]
+            if value is not None and value not in neutral:
+                raise refused(
+                    f"{name} is {shown(value)}, and this server does not support {name}; leave "
+                    "it out",
+                    name,
+                    "unsupported_parameter",
+                )
+        return {name: value for name, value in given.items() if name not in cls.NEUTRAL}
+
+
+class StreamOptions(Body):
+    """What a stream carries besides the text."""
+
+    NEUTRAL = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = None
+    """End the stream with an event that has the number of tokens and no choices."""
+
+
+Stop = Annotated[
+    list[str],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}},
+            ]
+        }
+    ),
+]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+
+
+class Sampling(Body):
+    """What both endpoints share."""
+
+    model: str | None = None
+    """A served name of the model; left out, the only one."""
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    """Independent answers to the prompt; 1 where it is left out."""
+    temperature: float | None = Field(default=None, ge=0, le=MAX_SCALE)
+    """0 takes the likeliest token. Left out, the checkpoint's default, else 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Choose among the likeliest tokens that together hold this share of the probability."""
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INTEGER)
+    """Choose among the k likeliest tokens; 0 or -1 means all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Exclude tokens less likely than this fraction of the likeliest one's probability."""
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    """Fixes the random choices of this request."""
+    presence_penalty: Penalty | None = None
+    """Subtracted once from the logit of every token that is already in the answer."""
+    frequency_penalty: Penalty | None = None
+    """Subtracted from a token's logit for each occurrence in the answer."""
+    repetition_penalty: float | None = Field(default=None, ge=MIN_SCALE, le=MAX_SCALE)
+    """Above 1 makes tokens of the prompt and the answer less likely to repeat."""
+    logit_bias: dict[str, Bias] | None = None
+    """Added to the logits of these token ids."""
+    stop: Stop | None = None
+    """The answer ends before the first of these strings."""
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOPS)
+    """The answer ends at any of these token ids."""
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_INTEGER)
+    """The answer does not stop before this many tokens."""
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
+    """The most tokens of the answer."""
+    ignore_eos: bool | None = None
+    """Continue past the model's end-of-sequence ids."""
+    priority: int | None = Field(default=None, ge=-MAX_INTEGER, le=MAX_INTEGER)
+    """For schedulers that admit by priority: lower is earlier."""
+    stream: bool | None = None
+    """Send the answer as it grows, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Needs `stream`."""
+    user: str | None = Field(default=None, max_length=MAX_TEXT_LENGTH)
+    """A label of the request, `user`, for schedulers and observers."""
+    logits_processors: SkipValidation[dict[str, dict[str, Any]] | None] = None
+    """The engine's logits processors that this request uses, each with its arguments."""
+    constraints: SkipValidation[dict[str, dict[str, Any]] | None] = None
+    """The engine's constraints that this request keeps to, each with its arguments."""
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise refused(
+                "stream_options is set, but stream is not; set stream, or leave it out",
+                "stream_options",
+            )
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The limit of the answer; None is the model's length."""
+        return self.max_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        """How many likeliest tokens are reported at each; None for no log-probabilities."""
+        return None
+
+    def sampling_params(self) -> SamplingParams:
+        """As the engine takes them; InvalidSamplingError where it does not."""
+        return SamplingParams(
+            n=self.n or 1,
+            max_tokens=self.most_tokens,
+            logprobs=self.reported_logprobs,
+            logit_bias=self.logit_bias,  # type: ignore[arg-type]  # JSON's keys are texts
+            **{name: getattr(self, name) for name in _SAME},
+        )
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {} if self.user is None else {"user": self.user}
+
+
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "priority"),
+    *("logits_processors", "constraints"),
+)
+"""Fields that are the engine's own; None is "not stated" there too."""
+
+
+Ids = list[int]
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and set(map(type, value)) <= {int}
+
+
+def _as_prompts(value: Any) -> list[str | Ids]:
+    """A prompt, or a list of prompts, as a list; each is text or token ids."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError(
+            f"prompt is {shown(value)}; it must be text, a list of token ids, or a list of these"
+        )
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(
+            f"prompt has {len(prompts)} entries; at most {MAX_PROMPTS} go into one request, so "
+            "send several"
+        )
+    for index, one in enumerate(prompts):
+        if not (isinstance(one, str) or _is_ids(one)):
+            raise ValueError(
+                f"prompt[{index}] is {shown(one)}; it must be text or a list of token ids"
+            )
+    return prompts
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_IDS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0},
+}
+Prompts = Annotated[
+    list[Any],
+    BeforeValidator(_as_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                _IDS,
+                {"type": "array", "minItems": 1, "items": _TEXT},
+                {"type": "array", "minItems": 1, "items": _IDS},
+            ]
+        }
+    ),
+]
+
+
+class CompletionBody(Sampling):
+    """The body of `/v1/completions`."""
+
+    NEUTRAL = {"suffix": ("",)}
+
+    prompt: Prompts
+    """Text, token ids, or a list of either: each prompt gets `n` answers."""
+    echo: bool | None = None
+    """Begin each answer with its prompt."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Report the log-probability of each token, and of this many likeliest ones."""
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    """Only as many as `n`: answers are not ranked."""
+
+    @model_validator(mode="after")
+    def _supported_together(self) -> CompletionBody:
+        if self.best_of not in (None, self.n or 1):
+            raise refused(
+                f"best_of is {self.best_of} and n is {self.n or 1}; answers are not ranked here, "
+                "so leave best_of out",
+                "best_of",
+                "unsupported_parameter",
+            )
+        if self.echo and self.logprobs is not None:
+            raise refused(
+                "logprobs together with echo asks for those of the prompt, which are not "
+                "computed; leave one of them out",
+                "logprobs",
+                "unsupported_parameter",
+            )
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        if self.max_tokens is None:
+            return max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0)
+        return self.max_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+def _joined(content: Any) -> Any:
+    """Parts of type text, joined; parts of other types are refused by name."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise ValueError(
+                f"content[{index}] has the type {shown(kind)}; this server takes text parts alone"
+            )
+        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError(
+                f'content[{index}] is {shown(part)}; a text part is {{"type": "text", "text": ...}}'
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+Content = Annotated[
+    str,
+    BeforeValidator(_joined),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": _TEXT},
+                        "required": ["type", "text"],
+                        "additionalProperties": False,
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
+class ChatMessage(Body):
+    """One message of a conversation."""
+
+    NEUTRAL = {
+        "name": (),
+        "tool_calls": ([],),
+        "function_call": (),
+        "tool_call_id": (),
+        "refusal": (),
+        "audio": (),
+        "annotations": ([],),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    """`developer` is OpenAI's newer word for `system`, and is taken as that."""
+    content: Content
+    """Text, or a list of text parts, which are joined."""
+
+    def for_template(self) -> dict[str, str]:
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+
+
+class ChatBody(Sampling):
+    """The body of `/v1/chat/completions`."""
+
+    NEUTRAL = {
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "safety_identifier": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    messages: Messages
+    """The conversation, which the checkpoint's chat template turns into a prompt."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, such as `{"enable_thinking": false}`."""
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
+    """OpenAI's newer name of `max_tokens`. Without either, as many as fit the model's length."""
+    logprobs: bool | None = None
+    """Report the log-probability of each token."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Report so many likeliest tokens too; needs `logprobs`."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatBody:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise refused(
+                f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so "
+                "leave one out",
+                "max_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused(
+                "top_logprobs is set, but logprobs is not; set logprobs too", "top_logprobs"
+            )
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def typed_for(body: type[Sampling], config: EngineConfig) -> type[Sampling]:
+    """`body` with the arguments of the engine's own logits processors and constraints.
+
+    They are for the schema of the server's description: the engine checks the values itself.
+    """
+    manager = get_plugin_manager(disable=config.plugins.disable)
+    fields: dict[str, Any] = {}
+    for kind, choices in (
+        ("logits_processor", config.logits_processors),
+        ("constraint", config.constraints),
+    ):
+        arguments: dict[str, Any] = {}
+        for choice in choices:
+            spec: Any = manager.spec(kind, choice.plugin)
+            arguments[choice.plugin] = spec.arguments | None, None
+        named: Any = create_model(f"{body.__name__}_{kind}s", **arguments)
+        documented = body.model_fields[f"{kind}s"].description
+        field = Field(default=None, description=documented)
+        fields[f"{kind}s"] = Annotated[named | None, SkipValidation], field
+    typed: type[Sampling] = create_model(
+        body.__name__, __base__=body, __doc__=body.__doc__, **fields
+    )
+    return typed
