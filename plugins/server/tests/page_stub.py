@@ -179,7 +179,9 @@ class Stub:
             }
             for kind, name, distribution, reason in used
         ]
-        return self.refusal(request) or JSONResponse({"plugins": plugins})
+        return self.refusal(request) or JSONResponse(
+            {"plugins": plugins, "choices": ["kernels auto: not torch: triton comes first"]}
+        )
 
 
 def event(data: dict[str, Any]) -> str:

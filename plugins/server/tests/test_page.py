@@ -446,6 +446,7 @@ def test_the_engine_is_shown_live(open_page: Any, stub: Any) -> None:
     expect(throughput.locator(".title")).to_have_text(re.compile("Throughput (59|60) s ago"))
     page.get_by_role("tab", name="Plugins").click()
     expect(page.locator(".plugins li").first).to_contain_text("runs on this device")
+    expect(page.locator(".choices")).to_have_text("kernels auto: not torch: triton comes first")
 
 
 def test_the_real_server_answers_the_page(open_page: Any, server_url: str) -> None:

@@ -19,8 +19,7 @@ from starlette.routing import BaseRoute, Route
 from nanovllm_server.service import Service
 
 FOLDER = "/page/"
-PUBLIC = ("/", FOLDER)
-"""Paths that need no API key: the page asks its reader for one."""
+"""Where the page's files are. They and `/` need no API key: the page asks its reader for one."""
 
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",

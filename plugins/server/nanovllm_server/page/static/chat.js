@@ -182,7 +182,7 @@ function noteOf({ asked, first, last, tokens, reason }) {
   if (tokens !== undefined) parts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
   if (first !== undefined) parts.push(`first after ${Math.round(first - asked)} ms`);
   if (tokens > 1 && last > first) parts.push(`${Math.round((tokens - 1) / ((last - first) / 1000))} tokens/s`);
-  if (reason === "length") parts.push("cut at the longest answer allowed");
+  if (reason === "length") parts.push("cut at max tokens");
   return parts.join(" · ");
 }
 

@@ -5,7 +5,7 @@ import { Chart } from "./charts.js";
 const PERIOD = 1000; // milliseconds
 const KEPT = 120; // samples
 const percentiles = (key) => ["p50", "p90", "p99"].map((name) => ({ key: `${key}.${name}`, name }));
-const percent = (value) => `${Math.round(value)}`;
+const percent = (value) => value.toFixed(value > 0 && value < 10 ? 1 : 0);
 
 const CHARTS = [
   { title: "Throughput", unit: "tokens/s", series: [{ key: "tokens_per_second" }], wide: true },

@@ -10,13 +10,17 @@ export async function showPlugins() {
     const [{ plugins, choices = [] }, version] = await Promise.all([getJson("plugins"), getJson("version")]);
     list.replaceChildren(
       element("ul", { class: "plugins" }, ...plugins.map(item)),
-      element("ul", { class: "choices" },
-        ...choices.filter((line) => !plugins.some(({ reason }) => reason === line))
-          .map((line) => element("li", {}, line))),
+      ...notChosen(choices.filter((line) => !plugins.some(({ reason }) => reason === line))),
       element("p", { class: "small" }, `nanovllm ${version.version}`));
   } catch (error) {
     list.replaceChildren(element("p", { class: "notice" }, describeError(error)));
   }
+}
+
+function notChosen(lines) {
+  if (!lines.length) return [];
+  return [element("h3", {}, "Not chosen"),
+    element("ul", { class: "choices" }, ...lines.map((line) => element("li", {}, line)))];
 }
 
 function item({ kind, name, distribution, version, reason }) {
