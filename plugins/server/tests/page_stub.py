@@ -77,11 +77,15 @@ class Stub:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what happened; answer at once, and without a key."""
+        """Forget what happened; answer at once, and without a key.
+
+        Answers get to their tenth word while they are held.
+        """
         self.requests: list[dict[str, Any]] = []
         self.disconnects = 0
         self.polls = 0
         self.pause = 0.0
+        self.held = False
         self.key = ""
 
     def app(self) -> Starlette:
@@ -119,6 +123,8 @@ class Stub:
         try:
             async for text in self.words(word):
                 written += 1
+                while written == 10 and self.held:
+                    await asyncio.sleep(0.005)
                 yield event({"choices": [{"index": 0, "delta": {"content": text}}]})
             if word == "break":
                 yield event(

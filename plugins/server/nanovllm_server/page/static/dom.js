@@ -35,7 +35,7 @@ export function iconButton(name, label, onclick) {
 
 /** Have a screen reader say `text` when it is idle. */
 export function announce(text) {
-  document.getElementById("announcer").textContent = text;
+  document.getElementById("announcer").replaceChildren(text);
 }
 
 /** Copy text. Browsers offer the clipboard to pages on loopback or TLS only; others take the old way. */
