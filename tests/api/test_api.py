@@ -23,7 +23,7 @@ PLUGINS = sorted(
     for place in ("plugins", "examples/plugins")
     for file in ROOT.glob(f"{place}/*/pyproject.toml")
     # They are tools, and enter a room by its package: importlinter.toml holds it.
-    if file.parent.name not in ("bench", "kit")
+    if file.parent.name not in ("bench", "kit", "server")
 )
 DRIVE_THE_CORE = {
     # Bounds on waiting are measured on the core's own loop.

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm_core import AsyncLLM, SamplingParams
+from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
 from nanovllm_core.engine import OutputDelta
 from nanovllm_core.errors import EngineClosedError, InvalidPromptError, RequestTooLongError
 from nanovllm_core.frontend.async_llm import Answers
+from nanovllm_core.frontend.messages import Ended
+from nanovllm_core.interfaces.plan import TokenLogprobs
 
 from .tiny import CONFIG, Reference
 
@@ -64,7 +66,10 @@ def test_outputs_come_as_they_grow_and_the_loop_serves_others_meanwhile(llm: Asy
         return ticks, sizes
 
     ticks, sizes = asyncio.run(main())
-    assert sizes == list(range(1, 201))
+    # An output that the loop did not take at once has more than one token.
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) > 100
+    assert sizes[-1] == 200
     assert ticks > 10
 
 
@@ -110,11 +115,47 @@ def test_a_task_that_does_not_wait_is_not_woken(llm: AsyncLLM) -> None:
         task = asyncio.create_task(take())
         await asyncio.sleep(0)
         for index in range(4):
-            answers.put(OutputDelta(request_id="a", index=0, new_token_ids=[index]))
+            answers.put(OutputDelta(request_id="a", index=index, new_token_ids=[index]))
         await task
         return taken
 
     assert asyncio.run(main()) == [4, 3, 2, 1]
+
+
+def test_deltas_that_nobody_has_taken_are_joined() -> None:
+    """A slow task takes all ids of a sample at once, with the reason of the last delta."""
+    loop = asyncio.new_event_loop()
+    try:
+        answers = Answers(loop)
+        for index in range(4):
+            answers.put(
+                OutputDelta(
+                    request_id="a",
+                    index=0,
+                    new_token_ids=[index],
+                    new_logprobs=[TokenLogprobs(-float(index), ())],
+                    finish_reason="length" if index == 3 else None,
+                )
+            )
+        answers.put(Ended(EngineClosedError("closed")))
+    finally:
+        loop.close()
+    joined, ended = answers.pending
+    assert isinstance(joined, OutputDelta)
+    assert isinstance(ended, Ended)
+    assert joined.new_token_ids == [0, 1, 2, 3]
+    assert [entry.token_logprob for entry in joined.new_logprobs or ()] == [0, -1, -2, -3]
+    assert joined.finish_reason == "length"
+
+
+def test_without_stream_a_sample_has_one_output(llm: AsyncLLM) -> None:
+    async def main() -> list[RequestOutput]:
+        params = greedy(30, n=2, ignore_eos=True)
+        return [output async for output in llm.generate([7, 8], params, stream=False)]
+
+    outputs = asyncio.run(main())
+    assert sorted(output.index for output in outputs) == [0, 1]
+    assert all(output.finished and output.num_token_ids == 30 for output in outputs)
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -81,6 +82,16 @@ def refused(message: str, param: str | None, code: str | None = None) -> ApiErro
     return ApiError(400, message, param=param, code=code)
 
 
+REFUSED = "refused"
+
+
+def refused_field(message: str, field: str, code: str | None = None) -> PydanticCustomError:
+    """For validators of a body's models: `field` of the model is at fault, wherever it stands."""
+    return PydanticCustomError(
+        REFUSED, "{message}", {"message": message, "field": field, "code": code}
+    )
+
+
 def of_engine(error: BaseException, prompt: str | None = None) -> ApiError:
     """The answer for an error of the engine; `prompt` is the field that holds the prompt."""
     if isinstance(error, ApiError):
@@ -141,15 +152,20 @@ def add_handlers(app: FastAPI) -> None:
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first thing wrong in a body, with its path as `param`."""
     first = error.errors()[0]
+    context = first.get("ctx", {})
     if first["type"] == "json_invalid":
-        return refused(f"the body is no JSON: {first['ctx'].get('error', '')}", None)
-    location = [part for part in first["loc"] if part != "body"]
+        return refused(f"the body is no JSON: {context.get('error', '')}", None)
+    location = [*first["loc"][1:]]  # the first part is "body"
+    if first["type"] == REFUSED:
+        location.append(context["field"])
     param = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in location)
     param = clip(param.removeprefix("."))
+    if first["type"] == REFUSED:
+        return refused(context["message"], param, context["code"])
     if first["type"] == "extra_forbidden":
         return refused(f"{param}: this server has no such parameter", param, "unknown_parameter")
     if first["type"] == "value_error":
-        return refused(str(first["ctx"]["error"]), param or None)
+        return refused(str(context["error"]), param or None)
     if not location:
         return refused("the body must be a JSON object, sent as application/json", None)
     return refused(f"{param or 'the body'}: {clip(first['msg'], 500)}", param or None)

@@ -36,7 +36,7 @@ from nanovllm_core.interfaces.sampling_params import (
     MIN_SCALE,
 )
 from nanovllm_core.registry import get_plugin_manager
-from nanovllm_server.errors import refused
+from nanovllm_server.errors import refused_field
 
 MAX_PROMPTS = 1024
 """Of one request."""
@@ -61,7 +61,7 @@ class Body(BaseModel):
         for name in given.keys() & cls.NEUTRAL.keys():
             value, neutral = given[name], cls.NEUTRAL[name]
             if value is not None and value not in neutral:
-                raise refused(
+                raise refused_field(
                     f"{name} is {shown(value)}, and this server does not support {name}; leave "
                     "it out",
                     name,
@@ -148,7 +148,7 @@ class Sampling(Body):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise refused(
+            raise refused_field(
                 "stream_options is set, but stream is not; set stream, or leave it out",
                 "stream_options",
             )
@@ -257,14 +257,14 @@ class CompletionBody(Sampling):
     @model_validator(mode="after")
     def _supported_together(self) -> CompletionBody:
         if self.best_of not in (None, self.n or 1):
-            raise refused(
+            raise refused_field(
                 f"best_of is {self.best_of} and n is {self.n or 1}; answers are not ranked here, "
                 "so leave best_of out",
                 "best_of",
                 "unsupported_parameter",
             )
         if self.echo and self.logprobs is not None:
-            raise refused(
+            raise refused_field(
                 "logprobs together with echo asks for those of the prompt, which are not "
                 "computed; leave one of them out",
                 "logprobs",
@@ -391,13 +391,13 @@ class ChatBody(Sampling):
     def _agree(self) -> ChatBody:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise refused(
+            raise refused_field(
                 f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so "
                 "leave one out",
                 "max_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise refused(
+            raise refused_field(
                 "top_logprobs is set, but logprobs is not; set logprobs too", "top_logprobs"
             )
         return self

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from nanovllm_server.errors import refused
+from nanovllm_server.errors import refused, refused_field
 from nanovllm_server.protocol import Body, Messages, TokenId
 from nanovllm_server.service import Service
 
@@ -32,7 +32,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_kind_of_prompt(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise refused("give prompt or messages, and not both", "prompt")
+            raise refused_field("give prompt or messages, and not both", "prompt")
         others = (
             ("add_generation_prompt", "chat_template_kwargs")
             if self.messages is None
@@ -41,7 +41,7 @@ class TokenizeBody(Body):
         for name in others:
             if getattr(self, name) is not None:
                 kind = "a text" if self.messages is None else "a conversation"
-                raise refused(f"{name} does not apply to {kind}; leave it out", name)
+                raise refused_field(f"{name} does not apply to {kind}; leave it out", name)
         return self
 
 
