@@ -127,14 +127,22 @@ def serve(
         Objectives(ttft_limit, tpot_limit, e2e_limit),
         exact_lengths=ignore_eos,
     )
-    result = measure_endpoint(endpoint, plan, lambda run: typer.echo(_line(run), err=True))
+    result = measure_endpoint(endpoint, plan, _tell)
     show_serve(result)
     if out is not None:
         write_record(out, result)
 
 
+def _tell(run: Mapping[str, Any]) -> None:
+    from nanovllm_bench.serve.compare import load_name
+
+    typer.echo(f"{load_name(run)}: {run['tokens_per_second']:,.0f} output tok/s", err=True)
+
+
 def show_serve(result: Mapping[str, Any]) -> None:
-    """A result as a table, with the reasons why a load's figures cannot be trusted."""
+    """Print a result as a table, with the reasons why a load's figures cannot be trusted."""
+    from nanovllm_bench.serve.compare import load_name
+
     environment = result["environment"]
     show_rows(
         {
@@ -156,7 +164,7 @@ def show_serve(result: Mapping[str, Any]) -> None:
             load_name(run),
             f"{run['tokens_per_second']:,.0f}",
             f"{run['requests_per_second']:.1f}",
-            *(_milliseconds(run[name]) for name in ("ttft_ms", "inter_token_ms", "e2e_ms")),
+            *(milliseconds(run[name]) for name in ("ttft_ms", "inter_token_ms", "e2e_ms")),
             percent(run["goodput"]["share"]) if run["goodput"] else "–",
             ", ".join(f"{one['count']} {kind}" for kind, one in run["errors"].items()) or "–",
         )
@@ -165,22 +173,12 @@ def show_serve(result: Mapping[str, Any]) -> None:
         if run["long_prompts"]:
             typer.echo(
                 f"{load_name(run)}: {run['long_prompts']['num_seqs']} long prompts, first token "
-                f"{_milliseconds(run['long_prompts']['ttft_ms'])} ms"
+                f"{milliseconds(run['long_prompts']['ttft_ms'])} ms"
             )
         for reason in run["invalid"]:
             typer.echo(f"INVALID {load_name(run)}: {reason}", err=True)
 
 
-def load_name(run: Mapping[str, Any]) -> str:
-    """`64 clients`, `50 requests/s` or `all at once`."""
-    if run["load"] == "closed":
-        return f"{run['clients']} clients"
-    return "all at once" if run["rate"] is None else f"{run['rate']:g} requests/s"
-
-
-def _line(run: Mapping[str, Any]) -> str:
-    return f"{load_name(run)}: {run['tokens_per_second']:,.0f} output tok/s"
-
-
-def _milliseconds(values: Mapping[str, float] | None) -> str:
+def milliseconds(values: Mapping[str, float] | None) -> str:
+    """`p50 / p90 / p99`, without a unit."""
     return "–" if values is None else " / ".join(f"{value:,.2f}" for value in values.values())

@@ -49,7 +49,7 @@ def measure_endpoint(
     """Carry the loads of a plan one after the other; the record of a result file.
 
     No two loads, and no warm-up, share a prompt: what an endpoint's prefix cache kept of one helps
-    none of the others. `on_run` gets each load's figures when they are there.
+    none of the others. `on_run` gets the figures of each load when it is over.
     """
     runs: list[dict[str, Any]] = []
     levels = [*plan.clients, *plan.rates]
