@@ -4,8 +4,8 @@
         --set load_format=dummy --set limits.max_model_len=10240
 
 Measures the nano workload offline, starts `nanovllm serve` with the same settings, and loads it
-with the clients of `nanovllm bench serve`. With --url it measures an endpoint that runs, of whatever
-server, and neither the start nor offline. Writes a result file for each part and prints one table.
+with the clients of `nanovllm bench serve`. With --url it measures an endpoint that runs, whoever
+serves it, and neither the start nor offline. Writes a result file for each part; prints one table.
 """
 
 from __future__ import annotations
