@@ -21,7 +21,7 @@ PANELS: Mapping[str, Callable[[Run], float | None]] = {
 def load_name(run: Run) -> str:
     """`64 clients`, `50 requests/s` or `all at once`."""
     if run["load"] == "closed":
-        return f"{run['clients']} clients"
+        return "1 client" if run["clients"] == 1 else f"{run['clients']} clients"
     return "all at once" if run["rate"] is None else f"{run['rate']:g} requests/s"
 
 
