@@ -104,6 +104,22 @@ def _point(batch: int, rate: float, measured: Mapping[str, Any]) -> Point:
 
 def draw(series: Mapping[str, Sequence[Point]], file: Path) -> None:
     """Draw the panels side by side, as .svg or .png; the same bytes each time."""
+    draw_panels(
+        {
+            title: {name: [(p.batch, value(p)) for p in points] for name, points in series.items()}
+            for title, value in PANELS.items()
+        },
+        "batch",
+        file,
+    )
+
+
+def draw_panels(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float | None]]]],
+    xlabel: str,
+    file: Path,
+) -> None:
+    """Draw lines of (x, y) by series for each title; points without a y are left out."""
     try:
         import matplotlib
         from matplotlib import figure as mpl_figure
@@ -116,15 +132,15 @@ def draw(series: Mapping[str, Sequence[Point]], file: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "nanovllm", "svg.fonttype": "none"}):
         make: Any = mpl_figure.Figure  # matplotlib leaves parts of it untyped
         figure = make(figsize=(13, 4), layout="constrained")
-        panels = figure.subplots(1, len(PANELS))
-        for axes, (title, value) in zip(panels, PANELS.items(), strict=True):
-            for name, points in series.items():
-                shown = [(p.batch, value(p)) for p in points if value(p) is not None]
+        axes_of = figure.subplots(1, len(panels))
+        for axes, (title, lines) in zip(axes_of, panels.items(), strict=True):
+            for name, points in lines.items():
+                shown = [(x, y) for x, y in points if y is not None]
                 if shown:
                     axes.plot(*zip(*shown, strict=True), marker="o", label=name)
-            axes.set(title=title, xlabel="batch", xscale="log", ylim=(0, None))
-            batches = sorted({p.batch for points in series.values() for p in points})
-            axes.set_xticks(batches, [str(batch) for batch in batches])
+            axes.set(title=title, xlabel=xlabel, xscale="log", ylim=(0, None))
+            ticks = sorted({x for points in lines.values() for x, _ in points})
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.minorticks_off()
             axes.grid(alpha=0.3)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,15 @@ from nanovllm_core.errors import ConfigError, shown
 
 VOCABULARY = 10_000
 """Prompt ids are drawn from 0 to this, as nano-vllm's are."""
+
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work government "
+    "number night point home water room mother area money story fact month lot right study book "
+    "eye job word business issue side kind head house service friend father power hour game line "
+    "end member law"
+)
+WORDS = _WORDS.split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,13 @@ class Workload:
         if vocab_size > VOCABULARY:
             return self
         return replace(self, prompts=[[i % vocab_size for i in ids] for ids in self.prompts])
+
+    def relabelled(self, shift: int) -> Workload:
+        """The same lengths, with every id moved by `shift`: no prefix cache knows the prompts."""
+        if not shift:
+            return self
+        end = max(map(max, self.prompts)) + 1
+        return replace(self, prompts=[[(i + shift) % end for i in ids] for ids in self.prompts])
 
 
 def nano_workload(num_seqs: int = 256) -> Workload:
@@ -107,3 +123,9 @@ def recorded_workload(record: Mapping[str, Any]) -> Workload:
         "INPUT/OUTPUT' or "
         "'N ragged SHORTEST-LONGEST'"
     )
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """A common word for each id; most tokenizers make one token of it."""
+    count = len(WORDS)
+    return " ".join(WORDS[(i ^ i // count) % count] for i in ids)

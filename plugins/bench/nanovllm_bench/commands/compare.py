@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 
 from nanovllm_bench.commands.out import Out
+from nanovllm_bench.commands.serve import milliseconds
 from nanovllm_bench.commands.shared import (
     LoadFormat,
     MaxModelLen,
@@ -23,6 +26,14 @@ from nanovllm_core.cli import engine_options as options
 
 
 def compare(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Result files of serve to compare, instead of measuring.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     model: options.Model = None,
     config: options.ConfigFile = None,
     against: Annotated[Literal["hf"], typer.Option(help="hf: transformers' generate.")] = "hf",
@@ -42,7 +53,13 @@ def compare(
     settings: options.Settings = None,
     out: Out = None,
 ) -> None:
-    """Compare throughput, time to first token and memory with transformers, same requests."""
+    """Compare throughput, time to first token and memory with transformers, same requests.
+
+    With result files of `bench serve`: the endpoints beside one another, load by load.
+    """
+    if files:
+        show_endpoints(files)
+        return
     from nanovllm_bench.compare import compare_with_transformers
     from nanovllm_bench.record import write_record
     from nanovllm_bench.workloads import ragged_workload
@@ -65,6 +82,30 @@ def compare(
     _show(result, against)
     if out is not None:
         write_record(out, result)
+
+
+def show_endpoints(files: Sequence[Path]) -> None:
+    """Print every load of the results; how many times as fast the first one is, by throughput."""
+    from nanovllm_bench.plots import read_record
+    from nanovllm_bench.serve.compare import by_load, names_of
+
+    names = names_of(files)
+    records = dict(zip(names, map(read_record, files), strict=True))
+    parts = (f"{name}\np50 / p90 / p99, ms" for name in ("first token", "between tokens"))
+    table = Table("load", "endpoint", "output tok/s", *parts, f"{names[0]} is")
+    for load, runs in by_load(records).items():
+        first = runs.get(names[0])
+        for name, run in runs.items():
+            ratio = first and first is not run and run["tokens_per_second"]
+            table.add_row(
+                load,
+                name + (" (INVALID)" if run["invalid"] else ""),
+                f"{run['tokens_per_second']:,.0f}",
+                milliseconds(run["ttft_ms"]),
+                milliseconds(run["inter_token_ms"]),
+                f"{first['tokens_per_second'] / ratio:.2f} × as fast" if first and ratio else "",
+            )
+    wide_console().print(table)
 
 
 def _show(result: dict[str, Any], against: str) -> None:

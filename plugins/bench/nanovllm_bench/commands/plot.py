@@ -21,7 +21,7 @@ def plot(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Result files of table, or of throughput with fixed lengths.",
+            help="Result files of table, of throughput with fixed lengths, or of serve.",
             exists=True,
             dir_okay=False,
         ),
@@ -30,8 +30,16 @@ def plot(
         "bench.svg"
     ),
 ) -> None:
-    """Plot throughput, share of the roofline and GPU utilisation by batch size."""
-    from nanovllm_bench.plots import draw, read_record, series_of
+    """Plot throughput, share of the roofline and GPU utilisation by batch size.
 
-    draw(series_of([read_record(file) for file in files]), out)
+    Results of serve: throughput and p99s by clients or requests per second.
+    """
+    from nanovllm_bench.plots import draw, read_record, series_of
+    from nanovllm_bench.serve.compare import draw_serving, is_serving, names_of
+
+    records = [read_record(file) for file in files]
+    if any(map(is_serving, records)):
+        draw_serving(dict(zip(names_of(files), records, strict=True)), out)
+    else:
+        draw(series_of(records), out)
     typer.echo(f"wrote {out}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from nanovllm_core.errors import shown
+
+if TYPE_CHECKING:
+    from nanovllm_bench.workloads import Workload
 
 LoadFormat = Annotated[
     str | None, typer.Option(help="dummy: random weights; needs only config.json.")
@@ -43,6 +46,17 @@ def numbers(text: str, flag: str) -> list[int]:
     if max(values) > MAX_NUMBER:
         raise typer.BadParameter(f"{flag}: {max(values)} is above {MAX_NUMBER}; give less")
     return [*dict.fromkeys(values)]
+
+
+def workload_of(num_seqs: int, input_len: int | None, output_len: int | None) -> Workload:
+    """The nano workload, or one of fixed lengths where they are given."""
+    from nanovllm_bench.workloads import fixed_workload, nano_workload
+
+    if (input_len is None) != (output_len is None):
+        raise typer.BadParameter("--input-len and --output-len go together")
+    if input_len is None or output_len is None:
+        return nano_workload(num_seqs)
+    return fixed_workload(num_seqs, input_len, output_len)
 
 
 def names_of(text: str, flag: str) -> list[str]:

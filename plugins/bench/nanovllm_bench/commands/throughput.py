@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,11 +18,9 @@ from nanovllm_bench.commands.shared import (
     percent,
     rates,
     show_rows,
+    workload_of,
 )
 from nanovllm_core.cli import engine_options as options
-
-if TYPE_CHECKING:
-    from nanovllm_bench.workloads import Workload
 
 
 def throughput(
@@ -63,22 +61,12 @@ def throughput(
         load_format=load_format,
         max_model_len=max_model_len,
     ).config
-    workload = _workload(num_seqs, input_len, output_len)
+    workload = workload_of(num_seqs, input_len, output_len)
     with options.open_llm(engine_config) as llm:
         result = measure_throughput(llm, workload, temperature=temperature, runs=runs)
     _show(result)
     if out is not None:
         write_record(out, result)
-
-
-def _workload(num_seqs: int, input_len: int | None, output_len: int | None) -> Workload:
-    from nanovllm_bench.workloads import fixed_workload, nano_workload
-
-    if (input_len is None) != (output_len is None):
-        raise typer.BadParameter("--input-len and --output-len go together")
-    if input_len is None or output_len is None:
-        return nano_workload(num_seqs)
-    return fixed_workload(num_seqs, input_len, output_len)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -1,0 +1,193 @@
+"""`nanovllm bench serve` with client processes of its own, on the real clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from nanovllm_bench.latency import percentiles
+from nanovllm_bench.serve import processes
+from nanovllm_bench.serve.client import Endpoint, Request
+from nanovllm_bench.serve.load import Share
+from nanovllm_bench.serve.measure import EndpointError
+from nanovllm_bench.serve.processes import ClientError, carry
+from nanovllm_bench.serve.summary import values_of
+from nanovllm_bench.serve.timed import Script, Served, TimedEndpoint
+from nanovllm_core.cli.main import make_app
+from nanovllm_core.errors import ConfigError
+
+GAP = 0.03
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(), ["bench", *arguments])
+
+
+def words(result: Result) -> str:
+    return " ".join(result.output.replace("│", "").split())
+
+
+@pytest.fixture(scope="module")
+def timed() -> Iterator[tuple[str, list[Served]]]:
+    """An endpoint on a thread: URL, and what it did. Requests for one token are refused."""
+
+    def script(_index: int, body: Any) -> Script:
+        length = body["max_tokens"]
+        return Script(0.06, [GAP] * (length - 1), status=429 if length == 1 else 200)
+
+    endpoint, ready = TimedEndpoint(script), threading.Event()
+    said: dict[str, Any] = {}
+
+    async def main() -> None:
+        async with endpoint.listen() as said["url"]:
+            said["loop"], said["over"] = asyncio.get_running_loop(), asyncio.Event()
+            ready.set()
+            await said["over"].wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    assert ready.wait(30)
+    yield said["url"], endpoint.served
+    said["loop"].call_soon_threadsafe(said["over"].set)
+    thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def result_file(timed: tuple[str, list[Served]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes, a closed and an open loop."""
+    url, served = timed
+    served.clear()
+    out = tmp_path_factory.mktemp("serve") / "timed.json"
+    result = bench(
+        *("serve", "--url", url, "--clients", "4", "--rate", "40", "--num-seqs", "8"),
+        *("--input-len", "16", "--output-len", "12", "--processes", "2", "--ttft-limit", "5000"),
+        *("--warm-up", "2", "--out", str(out)),
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "4 clients" in result.output
+    assert "40 requests/s" in result.output
+    return out
+
+
+def test_the_record_holds_both_loads_and_what_they_follow_from(result_file: Path) -> None:
+    record = json.loads(result_file.read_text(), parse_constant=pytest.fail)
+    assert (record["benchmark"], record["workload"]) == ("serve", "8 x 16/12")
+    assert record["endpoint"]["model"] == "timed"
+    assert record["environment"].keys() >= {"commit", "clean_tree", "python"}
+    assert [(run["load"], run["clients"], run["rate"]) for run in record["runs"]] == [
+        ("closed", 4, None),
+        ("open", None, 40.0),
+    ]
+    for run in record["runs"]:
+        assert (run["completed"], run["errors"], run["output_tokens"]) == (8, {}, 96)
+        assert run["prompt_tokens"] == 8 * 16
+        assert run["client"]["processes"] == 2
+        assert run["goodput"]["share"] == 1.0
+        assert run["ttft_ms"] == percentiles(run["raw_ttft_ms"])
+        assert run["inter_token_ms"] == percentiles(values_of(run["raw_inter_token_ms"]))
+        rate = run["output_tokens"] / run["seconds"]
+        assert run["tokens_per_second"] == pytest.approx(rate, rel=1e-2)
+
+
+def test_the_times_are_the_endpoint_s(result_file: Path, timed: tuple[str, list[Served]]) -> None:
+    """The median within 3 % of what the endpoint noted itself, on a machine that others use."""
+    runs = json.loads(result_file.read_text())["runs"]
+    gaps = [1e3 * (b - a) for one in timed[1] for a, b in pairwise(one.written)]
+    measured = np.concatenate([values_of(run["raw_inter_token_ms"]) for run in runs])
+    assert float(np.median(measured)) == pytest.approx(float(np.median(gaps)), rel=0.03)
+
+
+def test_no_two_loads_and_no_warm_up_share_a_prompt(
+    result_file: Path, timed: tuple[str, list[Served]]
+) -> None:
+    prompts = [tuple(one.body["prompt"]) for one in timed[1]]
+    assert len(prompts) == 2 * (8 + 2)
+    assert len({prompt[:4] for prompt in prompts}) == len(prompts)
+
+
+def test_results_are_compared_load_by_load(result_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "peer.json"
+    record = json.loads(result_file.read_text())
+    for run in record["runs"]:
+        run["tokens_per_second"] /= 2
+    other.write_text(json.dumps(record))
+    result = bench("compare", str(result_file), str(other))
+    assert result.exit_code == 0, result.output
+    assert result.output.count("2.00 × as fast") == 2
+    record["workload"] = "nano"
+    other.write_text(json.dumps(record))
+    assert isinstance(
+        error := bench("compare", str(result_file), str(other)).exception, ConfigError
+    )
+    assert "different requests" in str(error)
+    other.write_text('{"benchmark": "table"}')
+    assert isinstance(
+        error := bench("compare", str(result_file), str(other)).exception, ConfigError
+    )
+    assert "peer is no result of `nanovllm bench serve`" in str(error)
+
+
+def test_results_are_drawn(result_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs nanovllm-bench[plot]")
+    result = bench("plot", str(result_file), "--out", str(tmp_path / "a.svg"))
+    assert result.exit_code == 0, result.output
+    assert "timed, open loop" in (tmp_path / "a.svg").read_text()
+
+
+def test_an_endpoint_that_refuses_is_told_before_the_measurement(
+    timed: tuple[str, list[Served]],
+) -> None:
+    lengths = ("--input-len", "4", "--output-len", "1", "--num-seqs", "2")
+    result = bench("serve", "--url", timed[0], "--clients", "2", *lengths)
+    assert isinstance(result.exception, ClientError)
+    assert "2 of 2 requests of the warm-up failed" in str(result.exception)
+    assert "http 429" in str(result.exception)
+
+
+def test_where_no_endpoint_is_the_error_says_so() -> None:
+    result = bench("serve", "--url", "http://127.0.0.1:9", "--clients", "1")
+    assert isinstance(result.exception, EndpointError)
+    assert "http://127.0.0.1:9/v1/models lists no model" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give --clients for a closed loop"),
+        (["--rate", "0"], "must be above 0"),
+        (["--rate", "a"], "no list of numbers"),
+        (["--clients", "0"], "no list of whole numbers"),
+        (["--clients", "1", "--input-len", "3"], "go together"),
+        (["--clients", "1", "--body", "[]"], "no JSON object"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(arguments: list[str], said: str) -> None:
+    result = bench("serve", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in words(result)
+
+
+def test_a_client_process_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes._Child, "start", _exiting)
+    load = Share(Endpoint("http://127.0.0.1:9", "none"), [Request([1], 1)], clients=1)
+    with pytest.raises(ClientError, match="ended before it was ready, with exit status 3"):
+        carry(load, 1)
+
+
+def _exiting(context: Any, share: Share, stack: Any) -> Any:
+    """A client process that is gone at once."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=os._exit, args=(3,), daemon=True)
+    process.start()
+    theirs.close()
+    return processes._Child(share, process, ours)
