@@ -41,6 +41,10 @@ FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
 	then echo "$$python"; exit; fi; done; \
 	echo "nanovllm needs Python 3.11, 3.12 or 3.13 on PATH" >&2; exit 1
 
+# The tests start more than a hundred processes. Where this variable is set, as in many images of
+# containers, each would compile torch, transformers and the core again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Threads of torch and of pytest's workers would fight over the cores.
 # Of several threads each waits for all others in every operation: where another process has a core,
 # or a container may use fewer than it sees, a small model writes ten times slower than with one.

@@ -15,9 +15,10 @@ from types import ModuleType
 
 import pytest
 
-from nanovllm_kit.interpreter import interpret_triton_without_cuda
+from nanovllm_kit.interpreter import interpret_triton_without_cuda, quicken_interpreter
 
-interpret_triton_without_cuda()
+if interpret_triton_without_cuda():
+    quicken_interpreter()
 
 collect_ignore_glob = ["plugins/kit/nanovllm_kit/scaffold/templates/*"]
 """Their tests run in the packages that are made of them."""

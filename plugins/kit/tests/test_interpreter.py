@@ -1,10 +1,11 @@
-"""Triton's interpreter is switched on before kernels are decorated, or an error says it is late."""
+"""Triton's interpreter is switched on in time or refused, and does no work that changes nothing."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,3 +43,51 @@ def test_a_machine_with_a_gpu_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not interpret_triton_without_cuda()
     assert "TRITON_INTERPRET" not in os.environ
+
+
+SUMS = """
+import inspect, torch, triton, triton.language as tl
+from triton.runtime import interpreter
+
+@triton.jit
+def shifted(x, by):
+    return tl.maximum(x + by, 0)
+
+@triton.jit
+def kernel(x_ptr, out_ptr, COUNT: tl.constexpr):
+    at = tl.program_id(0) * 8 + tl.arange(0, 8)
+    x = tl.load(x_ptr + at)
+    for step in range(COUNT):
+        x = shifted(x, step)
+    tl.store(out_ptr + at, x + tl.sum(x, 0))
+
+searches = []
+search = inspect.getmembers
+inspect.getmembers = lambda *one: searches.append(1) or search(*one)
+x = torch.arange(-8, 8, dtype=torch.int32)
+x[0] = 2**31 - 1
+for _ in range(2):
+    out = torch.zeros_like(x)
+    kernel[(2,)](x, out, 5)
+    print(out.tolist())
+print(tl.core.is_builtin(tl.load), len(searches))
+"""
+
+
+@needs_no_cuda
+def test_a_quickened_interpreter_computes_the_same_and_searches_once_per_launch(
+    tmp_path: Path,
+) -> None:
+    """Sums that overflow and device functions included; the language is whole again afterwards."""
+    (tmp_path / "sums.py").write_text(SUMS)  # Triton reads a kernel's source from its file.
+    start = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + IMPORT
+    plain, quick = (
+        run(start + f"switch()\n{quicken}\nimport sums").stdout.splitlines()
+        for quicken in ("", "from nanovllm_kit.interpreter import *; quicken_interpreter()")
+    )
+    *results, after = quick
+    assert results == plain[:-1]
+    assert len(set(results)) == 1
+    *_, searches = after.split()
+    assert after.startswith("True")
+    assert 0 < int(searches) <= int(plain[-1].split()[1]) // 5
