@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from nanovllm_bench.commands.out import Out
 from nanovllm_bench.commands.shared import (
     above_zero,
     numbers,
@@ -87,7 +88,7 @@ def serve(
     ttft_limit: Limit = None,
     tpot_limit: Limit = None,
     e2e_limit: Limit = None,
-    out: options.Out = None,
+    out: Out = None,
 ) -> None:
     """Measure an OpenAI-compatible endpoint: throughput, first token, between tokens, goodput.
 

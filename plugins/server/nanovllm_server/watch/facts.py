@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from nanovllm_core import AsyncLLM
 from nanovllm_core.api import ResolvedPlugin
-from nanovllm_core.selection.decisions import NAMED_KINDS, Decisions
+from nanovllm_core.selection import NAMED_KINDS, Decisions
 from nanovllm_server.watch import metrics
 from nanovllm_server.watch.values import Histogram, quantile, read_values
 
