@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
-from nanovllm_core.diagnostics.status import PluginStatus
+from nanovllm_core.diagnostics.status import PluginStatus, find_module
 from nanovllm_core.errors import in_ranges
 from nanovllm_core.interfaces.specs import PluginSpec
 from nanovllm_core.registry.discovery import InstalledPlugin
@@ -128,8 +127,5 @@ def _type_name(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str
 def _where(plugin: InstalledPlugin) -> str:
     """The light module and its file, found without importing it."""
     module = plugin.entry_point.partition(":")[0]
-    try:
-        found = importlib.util.find_spec(module)
-    except ImportError:
-        found = None
+    found = find_module(module)
     return f"{module} ({found.origin})" if found else f"{module} (not found)"

@@ -137,7 +137,7 @@ def missing_code(impl: str) -> str | None:
     try:
         if module in sys.modules:
             return None if _has(sys.modules[module], name) else lacks
-        spec = _find(module)
+        spec = find_module(module)
         if spec is None:
             return f"{cannot}there is no module {module!r}"
         source = getattr(spec.loader, "get_source", lambda _: None)(module)
@@ -149,8 +149,8 @@ def missing_code(impl: str) -> str | None:
     return lacks
 
 
-def _find(module: str) -> ModuleSpec | None:
-    """As importlib finds it, but no package on the way there is imported."""
+def find_module(module: str) -> ModuleSpec | None:
+    """A module as importlib finds it, but no package on the way there is imported."""
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     for name in accumulate(module.split("."), "{}.{}".format):

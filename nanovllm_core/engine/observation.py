@@ -83,7 +83,8 @@ class Observation:
 
     def observe_request(self, request: Request) -> None:
         """A request is over; its record is made where an observer wants it."""
-        wanted = any(map(_reads_requests, self._observers.values()))
+        unread = StepObserver.on_request_finished
+        wanted = any(type(o).on_request_finished is not unread for o in self._observers.values())
         if request.finish_reason is None or not wanted:
             return
         record = RequestRecord(
@@ -111,10 +112,6 @@ class Observation:
         """The last call: every observer that is left is closed, whatever the others raise."""
         observers, self._observers = self._observers, {}
         close_observers(observers)
-
-
-def _reads_requests(observer: StepObserver) -> bool:
-    return type(observer).on_request_finished is not StepObserver.on_request_finished
 
 
 def close_observers(observers: Mapping[str, StepObserver]) -> None:

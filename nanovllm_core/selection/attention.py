@@ -136,13 +136,10 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
 
 
 def evaluate(
-    manager: PluginManager,
-    choice: PluginChoice,
-    requirements: AttentionRequirements,
-    path: str = "attention.options",
+    manager: PluginManager, choice: PluginChoice, requirements: AttentionRequirements
 ) -> Candidate:
     """Load a backend's spec and ask whether it can serve; PluginError if it cannot be loaded."""
-    return evaluate_layers(manager, choice, {requirements: ()}, path)
+    return evaluate_layers(manager, choice, {requirements: ()})
 
 
 def evaluate_layers(
