@@ -41,8 +41,7 @@ def serve(
         defaults={"model": DEFAULT_MODEL},
     )  # fmt: skip
     flags = {"host": host, "port": port, "served_model_name": served_model_name}
-    given = {key: value for key, value in flags.items() if value is not None}
-    server_settings = parse_settings({**(loaded.sections.get("serve") or {}), **given})
+    server_settings = parse_settings(loaded.sections.get("serve"), flags)
 
     from nanovllm_core import AsyncLLM
 
