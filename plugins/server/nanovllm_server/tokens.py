@@ -50,7 +50,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     """A served name of the model; left out, the only one."""
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
     """Token ids."""
 
 
