@@ -18,7 +18,9 @@ from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
 DOORS = {f"nanovllm_core.{door}" for door in ("api", "kernels", "layers", "worker")} | {
-    "nanovllm_kit"
+    "nanovllm_kit",
+    "nanovllm_server.watch.routes",
+    "nanovllm_server.watch.testing",
 }
 FOLDER = ROOT / "docs/write"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")

@@ -19,7 +19,7 @@ from nanovllm_core.registry.discovery import COMMAND_GROUP, extra_command
 
 KNOWN_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("bench", "eval", "plan"), "bench"),
-    "serve": "server",
+    **dict.fromkeys(("serve", "serve-key"), "server"),
     **dict.fromkeys(("plugins.new", "plugins.test", "plugins.validate"), "kit"),
 }
 """Commands of this project's own distributions, and the extra that installs each."""

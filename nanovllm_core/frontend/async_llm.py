@@ -37,18 +37,20 @@ class AsyncLLM(Door):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         labels: Labels | None = None,
+        cache_salt: bytes = b"",
         stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one prompt's (or conversation's) outputs as they grow; `new_text` is what is new.
 
         The arguments are those of `LLM.stream`. Without `stream`, a sample has one output, its
-        last. Cancelling the task aborts the request: its blocks are free before the engine's next
-        step. So does `aclose()`; a loop that is left by `break` without it aborts when Python
-        collects the generator.
+        last. A request shares cached prefixes only with those of the same `cache_salt`. Cancelling
+        the task aborts the request: its blocks are free before the engine's next step. So does
+        `aclose()`; a loop that is left by `break` without it aborts when Python collects the
+        generator.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         ids = self._encode_one(prompt, chat_template_kwargs)
-        request = self._new_request(ids, params, labels, stream=stream)
+        request = self._new_request(ids, params, labels, stream, cache_salt)
         streams, left = self._streams(request), params.n
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)

@@ -101,7 +101,12 @@ class Door:
         return self._encode(prompt)  # type: ignore[arg-type]  # no message, so a prompt
 
     def _new_request(
-        self, ids: list[int], params: SamplingParams, labels: Labels | None, stream: bool = False
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        labels: Labels | None,
+        stream: bool = False,
+        cache_salt: bytes = b"",
     ) -> NewRequest:
         check_params(params, self._client.tokenizer is not None)
         return NewRequest(
@@ -110,6 +115,7 @@ class Door:
             params=params,
             stream=stream,
             labels=labels,
+            cache_salt=cache_salt,
         )
 
     def _streams(self, request: NewRequest) -> list[OutputStream]:

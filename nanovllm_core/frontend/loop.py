@@ -227,6 +227,7 @@ class EngineLoop:
                     stream=new.stream,
                     searched=bool(new.params.stop),
                     labels=new.labels,
+                    cache_salt=new.cache_salt,
                 )
                 added.append(new.request_id)
         except Exception as error:

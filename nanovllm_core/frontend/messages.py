@@ -23,6 +23,7 @@ class NewRequest:
     params: SamplingParams
     stream: bool = False
     labels: Mapping[str, str] | None = None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ class OutputStream:
             (
                 size
                 for string in self._stop_strings
-                for size in range(1, len(string))
+                for size in range(1, min(len(string), len(self._held) + 1))
                 if self._held.endswith(string[:size])
             ),
             default=0,

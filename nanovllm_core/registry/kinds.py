@@ -142,7 +142,13 @@ _OURS = (
         choice="executor",
         extras={"parallel": "parallel"},
     ),
-    Kind("observer", specs.ObserverSpec, f"{INTERFACES}.observer:StepObserver", choice="observers"),
+    Kind(
+        "observer",
+        specs.ObserverSpec,
+        f"{INTERFACES}.observer:StepObserver",
+        choice="observers",
+        extras={"prometheus": "server", "opentelemetry": "server"},
+    ),
 )
 
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _OURS})

@@ -49,6 +49,22 @@ def test_tasks_of_one_loop_get_their_own_outputs(llm: AsyncLLM, reference: Refer
     assert not llm._mailboxes
 
 
+def test_cached_prefixes_are_shared_by_requests_of_one_salt_only(llm: AsyncLLM) -> None:
+    """A tenant that sends another's prompt sees no cached tokens; the salt changes no token."""
+
+    async def ask(salt: bytes) -> tuple[int, list[int]]:
+        prompt = [*range(40, 64)] * 2
+        outputs = [o async for o in llm.generate(prompt, greedy(), cache_salt=salt)]
+        return outputs[-1].num_cached_tokens, outputs[-1].token_ids
+
+    async def main() -> list[tuple[int, list[int]]]:
+        return [await ask(salt) for salt in (b"one", b"two", b"one", b"", b"two")]
+
+    cached, texts = zip(*asyncio.run(main()), strict=True)
+    assert [bool(count) for count in cached] == [False, False, True, False, True]
+    assert all(text == texts[0] for text in texts)
+
+
 def test_outputs_come_as_they_grow_and_the_loop_serves_others_meanwhile(llm: AsyncLLM) -> None:
     async def main() -> tuple[int, list[int]]:
         ticks, running = 0, True

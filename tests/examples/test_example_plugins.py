@@ -35,6 +35,7 @@ def test_the_examples_are_these() -> None:
         "model_llama",
         "model_qwen2",
         "more_kinds",
+        "routes_admin",
         "scheduler_fair_share",
         "scheduler_priority",
     ]
@@ -165,6 +166,8 @@ TESTED = [
     ("sampler", "inverse_cdf"),
     ("kernels", "float64"),
     ("extension", "steps"),
+    ("route", "admin", "--option", f"key_sha256='{'0' * 64}'"),
+    ("kind", "route"),
 ]
 
 

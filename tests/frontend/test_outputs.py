@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from random import Random
+from time import process_time
 
 import pytest
 
@@ -163,3 +164,12 @@ def test_a_progress_bar_is_shown_in_a_notebook_too(
     monkeypatch.setattr("rich.console._is_jupyter", lambda: notebook)
     assert progress_bar(True).disable is not notebook
     assert progress_bar(False).disable
+
+
+def test_a_long_stop_string_costs_as_much_as_the_text_that_may_begin_it() -> None:
+    """The door looks for it at every token, so its own length must not count."""
+    stream = stream_of([], stop=["ab" * 250_000], max_tokens=None)
+    began = process_time()
+    for _ in range(20):
+        stream.push(delta([5]))
+    assert process_time() - began < 1.0

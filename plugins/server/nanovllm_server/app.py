@@ -9,20 +9,31 @@ from nanovllm_server import chat, completions, models, page, tokens
 from nanovllm_server.errors import add_handlers
 from nanovllm_server.service import Service
 from nanovllm_server.settings import ServerSettings
+from nanovllm_server.watch.watch import Watch
 
 
 def make_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """The application for a started engine, which stays its caller's to close.
 
-    `app.state.service` is what the routes share.
+    `app.state.service` is what the routes share, `app.state.watch` what watches the engine.
     """
     service = Service(llm, settings)
-    app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = service
+    watch = Watch(service)
+    app = FastAPI(
+        title="nanovllm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=watch.lifespan,
+    )
+    app.state.service, app.state.watch = service, watch
     add_handlers(app)
     for make_router in ROUTERS:
         app.include_router(make_router(service))
+    app.router.routes.extend(watch.routes())
+    watch.add_plugin_routes(app.router)
     # Middleware is pure ASGI; the one that is added last is the outermost.
+    app.add_middleware(watch.wrap_plugins)
     return app
 
 

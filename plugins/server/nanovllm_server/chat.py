@@ -29,6 +29,8 @@ def make_router(service: Service) -> APIRouter:
             prompts=[ids],
             params=body.sampling_params(),
             labels=body.labels,
+            cache_salt=service.cache_salt(body.cache_salt),
+            admission=service.admission,
             stream=bool(body.stream),
             prompt_field="messages",
         )

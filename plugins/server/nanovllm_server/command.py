@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from nanovllm_core import AsyncLLM
+    from nanovllm_server.watch.watch import Watch
 
 DEFAULT_MODEL = "demo"
 
@@ -25,6 +27,10 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="A name of the model for clients (repeatable).")
+    ] = None,
+    allow_anonymous: Annotated[
+        bool | None,
+        typer.Option("--allow-anonymous", help="Listen beyond this machine without API keys."),
     ] = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
@@ -40,51 +46,88 @@ def serve(
         model, config, attention, scheduler, device, dtype, settings,
         defaults={"model": DEFAULT_MODEL},
     )  # fmt: skip
-    flags = {"host": host, "port": port, "served_model_name": served_model_name}
-    given = {key: value for key, value in flags.items() if value is not None}
-    server_settings = parse_settings({**(loaded.sections.get("serve") or {}), **given})
+    flags = {
+        "host": host,
+        "port": port,
+        "served_model_name": served_model_name,
+        "allow_anonymous": allow_anonymous,
+    }
+    server_settings = parse_settings(loaded.sections.get("serve"), flags)
 
     from nanovllm_core import AsyncLLM
+    from nanovllm_server.guard.hosts import check_exposure
+    from nanovllm_server.guard.keys import read_keys
+    from nanovllm_server.watch.health import close_within
+    from nanovllm_server.watch.watch import observed
 
+    # Before the model is loaded.
+    keys = read_keys(server_settings.keys, server_settings.keys_file)
+    check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
     options.show_choices()
-    llm = AsyncLLM.from_config(loaded.config)
-    try:
-        run(llm, server_settings)
-    finally:
-        llm.close()
+    with observed(loaded.config, server_settings.tracing) as observed_config:
+        llm = AsyncLLM.from_config(observed_config)
+        try:
+            is_well = run(llm, server_settings)
+        finally:
+            is_closed = close_within(llm, server_settings.health.stuck_after_s)
+    if not (is_well and is_closed):
+        raise typer.Exit(1)
 
 
-def run(llm: AsyncLLM, settings: ServerSettings) -> None:
-    """Serve until SIGINT or SIGTERM, and print the address when requests can come."""
-    make_server(llm, settings).run()
+def run(llm: AsyncLLM, settings: ServerSettings) -> bool:
+    """Serve until SIGINT or SIGTERM, and print the address when requests can come.
+
+    False where the engine's end ended the server.
+    """
+    from nanovllm_server.guard.logs import configure_logging
+
+    configure_logging(settings.log.format, settings.log.level)
+    server, watch = make_watched_server(llm, settings)
+    server.run()
+    return watch.monitor.failure is None
 
 
 def make_server(llm: AsyncLLM, settings: ServerSettings) -> uvicorn.Server:
     """uvicorn, which prints the address once it listens."""
+    return make_watched_server(llm, settings)[0]
+
+
+def make_watched_server(llm: AsyncLLM, settings: ServerSettings) -> tuple[uvicorn.Server, Watch]:
+    """The server, which ends when its engine does and none replaces it; and what watches it."""
     import uvicorn
 
     from nanovllm_server.app import make_app
+    from nanovllm_server.guard.assemble import guarded, uvicorn_options
+    from nanovllm_server.guard.drain import DrainingServer
+    from nanovllm_server.guard.keys import read_keys
 
-    class Server(uvicorn.Server):
+    keys = read_keys(settings.keys, settings.keys_file)
+    app = make_app(llm, settings)
+    watch: Watch = app.state.watch
+    guarded_app, drain = guarded(app, settings, keys, watch.wrap_requests)
+
+    class Server(DrainingServer):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             if self.started:
                 print(f"Serving {settings_name(llm, settings)} at {address(self)}", flush=True)
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return Server(
+    server = Server(
         uvicorn.Config(
-            make_app(llm, settings),
+            guarded_app,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http="httptools",
-            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-        )
+            **uvicorn_options(settings),
+        ),
+        drain,
     )
+    watch.connect(partial(setattr, server, "should_exit", True), lambda: drain.is_draining)
+    return server, watch
 
 
 def settings_name(llm: AsyncLLM, settings: ServerSettings) -> str:
@@ -94,4 +137,5 @@ def settings_name(llm: AsyncLLM, settings: ServerSettings) -> str:
 def address(server: uvicorn.Server) -> str:
     """Where a started server listens, as a URL."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if server.config.is_ssl else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

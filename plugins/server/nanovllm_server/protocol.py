@@ -37,6 +37,7 @@ from nanovllm_core.interfaces.sampling_params import (
 )
 from nanovllm_core.registry import get_plugin_manager
 from nanovllm_server.errors import refused_field
+from nanovllm_server.guard.prompts import check_stops
 
 MAX_PROMPTS = 1024
 """Of one request."""
@@ -138,6 +139,8 @@ class Sampling(Body):
     """Send the answer as it grows, as server-sent events."""
     stream_options: StreamOptions | None = None
     """Needs `stream`."""
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_TEXT_LENGTH)
+    """Share cached prefixes only with requests of the same salt, and of the same API key."""
     user: str | None = Field(default=None, max_length=MAX_TEXT_LENGTH)
     """A label of the request, `user`, for schedulers and observers."""
     logits_processors: SkipValidation[dict[str, dict[str, Any]] | None] = None
@@ -170,6 +173,7 @@ class Sampling(Body):
 
     def sampling_params(self) -> SamplingParams:
         """As the engine takes them; InvalidSamplingError where it does not."""
+        check_stops(self.stop or ())
         return SamplingParams(
             n=self.n or 1,
             max_tokens=self.most_tokens,

@@ -10,6 +10,10 @@ from typing import Any
 from nanovllm_core import AsyncLLM
 from nanovllm_core.errors import NanoVLLMError, shown
 from nanovllm_server.errors import ApiError, of_engine
+from nanovllm_server.guard.admission import Admission
+from nanovllm_server.guard.isolation import cache_salt
+from nanovllm_server.guard.keys import api_key
+from nanovllm_server.guard.prompts import PromptLimits, check_template_kwargs
 from nanovllm_server.logprobs import TokenTexts
 from nanovllm_server.protocol import ChatMessage
 from nanovllm_server.settings import ServerSettings
@@ -27,6 +31,9 @@ class Service:
         self.names = settings.served_model_name or (llm.config.model,)
         self.started = int(time.time())
         self.token_texts = TokenTexts(llm.tokenizer)
+        limits = settings.limits
+        self.admission = Admission(llm.config.limits.max_num_seqs, limits.max_queue)
+        self.prompt_limits = PromptLimits.of(llm.info.max_model_len, limits.max_prompt_characters)
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer carries; 404 for a model that is not served."""
@@ -40,7 +47,8 @@ class Service:
         return self.names[0] if name is None else name
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
+        """The ids of a text; ApiError for one that is far too long."""
+        self.prompt_limits.check_text(text, "prompt")
         encode = self.llm.tokenizer.encode
         if len(text) <= LONG_TEXT:
             return encode(text, add_special_tokens)
@@ -64,6 +72,8 @@ class Service:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """The ids of a conversation, by the checkpoint's template; ApiError names the field."""
+        self.prompt_limits.check_messages([message.content for message in messages])
+        check_template_kwargs(variables)
         conversation = [message.for_template() for message in messages]
         template = self.llm.tokenizer.apply_chat_template
         try:
@@ -72,3 +82,8 @@ class Service:
             return await asyncio.to_thread(template, conversation, add_generation_prompt, variables)
         except NanoVLLMError as error:
             raise of_engine(error, "messages") from error
+
+    def cache_salt(self, given: str | None) -> bytes:
+        """The salt of the request that this task serves; `given` is its own field."""
+        key = api_key.get() if self.settings.isolate_prefix_cache else None
+        return cache_salt(None if key is None else key.name, given)

@@ -5,21 +5,25 @@ The sections of guard and watch are nested models of those packages.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from nanovllm_core.config import explain_options
 from nanovllm_core.errors import ConfigError
-
-
-class ServerSection(BaseModel):
-    """A part of the settings: frozen, no unknown keys, no silent conversions."""
-
-    # The text below a field is its description.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+from nanovllm_server.guard.keys import ApiKey
+from nanovllm_server.guard.settings import (
+    CorsSettings,
+    File,
+    LimitSettings,
+    LogSettings,
+    Seconds,
+    Texts,
+    TlsSettings,
+)
+from nanovllm_server.section import ServerSection
+from nanovllm_server.watch.settings import HealthSettings, RouteChoices, TracingSettings
 
 
 def _as_names(value: object) -> object:
@@ -40,12 +44,44 @@ class ServerSettings(ServerSection):
     served_model_name: Names = ()
     """The names of the model, one or a list: requests may use any, answers carry the first. Left
     out, `model` as it was given."""
+    keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
+    """API keys, as `nanovllm serve-key` prints them. The environment variable `NANOVLLM_API_KEY`
+    adds one in plain text. Without any key everybody may use the server who reaches it."""
+    keys_file: File | None = None
+    """A YAML file of further keys, in the form of `keys`."""
+    allow_anonymous: bool = False
+    """Listen beyond this machine without any key."""
+    public_paths: Texts = ("/", "/health", "/ready", "/page/")
+    """They need no key. One that ends in `/` stands for all beneath it, except `/` itself."""
+    isolate_prefix_cache: bool = True
+    """Requests share cached prefixes only with those of the same key, so that no tenant learns
+    another's prompt from the time of its own."""
+    drain_s: Seconds = 30.0
+    """On SIGTERM running requests have so many seconds to finish; new ones get 503."""
+    limits: LimitSettings = LimitSettings()
+    tls: TlsSettings | None = None
+    cors: CorsSettings = CorsSettings()
+    log: LogSettings = LogSettings()
+    health: HealthSettings = HealthSettings()
+    """When /health says that the engine is stuck, and what follows the engine's end."""
+    routes: RouteChoices = ()
+    """Plugins of the kind `route`, in order: each a name, or `{name, options}`. They add routes and
+    middleware; the first one's middleware is the outermost."""
+    tracing: TracingSettings | None = None
+    """Traces by OpenTelemetry (the extra `tracing`); left out, none are made."""
 
 
-def parse_settings(values: Any) -> ServerSettings:
-    """The settings of a section's values; ConfigError names path, value and remedy."""
+def parse_settings(section: object, flags: Mapping[str, object] | None = None) -> ServerSettings:
+    """The settings of the section `serve:`; flags that are not None win.
+
+    Raises ConfigError, which names path, value and remedy of everything that is wrong.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    values = {} if section is None else section
     try:
-        return ServerSettings.model_validate({} if values is None else values)
+        return ServerSettings.model_validate(
+            {**values, **given} if isinstance(values, Mapping) else values
+        )
     except ValidationError as error:
         raise ConfigError(
             explain_options(error, ServerSettings, "serve", "nanovllm-server")

@@ -20,6 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
 from nanovllm_server.errors import ApiError, of_engine
+from nanovllm_server.guard.admission import Admission
+from nanovllm_server.guard.asgi import send_error
+from nanovllm_server.watch.trace_context import trace_labels
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
@@ -40,6 +43,8 @@ class Work:
     prompts: Sequence[list[int]]
     params: SamplingParams
     labels: Mapping[str, str]
+    cache_salt: bytes
+    admission: Admission
     stream: bool
     prompt_field: str
     """The field that holds the prompts, for errors."""
@@ -79,8 +84,13 @@ class Work:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _generate(self, place: int) -> AsyncGenerator[RequestOutput, None]:
+        labels = {**self.labels, **trace_labels()}
         return self.llm.generate(
-            self.prompts[place], self.params, labels=self.labels, stream=self.stream
+            self.prompts[place],
+            self.params,
+            labels=labels,
+            cache_salt=self.cache_salt,
+            stream=self.stream,
         )
 
     async def _collect(self, place: int, ready: deque[Any], wake: asyncio.Event) -> None:
@@ -164,7 +174,8 @@ class Answer(Response):
 
     async def _run(self, send: Send) -> None:
         try:
-            await self._answer(send)
+            with self.work.admission.enter(len(self.work.prompts) * self.work.params.n):
+                await self._answer(send)
         except Exception as error:
             await self._fail(of_engine(error, self.work.prompt_field), send)
 
@@ -201,7 +212,7 @@ class WholeAnswer(Answer):
         await _send_json(send, 200, encode(self.shape.whole(ordered, self.usage)))
 
     async def _fail(self, error: ApiError, send: Send) -> None:
-        await _send_json(send, error.status, encode(error.body))
+        await send_error(send, error)
 
 
 class EventStream(Answer):
@@ -229,7 +240,7 @@ class EventStream(Answer):
         if self.has_started:
             await self._send(send, b"data: %b\n\n" % encode(error.body), more=False)
         else:
-            await _send_json(send, error.status, encode(error.body))
+            await send_error(send, error)
 
     async def _send(self, send: Send, events: bytes, more: bool = True) -> None:
         if not self.has_started:

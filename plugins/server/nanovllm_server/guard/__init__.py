@@ -1,0 +1,1 @@
+"""Pure ASGI middleware and small objects that keep one client from harming the others."""

@@ -1,0 +1,120 @@
+"""uvicorn's HTTP connection, with limits on headers: it has none on their size and their time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import encode
+
+MAX_HEADER_BYTES = 32_768
+"""Of one request: its line, its headers, and the trailers of a chunked body."""
+HEADER_SECONDS = 10.0
+"""From the start of a connection or a request to the end of its headers."""
+
+
+class Connection(HttpToolsProtocol):
+    """431 beyond `MAX_HEADER_BYTES`; closed if the headers are not complete in `HEADER_SECONDS`.
+
+    Offers `scope["state"]["abort_connection"]`, which drops what is not sent: closing would wait
+    for a client that does not read.
+    """
+
+    max_header_bytes = MAX_HEADER_BYTES
+    header_seconds = HEADER_SECONDS
+    _header_timer: asyncio.TimerHandle | None = None
+    _raw_bytes = 0
+    """That came while the headers were incomplete: one that never ends reaches no callback."""
+    _header_bytes = 0
+    """Of whole headers and trailers."""
+    _has_headers = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._has_headers:
+            self._raw_bytes += len(data)
+        super().data_received(data)
+        if not self._has_headers and self._raw_bytes > self.max_header_bytes:
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["abort_connection"] = self.transport.abort
+        self._header_bytes = 0
+        if self._header_timer is None:
+            self._start_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name + b": " + value + b"\r\n")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._has_headers = True
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._has_headers = False
+        self._raw_bytes = 0
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where the parser, or one of the callbacks above, raised."""
+        if self.transport.is_closing():
+            return
+        refusal = ApiError(400, "this is no valid HTTP request")
+        if max(self._raw_bytes, self._header_bytes) > self.max_header_bytes:
+            refusal = ApiError(
+                431, f"the headers have more than {self.max_header_bytes} bytes; send fewer"
+            )
+        body = encode(refusal)
+        self.transport.write(
+            STATUS_LINE[refusal.status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + b"content-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        self.transport.close()
+
+    def _count(self, part: bytes) -> None:
+        self._header_bytes += len(part)
+        if self._header_bytes > self.max_header_bytes:
+            raise ValueError  # The parser stops, and `send_400_response` answers.
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.header_seconds, self._headers_are_late)
+
+    def _headers_are_late(self) -> None:
+        """Close, unless an earlier request is still being answered, which pauses reading."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._start_timer()
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def connection_class(max_header_bytes: int, header_seconds: float) -> type[Connection]:
+    """The class of connections with these limits, as uvicorn takes one."""
+    limits: dict[str, Any] = {
+        "max_header_bytes": max_header_bytes,
+        "header_seconds": header_seconds,
+    }
+    return type("LimitedConnection", (Connection,), limits)

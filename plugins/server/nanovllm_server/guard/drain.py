@@ -1,0 +1,92 @@
+"""The end of a server on SIGTERM: new requests are refused, running ones finish."""
+
+from __future__ import annotations
+
+import logging
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
+from nanovllm_server.guard.deadlines import Deadlines
+
+log = logging.getLogger("nanovllm_server")
+
+
+class Drain:
+    """Middleware: counts the requests that run, and refuses new ones with 503 once it drains.
+
+    `drain_s` is what the running ones may still take; the deadlines end those that need longer.
+    """
+
+    def __init__(self, app: ASGIApp, deadlines: Deadlines, drain_s: float) -> None:
+        self._app = app
+        self._deadlines = deadlines
+        self._drain_s = drain_s
+        self.is_draining = False
+        self.running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
+            await self._app(scope, receive, send)
+            return
+        if self.is_draining:
+            refusal = ApiError(
+                503,
+                "the server is shutting down and takes no new requests; send this one to another",
+                code="shutting_down",
+                headers=retry_after(self._drain_s),
+            )
+            await send_error(send, refusal, close=True)
+            await send({"type": "http.response.body"})
+            return
+        self.running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.running -= 1
+
+    def begin(self, seconds: float | None = None) -> None:
+        """Refuse new requests; end the running ones after `seconds`, by default `drain_s`."""
+        self.is_draining = True
+        seconds = self._drain_s if seconds is None else seconds
+        log.info("shutting down: %d requests may run for %g s more", self.running, seconds)
+        self._deadlines.shorten(
+            seconds,
+            ApiError(
+                503,
+                "the server is shutting down, and the request did not end within the "
+                f"{seconds:g} s that it had left; send it again to another",
+                code="shutting_down",
+            ),
+        )
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that drains on the first SIGTERM or Ctrl-C, and exits with status 0.
+
+    It listens until the last request has ended, so that load balancers see `/ready` fail. The
+    second signal ends the running requests at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._num_signals = 0
+        self._num_handled = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called between any two lines, so it only counts. uvicorn's would raise the signal again
+        after the shutdown, and the process would end by it."""
+        self._num_signals += 1
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s: what the signals ask for."""
+        if self._num_signals > self._num_handled:
+            self._drain.begin(0.0 if self._num_handled else None)
+            self._num_handled += 1
+        if self._num_handled and not self._drain.running:
+            self.should_exit = True
+        return await super().on_tick(counter)

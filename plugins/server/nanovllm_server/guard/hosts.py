@@ -1,0 +1,80 @@
+"""Who may reach a server without API keys: this machine, and no web page that it shows."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nanovllm_core.api import ConfigError
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.asgi import SAFE_METHODS, header, send_error
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address to listen on."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_exposure(host: str, has_keys: bool, allow_anonymous: bool) -> None:
+    """Raises ConfigError for a server that everybody on the network could use unasked."""
+    if not (is_loopback(host) or has_keys or allow_anonymous):
+        raise ConfigError(
+            f"host is {host!r}, which other machines can reach, and there is no API key: everybody "
+            "on the network could use this server. Make a key with `nanovllm serve-key`, listen on "
+            "127.0.0.1, or state serve.allow_anonymous: true (--allow-anonymous)"
+        )
+
+
+class LocalOnly:
+    """Middleware for a server on loopback without keys: web pages of others cannot use it.
+
+    A page can send a POST to this machine without asking (its Origin says so), and one whose name
+    its owner points to 127.0.0.1 can read the answer too (its Host says so). 403 for both.
+    `origins` are those that CORS allows.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Iterable[str] = ()) -> None:
+        self._app = app
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is not None:
+            await send_error(send, refusal)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        host = header(scope, b"host") or ""
+        if _name(host) not in LOOPBACK_NAMES:
+            return ApiError(
+                403,
+                f"the host {host[:80]!r} is no name of this machine's loopback; use 127.0.0.1, or "
+                "configure an API key to be reached by other names",
+                code="host_not_allowed",
+            )
+        origin = header(scope, b"origin")
+        if origin is None or scope["method"] in SAFE_METHODS or "*" in self._origins:
+            return None
+        if origin in self._origins or urlsplit(origin).netloc.lower() == host.lower():
+            return None
+        return ApiError(
+            403,
+            f"pages of {origin[:80]!r} may not use this server; list the origin in "
+            "cors.allow_origins",
+            code="origin_not_allowed",
+        )
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    name, separator, port = host.lower().rpartition(":")
+    return name if separator and port.isdecimal() else host.lower()

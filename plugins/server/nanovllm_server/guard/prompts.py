@@ -1,0 +1,75 @@
+"""Limits of text, checked before it is rendered, encoded or searched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm_server.errors import ApiError
+
+CHARACTERS_PER_TOKEN = 16
+"""A text of more for each token of the model's length is refused unread; English has about 4."""
+MAX_MESSAGES = 4096
+"""Of one conversation: a template walks through them in Python."""
+MAX_TEMPLATE_BYTES = 16_384
+"""Of chat_template_kwargs, as JSON."""
+MAX_STOP_CHARACTERS = 2048
+"""Of all stop strings of a request: each is looked for at every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """The most text of a prompt. Errors are ApiError (400), here and below."""
+
+    max_characters: int
+
+    @classmethod
+    def of(cls, max_model_len: int, max_characters: int | None = None) -> PromptLimits:
+        """The limits of a model, or the configured one."""
+        return cls(max_characters or CHARACTERS_PER_TOKEN * max_model_len)
+
+    def check_text(self, text: str, param: str) -> None:
+        """Refuse a text that is far too long to fit, before it is encoded."""
+        self._check_characters(len(text), param)
+
+    def check_messages(self, messages: Sequence[str], param: str = "messages") -> None:
+        """Refuse a conversation of too many messages, or of too much text in all of them."""
+        if len(messages) > MAX_MESSAGES:
+            raise ApiError(
+                400, f"{len(messages)} messages; send at most {MAX_MESSAGES}", param=param
+            )
+        self._check_characters(sum(map(len, messages)), param)
+
+    def _check_characters(self, size: int, param: str) -> None:
+        if size > self.max_characters:
+            raise ApiError(
+                400,
+                f"{param} has {size} characters, and the limit is {self.max_characters}; shorten "
+                "it, or raise limits.max_prompt_characters of the server",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def check_template_kwargs(variables: Mapping[str, Any] | None) -> None:
+    """Refuse variables that are too large for what templates use them for: flags and names."""
+    size = len(json.dumps(variables)) if variables else 0
+    if size > MAX_TEMPLATE_BYTES:
+        raise ApiError(
+            400,
+            f"chat_template_kwargs has {size} bytes; send at most {MAX_TEMPLATE_BYTES}",
+            param="chat_template_kwargs",
+        )
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Refuse stop strings that would take long to look for."""
+    size = sum(map(len, stops))
+    if size > MAX_STOP_CHARACTERS:
+        raise ApiError(
+            400,
+            f"the stop strings have {size} characters in all; send at most {MAX_STOP_CHARACTERS}",
+            param="stop",
+        )

@@ -1,0 +1,170 @@
+"""Everything that watches one server, as the application and the command use it."""
+
+from __future__ import annotations
+
+import tempfile
+from asyncio import to_thread
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.routing import BaseRoute, Route, Router
+
+from nanovllm_core import AsyncLLM, EngineConfig
+from nanovllm_core.api import ConfigError
+from nanovllm_server.watch.exposition import (
+    EngineCollector,
+    HttpMetrics,
+    HttpMetricsMiddleware,
+    MetricsEndpoint,
+    make_registry,
+)
+from nanovllm_server.watch.facts import FactsEndpoints, LiveFacts, plugins_in_use
+from nanovllm_server.watch.health import EngineMonitor, HealthEndpoints, close_within
+from nanovllm_server.watch.plugin import OPENTELEMETRY, PROMETHEUS
+from nanovllm_server.watch.route_plugins import RoutePlugins
+from nanovllm_server.watch.routes import RouteContext
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from starlette.types import ASGIApp
+
+    from nanovllm_server.service import Service
+    from nanovllm_server.watch.settings import TracingSettings
+
+
+@contextmanager
+def observed(
+    config: EngineConfig, tracing: TracingSettings | None = None
+) -> Iterator[EngineConfig]:
+    """The configuration with the server's observers. Their private folder goes at the end."""
+    with tempfile.TemporaryDirectory(prefix="nanovllm-metrics-") as folder:
+        added: list[dict[str, Any]] = [{"name": PROMETHEUS.name, "options": {"folder": folder}}]
+        if tracing is not None:
+            added.append({"name": OPENTELEMETRY.name, "options": tracing.model_dump()})
+        values = {"model": config.model, "observers": added}
+        ours = EngineConfig.model_validate(values).observers
+        yield config.model_copy(update={"observers": (*config.observers, *ours)})
+
+
+def folder_of(config: EngineConfig) -> Path | None:
+    """Where the engine's observer counts; None for an engine that was made without it."""
+    options = [one.options for one in config.observers if one.plugin == PROMETHEUS.name]
+    return Path(options[0]["folder"]) if options else None
+
+
+class Watch:
+    """What watches the engine of `service`, and the plugins with routes.
+
+    `connect` tells it of the server that runs the application.
+    """
+
+    def __init__(self, service: Service) -> None:
+        llm, settings = service.llm, service.settings
+        folder, model_name = folder_of(llm.config), service.names[0]
+        self._service = service
+        self._given = llm
+        self._stop_server: Callable[[], None] = lambda: None
+        live = LiveFacts(folder)
+        self.monitor = EngineMonitor(
+            llm,
+            settings.health,
+            sample=live.sample,
+            replace=self._replace,
+            end=lambda error: self._stop_server(),
+        )
+        registry = make_registry(EngineCollector(folder, model_name, self._gauges))
+        self._http = HttpMetrics(registry)
+        self._metrics = MetricsEndpoint(registry)
+        self._health = HealthEndpoints(self.monitor)
+        context = RouteContext(engine=lambda: service.llm, model_name=model_name)
+        self._plugins = RoutePlugins(settings.routes, context, llm.config.plugins.disable)
+        self._facts = FactsEndpoints(live, plugins_in_use(llm, self._plugins.resolved))
+        self._provider = make_tracing(settings.tracing)
+        self._paths: frozenset[str] = frozenset()
+
+    def connect(self, stop: Callable[[], None], is_draining: Callable[[], bool]) -> None:
+        """`stop` ends the server: it is called on another thread once the engine has ended."""
+        self._stop_server = stop
+        self.monitor.is_draining = is_draining
+
+    def routes(self) -> list[BaseRoute]:
+        """The routes of health, metrics and facts."""
+        return [
+            Route("/health", self._health.health),
+            Route("/ready", self._health.ready),
+            Route("/metrics", self._metrics.metrics),
+            Route("/version", self._facts.version),
+            Route("/plugins", self._facts.plugins),
+            Route("/live", self._facts.live),
+        ]
+
+    def add_plugin_routes(self, router: Router) -> None:
+        """Add the plugins' routes, once the server's own are there."""
+        self._plugins.add_routes(router)
+        self._paths = frozenset(getattr(route, "path", "") for route in router.routes)
+
+    def wrap_plugins(self, app: ASGIApp) -> ASGIApp:
+        """The plugins' middleware: inside of keys, limits and all else."""
+        return self._plugins.wrap(app)
+
+    def wrap_requests(self, app: ASGIApp) -> ASGIApp:
+        """Metrics and traces of HTTP: outside of keys and limits, so that refusals count."""
+        if self._provider is not None:
+            from nanovllm_server.watch.tracing import TracingMiddleware
+
+            app = TracingMiddleware(app, self._provider)
+        return HttpMetricsMiddleware(app, self._http, self._paths_of_routes)
+
+    @asynccontextmanager
+    async def lifespan(self, _app: object) -> AsyncIterator[None]:
+        """Watch the engine while the server runs."""
+        self.monitor.start()
+        try:
+            yield
+        finally:
+            await to_thread(self.monitor.stop)
+            await self._plugins.close()
+            if self._provider is not None:
+                await to_thread(self._provider.shutdown)
+            if self._service.llm is not self._given:
+                seconds = self._service.settings.health.stuck_after_s
+                await to_thread(close_within, self._service.llm, seconds)
+
+    def _replace(self, llm: AsyncLLM) -> None:
+        self._service.llm = llm
+
+    def _paths_of_routes(self) -> frozenset[str]:
+        return self._paths
+
+    def _gauges(self) -> Mapping[str, float]:
+        """The engine's state, as it last answered."""
+        monitor = self.monitor
+        state = {
+            "engine_healthy": float(monitor.problem is None),
+            "engine_last_answer_age_seconds": monitor.age,
+        }
+        if (stats := monitor.stats) is None:
+            return state
+        return {
+            "num_requests_running": stats.running,
+            "num_requests_waiting": stats.waiting,
+            "kv_cache_usage_perc": 1 - stats.free_blocks / stats.blocks,
+            "num_kv_cache_blocks": stats.blocks,
+            **state,
+        }
+
+
+def make_tracing(settings: TracingSettings | None) -> TracerProvider | None:
+    """The spans of HTTP; ConfigError where the packages of the extra `tracing` are missing."""
+    if settings is None:
+        return None
+    try:
+        from nanovllm_server.watch.tracing import make_provider
+    except ImportError as error:
+        raise ConfigError(
+            f"serve.tracing is set, and {error.name} is not installed; pip install "
+            '"nanovllm-server[tracing]", or leave serve.tracing out'
+        ) from error
+    return make_provider(settings.endpoint, settings.service_name)

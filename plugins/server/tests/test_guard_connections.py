@@ -1,0 +1,322 @@
+"""Clients that no library would be, against uvicorn and a toy app: slow, endless, vanishing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nanovllm_server.guard.assemble import guarded, uvicorn_options
+from nanovllm_server.guard.drain import DrainingServer
+from nanovllm_server.guard.settings import LimitSettings, TlsSettings
+from nanovllm_server.settings import ServerSettings
+
+from .toy import echo
+
+LIMITS = LimitSettings(
+    max_body_bytes=100_000,
+    max_header_bytes=4096,
+    header_timeout_s=0.3,
+    body_timeout_s=0.3,
+    timeout_s=0.5,
+)
+WAIT = 10.0
+"""Seconds that no answer may take."""
+
+
+@contextmanager
+def serving(app: ASGIApp, settings: ServerSettings) -> Iterator[DrainingServer]:
+    """A server on a thread; whatever its clients did, nothing is left of their connections."""
+    inner, drain = guarded(app, settings, [])
+    config = uvicorn.Config(
+        inner, port=0, log_config=None, lifespan="off", **uvicorn_options(settings)
+    )
+    server = DrainingServer(config, drain)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    yield server
+    wait_until(lambda: not server.server_state.connections)
+    assert drain.running == 0
+    server.should_exit = True
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[DrainingServer]:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (flood if scope["path"] == "/flood" else echo)(scope, receive, send)
+
+    with serving(app, ServerSettings(port=0, limits=LIMITS)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def address(server: DrainingServer) -> tuple[str, int]:
+    host, port = server.servers[0].sockets[0].getsockname()
+    return host, port
+
+
+async def flood(scope: Scope, receive: Receive, send: Send) -> None:
+    """A stream that never ends."""
+    head = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    events = b"data: x\n\n" * 1000
+    while True:
+        await send({"type": "http.response.body", "body": events, "more_body": True})
+        await asyncio.sleep(0)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def connect(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, timeout=WAIT)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Until the server closes."""
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := client.recv(65_536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+HEAD = b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+def exchange(address: tuple[str, int], *parts: bytes) -> bytes:
+    with closing(connect(address)) as client:
+        for part in parts:
+            client.sendall(part)
+        return read_all(client)
+
+
+def test_a_request_is_answered(address: tuple[str, int]) -> None:
+    answer = exchange(address, HEAD, b"connection: close\r\ncontent-length: 2\r\n\r\n{}")
+    assert status_of(answer) == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"P", HEAD, HEAD + b"x: " + b"y" * 100],
+    ids=["nothing", "one byte", "half of the headers", "half of a header"],
+)
+def test_headers_that_stay_out_end_the_connection(address: tuple[str, int], sent: bytes) -> None:
+    assert exchange(address, sent) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HEAD + b"x: " + b"y" * 5000 + b"\r\n\r\n",
+        HEAD + b"x: " + b"y" * 5000,
+        HEAD + b"x: y\r\n" * 2000 + b"\r\n",
+        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n",
+    ],
+    ids=["long", "endless", "many", "line"],
+)
+def test_too_many_headers_are_431(address: tuple[str, int], sent: bytes) -> None:
+    answer = exchange(address, sent)
+    assert status_of(answer) == 431
+    assert b"4096 bytes" in answer
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01", b"HELLO\r\n\r\n", b"\x00" * 50])
+def test_what_is_no_http_is_400(address: tuple[str, int], sent: bytes) -> None:
+    assert status_of(exchange(address, sent)) == 400
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"content-length: 50\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"],
+    ids=["length", "chunked"],
+)
+def test_a_body_that_stays_out_is_408(address: tuple[str, int], sent: bytes) -> None:
+    answer = exchange(address, HEAD + sent)
+    assert status_of(answer) == 408
+
+
+def test_a_body_of_one_byte_at_a_time_is_408(address: tuple[str, int]) -> None:
+    """Each byte renews no timer."""
+    with closing(connect(address)) as client:
+        client.sendall(HEAD + b"content-length: 1000\r\n\r\n")
+        client.setblocking(False)
+        end = time.monotonic() + WAIT
+        answer = b""
+        while not answer:
+            assert time.monotonic() < end
+            client.send(b"x")
+            time.sleep(0.01)
+            with suppress(BlockingIOError):
+                answer = client.recv(65_536)
+    assert status_of(answer) == 408
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_is_too_large_is_413_and_its_sender_sees_it(
+    address: tuple[str, int], is_chunked: bool
+) -> None:
+    """The connection is not reset under a client that still sends."""
+    if is_chunked:
+        parts = [
+            b"transfer-encoding: chunked\r\n\r\n",
+            *[b"10000\r\n" + b"x" * 65_536 + b"\r\n"] * 9,
+        ]
+        parts.append(b"0\r\n\r\n")
+    else:
+        parts = [b"content-length: 589824\r\n\r\n", *[b"x" * 65_536] * 9]
+    answer = exchange(address, HEAD, *parts)
+    assert status_of(answer) == 413
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "body_too_large"
+
+
+def test_trailers_have_the_limit_of_headers(address: tuple[str, int]) -> None:
+    trailers = b"x: " + b"y" * 2000 + b"\r\n"
+    sent = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + trailers * 4 + b"\r\n"
+    answer = exchange(address, HEAD + sent)
+    assert status_of(answer) in (400, 431)
+
+
+def test_a_client_that_reads_nothing_is_cut_at_the_deadline(
+    server: DrainingServer, address: tuple[str, int]
+) -> None:
+    """Closing would wait for it to read, and its connection would stay."""
+    connections = server.server_state.connections
+    wait_until(lambda: not connections)
+    with closing(connect(address)) as client:
+        client.sendall(HEAD.replace(b"/v1/x", b"/flood") + b"content-length: 2\r\n\r\n{}")
+        wait_until(lambda: bool(connections))
+        wait_until(lambda: not connections)
+
+
+def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
+    bodies = [b'{"n": %d}' % index for index in range(5)]
+    requests = [HEAD + b"content-length: 8\r\n\r\n" + body for body in bodies]
+    last = requests.pop().replace(b"host:", b"connection: close\r\nhost:")
+    answer = exchange(address, b"".join([*requests, last]))
+    assert [int(n) for n in re.findall(rb'\\"n\\": (\d)', answer)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_certificate_makes_the_server_speak_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*make.split(), *names, *files], check=True, capture_output=True)
+    settings = ServerSettings(port=0, tls=TlsSettings(certfile=cert, keyfile=key))
+    with serving(echo, settings) as server:
+        _, port = server.servers[0].sockets[0].getsockname()
+        context = ssl.create_default_context(cafile=cert)
+        answer = httpx.post(f"https://localhost:{port}/v1/x", content=b"{}", verify=context)
+        assert answer.status_code == 200
+
+
+PROGRAM = """
+import asyncio, sys, uvicorn
+from nanovllm_server.guard.assemble import guarded, uvicorn_options
+from nanovllm_server.guard.drain import DrainingServer
+from nanovllm_server.settings import ServerSettings
+
+async def app(scope, receive, send):
+    head = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": b"data: 1\\n\\n", "more_body": True})
+    if scope["path"] == "/short":
+        while not drain.is_draining:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+    else:
+        await asyncio.Event().wait()
+    await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n"})
+
+settings = ServerSettings(port=0, drain_s=float(sys.argv[1]))
+inner, drain = guarded(app, settings, [])
+
+class Server(DrainingServer):
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        print(self.servers[0].sockets[0].getsockname()[1], flush=True)
+
+options = uvicorn_options(settings)
+config = uvicorn.Config(inner, port=0, log_config=None, lifespan="off", **options)
+Server(config, drain).run()
+"""
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM, str(request.param)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("process", [20], indirect=True)
+def test_sigterm_lets_a_stream_finish_and_exits_with_status_0(
+    process: subprocess.Popen[str],
+) -> None:
+    """New requests get 503 meanwhile, on new connections too."""
+    assert process.stdout is not None
+    address = ("127.0.0.1", int(process.stdout.readline()))
+    with closing(connect(address)) as client:
+        client.sendall(HEAD.replace(b"/v1/x", b"/short") + b"content-length: 2\r\n\r\n{}")
+        read = client.recv(65_536)
+        while b"data: 1" not in read:
+            read += client.recv(65_536)
+        process.send_signal(signal.SIGTERM)
+        read += read_all(client)
+    assert b"[DONE]" in read
+    assert process.wait(WAIT) == 0
+
+
+@pytest.mark.parametrize("process", [0.3], indirect=True)
+def test_sigterm_ends_a_stream_that_does_not_finish(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    address = ("127.0.0.1", int(process.stdout.readline()))
+    with closing(connect(address)) as client:
+        client.sendall(HEAD + b"content-length: 2\r\n\r\n{}")
+        read = client.recv(65_536)
+        while b"data: 1" not in read:
+            read += client.recv(65_536)
+        process.send_signal(signal.SIGTERM)
+        refused = b""
+        while b"503" not in refused:  # The signal is taken within 0.1 s.
+            refused = exchange(
+                address,
+                HEAD,
+                b"connection: close\r\ncontent-length: 2\r\nx-request-timeout: 0.01\r\n\r\n{}",
+            )
+        read += read_all(client)
+    assert b"retry-after: 1\r\n" in refused
+    assert b"shutting_down" in read
+    assert process.wait(WAIT) == 0

@@ -1,0 +1,112 @@
+"""A whole server whose engine hangs or ends: what its clients, its probes and its parent see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_core import AsyncLLM
+from nanovllm_server.command import address, make_watched_server
+from nanovllm_server.settings import parse_settings
+
+SERVER = Path(__file__).with_name("breaking_server.py")
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until a condition holds; fail where it does not within the time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not come true in {seconds} s"
+        time.sleep(0.01)
+
+
+def get(url: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@contextmanager
+def served(llm: AsyncLLM, **settings: Any) -> Iterator[str]:
+    """A server of its own for `llm`, on a thread; its address."""
+    server, watch = make_watched_server(llm, parse_settings({"port": 0, **settings}))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    url = address(server)
+    wait_for(lambda: watch.monitor.not_ready is None)
+    yield url
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_probes_say_503_while_a_step_hangs_and_http_goes_on() -> None:
+    """/health and /ready with the reason, /metrics with a 0; all of it ends with the hang."""
+    llm = AsyncLLM("demo", device="cpu", limits={"max_num_seqs": 2}, cache={"num_blocks": 256})
+    go_on = threading.Event()
+    executor: Any = llm.engine._executor
+    collect = executor.collect
+
+    def hang() -> Any:
+        assert go_on.wait(30)
+        return collect()
+
+    with served(llm, health={"ping_s": 0.05, "stuck_after_s": 0.3}) as url:
+        executor.collect = hang
+        body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 4}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+        answers: list[Any] = []
+        client = threading.Thread(target=lambda: answers.append(urllib.request.urlopen(request)))
+        client.start()
+        wait_for(lambda: get(f"{url}/health")[0] == 503)
+        status, body_text = get(f"{url}/ready")
+        assert status == 503
+        assert "the engine has not answered for" in json.loads(body_text)["reason"]
+        assert "nanovllm:engine_healthy{" in get(f"{url}/metrics")[1]
+        assert 'nanovllm:engine_healthy{model_name="demo"} 0.0' in get(f"{url}/metrics")[1]
+        go_on.set()
+        wait_for(lambda: get(f"{url}/health")[0] == 200)
+        client.join(10)
+        assert [answer.status for answer in answers] == [200]
+    llm.close()
+
+
+def test_a_server_whose_engine_ends_ends_with_status_1(tmp_path: Path) -> None:
+    """Its client gets an error, and whatever supervises the server starts another."""
+    broken = tmp_path / "broken"
+    process = subprocess.Popen(
+        [sys.executable, SERVER, broken], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = line.split()[-1]
+        wait_for(lambda: get(f"{url}/ready")[0] == 200)
+        broken.touch()
+        body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 4}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=20)
+        assert refused.value.code >= 500
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "the device is gone" in errors
+    finally:
+        process.kill()
+        process.wait(10)
