@@ -475,6 +475,11 @@ def test_the_real_server_answers_the_page(open_page: Any, server_url: str) -> No
     ask(page, "What is 457 + 386?")
     expect(answer(page).locator(".text")).to_have_text("843")
     expect(page.locator("#model")).to_have_value("demo")
+    expect(page.locator("#status")).to_have_attribute("data-state", "ready")
+    prefix = page.locator(".chart", has_text="Prefix hits")
+    expect(prefix.locator(".value")).to_have_text(re.compile(r"^\d+(\.\d)?$"))
+    page.get_by_role("tab", name="Plugins").click()
+    expect(page.locator(".plugins")).to_contain_text("nanovllm-model-qwen3")
 
 
 # ---------------------------------------------------------------- the files
