@@ -26,7 +26,7 @@ DOCUMENTS = (
     "examples/plugins/*/*.md",
     "benchmarks/results/*/*.md",
 )
-IMAGES = "benchmarks/results/*/*.svg"
+IMAGES = ("benchmarks/results/*/*.svg", "docs/images/*.png")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
@@ -37,7 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if (ROOT / "docs" / file.src_uri).exists():
             files.remove(file)
     documents = sorted({path for glob in DOCUMENTS for path in ROOT.glob(glob)})
-    for path in (*documents, *ROOT.glob(IMAGES)):
+    images = [path for glob in IMAGES for path in ROOT.glob(glob)]
+    for path in (*documents, *images):
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     for path in sorted({path for document in documents for path in shown_files(document)}):

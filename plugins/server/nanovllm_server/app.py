@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from nanovllm_core import AsyncLLM, __version__
-from nanovllm_server import chat, completions, models, tokens
+from nanovllm_server import chat, completions, models, page, tokens
 from nanovllm_server.errors import add_handlers
 from nanovllm_server.service import Service
 from nanovllm_server.settings import ServerSettings
@@ -42,5 +42,6 @@ ROUTERS = (
     chat.make_router,
     models.make_router,
     tokens.make_router,
+    page.make_router,
 )
 """Each makes a router of a `Service`."""

@@ -45,7 +45,7 @@ class ServerSettings(ServerSection):
     """The names of the model, one or a list: requests may use any, answers carry the first. Left
     out, `model` as it was given."""
     keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
-    """API keys, as `nanovllm serve-key` prints them. The environment variable `NANOVLLM_API_KEY`
+    """API keys, as `nanovllm serve-key` prints them. The environment variable `SERVE_API_KEY`
     adds one in plain text. Without any key everybody may use the server who reaches it."""
     keys_file: File | None = None
     """A YAML file of further keys, in the form of `keys`."""

@@ -33,7 +33,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return closing
 
     monkeypatch.setattr(nanovllm_core.AsyncLLM, "from_config", staticmethod(open_engine))
-    monkeypatch.setattr(command, "run", lambda _, settings: found.append(settings))
+
+    def run(_: Any, settings: Any) -> bool:
+        found.append(settings)
+        return True
+
+    monkeypatch.setattr(command, "run", run)
     return found
 
 

@@ -16,12 +16,15 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from pydantic import BaseModel, ValidationError
 
 from nanovllm_core import AsyncLLM
 from nanovllm_server.command import address, make_server
 from nanovllm_server.guard.keys import ApiKey, hash_key
 from nanovllm_server.guard.settings import LimitSettings
+from nanovllm_server.protocol import ChatBody, CompletionBody
 from nanovllm_server.settings import ServerSettings
+from nanovllm_server.tokens import DetokenizeBody
 
 WAIT = 60.0
 """Seconds that no request may take."""
@@ -189,6 +192,31 @@ def test_what_is_huge_is_refused_by_name(
     client: httpx.Client, param: str, fields: dict[str, Any]
 ) -> None:
     refused(client.post(COMPLETIONS, json={"prompt": "x", **fields}))
+
+
+MANY = 300_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatBody, {"messages": [1] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": ""}] * MANY}),
+        (ChatBody, {"messages": [], **dict.fromkeys(map(str, range(MANY)), 1)}),
+        (CompletionBody, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(MANY)), "x")}),
+        (CompletionBody, {"prompt": "x", "stop_token_ids": ["x"] * MANY}),
+        (DetokenizeBody, {"tokens": ["x"] * MANY}),
+    ],
+)
+def test_a_body_of_many_faults_is_refused_at_the_first(
+    model: type[BaseModel], body: dict[str, Any]
+) -> None:
+    """All streams of the server wait while a body is checked."""
+    began = time.process_time()
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() < 10
+    assert time.process_time() - began < 0.2
 
 
 @pytest.mark.parametrize(

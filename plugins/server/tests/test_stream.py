@@ -15,6 +15,7 @@ from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
 from nanovllm_core.errors import EngineClosedError, InvalidPromptError, PluginFailedError
 from nanovllm_server.completions import CompletionShape
 from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.admission import Admission
 from nanovllm_server.protocol import CompletionBody
 from nanovllm_server.service import Service
 from nanovllm_server.settings import ServerSettings
@@ -47,6 +48,8 @@ def make_answer(llm: AsyncLLM, stream: bool, work: type[Work] = Work, **more: An
         prompts=[[5, 6, 7]],
         params=params,
         labels={},
+        cache_salt=b"",
+        admission=Admission(16, 256),
         stream=stream,
         prompt_field="prompt",
         **more,
@@ -128,7 +131,7 @@ def test_an_error_has_its_status_or_ends_the_stream_as_an_event(
 def test_a_slow_client_gets_fewer_and_larger_events(llm: AsyncLLM) -> None:
     """While `send` waits, what comes is joined; the text is the same."""
     sizes, texts = [], []
-    for pause in (0.0, 0.05):
+    for pause in (0.0, 0.02):
         sent: Sent = []
 
         async def send(message: Mapping[str, Any], pause: float = pause, to: Sent = sent) -> None:
@@ -166,6 +169,8 @@ def test_errors_of_the_work_of_one_prompt_end_the_others(llm: AsyncLLM) -> None:
         prompts=[[5, 6], [10**6], [7]],
         params=work.params,
         labels={},
+        cache_salt=b"",
+        admission=Admission(16, 256),
         stream=True,
         prompt_field="prompt",
     )
