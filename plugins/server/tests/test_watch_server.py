@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -14,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanovllm_core import AsyncLLM
+from nanovllm_core import AsyncLLM, load_config
 from nanovllm_server.command import address, make_watched_server
 from nanovllm_server.settings import parse_settings
+from nanovllm_server.watch.watch import observed
 
 SERVER = Path(__file__).with_name("breaking_server.py")
 
@@ -93,6 +95,36 @@ def test_probes_say_503_while_a_step_hangs_and_no_client_hangs() -> None:
         wait_for(lambda: get(f"{url}/health")[0] == 200)
         assert complete(url) == 200
     llm.close()
+
+
+def test_a_server_with_a_new_engine_serves_on() -> None:
+    """With `on_engine_death: restart`: the client of the old one gets an error, the next one text;
+    what was counted stays counted."""
+    values = {"device": "cpu", "limits": {"max_num_seqs": 2}, "cache": {"num_blocks": 256}}
+    with observed(load_config("demo", overrides=values)) as config:
+        llm = AsyncLLM.from_config(config)
+        executor: Any = llm.engine._executor
+
+        def fail() -> Any:
+            raise RuntimeError("the device is gone")
+
+        with served(llm, health={"ping_s": 0.05, "on_engine_death": "restart"}) as url:
+            assert complete(url) == 200
+            before = counted(url)
+            executor.collect = fail
+            assert complete(url) >= 500
+            wait_for(lambda: get(f"{url}/ready")[0] == 503)
+            wait_for(lambda: get(f"{url}/ready")[0] == 200)
+            assert complete(url) == 200
+            assert counted(url) >= before + 5
+        llm.close()
+
+
+def counted(url: str) -> float:
+    """The tokens that engines of this server have generated."""
+    pattern = r'^nanovllm:generation_tokens_total{model_name="demo"} (.*)$'
+    [number] = re.findall(pattern, get(f"{url}/metrics")[1], re.MULTILINE)
+    return float(number)
 
 
 def test_a_server_whose_engine_ends_ends_with_status_1(tmp_path: Path) -> None:
