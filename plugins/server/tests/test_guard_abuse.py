@@ -125,7 +125,7 @@ BODIES = st.one_of(
 
 @given(BODIES, st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]))
 @settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -471,9 +471,9 @@ async def storm(url: str, seed: int, count: int, at_once: int) -> dict[int, list
 
 def test_a_storm_of_requests_and_aborts_changes_no_text(server_url: str) -> None:
     """Beside others, preempted or not, each text is the one that the request has alone."""
-    crowded = asyncio.run(storm(server_url, 1, 90, 24))
-    assert len(crowded) > 40
-    numbers = sorted(crowded)[:12]
+    crowded = asyncio.run(storm(server_url, 1, 70, 24))
+    assert len(crowded) > 25
+    numbers = sorted(crowded)[:10]
     with httpx.Client(base_url=server_url, timeout=WAIT) as http:
         for number in numbers:
             body = random_body(Random(number))
