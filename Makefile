@@ -1,4 +1,5 @@
 # make demo        install into .venv and let the embedded model write
+# make serve       the same, and serve it on this machine: prints the address
 # make test        install into .venv, check and test everything (under 15 minutes on two cores)
 # make test-full   the slow tests, which `make test` leaves out
 # make test-speed  comparisons of time, with nothing else on the machine
@@ -28,10 +29,12 @@ SPACE := $(EMPTY) $(EMPTY)
 ifeq ($(origin PYTHON),undefined)
 PY := .venv/bin/python
 RUN_ENV := .venv/.run-installed
+SERVE_ENV := .venv/.serve-installed
 DEV_ENV := .venv/.dev-installed
 else
 PY := $(PYTHON)
 RUN_ENV :=
+SERVE_ENV :=
 DEV_ENV :=
 endif
 
@@ -54,7 +57,7 @@ COVERED := --cov=nanovllm_core --cov-report=
 # Where a mistake would be silent, every line is tested.
 FULLY_COVERED := nanovllm_core/engine/*,nanovllm_core/config/*,nanovllm_core/registry/*,nanovllm_core/selection/attention.py,nanovllm_core/selection/decisions.py,nanovllm_core/selection/fit.py,nanovllm_core/selection/kernels.py
 
-.PHONY: help demo test test-full test-speed test-gpu mutants bench-gpu unit lint format wheels docs clean
+.PHONY: help demo serve test test-full test-speed test-gpu mutants bench-gpu unit lint format wheels docs clean
 
 help:
 	@sed -n 's/^# \?//;1,/^$$/p' Makefile
@@ -76,6 +79,10 @@ ON_GPU := $(if $(shell command -v nvidia-smi 2>/dev/null),attention_triton kerne
 		$(addprefix -e plugins/,model_qwen3 attention_sdpa checkpoint_demo $(ON_GPU))
 	touch $@
 
+.venv/.serve-installed: .venv/.run-installed
+	$(INSTALL) --no-build-isolation -e ".[server]" -e plugins/server
+	touch $@
+
 .venv/.dev-installed: $(METADATA) | .venv/bin/python
 	$(INSTALL) hatchling editables
 	$(INSTALL) --no-build-isolation \
@@ -85,6 +92,9 @@ ON_GPU := $(if $(shell command -v nvidia-smi 2>/dev/null),attention_triton kerne
 demo: $(RUN_ENV)
 	$(ONE_THREAD) $(PY) -m nanovllm_core generate --model demo --chat --stream \
 		"Write a story about a fox named Mia, the forest and a key." "What is 27 + 15?"
+
+serve: $(SERVE_ENV)
+	$(ONE_THREAD) $(PY) -m nanovllm_core serve --model demo
 
 lint: $(DEV_ENV)
 	$(PY) -m ruff check .

@@ -31,6 +31,7 @@ from results_tables import (
     table,
 )
 from scale_tables import SCALE
+from serving_tables import SERVING
 from settings_tables import CONFIGURATION, allowed, default
 
 from nanovllm_attention_flash.providers import PROVIDERS
@@ -373,6 +374,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "write/scheduler.md": SCHEDULER,
     "write/model.md": {"signatures": signatures},
     "scale.md": SCALE,
+    "serving.md": SERVING,
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
     "performance.md": {

@@ -51,12 +51,15 @@ def allowed(schema: Mapping[str, Any]) -> str:
         return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    bounds = [
-        f"{words} {schema[key] if abs(schema[key]) < 2**31 else '2^63'}"
-        for key, words in BOUNDS.items()
-        if key in schema
-    ]
+    bounds = [f"{words} {bound(schema[key])}" for key, words in BOUNDS.items() if key in schema]
     return ", ".join([TYPE_NAMES[schema["type"]], *bounds])
+
+
+def bound(value: float) -> str:
+    """A limit; whole numbers of 64 bits as a power."""
+    if isinstance(value, float) or abs(value) < 2**31:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return "2^63" if value > 0 else "-2^63"
 
 
 def default(schema: Mapping[str, Any], required: bool) -> str:

@@ -153,6 +153,35 @@ def test_a_short_form_and_a_dotted_option_are_both_heard(name_first: bool) -> No
     assert (config.scheduler.name, config.scheduler.options) == ("sjf", {"ageing": 3})
 
 
+def test_a_section_of_an_installed_command_is_left_to_it(
+    write: WriteYaml, install: Callable[..., None]
+) -> None:
+    """From every source, merged by key as other sections are; the engine's fields stay its own."""
+    entries = {"party": "party:app", "plugins.hosts": "party:hosts", "seed": "party:seed"}
+    install("nanovllm-party", {"nanovllm.commands": entries}, {})
+    loaded = load_with_sources(
+        "demo",
+        file=write("party: {guests: 3, place: {name: hall}}\nseed: 5"),
+        env={"NANOVLLM_PARTY__PLACE__FLOOR": "2"},
+        overrides=parse_flags(["party.guests=4"]),
+    )
+    assert loaded.sections == {"party": {"guests": 4, "place": {"name": "hall", "floor": 2}}}
+    assert loaded.config.seed == 5
+    assert {path.partition(".")[0] for path in loaded.sources} == {"model", "seed"}
+
+
+def test_a_section_of_no_installed_command_is_an_unknown_key(write: WriteYaml) -> None:
+    with pytest.raises(ConfigError, match="party: unknown key"):
+        load(write("party: {guests: 3}"))
+
+
+def test_the_defaults_of_a_command_are_below_every_source(write: WriteYaml) -> None:
+    defaults = {"model": "demo", "seed": 3}
+    loaded = load_with_sources(file=write("seed: 4"), env={}, defaults=defaults)
+    assert (loaded.config.model, loaded.config.seed) == ("demo", 4)
+    assert loaded.sources == {"model": "default", "seed": str(write("seed: 4"))}
+
+
 def test_the_same_field_given_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="given twice, 3 by limits and 4 by max_num_seqs; g"):
         load(limits={"max_num_seqs": 3}, max_num_seqs=4)

@@ -52,8 +52,7 @@ def serve(
         "served_model_name": served_model_name,
         "allow_anonymous": allow_anonymous,
     }
-    given = {key: value for key, value in flags.items() if value is not None}
-    server_settings = parse_settings({**(loaded.sections.get("serve") or {}), **given})
+    server_settings = parse_settings(loaded.sections.get("serve"), flags)
 
     from nanovllm_core import AsyncLLM
     from nanovllm_server.guard.hosts import check_exposure

@@ -34,7 +34,7 @@ def make_router(service: Service) -> APIRouter:
             stream=bool(body.stream),
             prompt_field="prompt",
         )
-        echoed = [service.text_of(prompt) for prompt in body.prompt] if body.echo else []
+        echoed = [await service.text_of(prompt) for prompt in body.prompt] if body.echo else []
         shape = CompletionShape(service, model, body, echoed)
         return answer(work, shape, body.includes_usage)
 

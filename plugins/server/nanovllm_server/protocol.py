@@ -26,6 +26,7 @@ from nanovllm_core.errors import shown
 from nanovllm_core.interfaces.request_labels import MAX_TEXT_LENGTH
 from nanovllm_core.interfaces.sampling_params import (
     MAX_BIAS,
+    MAX_BIASED_IDS,
     MAX_INTEGER,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -37,8 +38,10 @@ from nanovllm_core.interfaces.sampling_params import (
 )
 from nanovllm_core.registry import get_plugin_manager
 from nanovllm_server.errors import refused_field
-from nanovllm_server.guard.prompts import check_stops
+from nanovllm_server.guard.prompts import MAX_MESSAGES, check_stops
 
+MAX_FIELDS = 100
+"""Of one object: pydantic reports each one that is wrong, which takes seconds for a million."""
 MAX_PROMPTS = 1024
 """Of one request."""
 
@@ -59,6 +62,8 @@ class Body(BaseModel):
     def _refuse_unsupported(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
+        if len(given) > MAX_FIELDS:
+            raise ValueError(f"{len(given)} fields; a body has at most {MAX_FIELDS}")
         for name in given.keys() & cls.NEUTRAL.keys():
             value, neutral = given[name], cls.NEUTRAL[name]
             if value is not None and value not in neutral:
@@ -80,6 +85,16 @@ class StreamOptions(Body):
     """End the stream with an event that has the number of tokens and no choices."""
 
 
+def _few(value: Any) -> Any:
+    """A mapping, refused before its entries are looked at if they are too many."""
+    if isinstance(value, Mapping) and len(value) > MAX_BIASED_IDS:
+        raise ValueError(
+            f"logit_bias has {len(value)} token ids; it may have {MAX_BIASED_IDS}, so leave some "
+            "out"
+        )
+    return value
+
+
 Stop = Annotated[
     list[str],
     Field(max_length=MAX_STOPS),
@@ -95,6 +110,7 @@ Stop = Annotated[
 ]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Biases = Annotated[dict[str, Bias], BeforeValidator(_few)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 
 
@@ -121,7 +137,7 @@ class Sampling(Body):
     """Subtracted from a token's logit for each occurrence in the answer."""
     repetition_penalty: float | None = Field(default=None, ge=MIN_SCALE, le=MAX_SCALE)
     """Above 1 makes tokens of the prompt and the answer less likely to repeat."""
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Biases | None = None
     """Added to the logits of these token ids."""
     stop: Stop | None = None
     """The answer ends before the first of these strings."""
@@ -351,7 +367,9 @@ class ChatMessage(Body):
         return {"role": role, "content": self.content}
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
 
 
 class ChatBody(Sampling):

@@ -19,7 +19,7 @@ from nanovllm_server.protocol import ChatMessage
 from nanovllm_server.settings import ServerSettings
 
 LONG_TEXT = 20_000
-"""Characters beyond which a prompt is tokenised on a thread: other streams must not wait for it."""
+"""Characters (or ids) beyond which a text is tokenised on a thread, so that no stream waits."""
 
 
 class Service:
@@ -54,9 +54,16 @@ class Service:
             return encode(text, add_special_tokens)
         return await asyncio.to_thread(encode, text, add_special_tokens)
 
-    def text_of(self, prompt: str | list[int]) -> str:
+    async def decode(self, token_ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        decode = self.llm.tokenizer.decode
+        if len(token_ids) <= LONG_TEXT:
+            return decode(token_ids)
+        return await asyncio.to_thread(decode, token_ids)
+
+    async def text_of(self, prompt: str | list[int]) -> str:
         """A prompt as text."""
-        return prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else await self.decode(prompt)
 
     async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """The ids of each prompt; ApiError names the field."""

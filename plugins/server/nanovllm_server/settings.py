@@ -5,7 +5,8 @@ The sections of guard and watch are nested models of those packages.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -44,7 +45,7 @@ class ServerSettings(ServerSection):
     """The names of the model, one or a list: requests may use any, answers carry the first. Left
     out, `model` as it was given."""
     keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
-    """API keys, as `nanovllm serve-key` prints them. The environment variable `NANOVLLM_API_KEY`
+    """API keys, as `nanovllm serve-key` prints them. The environment variable `SERVE_API_KEY`
     adds one in plain text. Without any key everybody may use the server who reaches it."""
     keys_file: File | None = None
     """A YAML file of further keys, in the form of `keys`."""
@@ -70,10 +71,17 @@ class ServerSettings(ServerSection):
     """Traces by OpenTelemetry (the extra `tracing`); left out, none are made."""
 
 
-def parse_settings(values: Any) -> ServerSettings:
-    """The settings of a section's values; ConfigError names path, value and remedy."""
+def parse_settings(section: object, flags: Mapping[str, object] | None = None) -> ServerSettings:
+    """The settings of the section `serve:`; flags that are not None win.
+
+    Raises ConfigError, which names path, value and remedy of everything that is wrong.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    values = {} if section is None else section
     try:
-        return ServerSettings.model_validate({} if values is None else values)
+        return ServerSettings.model_validate(
+            {**values, **given} if isinstance(values, Mapping) else values
+        )
     except ValidationError as error:
         raise ConfigError(
             explain_options(error, ServerSettings, "serve", "nanovllm-server")

@@ -50,7 +50,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     """A served name of the model; left out, the only one."""
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
     """Token ids."""
 
 
@@ -82,6 +82,6 @@ def make_router(service: Service) -> APIRouter:
             raise refused(
                 f"tokens has {beyond[0]}; the vocabulary has the ids 0 to {size - 1}", "tokens"
             )
-        return {"prompt": service.llm.tokenizer.decode(body.tokens)}
+        return {"prompt": await service.decode(body.tokens)}
 
     return router

@@ -40,7 +40,7 @@ def run_cases(url: str, max_examples: int) -> int:
 
 def test_no_request_that_the_description_allows_makes_the_server_fail(server_url: str) -> None:
     described = httpx.get(f"{server_url}/openapi.json").json()["paths"]
-    assert run_cases(server_url, 5) == sum(len(methods) for methods in described.values())
+    assert run_cases(server_url, 4) == sum(len(methods) for methods in described.values())
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_only_public_paths_need_no_key(path: str, status: int) -> None:
 def test_keys_come_from_the_section_a_file_and_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- {{name: other, sha256: {'a' * 64}}}\n")
-    keys = read_keys([ACME], file, {"NANOVLLM_API_KEY": "a-key-of-some-length"})
+    keys = read_keys([ACME], file, {"SERVE_API_KEY": "a-key-of-some-length"})
     assert [key.name for key in keys] == ["acme", "other", "environment"]
     assert keys[2].sha256 == hash_key("a-key-of-some-length")
 
@@ -97,8 +97,8 @@ def test_a_wrong_key_file_is_refused_without_its_content(tmp_path: Path, text: s
 def test_a_name_used_twice_and_a_short_key_are_refused() -> None:
     with pytest.raises(ConfigError, match="two API keys have the name 'acme'"):
         read_keys([ACME, ACME], None, {})
-    with pytest.raises(ConfigError, match="NANOVLLM_API_KEY has 5 characters"):
-        read_keys([], None, {"NANOVLLM_API_KEY": "short"})
+    with pytest.raises(ConfigError, match="SERVE_API_KEY has 5 characters"):
+        read_keys([], None, {"SERVE_API_KEY": "short"})
 
 
 def test_made_keys_differ_and_have_256_bits() -> None:

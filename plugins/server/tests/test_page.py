@@ -302,6 +302,21 @@ def test_markdown_reads_as_written(open_page: Any) -> None:
     assert [html for html, _ in rendered] == [expected for _, expected in MARKDOWN]
 
 
+KEEP = """async () => {
+  const { showMarkdown } = await import("/page/markdown.js");
+  const node = document.createElement("div");
+  showMarkdown(node, "one\\n\\n- two\\n\\nthr");
+  const shown = [...node.children];
+  showMarkdown(node, "one\\n\\n- two\\n\\nthree");
+  return shown.map((each, at) => each === node.children[at]);
+}"""
+
+
+def test_a_paragraph_that_is_complete_keeps_its_element(open_page: Any) -> None:
+    """So a selection in it survives while the answer goes on; only the last block is new."""
+    assert open_page().evaluate(KEEP) == [True, True, False]
+
+
 def test_markdown_is_the_same_in_a_stream_and_at_once(open_page: Any) -> None:
     """Drawn texts of marks and letters: shown in parts or whole alike, with every letter there."""
     draw = random.Random(0)
@@ -343,6 +358,16 @@ def test_the_keyboard_is_enough(open_page: Any, stub: Any) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     expect(page.get_by_label("System prompt")).to_be_focused()
+
+
+def test_enter_that_ends_a_composed_character_sends_nothing(open_page: Any, stub: Any) -> None:
+    """An input method for Chinese or Japanese uses Enter too."""
+    page = open_page()
+    page.locator("#prompt").fill("half a word")
+    composing = {"key": "Enter", "isComposing": True, "bubbles": True}
+    page.locator("#prompt").dispatch_event("keydown", composing)
+    expect(page.locator("#prompt")).to_have_value("half a word")
+    assert stub.requests == []
 
 
 def test_a_screen_reader_hears_a_finished_answer_once(open_page: Any) -> None:
@@ -450,6 +475,11 @@ def test_the_real_server_answers_the_page(open_page: Any, server_url: str) -> No
     ask(page, "What is 457 + 386?")
     expect(answer(page).locator(".text")).to_have_text("843")
     expect(page.locator("#model")).to_have_value("demo")
+    expect(page.locator("#status")).to_have_attribute("data-state", "ready")
+    prefix = page.locator(".chart", has_text="Prefix hits")
+    expect(prefix.locator(".value")).to_have_text(re.compile(r"^\d+(\.\d)?$"))
+    page.get_by_role("tab", name="Plugins").click()
+    expect(page.locator(".plugins")).to_contain_text("nanovllm-model-qwen3")
 
 
 # ---------------------------------------------------------------- the files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -14,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from nanovllm_core import AsyncLLM
+from nanovllm_core import AsyncLLM, load_config
 from nanovllm_server.command import address, make_watched_server
 from nanovllm_server.settings import parse_settings
+from nanovllm_server.watch.watch import observed
 
 SERVER = Path(__file__).with_name("breaking_server.py")
 
@@ -54,8 +54,21 @@ def served(llm: AsyncLLM, **settings: Any) -> Iterator[str]:
     assert not thread.is_alive()
 
 
-def test_probes_say_503_while_a_step_hangs_and_http_goes_on() -> None:
-    """/health and /ready with the reason, /metrics with a 0; all of it ends with the hang."""
+def complete(url: str) -> int:
+    """The status of a request for a few tokens."""
+    body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 4}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_probes_say_503_while_a_step_hangs_and_no_client_hangs() -> None:
+    """/health and /ready with the reason, /metrics with a 0; the running request ends at its
+    deadline, while the step still hangs; all is well once the step has ended."""
     llm = AsyncLLM("demo", device="cpu", limits={"max_num_seqs": 2}, cache={"num_blocks": 256})
     go_on = threading.Event()
     executor: Any = llm.engine._executor
@@ -65,25 +78,53 @@ def test_probes_say_503_while_a_step_hangs_and_http_goes_on() -> None:
         assert go_on.wait(30)
         return collect()
 
-    with served(llm, health={"ping_s": 0.05, "stuck_after_s": 0.3}) as url:
+    health = {"ping_s": 0.05, "stuck_after_s": 0.3}
+    with served(llm, health=health, limits={"timeout_s": 1.0}) as url:
         executor.collect = hang
-        body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 4}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-        answers: list[Any] = []
-        client = threading.Thread(target=lambda: answers.append(urllib.request.urlopen(request)))
+        statuses: list[int] = []
+        client = threading.Thread(target=lambda: statuses.append(complete(url)))
         client.start()
         wait_for(lambda: get(f"{url}/health")[0] == 503)
-        status, body_text = get(f"{url}/ready")
+        status, body = get(f"{url}/ready")
         assert status == 503
-        assert "the engine has not answered for" in json.loads(body_text)["reason"]
-        assert "nanovllm:engine_healthy{" in get(f"{url}/metrics")[1]
+        assert "the engine has not answered for" in json.loads(body)["reason"]
         assert 'nanovllm:engine_healthy{model_name="demo"} 0.0' in get(f"{url}/metrics")[1]
+        client.join(20)
+        assert statuses == [504]
         go_on.set()
         wait_for(lambda: get(f"{url}/health")[0] == 200)
-        client.join(10)
-        assert [answer.status for answer in answers] == [200]
+        assert complete(url) == 200
     llm.close()
+
+
+def test_a_server_with_a_new_engine_serves_on() -> None:
+    """With `on_engine_death: restart`: the client of the old one gets an error, the next one text;
+    what was counted stays counted."""
+    values = {"device": "cpu", "limits": {"max_num_seqs": 2}, "cache": {"num_blocks": 256}}
+    with observed(load_config("demo", overrides=values)) as config:
+        llm = AsyncLLM.from_config(config)
+        executor: Any = llm.engine._executor
+
+        def fail() -> Any:
+            raise RuntimeError("the device is gone")
+
+        with served(llm, health={"ping_s": 0.05, "on_engine_death": "restart"}) as url:
+            assert complete(url) == 200
+            before = counted(url)
+            executor.collect = fail
+            assert complete(url) >= 500
+            wait_for(lambda: get(f"{url}/ready")[0] == 503)
+            wait_for(lambda: get(f"{url}/ready")[0] == 200)
+            assert complete(url) == 200
+            assert counted(url) >= before + 5
+        llm.close()
+
+
+def counted(url: str) -> float:
+    """The tokens that engines of this server have generated."""
+    pattern = r'^nanovllm:generation_tokens_total{model_name="demo"} (.*)$'
+    [number] = re.findall(pattern, get(f"{url}/metrics")[1], re.MULTILINE)
+    return float(number)
 
 
 def test_a_server_whose_engine_ends_ends_with_status_1(tmp_path: Path) -> None:
@@ -98,12 +139,7 @@ def test_a_server_whose_engine_ends_ends_with_status_1(tmp_path: Path) -> None:
         url = line.split()[-1]
         wait_for(lambda: get(f"{url}/ready")[0] == 200)
         broken.touch()
-        body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 4}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=20)
-        assert refused.value.code >= 500
+        assert complete(url) >= 500
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 1
         assert "the device is gone" in errors

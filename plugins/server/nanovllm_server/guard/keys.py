@@ -19,8 +19,9 @@ from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import header, send_error
 from nanovllm_server.section import ServerSection
 
-KEY_VARIABLE = "NANOVLLM_API_KEY"
-"""The environment variable of one key in plain text."""
+KEY_VARIABLE = "SERVE_API_KEY"
+"""The environment variable of one key in plain text. Those that begin with `NANOVLLM_` are fields
+of the engine, and errors show their values."""
 MIN_KEY_LENGTH = 16
 """In characters: a hash without salt hides only what nobody can guess."""
 

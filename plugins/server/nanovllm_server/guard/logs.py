@@ -66,7 +66,7 @@ class AccessLog:
             "client": (scope.get("client") or ("",))[0],
             "key": None if key is None else key.name,
         }
-        level = logging.ERROR if (response.status or 0) >= 500 else logging.INFO
+        level = logging.ERROR if response.status == 500 else logging.INFO
         access.log(level, "request", extra={"facts": facts})
 
 

@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, Response
 from nanovllm_core import AsyncLLM
 from nanovllm_core.api import ResolvedPlugin
 from nanovllm_core.selection import NAMED_KINDS, Decisions
+from nanovllm_core.registry import KINDS
+from nanovllm_core.selection import Decisions
 from nanovllm_server.watch import metrics
 from nanovllm_server.watch.values import Histogram, quantile, read_values
 
@@ -93,11 +95,12 @@ def plugins_in_use(llm: AsyncLLM, routes: Sequence[ResolvedPlugin] = ()) -> dict
     """What /plugins answers: the plugins that serve, and why these attention and kernels."""
     decisions, choices = Decisions(llm.config), llm.info.choices
     attention = decisions.attention
+    named = [kind.name for kind in KINDS.values() if kind.choice and kind.name != "attention"]
     used = {
         "model": [decisions.model],
         "attention prefill": [attention.prefill.resolved],
         "attention decode": [attention.decode.resolved],
-        **{kind: decisions.named(kind) for kind in NAMED_KINDS.values()},
+        **{kind: decisions.named(kind) for kind in named},
         "route": routes,
     }
     plugins = [

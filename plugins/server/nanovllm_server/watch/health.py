@@ -87,7 +87,7 @@ class EngineMonitor:
             return f"the engine ended with {type(self.failure).__name__}"
         if (age := self.age) > self._settings.stuck_after_s:
             stats = self.stats
-            held = f"; {stats.running} requests run, {stats.waiting} wait" if stats else ""
+            held = f"; {stats.running} requests ran then, {stats.waiting} waited" if stats else ""
             return (
                 f"the engine has not answered for {age:.1f} s, and stuck_after_s is "
                 f"{self._settings.stuck_after_s:g}: a step takes longer, or hangs{held}"

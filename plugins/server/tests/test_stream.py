@@ -1,0 +1,181 @@
+"""The ASGI answers alone: errors after the first event, slow clients, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm_core.errors import EngineClosedError, InvalidPromptError, PluginFailedError
+from nanovllm_server.completions import CompletionShape
+from nanovllm_server.errors import ApiError
+from nanovllm_server.guard.admission import Admission
+from nanovllm_server.protocol import CompletionBody
+from nanovllm_server.service import Service
+from nanovllm_server.settings import ServerSettings
+from nanovllm_server.stream import Answer, EventStream, Work, answer
+
+Sent = list[dict[str, Any]]
+SECRET = "the prompt of a stranger"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failing(Work):
+    """Gives some outputs, and fails."""
+
+    error: Exception
+    num_outputs: int
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        async for output in self.llm.generate(self.prompts[0], self.params):
+            if output.num_token_ids > self.num_outputs:
+                raise self.error
+            yield 0, output
+
+
+def make_answer(llm: AsyncLLM, stream: bool, work: type[Work] = Work, **more: Any) -> Answer:
+    body = CompletionBody(prompt="a", stream=stream)
+    shape = CompletionShape(Service(llm, ServerSettings()), "demo", body, [])
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    asked = work(
+        llm=llm,
+        prompts=[[5, 6, 7]],
+        params=params,
+        labels={},
+        cache_salt=b"",
+        admission=Admission(16, 256),
+        stream=stream,
+        prompt_field="prompt",
+        **more,
+    )
+    made = answer(asked, shape, include_usage=False)
+    assert isinstance(made, Answer)
+    return made
+
+
+def call(
+    response: Answer,
+    send: Callable[[Mapping[str, Any]], Awaitable[None]],
+    left: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run an answer for a client that leaves when `left` says so."""
+
+    async def receive() -> dict[str, Any]:
+        while not left():
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def main() -> None:
+        await asyncio.wait_for(response({"type": "http"}, receive, send), 30)
+
+    asyncio.run(main())
+
+
+def collect(response: Answer) -> Sent:
+    sent: Sent = []
+
+    async def send(message: Mapping[str, Any]) -> None:
+        sent.append(dict(message))
+
+    call(response, send)
+    return sent
+
+
+def events_of(sent: Sent) -> list[Any]:
+    text = b"".join(message.get("body", b"") for message in sent).decode()
+    return [
+        json.loads(line.removeprefix("data: "))
+        for line in text.split("\n\n")
+        if line and line != "data: [DONE]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineClosedError("closed"), 503, "engine_ended"),
+        (PluginFailedError("its own reason"), 500, "internal_error"),
+        (KeyError(SECRET), 500, "internal_error"),
+        (InvalidPromptError("empty"), 400, None),
+        (ApiError(504, "too late", code="deadline"), 504, "deadline"),
+    ],
+)
+def test_an_error_has_its_status_or_ends_the_stream_as_an_event(
+    error: Exception,
+    status: int,
+    code: str | None,
+    llm: AsyncLLM,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before the first event it is an answer; after it, an event that the clients raise."""
+    caplog.set_level(logging.DEBUG)
+    for stream, after in ((False, 0), (True, 0), (True, 3)):
+        response = make_answer(llm, stream, Failing, error=error, num_outputs=after)
+        sent = collect(response)
+        assert sent[0]["status"] == (200 if after else status)
+        assert sum(message["type"] == "http.response.start" for message in sent) == 1
+        assert not sent[-1].get("more_body", False)
+        *texts, last = events_of(sent)
+        assert len(texts) <= after
+        assert last["error"]["code"] == code
+        assert b"[DONE]" not in sent[-1]["body"]
+    assert SECRET not in caplog.text
+
+
+def test_a_slow_client_gets_fewer_and_larger_events(llm: AsyncLLM) -> None:
+    """While `send` waits, what comes is joined; the text is the same."""
+    sizes, texts = [], []
+    for pause in (0.0, 0.02):
+        sent: Sent = []
+
+        async def send(message: Mapping[str, Any], pause: float = pause, to: Sent = sent) -> None:
+            to.append(dict(message))
+            await asyncio.sleep(pause)
+
+        call(make_answer(llm, stream=True), send)
+        found = events_of(sent)
+        sizes.append(len(found))
+        texts.append("".join(event["choices"][0]["text"] for event in found))
+    assert texts[0] == texts[1]
+    assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request_at_once(stream: bool, llm: AsyncLLM) -> None:
+    """Also one that reads nothing: `send` waits for it then."""
+    steps = llm.stats.steps
+
+    async def send(_: Mapping[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    begun = llm.stats.steps
+    call(make_answer(llm, stream), send, left=lambda: llm.stats.steps > begun + 5)
+    llm.engine.assert_consistent()
+    assert llm.stats.steps - steps < 150
+
+
+def test_errors_of_the_work_of_one_prompt_end_the_others(llm: AsyncLLM) -> None:
+    """A batch with one prompt that the engine refuses leaves nothing running."""
+    response = make_answer(llm, stream=True)
+    work = response.work
+    batch = Work(
+        llm=llm,
+        prompts=[[5, 6], [10**6], [7]],
+        params=work.params,
+        labels={},
+        cache_salt=b"",
+        admission=Admission(16, 256),
+        stream=True,
+        prompt_field="prompt",
+    )
+    steps = llm.stats.steps
+    sent = collect(EventStream(batch, response.shape, include_usage=False))
+    assert events_of(sent)[-1]["error"]["param"] == "prompt"
+    llm.engine.assert_consistent()
+    assert llm.stats.steps - steps < 150
