@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,16 @@ def timed() -> Iterator[tuple[str, list[Served]]]:
     thread.join(30)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A result file, and what the endpoint did meanwhile."""
+
+    file: Path
+    served: list[Served]
+
+
 @pytest.fixture(scope="module")
-def result_file(timed: tuple[str, list[Served]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(timed: tuple[str, list[Served]], tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Two processes, a closed and an open loop."""
     url, served = timed
     served.clear()
@@ -76,11 +85,11 @@ def result_file(timed: tuple[str, list[Served]], tmp_path_factory: pytest.TempPa
     assert result.exit_code == 0, (result.output, result.exception)
     assert "4 clients" in result.output
     assert "40 requests/s" in result.output
-    return out
+    return Measured(out, [*served])
 
 
-def test_the_record_holds_both_loads_and_what_they_follow_from(result_file: Path) -> None:
-    record = json.loads(result_file.read_text(), parse_constant=pytest.fail)
+def test_the_record_holds_both_loads_and_what_they_follow_from(measured: Measured) -> None:
+    record = json.loads(measured.file.read_text(), parse_constant=pytest.fail)
     assert (record["benchmark"], record["workload"]) == ("serve", "8 x 16/12")
     assert record["endpoint"]["model"] == "timed"
     assert record["environment"].keys() >= {"commit", "clean_tree", "python"}
@@ -99,47 +108,45 @@ def test_the_record_holds_both_loads_and_what_they_follow_from(result_file: Path
         assert run["tokens_per_second"] == pytest.approx(rate, rel=1e-2)
 
 
-def test_the_times_are_the_endpoint_s(result_file: Path, timed: tuple[str, list[Served]]) -> None:
+def test_the_times_are_the_endpoint_s(measured: Measured) -> None:
     """The median within 3 % of what the endpoint noted itself, on a machine that others use."""
-    runs = json.loads(result_file.read_text())["runs"]
-    gaps = [1e3 * (b - a) for one in timed[1] for a, b in pairwise(one.written)]
-    measured = np.concatenate([values_of(run["raw_inter_token_ms"]) for run in runs])
-    assert float(np.median(measured)) == pytest.approx(float(np.median(gaps)), rel=0.03)
+    runs = json.loads(measured.file.read_text())["runs"]
+    gaps = [1e3 * (b - a) for one in measured.served for a, b in pairwise(one.written)]
+    between = np.concatenate([values_of(run["raw_inter_token_ms"]) for run in runs])
+    assert float(np.median(between)) == pytest.approx(float(np.median(gaps)), rel=0.03)
 
 
-def test_no_two_loads_and_no_warm_up_share_a_prompt(
-    result_file: Path, timed: tuple[str, list[Served]]
-) -> None:
-    prompts = [tuple(one.body["prompt"]) for one in timed[1]]
+def test_no_two_loads_and_no_warm_up_share_a_prompt(measured: Measured) -> None:
+    prompts = [tuple(one.body["prompt"]) for one in measured.served]
     assert len(prompts) == 2 * (8 + 2)
     assert len({prompt[:4] for prompt in prompts}) == len(prompts)
 
 
-def test_results_are_compared_load_by_load(result_file: Path, tmp_path: Path) -> None:
+def test_results_are_compared_load_by_load(measured: Measured, tmp_path: Path) -> None:
     other = tmp_path / "peer.json"
-    record = json.loads(result_file.read_text())
+    record = json.loads(measured.file.read_text())
     for run in record["runs"]:
         run["tokens_per_second"] /= 2
     other.write_text(json.dumps(record))
-    result = bench("compare", str(result_file), str(other))
+    result = bench("compare", str(measured.file), str(other))
     assert result.exit_code == 0, result.output
     assert result.output.count("2.00 × as fast") == 2
     record["workload"] = "nano"
     other.write_text(json.dumps(record))
     assert isinstance(
-        error := bench("compare", str(result_file), str(other)).exception, ConfigError
+        error := bench("compare", str(measured.file), str(other)).exception, ConfigError
     )
     assert "different requests" in str(error)
     other.write_text('{"benchmark": "table"}')
     assert isinstance(
-        error := bench("compare", str(result_file), str(other)).exception, ConfigError
+        error := bench("compare", str(measured.file), str(other)).exception, ConfigError
     )
     assert "peer is no result of `nanovllm bench serve`" in str(error)
 
 
-def test_results_are_drawn(result_file: Path, tmp_path: Path) -> None:
+def test_results_are_drawn(measured: Measured, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs nanovllm-bench[plot]")
-    result = bench("plot", str(result_file), "--out", str(tmp_path / "a.svg"))
+    result = bench("plot", str(measured.file), "--out", str(tmp_path / "a.svg"))
     assert result.exit_code == 0, result.output
     assert "timed, open loop" in (tmp_path / "a.svg").read_text()
 

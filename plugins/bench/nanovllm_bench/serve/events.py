@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,15 +17,26 @@ class _Delta(msgspec.Struct):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
-    @property
-    def text(self) -> str:
-        return self.content or self.reasoning_content or self.reasoning or ""
-
 
 class _Choice(msgspec.Struct):
     text: str = ""
     delta: _Delta | None = None
     finish_reason: str | None = None
+
+    @property
+    def new_text(self) -> str:
+        """Of a completion or of a chat, there also of the model's thoughts."""
+        if (delta := self.delta) is None:
+            return self.text
+        return delta.content or delta.reasoning_content or delta.reasoning or ""
+
+    @property
+    def is_silent(self) -> bool:
+        """Neither opens nor ends an answer, so that tokens without text may have come.
+
+        The first bytes of a character, say, have no text of their own.
+        """
+        return not self.finish_reason and not (self.delta and self.delta.role)
 
 
 class _Cached(msgspec.Struct):
@@ -48,19 +59,9 @@ class Chunk(msgspec.Struct):
     error: Any = None
 
     @property
-    def text(self) -> str:
-        """The new text of all choices, also of a reasoning model's thoughts."""
-        return "".join(c.delta.text if c.delta else c.text for c in self.choices)
-
-    @property
-    def holds_tokens(self) -> bool:
-        """Whether tokens came: text, or an empty delta that neither opens nor ends an answer.
-
-        A token can have no text of its own: the first bytes of a character, say.
-        """
-        return bool(self.text) or any(
-            not c.finish_reason and not (c.delta and c.delta.role) for c in self.choices
-        )
+    def text_length(self) -> int:
+        """Characters of new text, in all choices."""
+        return sum([len(choice.new_text) for choice in self.choices])
 
 
 decode_chunk = msgspec.json.Decoder(Chunk).decode
@@ -72,12 +73,10 @@ class EventReader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> list[bytes]:
         """The payloads of complete `data:` lines; these endpoints write one line for an event."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 def allot_tokens(num_tokens: int, lengths: Sequence[int]) -> list[int]:
