@@ -166,7 +166,7 @@ from nanovllm_core.interfaces.clock import Clock as Clock, ClockSpec as ClockSpe
 def nanovllm_clocks():
     """Clocks."""
 '''),
-    "registry/kinds.py": ('    Kind("observer", ', '''
+    "registry/kinds.py": ('    Kind(\n        "observer",', '''
     Kind("clock", clock.ClockSpec, f"{INTERFACES}.clock:Clock", choice="clock"),
 '''),
     "config/settings.py": ("class EngineConfig(Section):", '''

@@ -8,7 +8,6 @@ from nanovllm_core.selection.attention import (
 from nanovllm_core.selection.checkpoint import find_checkpoint as find_checkpoint
 from nanovllm_core.selection.checkpoint_files import read_model_config as read_model_config
 from nanovllm_core.selection.decisions import (
-    NAMED_KINDS as NAMED_KINDS,
     Decisions as Decisions,
     compute_capability as compute_capability,
     resolve_device as resolve_device,

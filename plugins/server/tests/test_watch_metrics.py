@@ -123,7 +123,7 @@ def test_metrics_count_what_the_engine_did(llm: AsyncLLM, server_url: str) -> No
     async def run() -> None:
         for _ in range(2):
             await drain(llm, prompt, params)
-        stream = llm.generate(prompt, SamplingParams(max_tokens=500, ignore_eos=True))
+        stream = llm.generate(prompt, SamplingParams(max_tokens=1900, ignore_eos=True))
         await anext(stream)
         await stream.aclose()
         await drain(llm, prompt, SamplingParams(temperature=0, max_tokens=1))

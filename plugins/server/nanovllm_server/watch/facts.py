@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 from nanovllm_core import AsyncLLM
 from nanovllm_core.api import ResolvedPlugin
-from nanovllm_core.selection import NAMED_KINDS, Decisions
 from nanovllm_core.registry import KINDS
 from nanovllm_core.selection import Decisions
 from nanovllm_server.watch import metrics
