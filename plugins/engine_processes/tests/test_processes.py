@@ -52,7 +52,7 @@ if sys.argv[1] == "interrupted":
     [output] = llm.generate(["What is 27 + 15?"], use_tqdm=False)
     print(output.finish_reason, flush=True)
 """
-"""Read from stdin, and without `if __name__ == "__main__":`. It ends without closing the engines."""
+"""Read from stdin, without `if __name__ == "__main__":`. It does not close the engines."""
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
