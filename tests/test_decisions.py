@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from nanovllm_core.config.sources import load_with_sources
 from nanovllm_core.diagnostics.explain import VIEWS, Seam, explain
-from nanovllm_core.errors import CheckpointNotFoundError, NanoVLLMError
+from nanovllm_core.errors import ConfigError, CheckpointNotFoundError, NanoVLLMError
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.selection.decisions import SEQUENCE, Decisions
@@ -202,7 +202,7 @@ def test_an_automatic_engine_client_follows_the_number_of_engines(size: int, nam
     if size == 1:
         assert [one.name for one in Decisions(config).named("engine_client")] == ["thread"]
         return
-    with pytest.raises(ConfigError, match="data_parallel_size: 2, but .*'thread' runs at most 1"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2, but .*'thread' runs at most 1"):
         Decisions(config).named("engine_client")
 
 
