@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from nanovllm_core.config.sources import load_with_sources
 from nanovllm_core.diagnostics.explain import VIEWS, Seam, explain
-from nanovllm_core.errors import ConfigError, CheckpointNotFoundError, NanoVLLMError
+from nanovllm_core.errors import CheckpointNotFoundError, ConfigError, NanoVLLMError
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.selection.decisions import SEQUENCE, Decisions

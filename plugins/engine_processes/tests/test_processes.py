@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ if sys.argv[1] == "interrupted":
 """
 """Read from stdin, without `if __name__ == "__main__":`. It does not close the engines."""
 
+Folders = Callable[[], list[Path]]
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
 
@@ -86,59 +88,52 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def folders() -> set[Path]:
-    return {*Path(tempfile.gettempdir()).glob("nanovllm-*")}
-
-
-def assert_nothing_is_left(pids: str, before: set[Path], seconds: float = 5.0) -> None:
+def assert_nothing_is_left(pids: str, folders: Folders, seconds: float = 5.0) -> None:
     until = time.monotonic() + seconds
-    while not all(has_ended(int(pid)) for pid in pids.split()) or folders() - before:
+    while not all(has_ended(int(pid)) for pid in pids.split()) or folders():
         assert time.monotonic() < until, "engines go on without their door, or left their sockets"
         time.sleep(0.05)
 
 
-def test_engines_end_when_the_door_s_process_is_killed() -> None:
+def test_engines_end_when_the_door_s_process_is_killed(folders: Folders) -> None:
     """And remove the folder of the sockets, which nobody else is left to do."""
-    before = folders()
     code, [pids] = run("killed")
     assert code == -signal.SIGKILL
-    assert_nothing_is_left(pids, before)
+    assert_nothing_is_left(pids, folders)
 
 
 @pytest.mark.slow
-def test_engines_end_although_a_fork_of_the_door_s_process_lives() -> None:
+def test_engines_end_although_a_fork_of_the_door_s_process_lives(folders: Folders) -> None:
     """The fork itself may not use the door."""
-    before = folders()
     code, [pids, child, said] = run("forked", 2)
     try:
         assert (code, said) == (-signal.SIGKILL, "EngineClosedError")
-        assert_nothing_is_left(pids, before)
+        assert_nothing_is_left(pids, folders)
     finally:
         os.kill(int(child.split()[1]), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_ctrl_c_does_not_reach_the_engines() -> None:
+def test_ctrl_c_does_not_reach_the_engines(folders: Folders) -> None:
     """The call is interrupted, the engines go on, and end with the program."""
-    before = folders()
     code, [pids, interrupted, reason] = run("interrupted", 2)
     assert (code, interrupted, reason) == (0, "interrupted", "stop")
-    assert_nothing_is_left(pids, before)
+    assert_nothing_is_left(pids, folders)
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_start_and_its_engines() -> None:
-    before = folders()
+def test_ctrl_c_ends_a_start_and_its_engines(folders: Folders) -> None:
     code, [pids] = run("starting", 2)
     assert code == -signal.SIGINT
-    assert_nothing_is_left(pids, before)
+    assert_nothing_is_left(pids, folders)
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_stopped_is_ended_after_the_bound(settings: dict[str, Any]) -> None:
+def test_an_engine_that_is_stopped_is_ended_after_the_bound(
+    settings: dict[str, Any], folders: Folders
+) -> None:
     """Not before, and the others take over; with the last one all calls end."""
     client = {"name": "processes", "options": {"stall_seconds": 2, "router": "prefix"}}
-    before = folders()
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     with LLM(**settings, data_parallel_size=2, engine_client=client) as llm:
         [expected] = llm.generate(["Once"], params, use_tqdm=False)
@@ -156,16 +151,15 @@ def test_an_engine_that_is_stopped_is_ended_after_the_bound(settings: dict[str, 
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(EngineError, match=r"engine 1 .*no answer for stall_seconds \(2 s\)"):
             llm.generate(["Once"], params, use_tqdm=False)
-    assert_nothing_is_left(" ".join(map(str, pids.values())), before)
+    assert_nothing_is_left(" ".join(map(str, pids.values())), folders)
 
 
 @pytest.mark.slow
-def test_each_of_two_engines_may_have_two_ranks(settings: dict[str, Any]) -> None:
+def test_each_of_two_engines_may_have_two_ranks(settings: dict[str, Any], folders: Folders) -> None:
     """Data and tensor parallel together; a rank that is killed ends its engine, and no request."""
     pytest.importorskip("nanovllm_executor_parallel", reason="needs the plugin executor_parallel")
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     prompts = ["Once upon a time", "The", "Hello", "A cat"]
-    before = folders()
     with LLM(**settings) as llm:
         expected = [one.token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
     with LLM(**settings, data_parallel_size=2, tensor_parallel_size=2) as llm:
@@ -181,4 +175,4 @@ def test_each_of_two_engines_may_have_two_ranks(settings: dict[str, Any]) -> Non
             one += [token for output in stream for token in output.new_token_ids]
         assert ids == expected
         assert llm.info.device == "1 of 2 engines x 2 x cpu"
-    assert_nothing_is_left(" ".join([str(engine), *ranks]), before)
+    assert_nothing_is_left(" ".join([str(engine), *ranks]), folders)
