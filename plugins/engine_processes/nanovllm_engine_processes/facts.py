@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from nanovllm_core.api import DeviceError, EngineConfig, WorkerInfo
 from nanovllm_core.frontend import EngineStats
+
+
+@dataclass(slots=True)
+class Question:
+    """A question to all engines; `waiting` are those that have not answered."""
+
+    subscriber: int
+    waiting: set[int]
+    answers: dict[int, EngineStats] = field(default_factory=dict)
 
 
 def sum_stats(each: Iterable[EngineStats], is_one: bool) -> EngineStats:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -42,21 +42,12 @@ from nanovllm_core.frontend import (
 from nanovllm_engine_processes import wire
 from nanovllm_engine_processes.child import REQUESTS
 from nanovllm_engine_processes.engines import LOOK_SECONDS, Engines, Heard
-from nanovllm_engine_processes.facts import check_devices, common_info, sum_stats
+from nanovllm_engine_processes.facts import Question, check_devices, common_info, sum_stats
 from nanovllm_engine_processes.plugin import ProcessesOptions
 from nanovllm_engine_processes.routing import Router
 from nanovllm_engine_processes.samples import Batch, Sample, Samples
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Question:
-    """A question to all engines; `waiting` are those that have not answered."""
-
-    subscriber: int
-    waiting: set[int]
-    answers: dict[int, EngineStats] = field(default_factory=dict)
 
 
 class Hub:
