@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from nanovllm_core.config.sources import load_with_sources
 from nanovllm_core.diagnostics.explain import VIEWS, Seam, explain
-from nanovllm_core.errors import CheckpointNotFoundError, NanoVLLMError
+from nanovllm_core.errors import CheckpointNotFoundError, ConfigError, NanoVLLMError
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.selection.decisions import SEQUENCE, Decisions
@@ -188,6 +188,22 @@ def test_an_automatic_executor_follows_the_number_of_ranks(size: int, name: str)
     config = load_with_sources("nosuch", overrides=changes, env={}).config
     with pytest.raises(NanoVLLMError, match=f"executor '{name}'"):
         Decisions(config).named("executor")
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "thread"), (2, "processes")])
+def test_an_automatic_engine_client_follows_the_number_of_engines(size: int, name: str) -> None:
+    """One that is not there is an error with the way to install it; one too small is refused."""
+    changes: dict[str, Any] = {"data_parallel_size": size}
+    config = load_with_sources("nosuch", overrides=changes, env={}).config
+    if name == "thread" or find_spec("nanovllm_engine_processes"):
+        assert [one.name for one in Decisions(config).named("engine_client")] == [name]
+    changes["engine_client"] = "thread"
+    config = load_with_sources("nosuch", overrides=changes, env={}).config
+    if size == 1:
+        assert [one.name for one in Decisions(config).named("engine_client")] == ["thread"]
+        return
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2, but .*'thread' runs at most 1"):
+        Decisions(config).named("engine_client")
 
 
 def test_what_a_sequence_needs_is_that_of_a_ranks_groups(folders: Path) -> None:

@@ -22,7 +22,7 @@ from nanovllm_core.registry.discovery import (
     extra_command,
     install_command,
 )
-from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
+from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS, declared_group
 
 from .environments import make_environment
 
@@ -94,10 +94,11 @@ def test_every_plugin_has_an_extra_of_the_core() -> None:
     for project in PLUGINS.values():
         assert f"{project['name']}=={project['version']}" in in_extras
     # The kit is for authors: it needs pytest and hypothesis.
-    everything = (
-        "nanovllm-core[sdpa,triton,flash,sjf,parallel,qwen3,demo,bench,server,flash-attn-compat]"
+    extras_of_all = (
+        "sdpa,triton,flash,sjf,parallel,data-parallel,qwen3,qwen3-moe,demo,bench,server,"
+        "flash-attn-compat"
     )
-    assert extras["all"] == [everything]
+    assert extras["all"] == [f"nanovllm-core[{extras_of_all}]"]
 
 
 def test_the_hints_name_extras_that_install_that_plugin() -> None:
@@ -127,6 +128,10 @@ def test_the_hints_name_extras_that_install_that_plugin() -> None:
 def test_every_entry_point_group_is_one_that_the_core_reads() -> None:
     known = {kind.group for kind in KINDS.values()}
     known |= {EXTENSION_GROUP, KIND_GROUP, COMMAND_GROUP, SUITE_GROUP}
+    for project in PLUGINS.values():  # the kinds that they declare
+        known |= {
+            declared_group(kind) for kind in project.get("entry-points", {}).get(KIND_GROUP, ())
+        }
     for project in PROJECTS.values():
         assert set(project.get("entry-points", {})) <= known
 

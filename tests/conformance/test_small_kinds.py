@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm_kit import PluginUnderTest, installed_plugin
 from nanovllm_kit.checkpoint import CheckpointConformance
+from nanovllm_kit.engine_client import EngineClientConformance
 from nanovllm_kit.executor import ExecutorConformance
 from nanovllm_kit.kernels import KernelSetConformance
 from nanovllm_kit.sampler import SamplerConformance
@@ -49,3 +50,11 @@ class TestSingleProcess(ExecutorConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
         return installed_plugin("executor", "single")
+
+
+class TestThread(EngineClientConformance):
+    """The built-in engine client."""
+
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
+        return installed_plugin("engine_client", "thread")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.errors import EngineClosedError
+from nanovllm_core.errors import EngineClosedError, RequestError
 from nanovllm_core.frontend.loop import EngineLoop
 from nanovllm_core.interfaces.plan import StepResult
 
@@ -242,6 +242,33 @@ def test_the_engine_is_handed_out_once_the_door_has_no_unfinished_request(tiny: 
         own = [delta for _ in range(10) for delta in engine.step()]
         assert [len(delta.new_token_ids) for delta in own] == [3]
         assert sum(len(output.new_token_ids) for output in stream) == 39
+
+
+@pytest.mark.parametrize("known", [1, 7, 19])
+def test_a_request_goes_on_behind_outputs_that_another_engine_gave(
+    known: int, shared_engine: LLM
+) -> None:
+    """As after a preemption: noise, penalties and the length count from the request's beginning."""
+    params = SamplingParams(
+        seed=5, max_tokens=20, min_tokens=20, frequency_penalty=1.0, logprobs=1, ignore_eos=True
+    )
+    engine = shared_engine.engine
+
+    def run(*outputs: int, stream: bool) -> list[int]:
+        engine.add_request("a", [3, 1, 4], params, stream=stream, output_token_ids=outputs)
+        ids: list[int] = []
+        while engine.has_unfinished():
+            for delta in engine.step():
+                ids += delta.new_token_ids
+                assert len(delta.new_logprobs or ()) == len(delta.new_token_ids)
+        return ids
+
+    whole = run(stream=True)
+    assert len(whole) == 20
+    for stream in (True, False):
+        assert run(*whole[:known], stream=stream) == whole[known:]
+    with pytest.raises(RequestError, match="2 output_token_ids for n=3 samples"):
+        engine.add_request("b", [1], greedy(n=3), output_token_ids=(1, 2))
 
 
 def test_a_searched_stream_that_is_left_at_its_first_end_leaves_nothing(demo: LLM) -> None:

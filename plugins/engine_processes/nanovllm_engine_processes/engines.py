@@ -50,7 +50,7 @@ class Engines:
         self._bell.setblocking(False)
         self._rope.setblocking(False)
         self._context = zmq.Context()
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user alone
+        self._folder = tempfile.mkdtemp(prefix="nanovllm-engines-")  # readable by this user alone
         try:
             self._spawn(config)
         except BaseException:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,3 +41,12 @@ def two() -> Iterator[LLM]:
     """Two engines behind one door, for tests that leave them running."""
     with LLM(**SETTINGS, data_parallel_size=2) as llm:
         yield llm
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Path]]]:
+    """Lists the folders of sockets in a place for temporary files that is this test's alone."""
+    with tempfile.TemporaryDirectory() as place:  # its path is short, as a socket's must be
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        monkeypatch.setenv("TMPDIR", place)
+        yield lambda: [*Path(place).glob("nanovllm-engines-*")]

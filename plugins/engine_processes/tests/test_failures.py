@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import pytest
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import CheckpointNotFoundError, EngineClosedError, EngineError
 
+Folders = Callable[[], list[Path]]
 PROMPTLY = 3.0
 """Seconds in which the end of an engine is noticed."""
 LENGTH = 60
@@ -33,10 +33,6 @@ REQUESTS = [(prompt, params) for prompt in PROMPTS for params in ASKED]
 def pids(llm: LLM) -> dict[int, int]:
     found: dict[int, int] = llm._client.pids  # type: ignore[attr-defined]
     return found
-
-
-def folders() -> set[Path]:
-    return {*Path(tempfile.gettempdir()).glob("nanovllm-*")}
 
 
 def is_gone(pid: int) -> bool:
@@ -73,17 +69,17 @@ def streamed(
 
 
 def test_requests_of_an_engine_that_is_killed_go_on_elsewhere_and_then_the_last_one_ends_all(
-    settings: dict[str, Any], thread: LLM, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], thread: LLM, folders: Folders, caplog: pytest.LogCaptureFixture
 ) -> None:
     """None is lost, nothing comes twice: greedy, seeded, penalised and searched streams are those
     of an engine that lives; so are calls that stream nothing."""
     with ThreadPoolExecutor(64) as pool:
         expected = [*pool.map(lambda one: streamed(thread, *one), REQUESTS)]
     whole = [one.token_ids for one in thread.generate(PROMPTS, ASKED[1], use_tqdm=False)]
-    before, seen = folders(), 0
+    seen = 0
     with LLM(**settings, data_parallel_size=2) as llm, ThreadPoolExecutor(64) as pool:
         processes = pids(llm)
-        assert len(folders() - before) == 1
+        assert len(folders()) == 1
 
         def note() -> None:
             nonlocal seen
@@ -119,12 +115,13 @@ def test_requests_of_an_engine_that_is_killed_go_on_elsewhere_and_then_the_last_
         with pytest.raises(EngineError, match="SIGKILL"):
             _ = llm.stats
     assert all(map(is_gone, processes.values()))
-    assert folders() == before
+    assert folders() == []
 
 
-def test_the_error_of_a_start_is_that_of_the_engine(settings: dict[str, Any]) -> None:
+def test_the_error_of_a_start_is_that_of_the_engine(
+    settings: dict[str, Any], folders: Folders
+) -> None:
     """With its type, and the engine that raised it; nothing is left."""
-    before = folders()
     with pytest.raises(CheckpointNotFoundError, match=r"^engine \d \(process \d+\): .*nowhere"):
         LLM(**{**settings, "model": "./nowhere"}, engine_client="processes")
-    assert folders() == before
+    assert folders() == []

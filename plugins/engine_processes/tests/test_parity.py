@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from nanovllm_core import LLM, AsyncLLM, RequestOutput, SamplingParams
-from nanovllm_core.api import EngineClosedError, InvalidPromptError, InvalidSamplingError
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.api import (
+    EngineClosedError,
+    InvalidPromptError,
+    InvalidSamplingError,
+    UnsupportedError,
+)
+from nanovllm_core.frontend import derive_seed
 
 PROMPTS = ["Once upon a time", "The", "What is 27 + 15?", "Hello"]
 
@@ -79,8 +84,6 @@ def test_requests_without_a_seed_have_the_noise_that_a_thread_gives_them(
     params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, n=2)
     before = two._client._hub._num_arrived  # type: ignore[attr-defined]
     given = [one.token_ids for one in two.generate(PROMPTS, params, use_tqdm=False)]
-    from nanovllm_core.frontend import derive_seed
-
     again = [
         SamplingParams(
             temperature=1.0, max_tokens=6, ignore_eos=True, n=2, seed=derive_seed(0, before + 2 * i)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm_core import SamplingParams, errors
+from nanovllm_core import SamplingParams
 from nanovllm_core.api import (
+    DeviceError,
     EngineConfig,
     EngineError,
     InvalidPromptError,
@@ -131,12 +132,7 @@ def test_packed_log_probabilities_stay_packed() -> None:
     assert read.new_logprobs[0].__reduce__()[1] == packed.__reduce__()[1]
 
 
-TYPES = [
-    one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, NanoVLLMError)
-]
-
-
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", wire._error_types().values())
 def test_every_error_of_the_core_keeps_its_type_and_text(kind: type[NanoVLLMError]) -> None:
     error = kind("7 is beyond 5\ud800; lower it")
     error.prompt_index = 0  # type: ignore[attr-defined]
@@ -199,7 +195,7 @@ def test_each_engine_has_its_own_gpus_and_a_thread() -> None:
     assert gpus("cpu", "0") == [None, None]
     assert gpus("auto", "") == [None, None]
     assert gpus("auto", "5", data_parallel_size=1) == [None]
-    with pytest.raises(errors.DeviceError, match="needs 4 GPUs, but CUDA_VISIBLE_DEVICES lists 3"):
+    with pytest.raises(DeviceError, match="needs 4 GPUs, but CUDA_VISIBLE_DEVICES lists 3"):
         gpus("auto", "0,1,2", tensor_parallel_size=2)
     config = EngineConfig(model="x", device="cuda:1", data_parallel_size=2)
     one = config_of_each(config)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from itertools import count
+from typing import Any
 
-from nanovllm_core.api import EngineConfig, Plugins
 from nanovllm_core.frontend import Message, ThreadClient
 
 from nanovllm_engine_client_my_plugin.plugin import MyPluginOptions
@@ -16,10 +16,8 @@ logger = logging.getLogger(__name__)
 class MyPluginClient(ThreadClient):
     """Counts messages, and logs one of so many."""
 
-    def __init__(
-        self, options: MyPluginOptions, config: EngineConfig, name: str, plugins: Plugins
-    ) -> None:
-        super().__init__(options, config, name, plugins)
+    def __init__(self, options: MyPluginOptions, *arguments: Any) -> None:
+        super().__init__(options, *arguments)
         self._every = options.every
         self._numbers = count(1)
 
