@@ -5,6 +5,7 @@ Before any test imports Triton: without a GPU, kernels are interpreted.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections import Counter, defaultdict
@@ -62,6 +63,18 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """docs/generate.py, which writes the documents' tables; its own modules lie beside it."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "docs")
     return import_module("generate")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of all later garbage collections.
+
+    An engine collects when it starts and, with all objects thawed, when it closes. Each collection
+    would walk what pytest, torch and transformers have imported: most of a small engine's time.
+    tests/e2e/test_start.py tests freezing and thawing in processes of their own.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

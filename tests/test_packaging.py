@@ -246,15 +246,24 @@ with LLM(config_file=sys.argv[1]) as llm:
 
 
 @pytest.mark.wheels
-def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(tmp_path: Path) -> None:
-    """From the core alone to everything, in one environment, as a user would add to it."""
+@pytest.mark.parametrize("libraries", ["linked", pytest.param("fetched", marks=pytest.mark.slow)])
+def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(
+    tmp_path: Path, libraries: str
+) -> None:
+    """From the core alone to everything, in one environment, as a user would add to it.
+
+    torch and the other libraries are this environment's, or fetched as the wheels require them.
+    """
     wheels = build_wheels(tmp_path / "dist", *PROJECTS)
     assert len(wheels) == len(PROJECTS)
     for wheel in wheels:
         assert any(name.endswith("/py.typed") for name in zipfile.ZipFile(wheel).namelist())
         names = zipfile.ZipFile(wheel).namelist()
         assert not any("test_" in name for name in names if "/scaffold/templates/" not in name)
-    run(sys.executable, "-m", "venv", tmp_path / "env")
+    if libraries == "linked":
+        make_environment(tmp_path / "env")
+    else:
+        run(sys.executable, "-m", "venv", tmp_path / "env")
     python, nanovllm = tmp_path / "env/bin/python", tmp_path / "env/bin/nanovllm"
 
     def install(requirement: str) -> None:
@@ -278,7 +287,7 @@ def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(tmp_path
     assert "42" in run(nanovllm, "generate", "--model", "demo", "--chat", "What is 27 + 15?")
 
     install("nanovllm-core[all]")
-    assert "kit" not in run(python, "-m", "pip", "list")
+    assert "nanovllm-kit" not in run(python, "-m", "pip", "list")
     assert "throughput" in run(nanovllm, "bench", "--help")
     for attention, scheduler, ran in (
         ("sdpa", "fcfs", "sdpa"),
