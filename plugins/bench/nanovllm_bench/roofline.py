@@ -3,9 +3,10 @@
 Every decode step reads each weight once and the keys and values of all live contexts, or of their
 sliding window, once; every prompt token is multiplied with the weights of all layers once. Of the
 experts of a mixture a step reads those that its tokens are expected to choose, and a token is
-multiplied with its own. The floor divides these by the rates that the device was measured at, and leaves out everything else:
-activations, writes, sampling, launches, the host. No engine reaches it as a whole, and its share
-says how far one is; a kernel that only reads can exceed the rate of a copy by a few percent.
+multiplied with its own. The floor divides these by the rates that the device was measured at, and
+leaves out everything else: activations, writes, sampling, launches, the host. No engine reaches it
+as a whole, and its share says how far one is; a kernel that only reads can exceed the rate of a
+copy by a few percent.
 """
 
 from __future__ import annotations
