@@ -133,6 +133,26 @@ def test_headers_that_stay_out_end_the_connection(address: tuple[str, int], sent
 
 
 @pytest.mark.parametrize(
+    ("sent", "more", "status"),
+    [
+        (b"x-request-timeout: 0\r\ncontent-length: 50\r\n\r\n", b"{", 400),
+        (b"content-length: 2\r\n\r\n{}", b"\r\n", 200),
+    ],
+    ids=["the rest of a refused body", "an empty line between requests"],
+)
+def test_a_connection_that_stays_after_its_answer_ends(
+    address: tuple[str, int], sent: bytes, more: bytes, status: int
+) -> None:
+    """uvicorn stops its timer at any byte, and a few thousand such connections fill a server."""
+    with closing(connect(address)) as client:
+        client.sendall(HEAD + sent)
+        answer = client.recv(65_536)
+        client.sendall(more)
+        answer += read_all(client)
+    assert status_of(answer) == status
+
+
+@pytest.mark.parametrize(
     "sent",
     [
         HEAD + b"x: " + b"y" * 5000 + b"\r\n\r\n",

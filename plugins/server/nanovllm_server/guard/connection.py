@@ -19,6 +19,8 @@ HEADER_SECONDS = 10.0
 class Connection(HttpToolsProtocol):
     """431 beyond `MAX_HEADER_BYTES`; closed if the headers are not complete in `HEADER_SECONDS`.
 
+    So is a connection on which an answer has been sent and neither the rest of that request's body
+    nor the next request is complete: uvicorn's own timer ends at the first byte that comes.
     Offers `scope["state"]["abort_connection"]`, which drops what is not sent: closing would wait
     for a client that does not read.
     """
@@ -51,8 +53,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"]["abort_connection"] = self.transport.abort
         self._header_bytes = 0
-        if self._header_timer is None:
-            self._start_timer()
+        self._start_timer()
 
     def on_url(self, url: bytes) -> None:
         self._count(url)
@@ -71,6 +72,11 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._has_headers = False
         self._raw_bytes = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._start_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Called where the parser, or one of the callbacks above, raised."""
@@ -96,10 +102,11 @@ class Connection(HttpToolsProtocol):
             raise ValueError  # The parser stops, and `send_400_response` answers.
 
     def _start_timer(self) -> None:
+        self._stop_timer()
         self._header_timer = self.loop.call_later(self.header_seconds, self._headers_are_late)
 
     def _headers_are_late(self) -> None:
-        """Close, unless an earlier request is still being answered, which pauses reading."""
+        """Close, unless a request is being answered: an earlier one's answer pauses reading."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
         else:
