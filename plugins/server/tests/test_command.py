@@ -19,6 +19,7 @@ from nanovllm_core.errors import ConfigError
 from nanovllm_server import command
 from nanovllm_server.settings import parse_settings
 
+SECRET = "nvk-in-plain-text"
 MAIN = [sys.executable, "-m", "nanovllm_core", "serve"]
 
 
@@ -77,6 +78,22 @@ def test_without_a_model_the_embedded_one_is_served(served: list[Any]) -> None:
 def test_a_wrong_setting_names_path_value_and_remedy(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_settings(section)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"keys": [{"name": "a", "sha256": SECRET}]},
+        {"keys": [{"name": "a", "key": SECRET}]},
+        {"keys": [SECRET]},
+        {"keys": {"a": SECRET}},
+        {"tls": {"certfile": "a.pem", "keyfile_password": [SECRET]}},
+    ],
+)
+def test_an_error_shows_no_key_that_stands_there_in_plain_text(section: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^serve\.(keys|tls\.keyfile_password)") as found:
+        parse_settings(section)
+    assert SECRET not in str(found.value)
 
 
 @pytest.mark.slow
