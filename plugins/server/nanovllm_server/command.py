@@ -61,6 +61,8 @@ def serve(
     from nanovllm_server.watch.watch import observed
 
     # Before the model is loaded.
+    if server_settings.tls is not None:
+        server_settings.tls.check()
     keys = read_keys(server_settings.keys, server_settings.keys_file)
     check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
     options.show_choices()

@@ -96,6 +96,23 @@ def test_an_error_shows_no_key_that_stands_there_in_plain_text(section: Any) -> 
     assert SECRET not in str(found.value)
 
 
+def test_a_certificate_that_cannot_be_used_ends_the_start_before_the_model(
+    served: list[Any], tmp_path: Path
+) -> None:
+    """With the file and the setting, and not with a traceback once the model is loaded."""
+    other = tmp_path / "other.pem"
+    other.write_text("no certificate")
+    for words in (
+        ["tls.certfile=/nowhere.pem"],
+        [f"tls.certfile={other}"],
+        [f"tls.certfile={other}", "tls.ca_certs=/nowhere.pem"],
+    ):
+        sets = [word for one in words for word in ("--set", f"serve.{one}")]
+        with pytest.raises(ConfigError, match=r"^serve\.tls: .*(nowhere|other)\.pem"):
+            serve(*sets)
+    assert served == []
+
+
 @pytest.mark.slow
 def test_a_server_prints_its_address_answers_and_ends(tmp_path: Path) -> None:
     process = subprocess.Popen([*MAIN, "--port", "0"], stdout=subprocess.PIPE, text=True)
