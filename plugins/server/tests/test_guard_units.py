@@ -414,6 +414,41 @@ def test_a_log_line_has_the_facts_and_no_secret(lines: io.StringIO) -> None:
     assert KEY not in lines.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "level"),
+    [
+        ("/live", 200, "DEBUG"),
+        ("/health", 200, "DEBUG"),
+        ("/health", 503, "INFO"),
+        ("/ready", 503, "INFO"),
+        ("/metrics", 200, "DEBUG"),
+        ("/metrics", 401, "INFO"),
+        ("/metrics", 500, "ERROR"),
+        ("/v1/models", 200, "INFO"),
+    ],
+)
+def test_what_is_asked_every_second_fills_no_log(path: str, status: int, level: str) -> None:
+    """A page, Prometheus and a load balancer ask without end. What they are refused is seen."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body"})
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("nanovllm_server.access")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    try:
+        ask(RequestIds(AccessLog(app)), method="GET", path=path)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert [record.levelname for record in records] == [level]
+
+
 def test_an_app_that_raises_gives_500_and_a_log_without_the_message(lines: io.StringIO) -> None:
     async def fails(scope: Scope, receive: Receive, send: Send) -> None:
         raise ValueError(SECRET)

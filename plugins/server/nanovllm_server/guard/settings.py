@@ -111,4 +111,5 @@ class LogSettings(ServerSection):
     format: Literal["text", "json"] = "text"
     """`json` writes one object a line."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """`warning` leaves out the line of each request."""
+    """`warning` leaves out the line of each request. `debug` adds those of `/live`, `/health`,
+    `/ready` and `/metrics` that were answered with 200."""
