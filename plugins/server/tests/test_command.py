@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import nanovllm_core
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ConfigError
 from nanovllm_server import command
+from nanovllm_server.guard import hosts
 from nanovllm_server.settings import parse_settings
 
 SECRET = "nvk-in-plain-text"
@@ -40,6 +42,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return True
 
     monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(hosts, "check_address", lambda host, port: None)
     return found
 
 
@@ -111,6 +114,18 @@ def test_a_certificate_that_cannot_be_used_ends_the_start_before_the_model(
         with pytest.raises(ConfigError, match=r"^serve\.tls: .*(nowhere|other)\.pem"):
             serve(*sets)
     assert served == []
+
+
+def test_an_address_that_cannot_be_had_ends_the_start_before_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nanovllm_core.AsyncLLM, "from_config", None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}: Address already in use; .*--port"):
+            serve("--port", str(port))
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
+        serve("--host", "no.such.host.invalid", "--port", "0", "--allow-anonymous")
 
 
 @pytest.mark.slow
