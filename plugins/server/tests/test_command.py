@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +128,23 @@ def test_an_address_that_cannot_be_had_ends_the_start_before_the_model(
             serve("--port", str(port))
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
         serve("--host", "no.such.host.invalid", "--port", "0", "--allow-anonymous")
+
+
+def test_sigterm_while_the_model_is_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([*MAIN, "--port", "0"], env=environ, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 20
+        while not [*tmp_path.glob("nanovllm-metrics-*")]:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+    assert [*tmp_path.glob("nanovllm-*")] == []
 
 
 @pytest.mark.slow
