@@ -236,6 +236,20 @@ def test_a_client_that_reads_nothing_is_cut_at_the_deadline(
         wait_until(lambda: not connections)
 
 
+def test_one_connection_too_many_is_503_in_the_shape_of_all_errors() -> None:
+    with serving(echo, ServerSettings(port=0, limits=LimitSettings(max_connections=2))) as server:
+        address = server.servers[0].sockets[0].getsockname()
+        request = HEAD + b"content-length: 2\r\n\r\n{}"
+        with closing(connect(address)) as first, closing(connect(address)) as second:
+            for client in (first, second):
+                client.sendall(request)
+                assert status_of(client.recv(65_536)) == 200
+            answer = exchange(address, request)
+        assert status_of(answer) == 503
+        assert b"retry-after: 1\r\n" in answer
+        assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "server_full"
+
+
 def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
     bodies = [b'{"n": %d}' % index for index in range(5)]
     requests = [HEAD + b"content-length: 8\r\n\r\n" + body for body in bodies]
