@@ -171,6 +171,8 @@ class Answer(Response):
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work  # It raises what kept the answer or its error from being sent.
         finally:
             work.cancel()
             gone.cancel()

@@ -128,6 +128,18 @@ def test_an_error_has_its_status_or_ends_the_stream_as_an_event(
     assert SECRET not in caplog.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_sent_is_no_silence(stream: bool, llm: AsyncLLM) -> None:
+    """The access log tells it, and answers with 500."""
+
+    async def send(_: Mapping[str, Any]) -> None:
+        raise ValueError("no header like this")
+
+    with pytest.raises(ValueError, match="no header"):
+        call(make_answer(llm, stream), send)
+    llm.engine.assert_consistent()
+
+
 def test_a_slow_client_gets_fewer_and_larger_events(llm: AsyncLLM) -> None:
     """While `send` waits, what comes is joined; the text is the same."""
     sizes, texts = [], []
