@@ -574,7 +574,14 @@ def test_a_server_for_everybody_does_not_start_unasked() -> None:
 def test_the_command_prints_a_key_and_the_entry_that_admits_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    serve_key("acme")
-    out, err = capsys.readouterr()
-    [entry] = yaml.safe_load(out)
-    assert entry == {"name": "acme", "sha256": hash_key(err.split()[-1])}
+    for name in ("acme", "123", "null"):
+        serve_key(name)
+        out, err = capsys.readouterr()
+        [entry] = yaml.safe_load(out)
+        assert entry == {"name": name, "sha256": hash_key(err.split()[-1])}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a: b", "x" * 65, "é"])
+def test_a_name_that_the_server_would_refuse_gets_no_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"1 to 64"):
+        serve_key(name)
