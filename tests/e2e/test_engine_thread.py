@@ -271,6 +271,17 @@ def test_a_request_goes_on_behind_outputs_that_another_engine_gave(
         engine.add_request("b", [1], greedy(n=3), output_token_ids=(1, 2))
 
 
+def test_outputs_that_this_engine_cannot_hold_are_refused(shared_engine: LLM) -> None:
+    """Such as those of an engine with a longer max_model_len: they would end this one in a step."""
+    engine = shared_engine.engine
+    size, length = engine.limits.vocab_size, engine.limits.max_model_len
+    wrong = {"outside the vocabulary": [size], "max_model_len is": [1] * (length - 3)}
+    for match, outputs in wrong.items():
+        with pytest.raises(RequestError, match=match):
+            engine.add_request("a", [3, 1, 4], greedy(), output_token_ids=outputs)
+    assert not engine.has_unfinished()
+
+
 def test_a_searched_stream_that_is_left_at_its_first_end_leaves_nothing(demo: LLM) -> None:
     """Both samples end in one step; the caller has not searched the second one's last id."""
     stream = demo.stream("hello", greedy(3, n=2, stop=["no such text"]))
