@@ -244,13 +244,13 @@ def test_the_engine_is_handed_out_once_the_door_has_no_unfinished_request(tiny: 
         assert sum(len(output.new_token_ids) for output in stream) == 39
 
 
-@pytest.mark.parametrize("known", [1, 7, 19])
+@pytest.mark.parametrize("known", [1, 7, 39])
 def test_a_request_goes_on_behind_outputs_that_another_engine_gave(
     known: int, shared_engine: LLM
 ) -> None:
     """As after a preemption: noise, penalties and the length count from the request's beginning."""
     params = SamplingParams(
-        seed=5, max_tokens=20, min_tokens=20, frequency_penalty=1.0, logprobs=1, ignore_eos=True
+        seed=5, max_tokens=40, min_tokens=40, frequency_penalty=1.0, logprobs=1, ignore_eos=True
     )
     engine = shared_engine.engine
 
@@ -261,10 +261,11 @@ def test_a_request_goes_on_behind_outputs_that_another_engine_gave(
             for delta in engine.step():
                 ids += delta.new_token_ids
                 assert len(delta.new_logprobs or ()) == len(delta.new_token_ids)
+                assert delta.num_cached_tokens <= 3, "of the prompt"
         return ids
 
     whole = run(stream=True)
-    assert len(whole) == 20
+    assert len(whole) == 40
     for stream in (True, False):
         assert run(*whole[:known], stream=stream) == whole[known:]
     with pytest.raises(RequestError, match="2 output_token_ids for n=3 samples"):
