@@ -25,6 +25,9 @@ def make_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         lifespan=watch.lifespan,
+        # FastAPI's own, on where the process has a provider of OpenTelemetry: it exports queries
+        # and the texts of exceptions, and wraps each part of a stream. `watch` has ours.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.service, app.state.watch = service, watch
     add_handlers(app)

@@ -120,6 +120,33 @@ def test_a_header_that_names_no_trace_begins_one(header: str, spans: InMemorySpa
     assert "secret" not in span.to_json()
 
 
+def test_what_an_exception_says_is_in_no_span(spans: InMemorySpanExporter) -> None:
+    """A fault of the server may hold a part of the prompt; the span has the fact alone."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise LookupError("a secret prompt")
+
+    middleware = tracing.TracingMiddleware(app, tracing.make_provider(None, ""))
+    with pytest.raises(LookupError):
+        asyncio.run(call(middleware, "/v1/completions", "POST"))
+    [span] = spans.get_finished_spans()
+    assert not span.status.is_ok
+    assert "secret" not in span.to_json()
+    assert (span.attributes or {}).get("http.response.status_code") == 500
+
+
+def test_the_server_makes_no_spans_but_its_own(
+    llm: AsyncLLM, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastAPI has telemetry of its own, on where the process has a provider: it would see queries
+    and the texts of exceptions, and stand in the way of each part of a stream."""
+    provider = tracing.make_provider(None, "")
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+    app = make_app(llm, parse_settings({}))
+    asyncio.run(call(app, "/v1/models"))
+    assert spans.get_finished_spans() == ()
+
+
 def test_without_a_trace_a_request_has_no_label() -> None:
     """So that an engine without tracing carries nothing."""
     assert current.get() == ""

@@ -54,19 +54,28 @@ class TracingMiddleware:
             if name in HEADERS
         }
         watch = AnswerWatch(send)
+        # What an exception says may be a part of the prompt: the span has none of it.
         with self._tracer.start_as_current_span(
-            scope["method"], PROPAGATOR.extract(headers), SpanKind.SERVER
+            scope["method"],
+            PROPAGATOR.extract(headers),
+            SpanKind.SERVER,
+            record_exception=False,
+            set_status_on_exception=False,
         ) as span:
             token = trace_context.current.set(traceparent(span))
             try:
                 await self._app(scope, receive, watch.send)
+            except BaseException:
+                watch.status = watch.status or 500
+                span.set_status(StatusCode.ERROR)
+                raise
             finally:
                 trace_context.current.reset(token)
-                describe(span, scope, watch.status)
+                describe(span, scope, watch.status or 499)
 
 
 def describe(span: Span, scope: Scope, status: int) -> None:
-    """The attributes of an HTTP span: no query, no body, no address."""
+    """The attributes of an HTTP span: no query, no body, no address. 499: the client has gone."""
     route = getattr(scope.get("route"), "path", "")
     if route:
         span.update_name(f"{scope['method']} {route}")
