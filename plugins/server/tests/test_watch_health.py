@@ -135,6 +135,21 @@ def test_a_step_that_hangs_is_seen_within_the_bound_and_its_end_too() -> None:
             requests.leave()
 
 
+def test_a_first_request_that_waits_for_a_row_is_no_hung_engine(llm: AsyncLLM) -> None:
+    """Other requests may come before it, as after a restart: the engine answers meanwhile, and
+    stopping need not wait for them."""
+    sampled: list[Any] = []
+    requests = Requests(llm, 64)
+    wait_for(lambda: requests.tokens)
+    with watched(llm, sample=sampled.append) as monitor:
+        wait_for(lambda: len(sampled) > 10)
+        assert monitor.not_ready == "the first request has not run yet"
+        assert monitor.problem is None
+        monitor.stop()
+        assert not monitor._thread.is_alive()
+    requests.leave()
+
+
 def break_engine(llm: AsyncLLM) -> None:
     """The next step raises, as when a worker is lost."""
 
