@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import closing
 from typing import Any
 
@@ -145,6 +146,19 @@ def test_the_server_makes_no_spans_but_its_own(
     app = make_app(llm, parse_settings({}))
     asyncio.run(call(app, "/v1/models"))
     assert spans.get_finished_spans() == ()
+
+
+def test_a_collector_that_is_gone_does_not_keep_the_engine_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it does not take in the given time is lost; the engine counts as hung if it does not
+    close."""
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
+    provider = tracing.make_provider("http://127.0.0.1:9/v1/traces", "nanovllm")
+    provider.get_tracer("test").start_span("engine.request").end()
+    began = time.monotonic()
+    tracing.close_provider(provider)
+    assert time.monotonic() - began < 1
 
 
 def test_without_a_trace_a_request_has_no_label() -> None:

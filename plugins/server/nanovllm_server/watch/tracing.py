@@ -7,6 +7,7 @@ another process. A request's label says which span is its parent.
 
 from __future__ import annotations
 
+import threading
 from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 PROPAGATOR = TraceContextTextMapPropagator()
 HEADERS = (b"traceparent", b"tracestate")
+CLOSE_S = 2.0
 
 
 def make_provider(endpoint: str | None, service_name: str) -> TracerProvider:
@@ -35,6 +37,16 @@ def make_provider(endpoint: str | None, service_name: str) -> TracerProvider:
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service_name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
     return provider
+
+
+def close_provider(provider: TracerProvider) -> None:
+    """Send what is left for `CLOSE_S` seconds at most; the rest is lost.
+
+    Its own `shutdown` tries each batch again and again, and takes up to 30 seconds.
+    """
+    closing = threading.Thread(target=provider.shutdown, name="nanovllm-spans", daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
 
 
 class TracingMiddleware:
@@ -137,4 +149,4 @@ class TraceObserver(StepObserver):
 
     def close(self) -> None:
         """Send what is left."""
-        self._provider.shutdown()
+        close_provider(self._provider)

@@ -128,7 +128,9 @@ class Watch:
             await to_thread(self.monitor.stop)
             await self._plugins.close()
             if self._provider is not None:
-                await to_thread(self._provider.shutdown)
+                from nanovllm_server.watch.tracing import close_provider
+
+                await to_thread(close_provider, self._provider)
             if self._service.llm is not self._given:
                 seconds = self._service.settings.health.stuck_after_s
                 await to_thread(close_within, self._service.llm, seconds)
