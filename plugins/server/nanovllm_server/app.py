@@ -32,7 +32,8 @@ def make_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.state.service, app.state.watch = service, watch
     add_handlers(app)
     for make_router in ROUTERS:
-        app.include_router(make_router(service))
+        # Not `include_router`, which keeps a router whole: every path must be known.
+        app.router.routes.extend(make_router(service).routes)
     app.router.routes.extend(watch.routes())
     watch.add_plugin_routes(app.router)
     # Middleware is pure ASGI; the one that is added last is the outermost.
