@@ -15,6 +15,7 @@ from nanovllm_bench.roofline import (
     generate_floor,
     roofline_record,
 )
+from nanovllm_bench.throughput import Gauge
 from nanovllm_bench.workloads import (
     fixed_workload,
     nano_workload,
@@ -117,6 +118,14 @@ def test_where_arithmetic_is_slow_it_decides() -> None:
     slow = Rates(copy_bytes_per_s=1e13, matmul_flops_per_s=1e10)
     floor = generate_floor(QWEN3_0_6B, [(8, 9)] * 16, 16, slow)
     assert floor.decode_seconds == floor.decode_flops / 1e10
+
+
+def test_a_step_that_took_no_time_has_no_share() -> None:
+    """The tokens of several steps were seen at once."""
+    gauge = Gauge(torch.device("cpu"), QWEN3_0_6B, H200, peak_at_start=None)
+    record = gauge.step_roofline(4, 100, 0.0)
+    assert record["share"] is None
+    assert gauge.step_roofline(4, 100, 2 * record["floor_seconds"])["share"] == pytest.approx(0.5)
 
 
 def test_the_share_is_the_floor_over_the_measured_time() -> None:
