@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -412,6 +413,15 @@ def test_a_log_line_has_the_facts_and_no_secret(lines: io.StringIO) -> None:
     assert line["key"] == "acme"
     assert "the secret" not in lines.getvalue()
     assert KEY not in lines.getvalue()
+
+
+def test_no_client_adds_facts_to_its_line() -> None:
+    """uvicorn takes the address from X-Forwarded-For, which a proxy may pass on as it came."""
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "request", (), None)
+    record.facts = {"status": 200, "client": "1.2.3.4 status=500 key=admin"}
+    words = shlex.split(TextFormatter().format(record))
+    assert "status=200" in words
+    assert not {"status=500", "key=admin"} & {*words}
 
 
 @pytest.mark.parametrize(
