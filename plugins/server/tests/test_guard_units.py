@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from nanovllm_core.errors import ConfigError
 from nanovllm_server.errors import ApiError
@@ -27,7 +27,7 @@ from nanovllm_server.guard.deadlines import Deadlines
 from nanovllm_server.guard.drain import Drain
 from nanovllm_server.guard.hosts import LocalOnly, check_exposure, is_loopback
 from nanovllm_server.guard.isolation import cache_salt
-from nanovllm_server.guard.keys import ApiKey, Keys, hash_key, make_key, read_keys
+from nanovllm_server.guard.keys import ApiKey, Keys, api_key, hash_key, make_key, read_keys
 from nanovllm_server.guard.logs import AccessLog, JsonFormatter, TextFormatter
 from nanovllm_server.guard.prompts import PromptLimits, check_stops, check_template_kwargs
 from nanovllm_server.guard.rates import Rates, TokenBucket
@@ -47,6 +47,28 @@ def ask(app: object, parts: tuple[bytes | float, ...] = (b"{}",), **headers: str
 
 
 # -- keys
+
+
+def test_a_request_without_a_key_has_not_that_of_an_earlier_one() -> None:
+    """uvicorn may run a request in the context of an earlier one of its connection."""
+    found: list[ApiKey | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(api_key.get())
+
+    async def one_context() -> None:
+        keys = Keys(app, [ACME], ["/v1/"])
+        await keys(scope_of(authorization=f"Bearer {KEY}"), receive, send)
+        await keys(scope_of(), receive, send)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        raise AssertionError
+
+    asyncio.run(one_context())
+    assert found == [ACME, None]
 
 
 def test_a_key_opens_and_its_name_reaches_the_app() -> None:
