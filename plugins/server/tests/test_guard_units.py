@@ -526,6 +526,9 @@ def test_a_server_beyond_loopback_needs_keys_or_consent(host: str) -> None:
     ("method", "host", "origin", "status"),
     [
         ("POST", "127.0.0.1:8000", None, 200),
+        ("POST", "127.0.0.2:8000", None, 200),
+        ("GET", "127.0.0.1.evil.example", None, 403),
+        ("GET", "", None, 403),
         ("POST", "localhost:8000", "http://localhost:8000", 200),
         ("POST", "[::1]:8000", "http://[::1]:8000", 200),
         ("POST", "localhost:8000", "https://ok.example", 200),
