@@ -117,7 +117,8 @@ def make_watched_server(llm: AsyncLLM, settings: ServerSettings) -> tuple[uvicor
             if self.started:
                 print(f"Serving {settings_name(llm, settings)} at {address(self)}", flush=True)
 
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # Its warnings are about what strangers send, two lines for each such request.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = Server(
         uvicorn.Config(
             guarded_app,

@@ -140,7 +140,7 @@ def test_sigterm_while_the_model_is_loaded_leaves_nothing_behind(tmp_path: Path)
             assert time.monotonic() < end
             time.sleep(0.001)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(20) == 0
     finally:
         process.kill()
         process.communicate()

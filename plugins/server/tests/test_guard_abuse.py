@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -395,6 +397,19 @@ def test_a_salt_separates_requests_without_keys(client: httpx.Client) -> None:
     salts = ["x", "y", "x", None, "y"]
     counts = [cached(client.post(COMPLETIONS, json={**body, "cache_salt": salt})) for salt in salts]
     assert [bool(count) for count in counts] == [False, False, True, False, True]
+
+
+def test_what_is_no_http_fills_no_log(server_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn warns of it, with the advice to install packages."""
+    place = httpx.URL(server_url)
+    upgrade = (
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    )
+    for sent in (b"HELLO\r\n\r\n", upgrade):
+        with socket.create_connection((place.host, place.port or 80), timeout=WAIT) as client:
+            client.sendall(sent)
+            assert client.recv(65_536).startswith(b"HTTP/1.1 ")
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 # -- a cache of one sequence, and endurance

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from nanovllm_core.errors import ConfigError
 from nanovllm_server.errors import ApiError
@@ -26,7 +27,7 @@ from nanovllm_server.guard.deadlines import Deadlines
 from nanovllm_server.guard.drain import Drain
 from nanovllm_server.guard.hosts import LocalOnly, check_exposure, is_loopback
 from nanovllm_server.guard.isolation import cache_salt
-from nanovllm_server.guard.keys import ApiKey, Keys, hash_key, make_key, read_keys
+from nanovllm_server.guard.keys import ApiKey, Keys, api_key, hash_key, make_key, read_keys
 from nanovllm_server.guard.logs import AccessLog, JsonFormatter, TextFormatter
 from nanovllm_server.guard.prompts import PromptLimits, check_stops, check_template_kwargs
 from nanovllm_server.guard.rates import Rates, TokenBucket
@@ -46,6 +47,28 @@ def ask(app: object, parts: tuple[bytes | float, ...] = (b"{}",), **headers: str
 
 
 # -- keys
+
+
+def test_a_request_without_a_key_has_not_that_of_an_earlier_one() -> None:
+    """uvicorn may run a request in the context of an earlier one of its connection."""
+    found: list[ApiKey | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(api_key.get())
+
+    async def one_context() -> None:
+        keys = Keys(app, [ACME], ["/v1/"])
+        await keys(scope_of(authorization=f"Bearer {KEY}"), receive, send)
+        await keys(scope_of(), receive, send)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        raise AssertionError
+
+    asyncio.run(one_context())
+    assert found == [ACME, None]
 
 
 def test_a_key_opens_and_its_name_reaches_the_app() -> None:
@@ -414,6 +437,15 @@ def test_a_log_line_has_the_facts_and_no_secret(lines: io.StringIO) -> None:
     assert KEY not in lines.getvalue()
 
 
+def test_no_client_adds_facts_to_its_line() -> None:
+    """uvicorn takes the address from X-Forwarded-For, which a proxy may pass on as it came."""
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "request", (), None)
+    record.facts = {"status": 200, "client": "1.2.3.4 status=500 key=admin"}
+    words = shlex.split(TextFormatter().format(record))
+    assert "status=200" in words
+    assert not {"status=500", "key=admin"} & {*words}
+
+
 @pytest.mark.parametrize(
     ("path", "status", "level"),
     [
@@ -494,6 +526,9 @@ def test_a_server_beyond_loopback_needs_keys_or_consent(host: str) -> None:
     ("method", "host", "origin", "status"),
     [
         ("POST", "127.0.0.1:8000", None, 200),
+        ("POST", "127.0.0.2:8000", None, 200),
+        ("GET", "127.0.0.1.evil.example", None, 403),
+        ("GET", "", None, 403),
         ("POST", "localhost:8000", "http://localhost:8000", 200),
         ("POST", "[::1]:8000", "http://[::1]:8000", 200),
         ("POST", "localhost:8000", "https://ok.example", 200),

@@ -140,7 +140,8 @@ def test_an_answer_that_cannot_be_sent_is_no_silence(stream: bool, llm: AsyncLLM
     llm.engine.assert_consistent()
 
 
-def test_a_slow_client_gets_fewer_and_larger_events(llm: AsyncLLM) -> None:
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_slow_client_gets_fewer_and_larger_events(prompts: int, llm: AsyncLLM) -> None:
     """While `send` waits, what comes is joined; the text is the same."""
     sizes, texts = [], []
     for pause in (0.0, 0.02):
@@ -150,10 +151,14 @@ def test_a_slow_client_gets_fewer_and_larger_events(llm: AsyncLLM) -> None:
             to.append(dict(message))
             await asyncio.sleep(pause)
 
-        call(make_answer(llm, stream=True), send)
-        found = events_of(sent)
-        sizes.append(len(found))
-        texts.append("".join(event["choices"][0]["text"] for event in found))
+        response = make_answer(llm, stream=True)
+        work = replace(response.work, prompts=[[5, 6, 7]] * prompts)
+        call(EventStream(work, response.shape, StreamOptions()), send)
+        choices = [event["choices"][0] for event in events_of(sent)]
+        sizes.append(len(choices))
+        texts.append(
+            ["".join(c["text"] for c in choices if c["index"] == i) for i in range(prompts)]
+        )
     assert texts[0] == texts[1]
     assert sizes[1] < sizes[0] / 2
 

@@ -21,8 +21,11 @@ log = logging.getLogger("nanovllm_server")
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """While no server handles SIGTERM, it ends the process as Ctrl-C does: by way of `finally`."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """While no server handles SIGTERM, it ends the process by way of `finally`, with status 0.
+
+    A supervisor that asked for the end sees no failure, as after a drain.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         yield
     finally:

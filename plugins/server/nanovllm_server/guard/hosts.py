@@ -13,11 +13,9 @@ from nanovllm_core.api import ConfigError
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, header, send_error
 
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address to listen on."""
+    """Whether a name or an address is of this machine's loopback, so that only it gets there."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -78,7 +76,7 @@ class LocalOnly:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         host = header(scope, b"host") or ""
-        if _name(host) not in LOOPBACK_NAMES:
+        if not is_loopback(_name(host)):
             return ApiError(
                 403,
                 f"the host {host[:80]!r} is no name of this machine's loopback; use 127.0.0.1, or "

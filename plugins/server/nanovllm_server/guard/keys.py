@@ -118,9 +118,10 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys:
             key = self._find(header(scope, b"authorization"))
+            # None too: uvicorn may run a request in the context of an earlier one.
+            api_key.set(key)
             if key is not None:
                 scope.setdefault("state", {})["key"] = key
-                api_key.set(key)
             elif not self._is_public(scope["path"]):
                 await send_error(
                     send,

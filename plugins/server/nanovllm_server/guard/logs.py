@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.config
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -86,8 +87,14 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         facts = {**getattr(record, "facts", {}), "request_id": request_id.get()}
-        words = [f"{name}={value}" for name, value in facts.items() if value is not None]
+        words = [f"{name}={_word(value)}" for name, value in facts.items() if value is not None]
         return " ".join([_time(record), record.levelname, message_of(record), *words])
+
+
+def _word(value: object) -> str:
+    """A value as one word: in quotes where it has spaces, so that no client adds facts."""
+    text = str(value)
+    return json.dumps(text) if re.search(r'[\s"]', text) else text
 
 
 class JsonFormatter(logging.Formatter):
