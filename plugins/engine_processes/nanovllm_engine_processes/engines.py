@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.2
 """How often ended processes are looked for."""
 MAX_PING_SECONDS = 1.0
-MAX_ADDRESS = 100
-"""Characters of a folder's path; Unix sockets take 107 with the file's name."""
 
 Heard = tuple[int, str, Any]
 """Engine, name and content of a message."""
@@ -58,10 +56,11 @@ class Engines:
             raise
 
     def _spawn(self, config: EngineConfig) -> None:
-        if len(self._folder) > MAX_ADDRESS:
+        size = len(os.fsencode(outbox_of(self._folder).removeprefix("ipc://")))
+        if size > zmq.IPC_PATH_MAX_LEN:
             raise EngineError(
-                f"the temporary folder {self._folder} has {len(self._folder)} characters, and the "
-                f"address of a socket at most {MAX_ADDRESS}; set TMPDIR to a shorter one"
+                f"the path of a socket in the temporary folder {self._folder} has {size} bytes, "
+                f"and may have {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a shorter folder"
             )
         self._answers = self._context.socket(zmq.PULL)
         self._answers.set_hwm(0)
