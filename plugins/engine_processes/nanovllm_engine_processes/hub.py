@@ -43,7 +43,7 @@ from nanovllm_engine_processes.child import REQUESTS
 from nanovllm_engine_processes.engines import LOOK_SECONDS, Engines, Heard
 from nanovllm_engine_processes.facts import Question, check_devices, common_info, sum_stats
 from nanovllm_engine_processes.plugin import ProcessesOptions
-from nanovllm_engine_processes.routing import Router, choose
+from nanovllm_engine_processes.routing import Router, choose, forget
 from nanovllm_engine_processes.samples import Batch, Sample, Samples
 
 logger = logging.getLogger(__name__)
@@ -338,7 +338,7 @@ class Hub:
             self._end_all(error)
             return
         self.info = common_info(self._infos, self._config.data_parallel_size, 0.0, self.info)
-        self._router.forget(lost)
+        forget(self._router, lost)
         for number, question in tuple(self._questions.items()):
             question.waiting.discard(lost)
             self._answer_if_whole(number, question)
