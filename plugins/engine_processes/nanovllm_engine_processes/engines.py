@@ -42,6 +42,8 @@ class Engines:
         self._ping_seconds = min(MAX_PING_SECONDS, options.stall_seconds / 4)
         self._pinged = time.monotonic()
         self._processes: dict[int, EngineProcess] = {}
+        self._killed: list[EngineProcess] = []
+        """Not reaped yet."""
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._bell, self._rope = socket.socketpair()
         """Rung by other threads: a socket of zmq is for one thread alone."""
@@ -135,6 +137,7 @@ class Engines:
         """The engines that have ended or do not answer, by why, and what they said last."""
         bound = self._options.stall_seconds
         ended: dict[int, NanoVLLMError] = {}
+        self._killed = [one for one in self._killed if not (one.has_ended() and one.release(0))]
         for number, one in self._processes.items():
             if one.has_ended():
                 how = f"{one.how_it_ended()}; see its stderr and the system's log"
@@ -152,11 +155,10 @@ class Engines:
         return (self._read() if ended else []), ended
 
     def end(self, number: int) -> None:
-        """Kill an engine's process, and forget it."""
+        """Kill an engine's process, and forget it; others do not wait until it is gone."""
         process = self._processes.pop(number)
         process.kill()
-        if not process.release(time.monotonic() + self._options.close_seconds):
-            logger.warning("%s does not end although it was killed; see the system's log", process)
+        self._killed.append(process)
         self._sockets.pop(number).close(linger=0)
 
     def await_ends(self) -> list[Heard]:
@@ -174,9 +176,11 @@ class Engines:
     def close(self) -> None:
         """End all that is left: processes, sockets, folder."""
         for number in self:
-            self._processes[number].kill()
-        for number in self:
             self.end(number)
+        until = time.monotonic() + self._options.close_seconds
+        for one in self._killed:
+            if not one.release(until):
+                logger.warning("%s does not end although it was killed; see the system's log", one)
         self._context.destroy(linger=0)
         self._bell.close()
         self._rope.close()

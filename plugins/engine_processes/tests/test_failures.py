@@ -22,10 +22,11 @@ from nanovllm_core.api import (
     EngineConfig,
     EngineError,
 )
-from nanovllm_engine_processes import engines, wire
+from nanovllm_engine_processes import engines, process, wire
 from nanovllm_engine_processes.child import EngineServer, outbox_of
 from nanovllm_engine_processes.engines import Engines
 from nanovllm_engine_processes.plugin import ProcessesOptions
+from nanovllm_engine_processes.process import EngineProcess
 
 Folders = Callable[[], list[Path]]
 PROMPTLY = 3.0
@@ -181,3 +182,26 @@ def test_the_path_of_the_sockets_may_be_as_long_as_a_socket_takes(
             with pytest.raises(error):
                 Engines(config, ProcessesOptions())
             assert not folder.exists()
+
+
+def test_an_engine_that_takes_long_to_die_holds_no_other_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one whose GPU memory is being freed: it is reaped later."""
+    monkeypatch.setattr(process, "PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr(EngineProcess, "kill", lambda _: None)
+    few = Engines(EngineConfig(model="x", device="cpu"), ProcessesOptions(close_seconds=3))
+    [pid] = few.pids().values()
+    began = time.monotonic()
+    few.end(0)
+    assert time.monotonic() - began < 1
+    few.find_ended()
+    assert not is_gone(pid)
+    os.killpg(pid, signal.SIGKILL)
+
+    def is_reaped() -> bool:
+        few.find_ended()
+        return is_gone(pid)
+
+    wait_for(is_reaped)
+    few.close()
