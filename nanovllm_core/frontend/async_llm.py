@@ -64,8 +64,8 @@ class AsyncLLM(Door):
                 answer = answers.pending.popleft()
                 if not isinstance(answer, OutputDelta):
                     raise answer.error
-                left -= answer.finish_reason is not None
                 output = streams[answer.index].push(answer)
+                left -= answer.finish_reason is not None
                 if output is not None:
                     yield output
         finally:

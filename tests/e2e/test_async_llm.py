@@ -14,6 +14,7 @@ from nanovllm_core.engine import OutputDelta
 from nanovllm_core.errors import EngineClosedError, InvalidPromptError, RequestTooLongError
 from nanovllm_core.frontend.async_llm import Answers
 from nanovllm_core.frontend.messages import Ended
+from nanovllm_core.frontend.outputs import OutputStream
 from nanovllm_core.interfaces.plan import TokenLogprobs
 
 from .tiny import CONFIG, Reference
@@ -216,6 +217,23 @@ def test_what_is_refused_harms_only_its_task(llm: AsyncLLM) -> None:
     assert isinstance(none, InvalidPromptError)
     assert len(good) == 6
     assert not llm._mailboxes
+
+
+def test_a_request_whose_last_output_cannot_be_made_is_aborted(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine keeps a request with stop strings until its door has searched all of its text."""
+    aborted: list[str] = []
+
+    def push(stream: OutputStream, delta: OutputDelta) -> None:
+        if delta.finish_reason is not None:
+            raise ValueError("no text")
+
+    monkeypatch.setattr(OutputStream, "push", push)
+    monkeypatch.setattr(llm._client, "abort", aborted.extend)
+    with pytest.raises(ValueError, match="no text"):
+        asyncio.run(tokens(llm, PROMPTS[0], greedy()))
+    assert len(aborted) == 1
 
 
 def test_leaving_the_generator_aborts_its_request(llm: AsyncLLM) -> None:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -97,7 +98,12 @@ class EngineServer:
     # -- answers, on the engine's thread
 
     def _send(self, name: str, content: object) -> None:
-        self._out.send(wire.encode(self._number, name, content))
+        """What no message can hold, such as a plugin's own types in the facts, ends the engine."""
+        try:
+            message = wire.encode(self._number, name, content)
+        except Exception as error:
+            message = wire.encode(self._number, wire.ENDED, self._error_row(error))
+        self._out.send(message)
 
     def _error_row(self, error: BaseException) -> wire.ErrorRow:
         return wire.error_row(error, f"engine {self._number} (process {os.getpid()}): ")
@@ -130,10 +136,18 @@ class EngineServer:
     # -- messages, on a thread of their own
 
     def _receive(self) -> None:
-        inbox = self._context.socket(zmq.PULL)
-        inbox.set_hwm(0)
-        inbox.bind(inbox_of(self._folder, self._number))
-        pongs = self._connect(outbox_of(self._folder))
+        """Until `Close`, or until the end of a start that failed."""
+        with (
+            suppress(zmq.ContextTerminated),
+            self._context.socket(zmq.PULL) as inbox,
+            self._connect(outbox_of(self._folder)) as pongs,
+        ):
+            inbox.linger = pongs.linger = 0
+            inbox.set_hwm(0)
+            inbox.bind(inbox_of(self._folder, self._number))
+            self._pass_on(inbox, pongs)
+
+    def _pass_on(self, inbox: zmq.Socket[bytes], pongs: zmq.Socket[bytes]) -> None:
         while os.getppid() == self._parent:
             if not inbox.poll(PARENT_MS):
                 continue
@@ -149,8 +163,6 @@ class EngineServer:
                     self._loop.subscribers[number] = partial(self._answer, number)
                 self._loop.inbox.put(message)
                 if isinstance(message, Close):
-                    inbox.close(linger=0)
-                    pongs.close(linger=0)
                     return
         shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
         os.killpg(0, signal.SIGKILL)

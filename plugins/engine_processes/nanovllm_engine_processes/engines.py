@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.2
 """How often ended processes are looked for."""
 MAX_PING_SECONDS = 1.0
-MAX_ADDRESS = 100
-"""Characters of a folder's path; Unix sockets take 107 with the file's name."""
 
 Heard = tuple[int, str, Any]
 """Engine, name and content of a message."""
@@ -44,6 +42,8 @@ class Engines:
         self._ping_seconds = min(MAX_PING_SECONDS, options.stall_seconds / 4)
         self._pinged = time.monotonic()
         self._processes: dict[int, EngineProcess] = {}
+        self._killed: list[EngineProcess] = []
+        """Not reaped yet."""
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._bell, self._rope = socket.socketpair()
         """Rung by other threads: a socket of zmq is for one thread alone."""
@@ -58,10 +58,11 @@ class Engines:
             raise
 
     def _spawn(self, config: EngineConfig) -> None:
-        if len(self._folder) > MAX_ADDRESS:
+        size = len(os.fsencode(outbox_of(self._folder).removeprefix("ipc://")))
+        if size > zmq.IPC_PATH_MAX_LEN:
             raise EngineError(
-                f"the temporary folder {self._folder} has {len(self._folder)} characters, and the "
-                f"address of a socket at most {MAX_ADDRESS}; set TMPDIR to a shorter one"
+                f"the path of a socket in the temporary folder {self._folder} has {size} bytes, "
+                f"and may have {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a shorter folder"
             )
         self._answers = self._context.socket(zmq.PULL)
         self._answers.set_hwm(0)
@@ -136,6 +137,7 @@ class Engines:
         """The engines that have ended or do not answer, by why, and what they said last."""
         bound = self._options.stall_seconds
         ended: dict[int, NanoVLLMError] = {}
+        self._killed = [one for one in self._killed if not (one.has_ended() and one.release(0))]
         for number, one in self._processes.items():
             if one.has_ended():
                 how = f"{one.how_it_ended()}; see its stderr and the system's log"
@@ -153,11 +155,10 @@ class Engines:
         return (self._read() if ended else []), ended
 
     def end(self, number: int) -> None:
-        """Kill an engine's process, and forget it."""
+        """Kill an engine's process, and forget it; others do not wait until it is gone."""
         process = self._processes.pop(number)
         process.kill()
-        if not process.release(time.monotonic() + self._options.close_seconds):
-            logger.warning("%s does not end although it was killed; see the system's log", process)
+        self._killed.append(process)
         self._sockets.pop(number).close(linger=0)
 
     def await_ends(self) -> list[Heard]:
@@ -175,9 +176,11 @@ class Engines:
     def close(self) -> None:
         """End all that is left: processes, sockets, folder."""
         for number in self:
-            self._processes[number].kill()
-        for number in self:
             self.end(number)
+        until = time.monotonic() + self._options.close_seconds
+        for one in self._killed:
+            if not one.release(until):
+                logger.warning("%s does not end although it was killed; see the system's log", one)
         self._context.destroy(linger=0)
         self._bell.close()
         self._rope.close()

@@ -43,7 +43,7 @@ from nanovllm_engine_processes.child import REQUESTS
 from nanovllm_engine_processes.engines import LOOK_SECONDS, Engines, Heard
 from nanovllm_engine_processes.facts import Question, check_devices, common_info, sum_stats
 from nanovllm_engine_processes.plugin import ProcessesOptions
-from nanovllm_engine_processes.routing import Router, choose
+from nanovllm_engine_processes.routing import Router, choose, forget
 from nanovllm_engine_processes.samples import Batch, Sample, Samples
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Hub:
         facts: dict[int, list[Any]] = {}
         while len(facts) < len(engines):
             for number, name, content in engines.receive():
-                if name == wire.FAILED:
+                if name != wire.STARTED:
                     raise wire.read_error(content)
                 facts[number] = content
                 engines.mark_ready(number)
@@ -210,10 +210,13 @@ class Hub:
         """The router's choice. Raises PluginFailedError where it fails, or chooses no engine."""
         loads = self._samples.loads
         if self._failure is not None:
-            raise EngineClosedError(
-                f"no engine is left: {self._failure}; make a new {self._name}"
-            ) from self._failure
+            raise self._no_engine()
         return next(iter(loads)) if len(loads) == 1 else choose(self._router, request, loads)
+
+    def _no_engine(self) -> EngineClosedError:
+        error = EngineClosedError(f"no engine is left: {self._failure}; make a new {self._name}")
+        error.__cause__ = self._failure
+        return error
 
     def _abort(self, engines: Engines, samples: Iterable[Sample]) -> None:
         """End samples on their engines; those that their doors still search are over now."""
@@ -235,7 +238,7 @@ class Hub:
 
     def _ask(self, engines: Engines, message: GetStats | WaitIdle | ResetPrefixCache) -> None:
         if self._failure is not None:
-            self._answer(message.subscriber, Ended(self._failure))
+            self._answer(message.subscriber, Ended(self._no_engine()))
             return
         number = next(self._numbers)
         self._questions[number] = Question(message.subscriber, {*engines})
@@ -335,7 +338,7 @@ class Hub:
             self._end_all(error)
             return
         self.info = common_info(self._infos, self._config.data_parallel_size, 0.0, self.info)
-        self._router.forget(lost)
+        forget(self._router, lost)
         for number, question in tuple(self._questions.items()):
             question.waiting.discard(lost)
             self._answer_if_whole(number, question)

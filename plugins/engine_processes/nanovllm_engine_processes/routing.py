@@ -11,6 +11,7 @@ All calls come from one thread, which also hands out the tokens: none may wait.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from nanovllm_core.api import PluginFailedError, PluginSpec
 
 if TYPE_CHECKING:
     from nanovllm_core.frontend import NewRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -74,3 +77,11 @@ def choose(router: Router, request: NewRequest, loads: Mapping[int, EngineLoad])
         f"the router {name} chose engine {chosen!r}; those that run are "
         f"{', '.join(map(str, loads))}"
     )
+
+
+def forget(router: Router, engine: int) -> None:
+    """Tell the router of an engine's end; one that fails then is logged, and asked further."""
+    try:
+        router.forget(engine)
+    except Exception:
+        logger.exception("the router %s failed in forget(%d)", type(router).__name__, engine)

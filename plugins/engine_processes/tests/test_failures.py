@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.api import CheckpointNotFoundError, EngineClosedError, EngineError
+from nanovllm_core.api import (
+    CheckpointNotFoundError,
+    EngineClosedError,
+    EngineConfig,
+    EngineError,
+)
+from nanovllm_engine_processes import engines, process, wire
+from nanovllm_engine_processes.child import EngineServer, outbox_of
+from nanovllm_engine_processes.engines import Engines
+from nanovllm_engine_processes.plugin import ProcessesOptions
+from nanovllm_engine_processes.process import EngineProcess
 
 Folders = Callable[[], list[Path]]
 PROMPTLY = 3.0
@@ -112,16 +124,84 @@ def test_requests_of_an_engine_that_is_killed_go_on_elsewhere_and_then_the_last_
         assert time.monotonic() - killed < PROMPTLY
         with pytest.raises(EngineClosedError, match=r"no engine is left: engine 1 .* make a new"):
             ask_for_more()
-        with pytest.raises(EngineError, match="SIGKILL"):
-            _ = llm.stats
+        for _ in range(2):
+            with pytest.raises(EngineClosedError, match=r"no engine is left: .*SIGKILL"):
+                _ = llm.stats
     assert all(map(is_gone, processes.values()))
     assert folders() == []
 
 
 def test_the_error_of_a_start_is_that_of_the_engine(
-    settings: dict[str, Any], folders: Folders
+    settings: dict[str, Any], folders: Folders, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With its type, and the engine that raised it; nothing is left."""
+    """With its type, and the engine that raised it; nothing is left, and nothing else is said."""
     with pytest.raises(CheckpointNotFoundError, match=r"^engine \d \(process \d+\): .*nowhere"):
         LLM(**{**settings, "model": "./nowhere"}, engine_client="processes")
     assert folders() == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_answer_that_no_message_holds_ends_the_engine_with_its_error(tmp_path: Path) -> None:
+    """Such as facts that an executor plugin has made of its own types: nobody waits for them."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as answers:
+        answers.bind(outbox_of(str(tmp_path)))
+        server = EngineServer(str(tmp_path), 3, os.getpid())
+        server._send(wire.STARTED, object())
+        assert answers.poll(5000)
+        number, name, error = wire.decode(answers.recv())
+        server._out.close(linger=0)
+        server._context.term()
+    assert (number, name) == (3, wire.ENDED)
+    assert "engine 3 (process" in str(wire.read_error(error))
+    assert "object object" in str(wire.read_error(error))
+
+
+def test_the_path_of_the_sockets_may_be_as_long_as_a_socket_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond that the error names the folder and the remedy; the limit counts bytes."""
+
+    class NoProcessError(Exception):
+        """The sockets are there."""
+
+    def stop(*_: object) -> None:
+        raise NoProcessError
+
+    monkeypatch.setattr(engines, "EngineProcess", stop)
+    config = EngineConfig(model="x", device="cpu")
+    with tempfile.TemporaryDirectory() as place:
+        for name, error in (
+            ("x", NoProcessError),
+            ("y", EngineError),
+            ("\u00e9" * 45, EngineError),
+        ):
+            number = zmq.IPC_PATH_MAX_LEN - len(os.fsencode(f"{place}//answers")) + (name == "y")
+            folder = Path(place, name if len(name) > 1 else name * number)
+            folder.mkdir()
+            monkeypatch.setattr(tempfile, "mkdtemp", lambda folder=folder, **_: str(folder))
+            with pytest.raises(error):
+                Engines(config, ProcessesOptions())
+            assert not folder.exists()
+
+
+def test_an_engine_that_takes_long_to_die_holds_no_other_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one whose GPU memory is being freed: it is reaped later."""
+    monkeypatch.setattr(process, "PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr(EngineProcess, "kill", lambda _: None)
+    few = Engines(EngineConfig(model="x", device="cpu"), ProcessesOptions(close_seconds=3))
+    [pid] = few.pids().values()
+    began = time.monotonic()
+    few.end(0)
+    assert time.monotonic() - began < 1
+    few.find_ended()
+    assert not is_gone(pid)
+    os.killpg(pid, signal.SIGKILL)
+
+    def is_reaped() -> bool:
+        few.find_ended()
+        return is_gone(pid)
+
+    wait_for(is_reaped)
+    few.close()

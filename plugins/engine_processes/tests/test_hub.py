@@ -162,7 +162,7 @@ class Call:
 
 
 class RandomRouter(Router):
-    """Any engine; the loads that it is shown are those of unfinished work."""
+    """Any engine; the loads that it is shown are those of unfinished work. It forgets badly."""
 
     def __init__(self, draws: Random) -> None:
         self.draws = draws
@@ -170,6 +170,9 @@ class RandomRouter(Router):
     def choose(self, request: NewRequest, loads: Mapping[int, EngineLoad]) -> int:
         assert all(load.requests >= 0 and load.tokens >= 0 for load in loads.values())
         return self.draws.choice(sorted(loads))
+
+    def forget(self, engine: int) -> None:
+        raise ValueError("a router's own fault ends nothing")
 
 
 class Simulation:
