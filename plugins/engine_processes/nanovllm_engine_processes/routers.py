@@ -31,8 +31,9 @@ class LoadRouter(Router):
 class PrefixRouter(Router):
     """The engine that was sent the longest prefix of the prompt, unless it has too much work.
 
-    Prompts are cut into blocks, and each prefix of whole blocks is named by a hash chain. Of every
-    engine the newest `max_blocks` names are kept: what it was sent, not what its cache still holds.
+    Prompts are cut into blocks, and each prefix of whole blocks is named by a hash chain, which
+    starts from the request's salt: as in an engine's cache, salts share nothing. Of every engine
+    the newest `max_blocks` names are kept: what it was sent, not what its cache still holds.
     """
 
     options: PrefixOptions
@@ -43,7 +44,7 @@ class PrefixRouter(Router):
         """By engine: the names of prefixes, the one sent longest ago first."""
 
     def choose(self, request: NewRequest, loads: Mapping[int, EngineLoad]) -> int:
-        names = [*self._names(request.prompt_token_ids)]
+        names = [*self._names(request.prompt_token_ids, request.cache_salt)]
         least = min(load.requests for load in loads.values())
         free = {
             engine: load
@@ -60,9 +61,9 @@ class PrefixRouter(Router):
     def forget(self, engine: int) -> None:
         self._sent[engine].clear()
 
-    def _names(self, ids: Sequence[int]) -> Iterator[int]:
+    def _names(self, ids: Sequence[int], salt: bytes = b"") -> Iterator[int]:
         """The name of each prefix of whole blocks, the shortest first."""
-        size, name = self.options.block_size, 0
+        size, name = self.options.block_size, xxhash.xxh3_64_intdigest(salt)
         data = array("q", ids)
         for end in range(size, len(ids) + 1, size):
             name = xxhash.xxh3_64_intdigest(data[end - size : end].tobytes(), seed=name)

@@ -55,16 +55,21 @@ def serve(
     server_settings = parse_settings(loaded.sections.get("serve"), flags)
 
     from nanovllm_core import AsyncLLM
-    from nanovllm_server.guard.hosts import check_exposure
+    from nanovllm_server.guard.drain import sigterm_as_exit
+    from nanovllm_server.guard.hosts import check_address, check_exposure
     from nanovllm_server.guard.keys import read_keys
     from nanovllm_server.watch.health import close_within
     from nanovllm_server.watch.watch import observed
 
     # Before the model is loaded.
+    if server_settings.tls is not None:
+        server_settings.tls.check()
     keys = read_keys(server_settings.keys, server_settings.keys_file)
     check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
+    check_address(server_settings.host, server_settings.port)
     options.show_choices()
-    with observed(loaded.config, server_settings.tracing) as observed_config:
+    tracing = server_settings.tracing
+    with sigterm_as_exit(), observed(loaded.config, tracing) as observed_config:
         llm = AsyncLLM.from_config(observed_config)
         try:
             is_well = run(llm, server_settings)
