@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm_bench.latency import arrival_times, percentiles
-from nanovllm_bench.serve.client import Endpoint, Request
+from nanovllm_bench.serve.client import Endpoint, Request, tokens_of
 from nanovllm_bench.serve.events import EventReader, allot_tokens
 from nanovllm_bench.serve.load import LongPrompts, Outcome, Share, run_share, watched_lag
 from nanovllm_bench.serve.processes import divide
@@ -274,6 +274,24 @@ def test_every_token_is_allotted_to_one_chunk(lengths: list[int], extra: int) ->
     assert len(allotted) == len(lengths)
     if extra >= 0:
         assert min(allotted) >= 1
+
+
+@pytest.mark.parametrize(
+    ("total", "counted", "lengths", "tokens"),
+    [
+        (6, [1, 3, 6], [4, 4, 4], [1, 2, 3]),
+        (7, [1, 3, 6], [4, 4, 4], [1, 2, 4]),  # the last token had no text
+        (6, [1, 3], [4, 4, 4], [2, 2, 2]),
+        (6, [3, 1, 2], [4, 4, 4], [2, 2, 2]),  # of several choices by turns
+        (3, [], [], []),  # tokens that all have no text
+        (None, [], [4, 4], [1, 1]),
+    ],
+)
+def test_tokens_are_those_of_the_usage(
+    total: int | None, counted: list[int], lengths: list[int], tokens: list[int]
+) -> None:
+    """Of every chunk where each has one that fits, else of the stream; one each without."""
+    assert tokens_of(total, counted, lengths) == tokens
 
 
 @given(

@@ -7,7 +7,7 @@ import threading
 import weakref
 from itertools import count
 
-from nanovllm_core.api import EngineConfig, Plugins, WorkerInfo
+from nanovllm_core.api import EngineClosedError, EngineConfig, Plugins, WorkerInfo
 from nanovllm_core.frontend import Close, Deliver, EngineClient, EngineStats, Message
 from nanovllm_engine_processes.hub import Hub
 from nanovllm_engine_processes.plugin import ROUTER, ProcessesOptions
@@ -66,6 +66,12 @@ class ProcessClient(EngineClient):
         self._hub.post(message)
 
     def stats(self) -> EngineStats:
+        """Raises EngineClosedError where a fault has ended the hub, and not `close()`."""
+        if (error := self._hub.error) is not None:
+            raise EngineClosedError(
+                f"the thread between door and engines ended with {type(error).__name__}; create "
+                "a new door"
+            ) from error
         return super().stats() if self._hub.is_open else self._hub.last_stats
 
     @property

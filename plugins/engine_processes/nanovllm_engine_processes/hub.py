@@ -63,6 +63,8 @@ class Hub:
         self.is_open = True
         self.subscribers: dict[int, Deliver] = {}
         self.close_error: NanoVLLMError | None = None
+        self.error: BaseException | None = None
+        """A fault that ended the hub's thread."""
         self.last_stats = EngineStats()
         self.info: WorkerInfo
         self.engines: Engines | None = None
@@ -103,6 +105,7 @@ class Hub:
             self._serve(engines)
         except BaseException as error:
             logger.exception("the thread between door and engines failed")
+            self.error = error
             self._end_all(error)
         finally:
             self._close(engines)

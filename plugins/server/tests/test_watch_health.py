@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from nanovllm_core import AsyncLLM, SamplingParams
+from nanovllm_core.api import ConfigError
 from nanovllm_core.engine import EngineStats
+from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch import facts
 from nanovllm_server.watch.health import EngineMonitor
 from nanovllm_server.watch.settings import HealthSettings
@@ -214,6 +216,13 @@ def test_an_engine_that_ends_at_its_first_request_is_not_replaced() -> None:
         with watched(llm, restart, end=ends.append) as monitor:
             wait_for(lambda: ends)
             assert monitor.problem == "the engine ended with RuntimeError"
+
+
+@pytest.mark.parametrize("health", [{"ping_s": 30}, {"ping_s": 0.5, "stuck_after_s": 0.5}])
+def test_an_engine_cannot_count_as_stuck_between_two_questions(health: dict[str, float]) -> None:
+    """Else /health would answer 503 for an engine that is well."""
+    with pytest.raises(ConfigError, match=r"serve\.health\.stuck_after_s.*ping_s"):
+        parse_settings({"health": health})
 
 
 # ------------------------------------------------------------------------------ over HTTP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,21 @@ def test_the_first_plugins_middleware_is_outermost_and_all_are_closed() -> None:
 
     asyncio.run(run())
     assert sorted(closed) == ["/fails", "/first"]
+
+
+@pytest.mark.usefixtures("some_routes")
+def test_a_plugin_that_fails_to_close_leaves_no_engine_open(llm: AsyncLLM) -> None:
+    """The engine that took the place of another is the server's to close."""
+    watch = make_app(llm, ServerSettings(routes=(RouteChoice(name="fails"),))).state.watch
+    other = SimpleNamespace(close=lambda: closed.append("engine"))
+
+    async def run() -> None:
+        async with watch.lifespan(None):
+            watch._replace(other)
+
+    with pytest.raises(LookupError):
+        asyncio.run(run())
+    assert closed == ["/fails", "engine"]
 
 
 @pytest.mark.usefixtures("some_routes")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import aiohttp
@@ -179,9 +180,12 @@ def _read_small(response: aiohttp.ClientResponse) -> None:
 def tokens_of(total: int | None, counted: list[int], lengths: list[int]) -> list[int]:
     """Tokens of each chunk: from usage in every chunk, else from the total, else one each.
 
-    `counted` are running totals of the chunks that had them.
+    `counted` are running totals of the chunks that had them; tokens without text behind the last
+    chunk count with it.
     """
-    if total is not None and len(counted) == len(lengths):
-        earlier = [0, *counted[:-1]]
-        return [later - before for before, later in zip(earlier, counted, strict=True)]
-    return [1] * len(lengths) if total is None else allot_tokens(total, lengths)
+    if not lengths or total is None:
+        return [1] * len(lengths)
+    edges = [0, *counted[:-1], total]
+    if len(counted) != len(lengths) or edges != sorted(edges):
+        return allot_tokens(total, lengths)
+    return [later - earlier for earlier, later in pairwise(edges)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from nanovllm_server.section import ServerSection
 
@@ -14,11 +14,21 @@ class HealthSettings(ServerSection):
 
     ping_s: float = Field(default=1.0, gt=0, le=60)
     """Seconds between two questions to the engine, whether it lives."""
-    stuck_after_s: float = Field(default=10.0, gt=0)
-    """/health answers 503 once the engine has not answered for so many seconds."""
+    stuck_after_s: float = Field(default=10.0, gt=0, validate_default=True)
+    """/health answers 503 once the engine has not answered for so many seconds; above `ping_s`."""
     on_engine_death: Literal["exit", "restart"] = "exit"
     """When an error ends the engine: `exit` ends the server with status 1, `restart` starts another
     engine. Running requests get an error in both cases."""
+
+    @field_validator("stuck_after_s")
+    @classmethod
+    def _after_a_question(cls, seconds: float, others: ValidationInfo) -> float:
+        if seconds <= (ping := others.data.get("ping_s", 0)):
+            raise ValueError(
+                f"must be above ping_s ({ping:g}), or the engine counts as stuck between two "
+                "questions; raise it"
+            )
+        return seconds
 
 
 class TracingSettings(ServerSection):

@@ -126,14 +126,20 @@ class Watch:
             yield
         finally:
             await to_thread(self.monitor.stop)
-            await self._plugins.close()
-            if self._provider is not None:
-                from nanovllm_server.watch.tracing import close_provider
+            try:
+                await self._plugins.close()
+            finally:
+                await self._close()
 
-                await to_thread(close_provider, self._provider)
-            if self._service.llm is not self._given:
-                seconds = self._service.settings.health.stuck_after_s
-                await to_thread(close_within, self._service.llm, seconds)
+    async def _close(self) -> None:
+        """Send the last spans, and close the engine that took the place of the given one."""
+        if self._provider is not None:
+            from nanovllm_server.watch.tracing import close_provider
+
+            await to_thread(close_provider, self._provider)
+        if self._service.llm is not self._given:
+            seconds = self._service.settings.health.stuck_after_s
+            await to_thread(close_within, self._service.llm, seconds)
 
     def _replace(self, llm: AsyncLLM) -> None:
         self._service.llm = llm
