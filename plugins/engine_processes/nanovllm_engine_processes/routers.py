@@ -43,7 +43,7 @@ class PrefixRouter(Router):
         """By engine: the names of prefixes, the one sent longest ago first."""
 
     def choose(self, request: NewRequest, loads: Mapping[int, EngineLoad]) -> int:
-        names = [*self._names(request.prompt_token_ids)]
+        names = [*self._names(request.prompt_token_ids, request.cache_salt)]
         least = min(load.requests for load in loads.values())
         free = {
             engine: load
@@ -60,9 +60,9 @@ class PrefixRouter(Router):
     def forget(self, engine: int) -> None:
         self._sent[engine].clear()
 
-    def _names(self, ids: Sequence[int]) -> Iterator[int]:
-        """The name of each prefix of whole blocks, the shortest first."""
-        size, name = self.options.block_size, 0
+    def _names(self, ids: Sequence[int], salt: bytes = b"") -> Iterator[int]:
+        """The name of each prefix of whole blocks, the shortest first. No two salts share one."""
+        size, name = self.options.block_size, xxhash.xxh3_64_intdigest(salt) if salt else 0
         data = array("q", ids)
         for end in range(size, len(ids) + 1, size):
             name = xxhash.xxh3_64_intdigest(data[end - size : end].tobytes(), seed=name)

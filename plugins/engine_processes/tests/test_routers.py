@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nanovllm_engine_processes import EngineLoad
@@ -66,6 +68,16 @@ def test_a_prompt_goes_where_its_longest_prefix_went() -> None:
     assert router.choose(request(3, [1] * 8 + [3] * 8 + [4]), loads(5, 0, 0)) == 0
     assert router.choose(request(4, [1] * 3), loads(5, 2, 1)) == 2, "less than a block"
     assert router.choose(request(5, [2] * 4 + [9] * 8), loads(0, 3, 0)) == 1
+
+
+def test_prompts_of_different_salts_share_no_prefix() -> None:
+    """As in an engine's cache: there would be nothing to find where the other one went."""
+    router = prefix_router()
+    mine, other = (replace(request(0, [1] * 8), cache_salt=salt) for salt in (b"mine", b"other"))
+    assert router.choose(mine, loads(0, 1, 1)) == 0
+    assert router.choose(other, loads(3, 1, 2)) == 1
+    assert router.choose(request(0, [1] * 8), loads(3, 4, 2)) == 2
+    assert router.choose(mine, loads(3, 1, 2)) == 0
 
 
 def test_an_engine_with_too_many_requests_gets_none_for_their_prefix() -> None:

@@ -64,6 +64,7 @@ requests = st.builds(
     stream=st.booleans(),
     labels=st.none() | st.dictionaries(names, names),
     output_token_ids=st.lists(ids).map(tuple),
+    cache_salt=st.binary(),
 )
 messages = st.one_of(
     st.builds(AddRequests, whole, st.lists(requests, max_size=3).map(tuple)),
