@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -52,7 +53,9 @@ def outbox_of(folder: str) -> str:
 
 def main() -> None:
     """Serve an engine; `argv` has a name, the folder, its number, and the door's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the door's to handle
+    # The door's to handle: Ctrl-C, and what a service manager sends to every process of a service.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder, number, parent = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     EngineServer(folder, number, parent).run()
 
@@ -130,10 +133,16 @@ class EngineServer:
     # -- messages, on a thread of their own
 
     def _receive(self) -> None:
+        """Until `Close`, the end of a start that failed, or that of the door's process."""
         inbox = self._context.socket(zmq.PULL)
-        inbox.set_hwm(0)
-        inbox.bind(inbox_of(self._folder, self._number))
         pongs = self._connect(outbox_of(self._folder))
+        with inbox, pongs, suppress(zmq.ContextTerminated):
+            inbox.linger = pongs.linger = 0
+            inbox.set_hwm(0)
+            inbox.bind(inbox_of(self._folder, self._number))
+            self._pass_on(inbox, pongs)
+
+    def _pass_on(self, inbox: zmq.Socket[bytes], pongs: zmq.Socket[bytes]) -> None:
         while os.getppid() == self._parent:
             if not inbox.poll(PARENT_MS):
                 continue
@@ -149,8 +158,6 @@ class EngineServer:
                     self._loop.subscribers[number] = partial(self._answer, number)
                 self._loop.inbox.put(message)
                 if isinstance(message, Close):
-                    inbox.close(linger=0)
-                    pongs.close(linger=0)
                     return
         shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
         os.killpg(0, signal.SIGKILL)
