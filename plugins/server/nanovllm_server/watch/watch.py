@@ -80,7 +80,7 @@ class Watch:
         self._health = HealthEndpoints(self.monitor)
         context = RouteContext(engine=lambda: service.llm, model_name=model_name)
         self._plugins = RoutePlugins(settings.routes, context, llm.config.plugins.disable)
-        self._facts = FactsEndpoints(live, plugins_in_use(llm, self._plugins.resolved))
+        self._facts = FactsEndpoints(live, plugins_in_use(llm, folder, self._plugins.resolved))
         self._provider = make_tracing(settings.tracing)
         self._paths: frozenset[str] = frozenset()
 
