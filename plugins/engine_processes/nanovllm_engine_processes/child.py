@@ -53,7 +53,7 @@ def outbox_of(folder: str) -> str:
 
 def main() -> None:
     """Serve an engine; `argv` has a name, the folder, its number, and the door's process."""
-    # The door's to handle: Ctrl-C, and what a service manager sends to every process of a service.
+    # The door's to handle: Ctrl-C, and what a service manager sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder, number, parent = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -43,7 +43,7 @@ def main() -> None:
     messages, watch, parent = map(int, sys.argv[2:5])
     for descriptor in messages, watch:  # what this process starts must not hold them open
         os.set_inheritable(descriptor, False)
-    # The engine's to handle: Ctrl-C, and what a service manager sends to all processes of a service.
+    # The engine's to handle: Ctrl-C, and what a service manager sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watcher = Watcher(socket(fileno=watch), parent)
