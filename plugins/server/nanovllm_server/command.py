@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread
@@ -79,7 +82,7 @@ def serve(
     check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
     options.show_choices()
     Thread(target=import_app, daemon=True).start()  # beside the engine's start
-    with observed(loaded.config, server_settings.tracing) as observed_config:
+    with ended_by_sigterm(), observed(loaded.config, server_settings.tracing) as observed_config:
         llm = AsyncLLM.from_config(observed_config)
         try:
             is_well = run(llm, server_settings)
@@ -87,6 +90,19 @@ def serve(
             is_closed = close_within(llm, server_settings.health.stuck_after_s)
     if not (is_well and is_closed):
         raise typer.Exit(1)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a start as Ctrl-C does, so that no process or folder is left; with status 0.
+
+    While the server runs it has a handler of its own.
+    """
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def import_app() -> None:

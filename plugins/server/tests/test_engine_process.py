@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +132,8 @@ def test_two_engines_behind_the_server_are_counted_watched_and_survived() -> Non
     outlives its engine, and the end of the last one."""
     options = {"router": "prefix", "stall_seconds": 60}
     with served(data_parallel_size=2, options=options) as (url, llm, watch):
-        app_places = watch._service.admission.places
-        assert app_places == 2 * 4 + 256, "the rows of both engines"
+        assert watch._service.admission.places == 2 * 4 + 256, "the rows of both engines"
+        assert metric(url, "num_engines") == 2
 
         # Both count, each into a file of its own; /metrics sums them.
         before = metric(url, "generation_tokens_total"), metric(url, "request_success_total")
@@ -184,6 +186,7 @@ def test_two_engines_behind_the_server_are_counted_watched_and_survived() -> Non
         assert pids(llm) == [second]
         wait_for(lambda: get(f"{url}/ready")[0] == 200)
         assert metric(url, "generation_tokens_total") > before[0] + 20, "it left its counts behind"
+        wait_for(lambda: metric(url, "num_engines") == 1)
 
         # The last one: an error event, no hanging client, and the reason until the server ends.
         last = Stream(url)
@@ -298,13 +301,58 @@ def test_a_server_whose_engine_is_killed_starts_another_where_that_is_set() -> N
             dying = engine_of(process.pid)
             os.kill(dying, end_it)
             assert stream.wait().error is not None
-            wait_for(lambda dying=dying: is_gone(dying))  # type: ignore[misc]
+            wait_for(lambda: get(f"{url}/ready")[0] == 503)
+            assert is_gone(dying)
             wait_for(lambda: get(f"{url}/ready")[0] == 200)
             body = {"prompt": [5], "max_tokens": 4, "ignore_eos": True}
             assert json.loads(post(url, body).read())["usage"]["completion_tokens"] == 4
             assert metric(url, "generation_tokens_total") > counted + 4
         process.terminate()
         assert end(process)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 0), ("SIGINT", 130)])
+def test_a_signal_during_the_start_leaves_no_process_and_no_folder(name: str, status: int) -> None:
+    with tempfile.TemporaryDirectory() as place:  # its path is short, as a socket's must be
+        environment = {**os.environ, "TMPDIR": place}
+        process = subprocess.Popen(MAIN, env=environment, stdout=subprocess.PIPE, text=True)
+        wait_for(lambda: [*Path(place).glob("nanovllm-engines-*/0")])  # its engine listens
+        engine = engine_of(process.pid)
+        process.send_signal(getattr(signal, name))
+        assert process.communicate(timeout=30)[0] == ""
+        assert process.returncode == status
+        assert is_gone(engine)
+        assert [*Path(place).iterdir()] == []
+
+
+@pytest.mark.slow
+def test_spans_of_the_engine_are_in_the_trace_of_the_client() -> None:
+    """The request's label crosses the wire, and the engine's process sends its span itself."""
+    pytest.importorskip("opentelemetry.sdk", reason="needs the extra `tracing`")
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    with command("--set", f"serve.tracing.endpoint={endpoint}") as (url, process, _):
+        headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+        post(url, {"prompt": [5], "max_tokens": 2}, headers).read()
+        process.terminate()
+        assert end(process)[0] == 0
+    collector.shutdown()
+    [engine] = [body for body in bodies if b"engine.request" in body]
+    assert bytes.fromhex(trace) in engine
 
 
 @pytest.mark.slow

@@ -152,6 +152,7 @@ class Watch:
             "num_requests_waiting": stats.waiting,
             "kv_cache_usage_perc": 1 - stats.free_blocks / stats.blocks,
             "num_kv_cache_blocks": stats.blocks,
+            "num_engines": len(stats.engines) or 1,
             **state,
         }
 
