@@ -4,8 +4,8 @@
         --set load_format=dummy --set limits.max_model_len=10240
 
 Measures the nano workload offline, starts `nanovllm serve` with the same settings, and loads it
-with the clients of `nanovllm bench serve`. With --url it measures an endpoint that runs, whoever
-serves it, and neither the start nor offline. Writes a result file for each part; prints one table.
+with the clients of `nanovllm bench serve`. With --url it measures an endpoint that runs, of any
+server, and neither the start nor offline. Writes a result file for each part; prints one table.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def offline(arguments: Sequence[str], num_seqs: int, out: Path) -> float:
 @contextmanager
 def served(arguments: Sequence[str], port: int) -> Iterator[tuple[str, float]]:
     """A server of ours: its URL, and the seconds from its command to its first token."""
-    url, started = f"http://127.0.0.1:{port}", time.perf_counter()
+    url = f"http://127.0.0.1:{port}"
+    if answers(url):
+        raise SystemExit(f"another server answers at {url}; give another --port")
+    started = time.perf_counter()
     command = [*COMMAND, "serve", *arguments, "--port", str(port)]
     with subprocess.Popen(command, stdout=sys.stderr) as process:
         try:

@@ -10,7 +10,13 @@ from typing import Any
 from pydantic import BaseModel
 from settings_tables import allowed, default
 
-from nanovllm_server.protocol import ChatBody, ChatMessage, CompletionBody, Sampling
+from nanovllm_server.protocol import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    Sampling,
+    StreamOptions,
+)
 from nanovllm_server.settings import ServerSettings
 
 HEAD = "| key | takes | default | meaning |\n|---|---|---|---|"
@@ -64,6 +70,7 @@ def field_tables() -> str:
         ("`/v1/completions`", CompletionBody, Sampling),
         ("`/v1/chat/completions`", ChatBody, Sampling),
         ("A message of `messages`", ChatMessage, BaseModel),
+        ("`stream_options`", StreamOptions, BaseModel),
     ):
         parts += [f"### {title}", "\n".join([HEAD.replace("key", "field"), *rows(model, but)])]
     return "\n\n".join(parts)
@@ -76,6 +83,7 @@ def refused_list() -> str:
         ("`/v1/completions`", CompletionBody),
         ("`/v1/chat/completions`", ChatBody),
         ("a message", ChatMessage),
+        ("`stream_options`", StreamOptions),
     ):
         names = ", ".join(f"`{name}`" for name in sorted(model.NEUTRAL))
         lines.append(f"- {title}: {names}")

@@ -17,7 +17,7 @@ import pytest
 from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
 ROOT = Path(__file__).parents[1]
-DOORS = {f"nanovllm_core.{door}" for door in ("api", "kernels", "layers", "worker")} | {
+DOORS = {f"nanovllm_core.{door}" for door in ("api", "frontend", "kernels", "layers", "worker")} | {
     "nanovllm_kit",
     "nanovllm_server.watch.routes",
     "nanovllm_server.watch.testing",

@@ -92,7 +92,7 @@ def test_built_ins_come_by_the_same_path() -> None:
 def test_every_built_in_has_its_implementation() -> None:
     manager = get_plugin_manager()
     built_in = [p for p in manager.installed() if p.distribution == "nanovllm-core"]
-    assert len(built_in) == 6
+    assert len(built_in) == 7
     for plugin in built_in:
         assert callable(load_object(manager.resolve(plugin.kind, plugin.name)))
 

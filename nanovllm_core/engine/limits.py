@@ -96,11 +96,10 @@ class EngineLimits:
         name = "min_tokens" if params.max_tokens is None else "max_tokens"
         length = num_prompt_tokens + getattr(params, name)
         if length > self.max_model_len:
-            or_none = "" if params.max_tokens is None else "; max_tokens=None gives as many as fit"
             raise RequestTooLongError(
                 f"{num_prompt_tokens} prompt tokens and {name}={getattr(params, name)} make "
                 f"{length}; max_model_len is {self.max_model_len}, so use {name} of at most "
-                f"{self.max_model_len - num_prompt_tokens}{or_none}"
+                f"{self.max_model_len - num_prompt_tokens}"
             )
         max_length = self.max_model_len if params.max_tokens is None else length
         # The last token is never fed back, so it needs no place in the cache.

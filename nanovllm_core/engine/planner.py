@@ -328,7 +328,7 @@ class Planner:
         self.prefix_hit_tokens += num_cached
         if request.wait_steps is None:
             request.wait_steps = self.step - request.arrival_step
-            request.num_cached_tokens = num_cached
+            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             request.first_scheduled_time = perf_counter()
         request.row = self.rows.acquire(request.token_ids, num_cached, request.is_watched)
         self.rows.constrained[request.row] = request.sampling.constrained

@@ -164,7 +164,8 @@ class RequestFactory:
         prompt_list: list[int] = prompt.tolist()
         max_length = self.limits.check_length(len(prompt), params)
         seed = derive_seed(self.seed, arrival_index) if params.seed is None else params.seed
-        known = np.concatenate([prompt, np.array(output_token_ids, np.int32)])
+        whole = [*prompt_list, *output_token_ids]
+        known = self.limits.check_prompt(whole) if output_token_ids else prompt
         sampling = self._row_sampling(params, seed)
         asked = self._asked_constraints(params)
         arrival_time, vocab_size = perf_counter(), self.limits.vocab_size
@@ -176,7 +177,7 @@ class RequestFactory:
                 params=params,
                 sampling=replace(sampling, seed=derive_seed(seed, index)) if index else sampling,
                 prompt_token_ids=prompt_list,
-                token_ids=known if output_token_ids else prompt,
+                token_ids=known,
                 max_length=max_length,
                 arrival_step=arrival_step,
                 arrival_index=arrival_index + index,

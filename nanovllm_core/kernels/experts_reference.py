@@ -27,14 +27,14 @@ def route(logits_TN: Tensor, routing: Routing, bias_N: Tensor | None) -> tuple[T
 def experts(
     x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, down_NEF: Tensor
 ) -> Tensor:
-    """Every expert computes all tokens; its weight is 0 for those that did not choose it.
+    """Every expert computes all tokens, and adds nothing to those whose weight is 0.
 
-    So the host does not wait to know who chose whom. See `KernelSet.experts`.
+    So the host does not wait to know which token chose which. See `KernelSet.experts`.
     """
     sum_TE = torch.zeros_like(x_TE, dtype=torch.float32)
     for expert, (gate_up_2FE, down_EF) in enumerate(zip(gate_up_N2FE, down_NEF, strict=True)):
         weight_T1 = weights_TC.where(ids_TC == expert, 0).sum(dim=-1, keepdim=True)
-        sum_TE += _expert(x_TE, gate_up_2FE, down_EF).float() * weight_T1
+        sum_TE += (_expert(x_TE, gate_up_2FE, down_EF).float() * weight_T1).where(weight_T1 != 0, 0)
     return sum_TE.to(x_TE.dtype)
 
 

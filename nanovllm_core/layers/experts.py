@@ -64,6 +64,7 @@ class Experts(Layer):
         self, context: LayerContext, num_experts: int, hidden_size: int, intermediate_size: int
     ) -> None:
         super().__init__(context)
+        self.num_experts = num_experts
         size = context.share(intermediate_size, "intermediate size of an expert")
         part = Piece(size, context.tp.rank * size, intermediate_size)
         whole = Piece(hidden_size, 0, hidden_size)

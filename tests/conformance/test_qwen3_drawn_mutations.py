@@ -20,7 +20,7 @@ CALLS = "test_a_call_does_not_depend_on_those_before"
 TWO_MODELS = "test_two_models_in_one_process_do_not_meet"
 PADDING = "test_garbage_in_padding_does_not_spread"
 TIED = "test_a_tied_head_is_the_embedding_itself"
-LAYERS = "DecoderLayer(config, context, cos_sin_cache) for _ in range(config.num_hidden_layers)"
+LAYERS = "DecoderLayer(config, context, cos_sin_cache, make_mlp(layer))"
 EMBED = "residual_TE = self.embed_tokens(input_ids_T)"
 ATTEND = "attention.attn(qkv_TX, positions_T)"
 LAST_NORM = "return self.norm(residual_TE)"
@@ -53,8 +53,8 @@ MUTATIONS = [
         (
             LAYERS,
             "DecoderLayer(config, context, build_cos_sin_cache(__import__('dataclasses').replace("
-            "config.rope, theta=1e6), context.device) if i == 7 else cos_sin_cache) "
-            "for i in range(config.num_hidden_layers)",
+            "config.rope, theta=1e6), context.device) if layer == 7 else cos_sin_cache, "
+            "make_mlp(layer))",
         ),
     ),
     config("theta floored", DRAWN, with_rope("theta=float(int(rope.theta))")),

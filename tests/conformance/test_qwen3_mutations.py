@@ -214,8 +214,8 @@ MUTATIONS = [
         "the norm after attention skipped",
         LOGITS,
         (
-            "            residual_TE, self.post_attention_layernorm,",
-            "            residual_TE, self.input_layernorm,",
+            "self.mlp(residual_TE, self.post_attention_layernorm)",
+            "self.mlp(residual_TE, self.input_layernorm)",
         ),
     ),
     model(

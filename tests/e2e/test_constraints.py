@@ -156,14 +156,16 @@ def test_a_failure_reaches_the_caller_of_its_request_and_nobody_else(tiny: Path)
 
 
 def test_a_failure_ends_a_stream_of_an_event_loop(tiny: Path) -> None:
-    async def main(llm: AsyncLLM) -> list[str | None]:
+    async def main(llm: AsyncLLM) -> list[tuple[int, str | None]]:
         stream = llm.generate(PROMPT, greedy(3, fails_after=2))
-        return [output.finish_reason async for output in stream]
+        return [(output.num_token_ids, output.finish_reason) async for output in stream]
 
     llm = AsyncLLM(
         str(tiny), device="cpu", attention="sdpa", constraints=["multiples"], max_num_seqs=2
     )
-    assert asyncio.run(main(llm)) == [None, None, "error"]
+    *before, last = asyncio.run(main(llm))
+    assert last == (2, "error")
+    assert {reason for _, reason in before} <= {None}
     llm.close()
 
 

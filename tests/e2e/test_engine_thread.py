@@ -244,13 +244,13 @@ def test_the_engine_is_handed_out_once_the_door_has_no_unfinished_request(tiny: 
         assert sum(len(output.new_token_ids) for output in stream) == 39
 
 
-@pytest.mark.parametrize("known", [1, 7, 19])
+@pytest.mark.parametrize("known", [1, 7, 39])
 def test_a_request_goes_on_behind_outputs_that_another_engine_gave(
     known: int, shared_engine: LLM
 ) -> None:
     """As after a preemption: noise, penalties and the length count from the request's beginning."""
     params = SamplingParams(
-        seed=5, max_tokens=20, min_tokens=20, frequency_penalty=1.0, logprobs=1, ignore_eos=True
+        seed=5, max_tokens=40, min_tokens=40, frequency_penalty=1.0, logprobs=1, ignore_eos=True
     )
     engine = shared_engine.engine
 
@@ -261,14 +261,26 @@ def test_a_request_goes_on_behind_outputs_that_another_engine_gave(
             for delta in engine.step():
                 ids += delta.new_token_ids
                 assert len(delta.new_logprobs or ()) == len(delta.new_token_ids)
+                assert delta.num_cached_tokens <= 3, "of the prompt"
         return ids
 
     whole = run(stream=True)
-    assert len(whole) == 20
+    assert len(whole) == 40
     for stream in (True, False):
         assert run(*whole[:known], stream=stream) == whole[known:]
     with pytest.raises(RequestError, match="2 output_token_ids for n=3 samples"):
         engine.add_request("b", [1], greedy(n=3), output_token_ids=(1, 2))
+
+
+def test_outputs_that_this_engine_cannot_hold_are_refused(shared_engine: LLM) -> None:
+    """Such as those of an engine with a longer max_model_len: they would end this one in a step."""
+    engine = shared_engine.engine
+    size, length = engine.limits.vocab_size, engine.limits.max_model_len
+    wrong = {"outside the vocabulary": [size], "max_model_len is": [1] * (length - 3)}
+    for match, outputs in wrong.items():
+        with pytest.raises(RequestError, match=match):
+            engine.add_request("a", [3, 1, 4], greedy(), output_token_ids=outputs)
+    assert not engine.has_unfinished()
 
 
 def test_a_searched_stream_that_is_left_at_its_first_end_leaves_nothing(demo: LLM) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from nanovllm_core.api import QKPrep
-from nanovllm_core.kernels import TorchKernels
+from nanovllm_core.kernels import TorchKernels, experts_reference
 from nanovllm_core.kernels.reference import store_unless_padded
+from nanovllm_kit.kernel_experts import ExpertChecks
 from nanovllm_kit.numerics import assert_close_report
 from nanovllm_kit.recording import record
 
@@ -124,3 +125,27 @@ def test_a_set_derived_from_torchs_replaces_an_operation_in_the_fused_ones_too()
     product = 2 * plain.norm_linear(x, norm, 1e-6, weight)
     assert torch.equal(doubled.norm_linear(x, norm, 1e-6, weight), product)
     assert torch.equal(doubled.norm_gate_up(x, norm, 1e-6, weight), plain.silu_and_mul(product))
+
+
+class WaitingForNothing(TorchKernels):
+    """The set as it is on a GPU: no operation reads ids on the host."""
+
+    def experts(self, *inputs: Tensor) -> Tensor:
+        return experts_reference.experts(*inputs)
+
+
+class TestExpertsWithoutWaiting(ExpertChecks):
+    """The form of `experts` that can be captured, on a CPU too."""
+
+    @pytest.fixture
+    def kernels(self) -> TorchKernels:
+        return WaitingForNothing()
+
+    @pytest.fixture
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+    def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
+        dtype: torch.dtype = request.param
+        return dtype

@@ -200,7 +200,7 @@ class Rank:
         )
         flops = rows * (self.costs.layer_flops_per_token + self.costs.head_flops_per_token)
         floor = max(
-            (self.costs.weight_bytes_per_step + kv_bytes) / gpu.rates.copy_bytes_per_s,
+            (self.costs.weight_bytes_of_step(rows) + kv_bytes) / gpu.rates.copy_bytes_per_s,
             flops / gpu.rates.matmul_flops_per_s,
         )
         width = rows * self.costs.itemsize

@@ -17,7 +17,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.layers import LayerContext, SingleRank, heads_per_rank
+from nanovllm_core.layers import LayerContext, SingleRank, SparseMLP, heads_per_rank
 from nanovllm_core.registry import get_plugin_manager, load_object, make_plugin
 from nanovllm_core.selection import find_checkpoint, read_model_config
 
@@ -55,8 +55,12 @@ def costs_on_rank(
 ) -> ModelCosts:
     """The sizes of one of `tp_size` ranks; `shape` is that of the whole model."""
     num_heads, num_kv_heads = heads_per_rank(shape.num_heads, shape.num_kv_heads, tp_size)
+    mixtures = [one for one in module.modules() if isinstance(one, SparseMLP)]
     return ModelCosts(
-        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        num_parameters=num_elements(module),
+        expert_parameters=sum(num_elements(one.experts) for one in mixtures),
+        num_experts=mixtures[0].experts.num_experts if mixtures else 1,
+        experts_per_token=mixtures[0].gate.routing.top_k if mixtures else 1,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_heads=num_heads,
@@ -67,6 +71,11 @@ def costs_on_rank(
         itemsize=dtype.itemsize,
         sliding_window=shape.sliding_window,
     )
+
+
+def num_elements(module: torch.nn.Module) -> int:
+    """The numbers that a module's parameters hold."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

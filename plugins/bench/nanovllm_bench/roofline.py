@@ -1,10 +1,12 @@
 """The roofline of a `generate` call: what its bytes and its arithmetic take on a device at best.
 
 Every decode step reads each weight once and the keys and values of all live contexts, or of their
-sliding window, once; every prompt token is multiplied with the weights of all layers once. The
-floor divides these by the rates that the device was measured at, and leaves out everything else:
-activations, writes, sampling, launches, the host. No engine reaches it as a whole, and its share
-says how far one is; a kernel that only reads can exceed the rate of a copy by a few percent.
+sliding window, once; every prompt token is multiplied with the weights of all layers once. Of the
+experts of a mixture a step reads those that its tokens are expected to choose, and a token is
+multiplied with its own. The floor divides these by the rates that the device was measured at, and
+leaves out everything else: activations, writes, sampling, launches, the host. No engine reaches it
+as a whole, and its share says how far one is; a kernel that only reads can exceed the rate of a
+copy by a few percent.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ class ModelCosts:
     itemsize: int
     sliding_window: int | None = None
     """The number of last keys that a query sees, None for all."""
+    expert_parameters: int = 0
+    """Those of all experts in all layers; they are among `num_parameters`."""
+    num_experts: int = 1
+    experts_per_token: int = 1
+    """Of each layer that has a mixture."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -39,20 +46,24 @@ class ModelCosts:
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden_size
 
-    @property
-    def weight_bytes_per_step(self) -> int:
-        """Bytes of the weights that a decode step reads: all but an embedding table of its own.
+    def weight_bytes_of_step(self, rows: float) -> int:
+        """Bytes of the weights that a decode step of `rows` rows reads.
 
-        A tied table is read whole, as the output head; an untied one only in a few rows.
+        A tied embedding table is read whole, as the output head; an untied one only in a few rows.
+        Experts are those that are touched if tokens choose evenly and each for itself.
         """
         unread = 0 if self.tied_embeddings else self.embedding_parameters
+        untouched: float = (1 - self.experts_per_token / self.num_experts) ** rows
+        unread += round(untouched * self.expert_parameters)
         return (self.num_parameters - unread) * self.itemsize
 
     @property
     def layer_flops_per_token(self) -> int:
-        """Two operations per weight of the layers, without embedding and head."""
+        """Two operations per weight of the layers, without embedding, head and others' experts."""
         tables = 1 if self.tied_embeddings else 2
-        return 2 * (self.num_parameters - tables * self.embedding_parameters)
+        own = self.expert_parameters * self.experts_per_token // self.num_experts
+        others = self.expert_parameters - own
+        return 2 * (self.num_parameters - tables * self.embedding_parameters - others)
 
     @property
     def head_flops_per_token(self) -> int:
@@ -115,7 +126,7 @@ def generate_floor(
         costs.keys_read(prompt, count) for (prompt, _), count in zip(lengths, decoded, strict=True)
     )
     kv_bytes = read_tokens * costs.kv_bytes_per_token
-    weight_bytes = steps * costs.weight_bytes_per_step
+    weight_bytes = steps * costs.weight_bytes_of_step(sum(decoded) / max(steps, 1))
     per_token = costs.layer_flops_per_token + costs.head_flops_per_token
     decode_flops = sum(decoded) * per_token
     prefill_flops = sum(
@@ -141,7 +152,7 @@ def generate_floor(
 def decode_step_seconds(costs: ModelCosts, rows: float, context: float, rates: Rates) -> float:
     """The floor of one decode step of `rows` rows that attend to `context` tokens on average."""
     seen = min(context, costs.sliding_window or context)
-    num_bytes = costs.weight_bytes_per_step + rows * seen * costs.kv_bytes_per_token
+    num_bytes = costs.weight_bytes_of_step(rows) + rows * seen * costs.kv_bytes_per_token
     flops = rows * (costs.layer_flops_per_token + costs.head_flops_per_token)
     return max(num_bytes / rates.copy_bytes_per_s, flops / rates.matmul_flops_per_s)
 

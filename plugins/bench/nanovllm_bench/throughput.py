@@ -59,10 +59,13 @@ class Gauge:
         return roofline_record(self.costs, self.rates, floor, seconds)
 
     def step_roofline(self, rows: float, context: float, seconds: float) -> dict[str, Any]:
-        """Floor and share of one decode step that took `seconds`."""
+        """Floor and share of one decode step that took `seconds`.
+
+        The share is None where these are 0: tokens of several steps were seen at once.
+        """
         floor = decode_step_seconds(self.costs, rows, context, self.rates)
         return {
-            "share": round(floor / seconds, 4),
+            "share": round(floor / seconds, 4) if seconds else None,
             "floor_seconds": round(floor, 7),
             "costs": asdict(self.costs),
             "rates": asdict(self.rates),

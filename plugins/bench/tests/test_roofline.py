@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from nanovllm_bench.rates import build_on_meta, costs_on_rank
 from nanovllm_bench.roofline import (
     ModelCosts,
     Rates,
@@ -13,6 +15,7 @@ from nanovllm_bench.roofline import (
     generate_floor,
     roofline_record,
 )
+from nanovllm_bench.throughput import Gauge
 from nanovllm_bench.workloads import (
     fixed_workload,
     nano_workload,
@@ -20,6 +23,7 @@ from nanovllm_bench.workloads import (
     recorded_workload,
 )
 from nanovllm_core.errors import ConfigError
+from nanovllm_core.registry import get_plugin_manager, load_object
 
 QWEN3_0_6B = ModelCosts(
     num_parameters=596_049_920,
@@ -105,7 +109,7 @@ def test_a_table_of_its_own_is_not_read_in_a_step() -> None:
     untied = ModelCosts(
         **{**sizes, "tied_embeddings": False, "num_parameters": 596_049_920 + table}
     )
-    assert untied.weight_bytes_per_step == QWEN3_0_6B.weight_bytes_per_step
+    assert untied.weight_bytes_of_step(1) == QWEN3_0_6B.weight_bytes_of_step(1)
     assert untied.layer_flops_per_token == QWEN3_0_6B.layer_flops_per_token
 
 
@@ -114,6 +118,14 @@ def test_where_arithmetic_is_slow_it_decides() -> None:
     slow = Rates(copy_bytes_per_s=1e13, matmul_flops_per_s=1e10)
     floor = generate_floor(QWEN3_0_6B, [(8, 9)] * 16, 16, slow)
     assert floor.decode_seconds == floor.decode_flops / 1e10
+
+
+def test_a_step_that_took_no_time_has_no_share() -> None:
+    """The tokens of several steps were seen at once."""
+    gauge = Gauge(torch.device("cpu"), QWEN3_0_6B, H200, peak_at_start=None)
+    record = gauge.step_roofline(4, 100, 0.0)
+    assert record["share"] is None
+    assert gauge.step_roofline(4, 100, 2 * record["floor_seconds"])["share"] == pytest.approx(0.5)
 
 
 def test_the_share_is_the_floor_over_the_measured_time() -> None:
@@ -139,3 +151,41 @@ def test_ragged_requests_have_lengths_between_the_bounds() -> None:
 def test_an_unknown_workload_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'chat' is none.*'nano'"):
         recorded_workload({"workload": "chat", "num_seqs": 1})
+
+
+def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
+    """One row its own, hundreds of rows nearly all; a token is multiplied with its own alone."""
+    dense = replace(QWEN3_0_6B, num_parameters=QWEN3_0_6B.num_parameters + 1_280_000)
+    mixture = replace(dense, expert_parameters=1_280_000, num_experts=128, experts_per_token=8)
+    without = QWEN3_0_6B.weight_bytes_of_step(1)
+    assert mixture.weight_bytes_of_step(1) == without + 2 * 80_000
+    assert mixture.weight_bytes_of_step(2) == without + 2 * 155_000
+    assert mixture.weight_bytes_of_step(1000) == dense.weight_bytes_of_step(1)
+    added = mixture.layer_flops_per_token - QWEN3_0_6B.layer_flops_per_token
+    assert added == 2 * 80_000
+
+
+def test_the_costs_of_qwen3_30b_a3b_follow_from_its_plugin() -> None:
+    """30.5 billion weights, of which a token reads 3.3 billion."""
+    pytest.importorskip("nanovllm_model_qwen3_moe", reason="needs the qwen3-moe plugin")
+    config = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+    }
+    plugins = get_plugin_manager()
+    model = plugins.resolve("model", "Qwen3MoeForCausalLM", {}, path="model")
+    module = build_on_meta(model, config, torch.bfloat16)
+    costs = costs_on_rank(module, load_object(model).shape(config), torch.bfloat16)
+    assert costs.num_parameters == 30_532_122_624
+    active = costs.layer_flops_per_token // 2 + 2 * costs.embedding_parameters
+    assert active == 3_353_032_704

@@ -17,13 +17,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from nanovllm_bench.latency import percentiles
-from nanovllm_bench.serve import processes
+from nanovllm_bench.serve import measure, processes
 from nanovllm_bench.serve.client import Endpoint, Request
 from nanovllm_bench.serve.load import Share
 from nanovllm_bench.serve.measure import EndpointError
 from nanovllm_bench.serve.processes import ClientError, carry
 from nanovllm_bench.serve.summary import values_of
 from nanovllm_bench.serve.timed import Script, Served, TimedEndpoint
+from nanovllm_bench.workloads import fixed_workload
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ConfigError
 
@@ -120,6 +121,23 @@ def test_no_two_loads_and_no_warm_up_share_a_prompt(measured: Measured) -> None:
     prompts = [tuple(one.body["prompt"]) for one in measured.served]
     assert len(prompts) == 2 * (8 + 2)
     assert len({prompt[:4] for prompt in prompts}) == len(prompts)
+
+
+def test_commands_with_other_seeds_share_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many loads each has: what a prefix cache kept of the first helps none of the next."""
+    sent: list[Request] = []
+
+    def carried(load: Share, _processes: int) -> list[Any]:
+        sent.extend([*load.requests, *load.warm_up])
+        return []
+
+    monkeypatch.setattr(measure, "carry", carried)
+    monkeypatch.setattr(measure, "summarise", lambda *_, **__: {})
+    monkeypatch.setattr(measure, "describe_endpoint", lambda _: {})
+    for seed, clients in enumerate([[1, 2, 3], [1], [1, 2]]):
+        plan = measure.Plan(fixed_workload(2, 16, 4), clients, seed=seed)
+        measure.measure_endpoint(Endpoint("http://127.0.0.1:9", "none"), plan)
+    assert len({tuple(one.prompt[:4]) for one in sent}) == len(sent) == 6 * (2 + 2)
 
 
 def test_results_are_compared_load_by_load(measured: Measured, tmp_path: Path) -> None:

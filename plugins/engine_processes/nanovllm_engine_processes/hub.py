@@ -16,7 +16,6 @@ from nanovllm_core.api import (
     EngineConfig,
     EngineError,
     NanoVLLMError,
-    PluginFailedError,
     WorkerInfo,
 )
 from nanovllm_core.frontend import (
@@ -44,7 +43,7 @@ from nanovllm_engine_processes.child import REQUESTS
 from nanovllm_engine_processes.engines import LOOK_SECONDS, Engines, Heard
 from nanovllm_engine_processes.facts import Question, check_devices, common_info, sum_stats
 from nanovllm_engine_processes.plugin import ProcessesOptions
-from nanovllm_engine_processes.routing import Router
+from nanovllm_engine_processes.routing import Router, choose
 from nanovllm_engine_processes.samples import Batch, Sample, Samples
 
 logger = logging.getLogger(__name__)
@@ -214,20 +213,7 @@ class Hub:
             raise EngineClosedError(
                 f"no engine is left: {self._failure}; make a new {self._name}"
             ) from self._failure
-        if len(loads) == 1:
-            return next(iter(loads))
-        try:
-            chosen = self._router.choose(request, loads)
-        except Exception as error:
-            raise PluginFailedError(
-                f"the router {type(self._router).__name__} failed: {type(error).__name__}: {error}"
-            ) from error
-        if chosen not in loads:
-            raise PluginFailedError(
-                f"the router {type(self._router).__name__} chose engine {chosen!r}; those that run "
-                f"are {', '.join(map(str, loads))}"
-            )
-        return chosen
+        return next(iter(loads)) if len(loads) == 1 else choose(self._router, request, loads)
 
     def _abort(self, engines: Engines, samples: Iterable[Sample]) -> None:
         """End samples on their engines; those that their doors still search are over now."""
@@ -353,11 +339,15 @@ class Hub:
         for number, question in tuple(self._questions.items()):
             question.waiting.discard(lost)
             self._answer_if_whole(number, question)
+        chosen: dict[str, int] = {}
         for sample in self._samples:
             if sample.engine == lost:
-                self._run_again(engines, sample, error)
+                self._run_again(engines, sample, error, chosen)
 
-    def _run_again(self, engines: Engines, sample: Sample, error: NanoVLLMError) -> None:
+    def _run_again(
+        self, engines: Engines, sample: Sample, error: NanoVLLMError, chosen: dict[str, int]
+    ) -> None:
+        """Finish a sample, or move it to the engine that is chosen for all of its request."""
         if sample.is_finished:  # its door still searches the text, for the engine's record alone
             self._samples.drop([sample])
         elif sample.is_aborted:
@@ -371,12 +361,14 @@ class Hub:
             )
             self._finish(sample, finish_reason="error", error=fault)
         else:
-            rest = sample.rest(f"{sample.request.request_id}/{next(self._numbers)}")
+            name = sample.request.request_id
+            rest = sample.rest(f"{name}/{next(self._numbers)}")
             try:
-                engine = self._route(rest)
+                engine = chosen[name] if name in chosen else self._route(rest)
             except NanoVLLMError as fault:
                 self._finish(sample, finish_reason="error", error=fault)
                 return
+            chosen[name] = engine
             self._samples.move(sample, engine, rest.request_id)
             engines.send(engine, wire.encode_message(AddRequests(REQUESTS, (rest,))))
 

@@ -31,8 +31,9 @@ class LoadRouter(Router):
 class PrefixRouter(Router):
     """The engine that was sent the longest prefix of the prompt, unless it has too much work.
 
-    Prompts are cut into blocks, and each prefix of whole blocks is named by a hash chain. Of every
-    engine the newest `max_blocks` names are kept: what it was sent, not what its cache still holds.
+    Prompts are cut into blocks, and each prefix of whole blocks is named by a hash chain, which
+    starts from the request's salt: as in an engine's cache, salts share nothing. Of every engine
+    the newest `max_blocks` names are kept: what it was sent, not what its cache still holds.
     """
 
     options: PrefixOptions
@@ -61,8 +62,8 @@ class PrefixRouter(Router):
         self._sent[engine].clear()
 
     def _names(self, ids: Sequence[int], salt: bytes = b"") -> Iterator[int]:
-        """The name of each prefix of whole blocks, the shortest first. No two salts share one."""
-        size, name = self.options.block_size, xxhash.xxh3_64_intdigest(salt) if salt else 0
+        """The name of each prefix of whole blocks, the shortest first."""
+        size, name = self.options.block_size, xxhash.xxh3_64_intdigest(salt)
         data = array("q", ids)
         for end in range(size, len(ids) + 1, size):
             name = xxhash.xxh3_64_intdigest(data[end - size : end].tobytes(), seed=name)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from nanovllm_core.api import PluginSpec
+from nanovllm_core.api import PluginFailedError, PluginSpec
 
 if TYPE_CHECKING:
     from nanovllm_core.frontend import NewRequest
@@ -57,3 +57,20 @@ class Router(ABC):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec(PluginSpec):
     """A router. `impl` is a `Router` class, called with its options and the number of engines."""
+
+
+def choose(router: Router, request: NewRequest, loads: Mapping[int, EngineLoad]) -> int:
+    """The router's choice; PluginFailedError where it fails, or chooses no engine that runs."""
+    name = type(router).__name__
+    try:
+        chosen = router.choose(request, loads)
+        if chosen in loads:
+            return chosen
+    except Exception as error:
+        raise PluginFailedError(
+            f"the router {name} failed: {type(error).__name__}: {error}"
+        ) from error
+    raise PluginFailedError(
+        f"the router {name} chose engine {chosen!r}; those that run are "
+        f"{', '.join(map(str, loads))}"
+    )

@@ -7,6 +7,7 @@ deltas of a step are one message, a short row for each delta.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from numbers import Integral, Real
@@ -59,7 +60,7 @@ _decode = msgspec.msgpack.Decoder().decode
 
 
 def encode(*parts: object) -> bytes:
-    """One message. Raises TypeError, ValueError or OverflowError for what is no plain data."""
+    """One message. Raises TypeError, ValueError, OverflowError or RecursionError for other data."""
     return _encode(parts)
 
 
@@ -76,15 +77,15 @@ def encode_message(message: Message) -> bytes:
 def check_request(request: NewRequest) -> None:
     """Raises a RequestError for a request that no message can hold."""
     try:
-        _encode(request.prompt_token_ids)
+        array("q", request.prompt_token_ids)
     except OverflowError as error:
         raise InvalidPromptError(
-            "the prompt holds a token id of more than 64 bits, outside every vocabulary; use this "
+            "the prompt holds a token id beyond 64 bits, outside every vocabulary; use this "
             "model's tokenizer"
         ) from error
     try:
         _encode(replace(request, prompt_token_ids=[]))
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # RecursionError too, and what a caller's own mapping raises
         raise InvalidSamplingError(
             f"{_unsendable_field(request)} cannot be sent to an engine's process: {error}; it may "
             "hold texts, numbers, true, false, null, lists and mappings alone"
@@ -96,7 +97,7 @@ def _unsendable_field(request: NewRequest) -> str:
     for one in fields(request.params):
         try:
             _encode(getattr(request.params, one.name))
-        except (TypeError, ValueError, OverflowError):
+        except Exception:
             return one.name
     return "labels"
 

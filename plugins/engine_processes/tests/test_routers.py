@@ -70,14 +70,18 @@ def test_a_prompt_goes_where_its_longest_prefix_went() -> None:
     assert router.choose(request(5, [2] * 4 + [9] * 8), loads(0, 3, 0)) == 1
 
 
-def test_prompts_of_different_salts_share_no_prefix() -> None:
-    """As in an engine's cache: there would be nothing to find where the other one went."""
+def test_prefixes_of_other_salts_are_not_shared() -> None:
+    """No tenant is sent to an engine by what another one has asked."""
     router = prefix_router()
-    mine, other = (replace(request(0, [1] * 8), cache_salt=salt) for salt in (b"mine", b"other"))
-    assert router.choose(mine, loads(0, 1, 1)) == 0
-    assert router.choose(other, loads(3, 1, 2)) == 1
-    assert router.choose(request(0, [1] * 8), loads(3, 4, 2)) == 2
-    assert router.choose(mine, loads(3, 1, 2)) == 0
+
+    def choose(salt: bytes, *given: int) -> int:
+        return router.choose(replace(request(0, [1] * 8), cache_salt=salt), loads(*given))
+
+    assert choose(b"a", 0, 1, 1) == 0
+    assert choose(b"b", 2, 0, 1) == 1
+    assert choose(b"", 3, 3, 0) == 2
+    assert [choose(salt, 3, 2, 3) for salt in (b"a", b"b", b"")] == [0, 1, 2]
+    assert choose(b"c", 3, 2, 3) == 1, "the least loaded one"
 
 
 def test_an_engine_with_too_many_requests_gets_none_for_their_prefix() -> None:

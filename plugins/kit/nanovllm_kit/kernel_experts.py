@@ -111,10 +111,14 @@ class ExpertChecks:
     def test_no_token_gets_another_ones_experts(
         self, kernels: KernelSet, device: torch.device
     ) -> None:
-        """A token that is NaN, as padding may be, leaves all others finite."""
-        x_TE, *others = mixture(EXPERT_SHAPES[1], device, torch.float32)
+        """A token that is NaN, as padding may be, leaves all others finite; so does an expert that
+        overflows and that none of them chose."""
+        x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF = mixture(
+            EXPERT_SHAPES[1], device, torch.float32
+        )
         x_TE[3] = torch.nan
-        out_TE = kernels.experts(x_TE, *others)
+        down_NEF[-1] = torch.inf
+        out_TE = kernels.experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
         assert out_TE.isnan().all(dim=-1).tolist() == [token == 3 for token in range(len(x_TE))]
 
     def test_an_expert_of_weight_zero_adds_nothing(

@@ -16,7 +16,7 @@ def nanovllm_models() -> Sequence[ModelSpec]:
             contract=2,
             summary="Qwen3 mixture of experts: Qwen3's attention, a few experts for each token",
             test_config={
-                "num_experts": 8,
+                "num_experts": 5,
                 "num_experts_per_tok": 3,
                 "moe_intermediate_size": 840,
             },

@@ -25,11 +25,15 @@ def make_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         lifespan=watch.lifespan,
+        # FastAPI's own, on where the process has a provider of OpenTelemetry: it exports queries
+        # and the texts of exceptions, and wraps each part of a stream. `watch` has ours.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.service, app.state.watch = service, watch
     add_handlers(app)
     for make_router in ROUTERS:
-        app.include_router(make_router(service))
+        # Not `include_router`, which keeps a router whole: every path must be known.
+        app.router.routes.extend(make_router(service).routes)
     app.router.routes.extend(watch.routes())
     watch.add_plugin_routes(app.router)
     # Middleware is pure ASGI; the one that is added last is the outermost.

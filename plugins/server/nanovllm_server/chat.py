@@ -34,7 +34,7 @@ def make_router(service: Service) -> APIRouter:
             stream=bool(body.stream),
             prompt_field="messages",
         )
-        return answer(work, ChatShape(service, model, body), body.includes_usage)
+        return answer(work, ChatShape(service, model, body), body.stream_options)
 
     # The class is made for this engine, so no annotation in the source can name it.
     create_chat_completion.__annotations__["body"] = typed_for(ChatBody, service.llm.config)
@@ -55,12 +55,11 @@ class ChatShape(Shape):
         self._texts = service.token_texts
         self._has_logprobs = bool(body.logprobs)
         self._before = b'data: %b,"choices":[{"index":' % encode(self._head)[:-1]
-        self._after = b'}],"usage":null}\n\n' if body.includes_usage else b"}]}\n\n"
 
-    def opening(self, index: int) -> bytes:
-        return self._event(index, b'{"role":"assistant","content":""}', b"null", None)
+    def opening(self, index: int, after: bytes) -> bytes:
+        return self._event(index, b'{"role":"assistant","content":""}', b"null", None, after)
 
-    def event(self, index: int, output: RequestOutput) -> bytes:
+    def event(self, index: int, output: RequestOutput, after: bytes) -> bytes:
         ids = output.new_token_ids
         listed = b"null"
         if self._has_logprobs and ids:
@@ -72,12 +71,14 @@ class ChatShape(Shape):
             delta = b"{}"
         else:
             return b""
-        return self._event(index, delta, listed, output.finish_reason)
+        return self._event(index, delta, listed, output.finish_reason, after)
 
-    def _event(self, index: int, delta: bytes, logprobs: bytes, reason: str | None) -> bytes:
+    def _event(
+        self, index: int, delta: bytes, logprobs: bytes, reason: str | None, after: bytes
+    ) -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
             *(self._before, index, delta, logprobs),
-            *(b"null" if reason is None else b'"%b"' % reason.encode(), self._after),
+            *(b"null" if reason is None else b'"%b"' % reason.encode(), after),
         )
 
     def usage_event(self, usage: Usage) -> bytes:

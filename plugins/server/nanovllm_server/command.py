@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread
@@ -72,17 +69,22 @@ def serve(
     server_settings = parse_settings(loaded.sections.get("serve"), flags)
 
     from nanovllm_core import AsyncLLM
-    from nanovllm_server.guard.hosts import check_exposure
+    from nanovllm_server.guard.drain import sigterm_as_exit
+    from nanovllm_server.guard.hosts import check_address, check_exposure
     from nanovllm_server.guard.keys import read_keys
     from nanovllm_server.watch.health import close_within
     from nanovllm_server.watch.watch import observed
 
     # Before the model is loaded.
+    if server_settings.tls is not None:
+        server_settings.tls.check()
     keys = read_keys(server_settings.keys, server_settings.keys_file)
     check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
+    check_address(server_settings.host, server_settings.port)
     options.show_choices()
     Thread(target=import_app, daemon=True).start()  # beside the engine's start
-    with ended_by_sigterm(), observed(loaded.config, server_settings.tracing) as observed_config:
+    tracing = server_settings.tracing
+    with sigterm_as_exit(), observed(loaded.config, tracing) as observed_config:
         llm = AsyncLLM.from_config(observed_config)
         try:
             is_well = run(llm, server_settings)
@@ -90,19 +92,6 @@ def serve(
             is_closed = close_within(llm, server_settings.health.stuck_after_s)
     if not (is_well and is_closed):
         raise typer.Exit(1)
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a start as Ctrl-C does, so that no process or folder is left; with status 0.
-
-    While the server runs it has a handler of its own.
-    """
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def import_app() -> None:

@@ -36,7 +36,7 @@ def make_router(service: Service) -> APIRouter:
         )
         echoed = [await service.text_of(prompt) for prompt in body.prompt] if body.echo else []
         shape = CompletionShape(service, model, body, echoed)
-        return answer(work, shape, body.includes_usage)
+        return answer(work, shape, body.stream_options)
 
     # The class is made for this engine, so no annotation in the source can name it.
     create_completion.__annotations__["body"] = typed_for(CompletionBody, service.llm.config)
@@ -64,25 +64,26 @@ class CompletionShape(Shape):
         self._offsets: dict[int, int] = {}
         """Characters of the streamed tokens, by choice."""
         self._before = b'data: %b,"choices":[{"index":' % encode(self._head)[:-1]
-        self._after = b'}],"usage":null}\n\n' if body.includes_usage else b"}]}\n\n"
 
     def _prompt(self, index: int) -> str:
         return self._echoed[index // self._n] if self._echoed else ""
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, after: bytes) -> bytes:
         prompt = self._prompt(index)
-        return self._event(index, prompt, b"null", None) if prompt else b""
+        return self._event(index, prompt, b"null", None, after) if prompt else b""
 
-    def event(self, index: int, output: RequestOutput) -> bytes:
+    def event(self, index: int, output: RequestOutput, after: bytes) -> bytes:
         logprobs = self._new_logprobs(index, output) if self._has_logprobs else b"null"
         if not output.new_text and output.finish_reason is None and logprobs == b"null":
             return b""
-        return self._event(index, output.new_text, logprobs, output.finish_reason)
+        return self._event(index, output.new_text, logprobs, output.finish_reason, after)
 
-    def _event(self, index: int, text: str, logprobs: bytes, reason: str | None) -> bytes:
+    def _event(
+        self, index: int, text: str, logprobs: bytes, reason: str | None, after: bytes
+    ) -> bytes:
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
             *(self._before, index, encode(text), logprobs),
-            *(b"null" if reason is None else b'"%b"' % reason.encode(), self._after),
+            *(b"null" if reason is None else b'"%b"' % reason.encode(), after),
         )
 
     def _new_logprobs(self, index: int, output: RequestOutput) -> bytes:

@@ -54,7 +54,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        # It may quote half of a surrogate pair, which is no UTF-8.
+        self.message = message.encode("utf-8", "backslashreplace").decode()
         self.param = param
         self.code = code
         self.headers = headers

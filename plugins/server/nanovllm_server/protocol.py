@@ -83,6 +83,8 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     """End the stream with an event that has the number of tokens and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Carry the number of tokens so far, of all choices, in every event; vLLM's name."""
 
 
 def _few(value: Any) -> Any:
@@ -172,10 +174,6 @@ class Sampling(Body):
                 "stream_options",
             )
         return self
-
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def most_tokens(self) -> int | None:

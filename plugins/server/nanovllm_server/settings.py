@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import InitErrorDetails
 
 from nanovllm_core.config import explain_options
 from nanovllm_core.errors import ConfigError
@@ -84,5 +85,24 @@ def parse_settings(section: object, flags: Mapping[str, object] | None = None) -
         )
     except ValidationError as error:
         raise ConfigError(
-            explain_options(error, ServerSettings, "serve", "nanovllm-server")
+            explain_options(_without_secrets(error), ServerSettings, "serve", "nanovllm-server")
         ) from None
+
+
+SECRET_FIELDS = frozenset({"keys", "keyfile_password"})
+
+
+def _without_secrets(error: ValidationError) -> ValidationError:
+    """The error without values of secret fields: a key may stand where its hash should."""
+    return ValidationError.from_exception_data(
+        error.title,
+        [
+            InitErrorDetails(
+                type=one["type"],
+                loc=one["loc"],
+                input="(not shown)" if SECRET_FIELDS.intersection(one["loc"]) else one["input"],
+                ctx=one.get("ctx", {}),
+            )
+            for one in error.errors(include_url=False)
+        ],
+    )

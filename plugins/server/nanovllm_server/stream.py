@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.asgi import send_error
+from nanovllm_server.protocol import StreamOptions
 from nanovllm_server.watch.trace_context import trace_labels
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -33,6 +33,8 @@ EVENT_HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.encode
+Choice = tuple[int, RequestOutput]
+"""The index of a choice in the answer, and its next output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,35 +51,38 @@ class Work:
     prompt_field: str
     """The field that holds the prompts, for errors."""
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The outputs of all prompts as they come, each with its choice's index in the answer.
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    async def outputs(self) -> AsyncGenerator[list[Choice], None]:
+        """The outputs of all prompts as they come: those that are ready at one time, together.
 
         Closing the generator aborts every prompt.
         """
-        if len(self.prompts) == 1:
+        if self.num_choices == 1:
             async with aclosing(self._generate(0)) as outputs:
                 async for output in outputs:
-                    yield output.index, output
+                    yield [(0, output)]
             return
-        ready: deque[tuple[int, RequestOutput] | BaseException | None] = deque()
-        wake = asyncio.Event()
+        # It holds a step. Of what a slow client leaves in the engine's mailbox, tokens are joined.
+        ready: asyncio.Queue[Choice | Exception] = asyncio.Queue(self.num_choices)
         tasks = [
-            asyncio.create_task(self._collect(place, ready, wake))
-            for place in range(len(self.prompts))
+            asyncio.create_task(self._collect(place, ready)) for place in range(len(self.prompts))
         ]
         try:
-            left = len(tasks)
+            left = self.num_choices
             while left:
-                await wake.wait()
-                wake.clear()
-                while ready:
-                    one = ready.popleft()
-                    if isinstance(one, BaseException):
+                found = [await ready.get()]
+                while not ready.empty():
+                    found.append(ready.get_nowait())
+                choices = []
+                for one in found:
+                    if isinstance(one, Exception):
                         raise one
-                    if one is None:
-                        left -= 1
-                    else:
-                        yield one
+                    choices.append(one)
+                    left -= one[1].finished
+                yield choices
         finally:
             for task in tasks:
                 task.cancel()
@@ -93,54 +98,53 @@ class Work:
             stream=self.stream,
         )
 
-    async def _collect(self, place: int, ready: deque[Any], wake: asyncio.Event) -> None:
-        """Put one prompt's outputs into `ready`: then None, or the error that ended it."""
+    async def _collect(self, place: int, ready: asyncio.Queue[Choice | Exception]) -> None:
+        """Put one prompt's outputs into `ready`, or the error that ended it."""
         first = place * self.params.n
         try:
             async with aclosing(self._generate(place)) as outputs:
                 async for output in outputs:
-                    ready.append((first + output.index, output))
-                    wake.set()
-            ready.append(None)
+                    await ready.put((first + output.index, output))
         except Exception as error:
-            ready.append(error)
-        wake.set()
+            await ready.put(error)
 
 
 @dataclass(slots=True)
 class Usage:
-    """The tokens of an answer, counted from the last output of each choice."""
+    """The tokens of an answer, counted as its outputs come."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    """Of the prompts of which the first choice has ended."""
 
     def add(self, output: RequestOutput) -> None:
-        """Count a finished choice; the prompt is counted with its first one."""
-        self.completion_tokens += output.num_token_ids
-        if output.index == 0:
-            self.prompt_tokens += len(output.prompt_token_ids)
+        self.completion_tokens += len(output.new_token_ids)
+        if output.finished and output.index == 0:
             self.cached_tokens += output.num_cached_tokens
 
     @property
-    def body(self) -> dict[str, Any]:
+    def so_far(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {**self.so_far, "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
 class Shape(ABC):
-    """How an endpoint writes its answers."""
+    """How an endpoint writes its answers. `after` ends an event, behind its choice."""
 
     @abstractmethod
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, after: bytes) -> bytes:
         """The events before the first output of a choice."""
 
     @abstractmethod
-    def event(self, index: int, output: RequestOutput) -> bytes:
+    def event(self, index: int, output: RequestOutput, after: bytes) -> bytes:
         """The event of an output; b"" where it has nothing to tell."""
 
     @abstractmethod
@@ -160,13 +164,15 @@ class Answer(Response):
         self.work = work
         self.shape = shape
         self.background = None
-        self.usage = Usage()
+        self.usage = Usage(sum(map(len, work.prompts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._run(send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work  # It raises what kept the answer or its error from being sent.
         finally:
             work.cancel()
             gone.cancel()
@@ -174,22 +180,22 @@ class Answer(Response):
 
     async def _run(self, send: Send) -> None:
         try:
-            with self.work.admission.enter(len(self.work.prompts) * self.work.params.n):
+            with self.work.admission.enter(self.work.num_choices):
                 await self._answer(send)
         except Exception as error:
             await self._fail(of_engine(error, self.work.prompt_field), send)
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The outputs; those that end a choice are counted, and raise where they failed."""
+    async def _outputs(self) -> AsyncGenerator[list[Choice], None]:
+        """The outputs, counted; those that failed raise."""
         async with aclosing(self.work.outputs()) as outputs:
-            async for index, output in outputs:
-                if output.finish_reason is not None:
-                    if output.finish_reason not in ("stop", "length"):
+            async for choices in outputs:
+                for _, output in choices:
+                    if output.finish_reason not in (None, "stop", "length"):
                         raise output.error or ApiError(
                             503, "the request was aborted in the server", code="aborted"
                         )
                     self.usage.add(output)
-                yield index, output
+                yield choices
 
     @abstractmethod
     async def _answer(self, send: Send) -> None:
@@ -205,9 +211,8 @@ class WholeAnswer(Answer):
 
     async def _answer(self, send: Send) -> None:
         last: dict[int, RequestOutput] = {}
-        async for index, output in self._outputs():
-            if output.finished:
-                last[index] = output
+        async for choices in self._outputs():
+            last.update((index, output) for index, output in choices if output.finished)
         ordered = {index: last[index] for index in sorted(last)}
         await _send_json(send, 200, encode(self.shape.whole(ordered, self.usage)))
 
@@ -220,21 +225,32 @@ class EventStream(Answer):
 
     has_started = False
 
-    def __init__(self, work: Work, shape: Shape, include_usage: bool) -> None:
+    def __init__(self, work: Work, shape: Shape, options: StreamOptions) -> None:
         super().__init__(work, shape)
-        self.include_usage = include_usage
+        self.options = options
+        self._opened: set[int] = set()
 
     async def _answer(self, send: Send) -> None:
-        shape, opened = self.shape, set[int]()
-        async for index, output in self._outputs():
-            event = shape.event(index, output)
-            if index not in opened:
-                opened.add(index)
-                event = shape.opening(index) + event
-            if event:
-                await self._send(send, event)
-        last = shape.usage_event(self.usage) if self.include_usage else b""
+        async for choices in self._outputs():
+            if events := self._events(choices):
+                await self._send(send, events)
+        last = self.shape.usage_event(self.usage) if self.options.include_usage else b""
         await self._send(send, last + DONE, more=False)
+
+    def _events(self, choices: Sequence[Choice]) -> bytes:
+        """The events of some outputs; b"" where they have nothing to tell."""
+        after = b"}]}\n\n"
+        if self.options.continuous_usage_stats:
+            after = b'}],"usage":%b}\n\n' % encode(self.usage.so_far)
+        elif self.options.include_usage:
+            after = b'}],"usage":null}\n\n'
+        events = b""
+        for index, output in choices:
+            if index not in self._opened:
+                self._opened.add(index)
+                events += self.shape.opening(index, after)
+            events += self.shape.event(index, output, after)
+        return events
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         if self.has_started:
@@ -250,9 +266,11 @@ class EventStream(Answer):
         await send({"type": "http.response.body", "body": events, "more_body": more})
 
 
-def answer(work: Work, shape: Shape, include_usage: bool) -> Response:
+def answer(work: Work, shape: Shape, options: StreamOptions | None) -> Response:
     """The response that does the work."""
-    return EventStream(work, shape, include_usage) if work.stream else WholeAnswer(work, shape)
+    if not work.stream:
+        return WholeAnswer(work, shape)
+    return EventStream(work, shape, options or StreamOptions())
 
 
 async def _send_json(send: Send, status: int, body: bytes) -> None:

@@ -87,6 +87,7 @@ class Stub:
         self.pause = 0.0
         self.held = False
         self.key = ""
+        self.problem: str | None = None
 
     def app(self) -> Starlette:
         routes = [
@@ -163,6 +164,7 @@ class Stub:
                 "kv_usage": 0.41 * wave,
                 "prefix_hit_rate": min(1.0, 0.6 * wave),
                 "first_token_ms": {"p50": 21 * wave, "p90": 34 * wave, "p99": 52 * wave},
+                "problem": self.problem,
                 "inter_token_ms": {"p50": 5.9 * wave, "p90": 7.4 * wave, "p99": 11 * wave},
             }
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +20,10 @@ import nanovllm_core
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ConfigError
 from nanovllm_server import command
+from nanovllm_server.guard import hosts
 from nanovllm_server.settings import parse_settings
 
+SECRET = "nvk-in-plain-text"
 MAIN = [sys.executable, "-m", "nanovllm_core", "serve"]
 
 
@@ -39,6 +44,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return True
 
     monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(hosts, "check_address", lambda host, port: None)
     return found
 
 
@@ -99,6 +105,68 @@ def test_the_engine_has_a_process_of_its_own_unless_another_client_is_named(
 def test_a_wrong_setting_names_path_value_and_remedy(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_settings(section)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"keys": [{"name": "a", "sha256": SECRET}]},
+        {"keys": [{"name": "a", "key": SECRET}]},
+        {"keys": [SECRET]},
+        {"keys": {"a": SECRET}},
+        {"tls": {"certfile": "a.pem", "keyfile_password": [SECRET]}},
+    ],
+)
+def test_an_error_shows_no_key_that_stands_there_in_plain_text(section: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^serve\.(keys|tls\.keyfile_password)") as found:
+        parse_settings(section)
+    assert SECRET not in str(found.value)
+
+
+def test_a_certificate_that_cannot_be_used_ends_the_start_before_the_model(
+    served: list[Any], tmp_path: Path
+) -> None:
+    """With the file and the setting, and not with a traceback once the model is loaded."""
+    other = tmp_path / "other.pem"
+    other.write_text("no certificate")
+    for words in (
+        ["tls.certfile=/nowhere.pem"],
+        [f"tls.certfile={other}"],
+        [f"tls.certfile={other}", "tls.ca_certs=/nowhere.pem"],
+    ):
+        sets = [word for one in words for word in ("--set", f"serve.{one}")]
+        with pytest.raises(ConfigError, match=r"^serve\.tls: .*(nowhere|other)\.pem"):
+            serve(*sets)
+    assert served == []
+
+
+def test_an_address_that_cannot_be_had_ends_the_start_before_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nanovllm_core.AsyncLLM, "from_config", None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}: Address already in use; .*--port"):
+            serve("--port", str(port))
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
+        serve("--host", "no.such.host.invalid", "--port", "0", "--allow-anonymous")
+
+
+def test_sigterm_while_the_model_is_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([*MAIN, "--port", "0"], env=environ, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 20
+        while not [*tmp_path.glob("nanovllm-metrics-*")]:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+    assert [*tmp_path.glob("nanovllm-*")] == []
 
 
 @pytest.mark.slow

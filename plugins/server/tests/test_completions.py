@@ -263,6 +263,26 @@ def test_a_stream_ends_with_its_usage_where_it_was_asked_for(http: httpx.Client)
     assert found[-1]["usage"]["prompt_tokens"] == whole["prompt_tokens"]
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_every_event_has_the_usage_so_far_where_it_was_asked_for(
+    http: httpx.Client, include_usage: bool
+) -> None:
+    """vLLM's name; guidellm and other tools that measure send it."""
+    options = {"include_usage": include_usage, "continuous_usage_stats": True}
+    body: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "stream_options": options}
+    for path, asked, total in (
+        ("/v1/completions", {"prompt": [STORY, "The"], "n": 2}, 24),
+        ("/v1/chat/completions", {"messages": QUESTION}, 6),
+    ):
+        found = events(http, path, {**body, **asked})
+        counts = [event["usage"]["completion_tokens"] for event in found]
+        assert counts == sorted(counts)
+        assert counts[-1] == total
+        assert 0 < counts[0] < total
+        assert len({event["usage"]["prompt_tokens"] for event in found}) == 1
+        assert [not event["choices"] for event in found].count(True) == include_usage
+
+
 def test_64_streams_at_once_have_the_texts_that_each_has_alone(
     server_url: str, http: httpx.Client
 ) -> None:

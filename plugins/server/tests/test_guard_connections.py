@@ -133,6 +133,26 @@ def test_headers_that_stay_out_end_the_connection(address: tuple[str, int], sent
 
 
 @pytest.mark.parametrize(
+    ("sent", "more", "status"),
+    [
+        (b"x-request-timeout: 0\r\ncontent-length: 50\r\n\r\n", b"{", 400),
+        (b"content-length: 2\r\n\r\n{}", b"\r\n", 200),
+    ],
+    ids=["the rest of a refused body", "an empty line between requests"],
+)
+def test_a_connection_that_stays_after_its_answer_ends(
+    address: tuple[str, int], sent: bytes, more: bytes, status: int
+) -> None:
+    """uvicorn stops its timer at any byte, and a few thousand such connections fill a server."""
+    with closing(connect(address)) as client:
+        client.sendall(HEAD + sent)
+        answer = client.recv(65_536)
+        client.sendall(more)
+        answer += read_all(client)
+    assert status_of(answer) == status
+
+
+@pytest.mark.parametrize(
     "sent",
     [
         HEAD + b"x: " + b"y" * 5000 + b"\r\n\r\n",
@@ -214,6 +234,20 @@ def test_a_client_that_reads_nothing_is_cut_at_the_deadline(
         client.sendall(HEAD.replace(b"/v1/x", b"/flood") + b"content-length: 2\r\n\r\n{}")
         wait_until(lambda: bool(connections))
         wait_until(lambda: not connections)
+
+
+def test_one_connection_too_many_is_503_in_the_shape_of_all_errors() -> None:
+    with serving(echo, ServerSettings(port=0, limits=LimitSettings(max_connections=2))) as server:
+        address = server.servers[0].sockets[0].getsockname()
+        request = HEAD + b"content-length: 2\r\n\r\n{}"
+        with closing(connect(address)) as first, closing(connect(address)) as second:
+            for client in (first, second):
+                client.sendall(request)
+                assert status_of(client.recv(65_536)) == 200
+            answer = exchange(address, request)
+        assert status_of(answer) == 503
+        assert b"retry-after: 1\r\n" in answer
+        assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "server_full"
 
 
 def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:

@@ -414,6 +414,41 @@ def test_a_log_line_has_the_facts_and_no_secret(lines: io.StringIO) -> None:
     assert KEY not in lines.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "level"),
+    [
+        ("/live", 200, "DEBUG"),
+        ("/health", 200, "DEBUG"),
+        ("/health", 503, "INFO"),
+        ("/ready", 503, "INFO"),
+        ("/metrics", 200, "DEBUG"),
+        ("/metrics", 401, "INFO"),
+        ("/metrics", 500, "ERROR"),
+        ("/v1/models", 200, "INFO"),
+    ],
+)
+def test_what_is_asked_every_second_fills_no_log(path: str, status: int, level: str) -> None:
+    """A page, Prometheus and a load balancer ask without end. What they are refused is seen."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body"})
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("nanovllm_server.access")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    try:
+        ask(RequestIds(AccessLog(app)), method="GET", path=path)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert [record.levelname for record in records] == [level]
+
+
 def test_an_app_that_raises_gives_500_and_a_log_without_the_message(lines: io.StringIO) -> None:
     async def fails(scope: Scope, receive: Receive, send: Send) -> None:
         raise ValueError(SECRET)
@@ -539,7 +574,14 @@ def test_a_server_for_everybody_does_not_start_unasked() -> None:
 def test_the_command_prints_a_key_and_the_entry_that_admits_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    serve_key("acme")
-    out, err = capsys.readouterr()
-    [entry] = yaml.safe_load(out)
-    assert entry == {"name": "acme", "sha256": hash_key(err.split()[-1])}
+    for name in ("acme", "123", "null"):
+        serve_key(name)
+        out, err = capsys.readouterr()
+        [entry] = yaml.safe_load(out)
+        assert entry == {"name": name, "sha256": hash_key(err.split()[-1])}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a: b", "x" * 65, "é"])
+def test_a_name_that_the_server_would_refuse_gets_no_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"1 to 64"):
+        serve_key(name)

@@ -469,6 +469,18 @@ def test_the_engine_is_shown_live(open_page: Any, stub: Any) -> None:
     expect(page.locator(".choices")).to_have_text("kernels auto: not torch: triton comes first")
 
 
+def test_an_engine_that_hangs_is_shown_as_such(open_page: Any, stub: Any) -> None:
+    """With the reason of /health, until it answers again."""
+    stub.problem = "the engine has not answered for 12.0 s"
+    page = open_page()
+    expect(page.locator("#status")).to_have_text("Engine stuck or ended")
+    expect(page.locator("#status")).to_have_attribute("data-state", "down")
+    expect(page.locator("#live-notice")).to_have_text(stub.problem)
+    stub.problem = None
+    expect(page.locator("#status")).to_have_text("Idle")
+    expect(page.locator("#live-notice")).to_be_hidden()
+
+
 def test_the_real_server_answers_the_page(open_page: Any, server_url: str) -> None:
     """The demo model adds two numbers; the panel has the engine's figures and plugins."""
     page = open_page(server_url)

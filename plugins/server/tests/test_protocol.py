@@ -87,6 +87,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": {"none": {}}}, "logits_processors"),
     ({"logits_processors": 3}, "logits_processors"),
     ({"constraints": {"none": {}}}, "constraints"),
+    ({"logits_processors": {"\ud800": {}}}, "logits_processors"),
+    ({"constraints": {"\ud800": {}}}, "constraints"),
     ({"stream": False, "stream_options": {}}, "stream_options"),
     (
         {"stream": True, "stream_options": {"include_obfuscation": True}},

@@ -6,20 +6,20 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm_core import AsyncLLM, SamplingParams
 from nanovllm_core.errors import EngineClosedError, InvalidPromptError, PluginFailedError
 from nanovllm_server.completions import CompletionShape
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.admission import Admission
-from nanovllm_server.protocol import CompletionBody
+from nanovllm_server.protocol import CompletionBody, StreamOptions
 from nanovllm_server.service import Service
 from nanovllm_server.settings import ServerSettings
-from nanovllm_server.stream import Answer, EventStream, Work, answer
+from nanovllm_server.stream import Answer, Choice, EventStream, Work, answer
 
 Sent = list[dict[str, Any]]
 SECRET = "the prompt of a stranger"
@@ -32,11 +32,11 @@ class Failing(Work):
     error: Exception
     num_outputs: int
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def outputs(self) -> AsyncGenerator[list[Choice], None]:
         async for output in self.llm.generate(self.prompts[0], self.params):
             if output.num_token_ids > self.num_outputs:
                 raise self.error
-            yield 0, output
+            yield [(0, output)]
 
 
 def make_answer(llm: AsyncLLM, stream: bool, work: type[Work] = Work, **more: Any) -> Answer:
@@ -54,7 +54,7 @@ def make_answer(llm: AsyncLLM, stream: bool, work: type[Work] = Work, **more: An
         prompt_field="prompt",
         **more,
     )
-    made = answer(asked, shape, include_usage=False)
+    made = answer(asked, shape, None)
     assert isinstance(made, Answer)
     return made
 
@@ -128,6 +128,18 @@ def test_an_error_has_its_status_or_ends_the_stream_as_an_event(
     assert SECRET not in caplog.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_sent_is_no_silence(stream: bool, llm: AsyncLLM) -> None:
+    """The access log tells it, and answers with 500."""
+
+    async def send(_: Mapping[str, Any]) -> None:
+        raise ValueError("no header like this")
+
+    with pytest.raises(ValueError, match="no header"):
+        call(make_answer(llm, stream), send)
+    llm.engine.assert_consistent()
+
+
 def test_a_slow_client_gets_fewer_and_larger_events(llm: AsyncLLM) -> None:
     """While `send` waits, what comes is joined; the text is the same."""
     sizes, texts = [], []
@@ -144,6 +156,21 @@ def test_a_slow_client_gets_fewer_and_larger_events(llm: AsyncLLM) -> None:
         texts.append("".join(event["choices"][0]["text"] for event in found))
     assert texts[0] == texts[1]
     assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(1, 3), (3, 1), (2, 2)])
+def test_what_a_step_gives_to_all_choices_goes_out_together(
+    prompts: int, n: int, llm: AsyncLLM
+) -> None:
+    """One `send` for each step, and not for each choice."""
+    response = make_answer(llm, stream=True)
+    params = SamplingParams(temperature=1, seed=1, n=n, max_tokens=40, ignore_eos=True)
+    work = replace(response.work, prompts=[[5, 6, 7]] * prompts, params=params)
+    sent = collect(EventStream(work, response.shape, StreamOptions()))
+    choices = [event["choices"][0]["index"] for event in events_of(sent)]
+    assert set(choices) == set(range(prompts * n))
+    assert len(choices) > 60
+    assert len(sent) < 50
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -175,7 +202,7 @@ def test_errors_of_the_work_of_one_prompt_end_the_others(llm: AsyncLLM) -> None:
         prompt_field="prompt",
     )
     steps = llm.stats.steps
-    sent = collect(EventStream(batch, response.shape, include_usage=False))
+    sent = collect(EventStream(batch, response.shape, StreamOptions()))
     assert events_of(sent)[-1]["error"]["param"] == "prompt"
     llm.engine.assert_consistent()
     assert llm.stats.steps - steps < 150

@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
+import pytest
+
 from nanovllm_core import AsyncLLM, SamplingParams
+from nanovllm_core.engine import EngineStats
+from nanovllm_server.watch import facts
 from nanovllm_server.watch.health import EngineMonitor
 from nanovllm_server.watch.settings import HealthSettings
 
@@ -135,6 +139,21 @@ def test_a_step_that_hangs_is_seen_within_the_bound_and_its_end_too() -> None:
             requests.leave()
 
 
+def test_a_first_request_that_waits_for_a_row_is_no_hung_engine(llm: AsyncLLM) -> None:
+    """Other requests may come before it, as after a restart: the engine answers meanwhile, and
+    stopping need not wait for them."""
+    sampled: list[Any] = []
+    requests = Requests(llm, 64)
+    wait_for(lambda: requests.tokens)
+    with watched(llm, sample=sampled.append) as monitor:
+        wait_for(lambda: len(sampled) > 10)
+        assert monitor.not_ready == "the first request has not run yet"
+        assert monitor.problem is None
+        monitor.stop()
+        assert not monitor._thread.is_alive()
+    requests.leave()
+
+
 def break_engine(llm: AsyncLLM) -> None:
     """The next step raises, as when a worker is lost."""
 
@@ -219,6 +238,18 @@ def test_health_ready_and_facts_answer(server_url: str) -> None:
     used = {(plugin["kind"], plugin["name"]) for plugin in plugins["plugins"]}
     assert {("model", "Qwen3ForCausalLM"), ("scheduler", "fcfs"), ("executor", "single")} <= used
     assert any(line.startswith("attention decode: ") for line in plugins["choices"])
+
+
+def test_live_rates_end_with_the_answers_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window in which it did not answer has none; `running` is as it answered last."""
+    times = iter([1.0, 2.0, 2.0, 30.0])
+    monkeypatch.setattr(facts, "monotonic", lambda: next(times))
+    live = facts.LiveFacts(None)
+    live.sample(EngineStats(output_tokens=0, running=3, blocks=4))
+    live.sample(EngineStats(output_tokens=100, running=3, blocks=4))
+    assert live.now()["tokens_per_second"] == 100
+    later = live.now()
+    assert (later["tokens_per_second"], later["running"]) == (None, 3)
 
 
 def test_live_facts_follow_the_requests(llm: AsyncLLM, server_url: str) -> None:

@@ -74,7 +74,16 @@ class Health(Named):
     path = "/health"
 
 
-MADE: dict[str, type[Named]] = {"first": First, "fails": Fails, "health": Health}
+class Completions(Named):
+    path = "/v1/completions"
+
+
+MADE: dict[str, type[Named]] = {
+    "first": First,
+    "fails": Fails,
+    "health": Health,
+    "completions": Completions,
+}
 
 
 class Manager:
@@ -124,11 +133,12 @@ def test_the_first_plugins_middleware_is_outermost_and_all_are_closed() -> None:
 
 
 @pytest.mark.usefixtures("some_routes")
-def test_a_path_of_the_server_is_refused(llm: AsyncLLM) -> None:
-    """At start, with the plugin and the path: a plugin cannot hide /health."""
-    settings = ServerSettings(routes=(RouteChoice(name="health"),))
+@pytest.mark.parametrize("name", ["health", "completions"])
+def test_a_path_of_the_server_is_refused(llm: AsyncLLM, name: str) -> None:
+    """At start, with the plugin and the path: of two routes of one path only one is reached."""
+    settings = ServerSettings(routes=(RouteChoice(name=name),))
     with pytest.raises(
-        ConfigError, match=r"health \(some-routes\) adds the path '/health'.*server"
+        ConfigError, match=rf"{name} \(some-routes\) adds the path '{MADE[name].path}'.*server"
     ):
         make_app(llm, settings)
 
@@ -175,6 +185,26 @@ class Raises(RoutePlugin):
             raise LookupError
 
         return [Route("/raises", answer)]
+
+
+@pytest.mark.parametrize("path", ["/version", "/live", "/v1/models", "/", "/openapi.json"])
+def test_every_path_of_the_server_is_one_that_the_suite_knows(path: str) -> None:
+    """A plugin that passes it lets the server start."""
+    with pytest.raises(AssertionError, match=path):
+        check_paths(path)
+
+
+def test_paths_that_the_server_does_not_have_are_free() -> None:
+    """Such as those of OpenAI's that a plugin may add."""
+    check_paths("/v1/embeddings")
+    check_paths("/healthy")
+
+
+def check_paths(path: str) -> None:
+    """What the suite says of a plugin with a route there."""
+    made = type("Made", (Named,), {"path": path})
+    own = made(NoOptions(), RouteContext(engine=demo_engine, model_name="demo"))
+    RouteConformance().test_its_paths_are_none_of_the_servers(own)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_probes_say_503_while_a_step_hangs_and_no_client_hangs() -> None:
         assert status == 503
         assert "the engine has not answered for" in json.loads(body)["reason"]
         assert 'nanovllm:engine_healthy{model_name="demo"} 0.0' in get(f"{url}/metrics")[1]
+        assert "the engine has not answered for" in json.loads(get(f"{url}/live")[1])["problem"]
         client.join(20)
         assert statuses == [504]
         go_on.set()

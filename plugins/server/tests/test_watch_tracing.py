@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import closing
 from typing import Any
 
@@ -118,6 +119,46 @@ def test_a_header_that_names_no_trace_begins_one(header: str, spans: InMemorySpa
     assert seen == [{"traceparent": f"00-{trace}-{own}-{seen[0]['traceparent'][-2:]}"}]
     assert not span.status.is_ok
     assert "secret" not in span.to_json()
+
+
+def test_what_an_exception_says_is_in_no_span(spans: InMemorySpanExporter) -> None:
+    """A fault of the server may hold a part of the prompt; the span has the fact alone."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise LookupError("a secret prompt")
+
+    middleware = tracing.TracingMiddleware(app, tracing.make_provider(None, ""))
+    with pytest.raises(LookupError):
+        asyncio.run(call(middleware, "/v1/completions", "POST"))
+    [span] = spans.get_finished_spans()
+    assert not span.status.is_ok
+    assert "secret" not in span.to_json()
+    assert (span.attributes or {}).get("http.response.status_code") == 500
+
+
+def test_the_server_makes_no_spans_but_its_own(
+    llm: AsyncLLM, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastAPI has telemetry of its own, on where the process has a provider: it would see queries
+    and the texts of exceptions, and stand in the way of each part of a stream."""
+    provider = tracing.make_provider(None, "")
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+    app = make_app(llm, parse_settings({}))
+    asyncio.run(call(app, "/v1/models"))
+    assert spans.get_finished_spans() == ()
+
+
+def test_a_collector_that_is_gone_does_not_keep_the_engine_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it does not take in the given time is lost; the engine counts as hung if it does not
+    close."""
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
+    provider = tracing.make_provider("http://127.0.0.1:9/v1/traces", "nanovllm")
+    provider.get_tracer("test").start_span("engine.request").end()
+    began = time.monotonic()
+    tracing.close_provider(provider)
+    assert time.monotonic() - began < 1
 
 
 def test_without_a_trace_a_request_has_no_label() -> None:

@@ -21,6 +21,9 @@ from nanovllm_core.errors import NanoVLLMError
 
 LOOK_SECONDS = 30.0
 """For an endpoint to say what it serves."""
+MAX_LOADS = 97
+"""Of one seed, before prompts are those of the next. A prime, so that the ids of a small
+vocabulary do not come round."""
 
 
 class EndpointError(NanoVLLMError):
@@ -52,10 +55,9 @@ def measure_endpoint(
     none of the others. `on_run` gets the figures of each load when it is over.
     """
     runs: list[dict[str, Any]] = []
-    levels = [*plan.clients, *plan.rates]
-    for index, level in enumerate(levels):
+    for index, level in enumerate([*plan.clients, *plan.rates]):
         clients = int(level) if index < len(plan.clients) else None
-        load = _load(endpoint, plan, plan.seed * len(levels) + index, clients, float(level))
+        load = _load(endpoint, plan, plan.seed * MAX_LOADS + index, clients, float(level))
         outcomes = carry(load, plan.processes)
         runs.append(
             {

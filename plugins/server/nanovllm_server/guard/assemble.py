@@ -60,10 +60,11 @@ def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
     """The arguments of `uvicorn.Config` that the guards need."""
     limits = settings.limits
     return {
-        "http": connection_class(limits.max_header_bytes, limits.header_timeout_s),
+        "http": connection_class(
+            limits.max_header_bytes, limits.header_timeout_s, limits.max_connections
+        ),
         # A websocket would go around the guards, which are for HTTP.
         "ws": "none",
-        "limit_concurrency": limits.max_connections,
         # What the drain has left: streams of GET, and connections of clients that do not read.
         "timeout_graceful_shutdown": 2,
         **(settings.tls.uvicorn_options() if settings.tls is not None else {}),

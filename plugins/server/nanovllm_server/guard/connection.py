@@ -1,30 +1,54 @@
-"""uvicorn's HTTP connection, with limits on headers: it has none on their size and their time."""
+"""uvicorn's HTTP connection, with limits: it has none on the size and the time of headers."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nanovllm_server.errors import ApiError
-from nanovllm_server.guard.asgi import encode
+from nanovllm_server.guard.asgi import encode, retry_after, send_error
+from nanovllm_server.guard.logs import AccessLog
+from nanovllm_server.guard.request_ids import RequestIds
 
 MAX_HEADER_BYTES = 32_768
 """Of one request: its line, its headers, and the trailers of a chunked body."""
 HEADER_SECONDS = 10.0
 """From the start of a connection or a request to the end of its headers."""
+MAX_CONNECTIONS = 4096
+"""Of one server; requests on further ones are answered by `full`."""
+
+
+async def full(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a connection too many. uvicorn has one that answers in plain text."""
+    refusal = ApiError(
+        503,
+        "this server has as many connections as it takes; try again later",
+        code="server_full",
+        headers=retry_after(1),
+    )
+    await send_error(send, refusal, close=True)
+    await send({"type": "http.response.body"})
+
+
+logged_full = RequestIds(AccessLog(full))
 
 
 class Connection(HttpToolsProtocol):
-    """431 beyond `MAX_HEADER_BYTES`; closed if the headers are not complete in `HEADER_SECONDS`.
+    """431 beyond `MAX_HEADER_BYTES`, 503 beyond `MAX_CONNECTIONS`.
 
+    It is closed if the headers of a request are not complete in `HEADER_SECONDS`. So it is if, so
+    long after an answer, neither the rest of that request's body nor a further request is there:
+    uvicorn's own timer ends at the first byte that comes.
     Offers `scope["state"]["abort_connection"]`, which drops what is not sent: closing would wait
     for a client that does not read.
     """
 
     max_header_bytes = MAX_HEADER_BYTES
     header_seconds = HEADER_SECONDS
+    max_connections = MAX_CONNECTIONS
     _header_timer: asyncio.TimerHandle | None = None
     _raw_bytes = 0
     """That came while the headers were incomplete: one that never ends reaches no callback."""
@@ -51,8 +75,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"]["abort_connection"] = self.transport.abort
         self._header_bytes = 0
-        if self._header_timer is None:
-            self._start_timer()
+        self._start_timer()
 
     def on_url(self, url: bytes) -> None:
         self._count(url)
@@ -65,12 +88,19 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_headers = True
         self._stop_timer()
+        if len(self.connections) > self.max_connections:
+            self.app = logged_full
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._has_headers = False
         self._raw_bytes = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._start_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Called where the parser, or one of the callbacks above, raised."""
@@ -96,10 +126,11 @@ class Connection(HttpToolsProtocol):
             raise ValueError  # The parser stops, and `send_400_response` answers.
 
     def _start_timer(self) -> None:
+        self._stop_timer()
         self._header_timer = self.loop.call_later(self.header_seconds, self._headers_are_late)
 
     def _headers_are_late(self) -> None:
-        """Close, unless an earlier request is still being answered, which pauses reading."""
+        """Close, unless a request is being answered: an earlier one's answer pauses reading."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
         else:
@@ -111,10 +142,13 @@ class Connection(HttpToolsProtocol):
             self._header_timer = None
 
 
-def connection_class(max_header_bytes: int, header_seconds: float) -> type[Connection]:
+def connection_class(
+    max_header_bytes: int, header_seconds: float, max_connections: int
+) -> type[Connection]:
     """The class of connections with these limits, as uvicorn takes one."""
     limits: dict[str, Any] = {
         "max_header_bytes": max_header_bytes,
         "header_seconds": header_seconds,
+        "max_connections": max_connections,
     }
     return type("LimitedConnection", (Connection,), limits)

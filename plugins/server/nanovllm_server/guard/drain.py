@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -13,6 +17,16 @@ from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
 from nanovllm_server.guard.deadlines import Deadlines
 
 log = logging.getLogger("nanovllm_server")
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """While no server handles SIGTERM, it ends the process as Ctrl-C does: by way of `finally`."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Drain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -31,6 +32,29 @@ def check_exposure(host: str, has_keys: bool, allow_anonymous: bool) -> None:
             "on the network could use this server. Make a key with `nanovllm serve-key`, listen on "
             "127.0.0.1, or state serve.allow_anonymous: true (--allow-anonymous)"
         )
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError where a server cannot listen. It asks early: a model takes long to load.
+
+    The options are asyncio's: an address may be used at once after another server has left it.
+    """
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            if family == socket.AF_INET6 and not socket.has_ipv6:
+                continue
+            with socket.socket(family, kind) as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen on {host!r}, port {port}: {error.strerror}; choose others "
+            "with --host and --port (0 takes a free one)"
+        ) from None
 
 
 class LocalOnly:

@@ -20,6 +20,8 @@ from nanovllm_server.guard.request_ids import request_id
 access = logging.getLogger("nanovllm_server.access")
 MAX_PATH = 200
 """Characters of a path in a log line."""
+POLLED = frozenset({"/live", "/health", "/ready", "/metrics"})
+"""Paths that are asked every few seconds, without end: their good answers are for `debug`."""
 
 
 class AccessLog:
@@ -67,6 +69,8 @@ class AccessLog:
             "key": None if key is None else key.name,
         }
         level = logging.ERROR if response.status == 500 else logging.INFO
+        if scope["path"] in POLLED and response.status == 200:
+            level = logging.DEBUG
         access.log(level, "request", extra={"facts": facts})
 
 

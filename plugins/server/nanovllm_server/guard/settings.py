@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nanovllm_core.api import ConfigError
 from nanovllm_server.section import ServerSection
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, strict=False)]
@@ -58,6 +59,29 @@ class TlsSettings(ServerSection):
     ca_certs: File | None = None
     """Clients must show a certificate that these have signed."""
 
+    def check(self) -> None:
+        """Raises ConfigError for files that a server cannot use."""
+        import ssl
+
+        for file in filter(None, (self.certfile, self.keyfile, self.ca_certs)):
+            try:
+                file.read_bytes()
+            except OSError as error:
+                message = f"serve.tls: {str(file)!r} cannot be read: {error.strerror}"
+                raise ConfigError(message) from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a password OpenSSL would ask for it at the terminal.
+            password = self.keyfile_password or ""
+            context.load_cert_chain(self.certfile, self.keyfile, lambda: password)
+            if self.ca_certs is not None:
+                context.load_verify_locations(self.ca_certs)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"serve.tls: {str(self.certfile)!r} gives no certificate with its key "
+                f"({error.reason or error}); check keyfile, keyfile_password and ca_certs"
+            ) from None
+
     def uvicorn_options(self) -> dict[str, Any]:
         """The arguments of `uvicorn.Config`."""
         import ssl
@@ -87,4 +111,5 @@ class LogSettings(ServerSection):
     format: Literal["text", "json"] = "text"
     """`json` writes one object a line."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """`warning` leaves out the line of each request."""
+    """`warning` leaves out the line of each request. `debug` adds those of `/live`, `/health`,
+    `/ready` and `/metrics` that were answered with 200."""

@@ -17,6 +17,7 @@ from nanovllm_core import AsyncLLM
 from nanovllm_core.api import ResolvedPlugin
 from nanovllm_core.selection import Decisions
 from nanovllm_server.watch import metrics
+from nanovllm_server.watch.health import EngineMonitor
 from nanovllm_server.watch.used_plugins import CLIENT, describe, engine_plugins, read_plugins
 from nanovllm_server.watch.values import Histogram, quantile, read_values
 
@@ -49,12 +50,13 @@ class LiveFacts:
         """What /live answers. A rate, share or percentile of nothing is None.
 
         Times are in milliseconds, shares from 0 to 1. `running`, `waiting` and `kv_usage` are as
-        the engine last answered; the rest is of the last `WINDOW_S` seconds.
+        the engine last answered; the rest is of its answers in the last `WINDOW_S` seconds.
         """
-        samples = tuple(self._samples)
+        samples, first = tuple(self._samples), monotonic() - WINDOW_S
         if not samples:
             return {}
-        (began, earlier, before), (ended, stats, after) = samples[0], samples[-1]
+        ended, stats, after = last = samples[-1]
+        began, earlier, before = next((one for one in samples if one[0] >= first), last)
         window = [new - old for new, old in zip(after, before, strict=True)]
         steps = metrics.LAYOUT.part(window, metrics.STEP_SECONDS)
         [asked] = metrics.LAYOUT.part(window, metrics.PREFIX_QUERIES)
@@ -109,8 +111,9 @@ def plugins_in_use(
 class FactsEndpoints:
     """GET /version, /plugins and /live."""
 
-    def __init__(self, live: LiveFacts, plugins: dict[str, Any]) -> None:
+    def __init__(self, live: LiveFacts, monitor: EngineMonitor, plugins: dict[str, Any]) -> None:
         self._live = live
+        self._monitor = monitor
         self._plugins = plugins
 
     async def version(self, request: Request) -> Response:
@@ -120,4 +123,5 @@ class FactsEndpoints:
         return JSONResponse(self._plugins)
 
     async def live(self, request: Request) -> Response:
-        return JSONResponse(self._live.now())
+        """`problem` is the reason for which /health answers 503, None where it does not."""
+        return JSONResponse({"problem": self._monitor.problem, **self._live.now()})

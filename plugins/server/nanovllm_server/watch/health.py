@@ -83,8 +83,8 @@ class EngineMonitor:
     @property
     def problem(self) -> str | None:
         """The reason why the engine cannot serve; None while it can."""
-        if self.failure is not None:
-            return f"the engine ended with {type(self.failure).__name__}"
+        if (failure := self.failure) is not None:
+            return f"the engine ended with {type(failure).__name__}"
         if (age := self.age) > self._settings.stuck_after_s:
             stats = self.stats
             held = f"; {stats.running} requests ran then, {stats.waiting} waited" if stats else ""
@@ -129,10 +129,19 @@ class EngineMonitor:
     def _probe(self) -> None:
         """Run a request of one token. An engine that ended refuses it with the error that it had.
 
-        Its answers to `stats` do not show that: it answers, and takes no step.
+        Its answers to `stats` do not show that: it answers, and takes no step. They are noted as
+        ever, for the request may have to wait for a row: an engine that is full is no hung one.
         """
-        asyncio.run(self._generate())
-        self._note(self._llm.stats)
+
+        async def ask() -> None:
+            probe = asyncio.create_task(self._generate())
+            while not (probe.done() or self._stopping.is_set()):
+                await asyncio.wait((probe,), timeout=self._settings.ping_s)
+                self._note(self._llm.stats)
+            if probe.done():
+                probe.result()
+
+        asyncio.run(ask())
 
     async def _generate(self) -> None:
         async for _ in self._llm.generate(PROBE_IDS, PROBE):

@@ -7,6 +7,7 @@ another process. A request's label says which span is its parent.
 
 from __future__ import annotations
 
+import threading
 from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 PROPAGATOR = TraceContextTextMapPropagator()
 HEADERS = (b"traceparent", b"tracestate")
+CLOSE_S = 2.0
 
 
 def make_provider(endpoint: str | None, service_name: str) -> TracerProvider:
@@ -35,6 +37,16 @@ def make_provider(endpoint: str | None, service_name: str) -> TracerProvider:
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service_name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
     return provider
+
+
+def close_provider(provider: TracerProvider) -> None:
+    """Send what is left for `CLOSE_S` seconds at most; the rest is lost.
+
+    Its own `shutdown` tries each batch again and again, and takes up to 30 seconds.
+    """
+    closing = threading.Thread(target=provider.shutdown, name="nanovllm-spans", daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
 
 
 class TracingMiddleware:
@@ -54,19 +66,28 @@ class TracingMiddleware:
             if name in HEADERS
         }
         watch = AnswerWatch(send)
+        # What an exception says may be a part of the prompt: the span has none of it.
         with self._tracer.start_as_current_span(
-            scope["method"], PROPAGATOR.extract(headers), SpanKind.SERVER
+            scope["method"],
+            PROPAGATOR.extract(headers),
+            SpanKind.SERVER,
+            record_exception=False,
+            set_status_on_exception=False,
         ) as span:
             token = trace_context.current.set(traceparent(span))
             try:
                 await self._app(scope, receive, watch.send)
+            except BaseException:
+                watch.status = watch.status or 500
+                span.set_status(StatusCode.ERROR)
+                raise
             finally:
                 trace_context.current.reset(token)
-                describe(span, scope, watch.status)
+                describe(span, scope, watch.status or 499)
 
 
 def describe(span: Span, scope: Scope, status: int) -> None:
-    """The attributes of an HTTP span: no query, no body, no address."""
+    """The attributes of an HTTP span: no query, no body, no address. 499: the client has gone."""
     route = getattr(scope.get("route"), "path", "")
     if route:
         span.update_name(f"{scope['method']} {route}")
@@ -128,4 +149,4 @@ class TraceObserver(StepObserver):
 
     def close(self) -> None:
         """Send what is left."""
-        self._provider.shutdown()
+        close_provider(self._provider)

@@ -80,7 +80,8 @@ class Watch:
         self._health = HealthEndpoints(self.monitor)
         context = RouteContext(engine=lambda: service.llm, model_name=model_name)
         self._plugins = RoutePlugins(settings.routes, context, llm.config.plugins.disable)
-        self._facts = FactsEndpoints(live, plugins_in_use(llm, folder, self._plugins.resolved))
+        plugins = plugins_in_use(llm, folder, self._plugins.resolved)
+        self._facts = FactsEndpoints(live, self.monitor, plugins)
         self._provider = make_tracing(settings.tracing)
         self._paths: frozenset[str] = frozenset()
 
@@ -127,7 +128,9 @@ class Watch:
             await to_thread(self.monitor.stop)
             await self._plugins.close()
             if self._provider is not None:
-                await to_thread(self._provider.shutdown)
+                from nanovllm_server.watch.tracing import close_provider
+
+                await to_thread(close_provider, self._provider)
             if self._service.llm is not self._given:
                 seconds = self._service.settings.health.stuck_after_s
                 await to_thread(close_within, self._service.llm, seconds)

@@ -61,15 +61,16 @@ function flat(live) {
 function take(live) {
   keep(flat(live));
   lacksKey = false;
-  const { running = 0, waiting = 0 } = live;
-  showStatus("ready", running + waiting ? `${running} running${waiting ? `, ${waiting} waiting` : ""}` : "Idle");
-  byId("live-notice").hidden = true;
+  const { running = 0, waiting = 0, problem } = live;
+  const busy = `${running} running${waiting ? `, ${waiting} waiting` : ""}`;
+  if (problem) showStatus("down", "Engine stuck or ended");
+  else showStatus("ready", running + waiting ? busy : "Idle");
+  showNotice(problem);
 }
 
 function fail(error) {
   keep(null);
-  byId("live-notice").textContent = describeError(error);
-  byId("live-notice").hidden = false;
+  showNotice(describeError(error));
   const refused = error instanceof ServerError && [401, 403].includes(error.status);
   showStatus("down", refused ? "API key needed" : error instanceof ServerError ? "Error" : "Unreachable");
   if (refused && !lacksKey) onKeyNeeded();
@@ -80,6 +81,11 @@ function keep(sample) {
   samples.push(sample);
   if (samples.length > KEPT) samples.shift();
   for (const chart of charts) chart.show(samples);
+}
+
+function showNotice(text) {
+  byId("live-notice").textContent = text ?? "";
+  byId("live-notice").hidden = !text;
 }
 
 function showStatus(state, text) {
