@@ -80,7 +80,7 @@ ON_GPU := $(if $(shell command -v nvidia-smi 2>/dev/null),attention_triton kerne
 	touch $@
 
 .venv/.serve-installed: .venv/.run-installed
-	$(INSTALL) --no-build-isolation -e ".[server]" -e plugins/server
+	$(INSTALL) --no-build-isolation -e ".[server]" -e plugins/server -e plugins/engine_processes
 	touch $@
 
 .venv/.dev-installed: $(METADATA) | .venv/bin/python

@@ -30,7 +30,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "qwen3-moe": ("model_qwen3_moe",),
     "demo": ("checkpoint_demo",),
     "bench": ("bench",),
-    "server": ("server",),
+    "server": ("server", "engine_processes"),
     "kit": ("kit",),
     "flash-attn-compat": ("flash_attn_compat",),
 }

@@ -53,7 +53,9 @@ def outbox_of(folder: str) -> str:
 
 def main() -> None:
     """Serve an engine; `argv` has a name, the folder, its number, and the door's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the door's to handle
+    # The door's to handle: Ctrl-C, and what a service manager sends to every process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder, number, parent = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     EngineServer(folder, number, parent).run()
 
@@ -136,7 +138,7 @@ class EngineServer:
     # -- messages, on a thread of their own
 
     def _receive(self) -> None:
-        """Until `Close`, or until the end of a start that failed."""
+        """Until `Close`, the end of a start that failed, or that of the door's process."""
         with (
             suppress(zmq.ContextTerminated),
             self._context.socket(zmq.PULL) as inbox,

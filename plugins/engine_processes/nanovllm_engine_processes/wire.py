@@ -87,9 +87,19 @@ def check_request(request: NewRequest) -> None:
         _encode(replace(request, prompt_token_ids=[]))
     except Exception as error:  # RecursionError too, and what a caller's own mapping raises
         raise InvalidSamplingError(
-            f"the parameters or labels cannot be sent to an engine's process: {error}; they hold "
-            "texts, numbers, true, false, null, lists and mappings alone"
+            f"{_unsendable_field(request)} cannot be sent to an engine's process: {error}; it may "
+            "hold texts, numbers, true, false, null, lists and mappings alone"
         ) from error
+
+
+def _unsendable_field(request: NewRequest) -> str:
+    """The parameter that no message can hold; `labels` where all parameters can be sent."""
+    for one in fields(request.params):
+        try:
+            _encode(getattr(request.params, one.name))
+        except Exception:
+            return one.name
+    return "labels"
 
 
 def read_message(name: str, content: dict[str, Any]) -> Message:
@@ -170,10 +180,12 @@ def error_row(error: BaseException, where: str = "") -> ErrorRow:
     if where:
         notes.append("".join(format_exception(error)))
     reasons = [str(reason) for reason in getattr(error, "reasons", ())]
-    name, message = type(error).__name__, str(error)
-    if name not in _error_types():
-        name, message = EngineError.__name__, f"{name}: {message}"
-    row = (name, where + message, getattr(error, "prompt_index", None), reasons, notes)
+    kind, message, known = type(error), str(error), {*_error_types().values()}
+    if kind not in known:  # a plugin's: what it was made from, so a fault of the caller stays one
+        kind = next((one for one in kind.__mro__ if one in known), NanoVLLMError)
+        if kind is NanoVLLMError:
+            kind, message = EngineError, f"{type(error).__name__}: {message}"
+    row = (kind.__name__, where + message, getattr(error, "prompt_index", None), reasons, notes)
     return msgspec.to_builtins(_valid(row))  # type: ignore[no-any-return]
 
 

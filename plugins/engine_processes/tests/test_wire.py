@@ -156,6 +156,16 @@ def test_any_other_error_names_its_type_and_where_it_was_raised() -> None:
         assert type(error).__name__ in read.__notes__[0], "the traceback"
 
 
+def test_a_plugin_s_error_is_of_the_type_that_it_was_made_from() -> None:
+    """A request that it refuses stays the caller's fault."""
+
+    class OwnError(InvalidSamplingError):
+        """Of a plugin that only the engine's process has."""
+
+    read = wire.read_error(wire.error_row(OwnError("constraints: no grammar")))
+    assert (type(read), str(read)) == (InvalidSamplingError, "constraints: no grammar")
+
+
 def test_what_no_message_holds_is_refused() -> None:
     good = NewRequest(request_id="a", prompt_token_ids=[1], params=SamplingParams())
     wire.check_request(good)
@@ -167,8 +177,10 @@ def test_what_no_message_holds_is_refused() -> None:
     for asked in (
         {"x": {"y": object()}}, {"x": {"y": 2**70}}, {"x": {"\ud800": 1}}, {"x": within_itself}
     ):  # fmt: skip
-        with pytest.raises(InvalidSamplingError, match="cannot be sent"):
+        with pytest.raises(InvalidSamplingError, match=r"^constraints cannot be sent"):
             wire.check_request(replace(good, params=SamplingParams(constraints=asked)))
+    with pytest.raises(InvalidSamplingError, match=r"^labels cannot be sent"):
+        wire.check_request(replace(good, labels={"a": "\ud800"}))
     numbers = {"x": {"y": np.int64(3), "z": np.float32(0.5)}}
     message = AddRequests(0, (replace(good, params=SamplingParams(constraints=numbers)),))
     read = wire.read_message(*wire.decode(wire.encode_message(message)))

@@ -43,7 +43,9 @@ def main() -> None:
     messages, watch, parent = map(int, sys.argv[2:5])
     for descriptor in messages, watch:  # what this process starts must not hold them open
         os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
+    # The engine's to handle: Ctrl-C, and what a service manager sends to every process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watcher = Watcher(socket(fileno=watch), parent)
     Thread(target=watcher.run, daemon=True).start()
     serve(socket(fileno=messages), watcher)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from nanovllm_server.watch.watch import Watch
 
 DEFAULT_MODEL = "demo"
+DEFAULT_ENGINE_CLIENT = "processes" if hasattr(os, "waitid") else "thread"
+"""macOS can watch the processes of engines from Python 3.13 on."""
 
 
 def serve(
@@ -32,6 +38,13 @@ def serve(
         bool | None,
         typer.Option("--allow-anonymous", help="Listen beyond this machine without API keys."),
     ] = None,
+    engine_client: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the engine runs: processes (its own) or thread (one of the server's).",
+            show_default=DEFAULT_ENGINE_CLIENT,
+        ),
+    ] = None,
     attention: options.Attention = None,
     scheduler: options.Scheduler = None,
     device: options.Device = None,
@@ -44,7 +57,8 @@ def serve(
     """
     loaded = options.loaded_config(
         model, config, attention, scheduler, device, dtype, settings,
-        defaults={"model": DEFAULT_MODEL},
+        defaults={"model": DEFAULT_MODEL, "engine_client": DEFAULT_ENGINE_CLIENT},
+        engine_client=engine_client,
     )  # fmt: skip
     flags = {
         "host": host,
@@ -68,6 +82,7 @@ def serve(
     check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
     check_address(server_settings.host, server_settings.port)
     options.show_choices()
+    Thread(target=import_app, daemon=True).start()  # beside the engine's start
     tracing = server_settings.tracing
     with sigterm_as_exit(), observed(loaded.config, tracing) as observed_config:
         llm = AsyncLLM.from_config(observed_config)
@@ -77,6 +92,13 @@ def serve(
             is_closed = close_within(llm, server_settings.health.stuck_after_s)
     if not (is_well and is_closed):
         raise typer.Exit(1)
+
+
+def import_app() -> None:
+    """Import what serves. An error comes again where it is used."""
+    with suppress(Exception):
+        import_module("nanovllm_server.app")
+        import_module("uvicorn")
 
 
 def run(llm: AsyncLLM, settings: ServerSettings) -> bool:

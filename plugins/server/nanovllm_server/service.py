@@ -32,7 +32,8 @@ class Service:
         self.started = int(time.time())
         self.token_texts = TokenTexts(llm.tokenizer)
         limits = settings.limits
-        self.admission = Admission(llm.config.limits.max_num_seqs, limits.max_queue)
+        rows = llm.config.limits.max_num_seqs * llm.config.data_parallel_size
+        self.admission = Admission(rows, limits.max_queue)
         self.prompt_limits = PromptLimits.of(llm.info.max_model_len, limits.max_prompt_characters)
 
     def check_model(self, name: str | None) -> str:

@@ -20,5 +20,5 @@ def fail(self: SingleProcessExecutor) -> Any:
 
 
 SingleProcessExecutor.collect = fail  # type: ignore[method-assign]
-sys.argv = ["nanovllm", "serve", "--port", "0", "--device", "cpu"]
+sys.argv = ["nanovllm", "serve", "--port", "0", "--device", "cpu", "--engine-client", "thread"]
 main()

@@ -72,6 +72,28 @@ def test_without_a_model_the_embedded_one_is_served(served: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "yaml", "name"),
+    [
+        ([], "", command.DEFAULT_ENGINE_CLIENT),
+        (["--engine-client", "thread"], "", "thread"),
+        ([], "engine_client: thread", "thread"),
+        (["--engine-client", "processes"], "engine_client: thread", "processes"),
+        ([], "engine_client: auto", "auto"),
+        ([], "engine_client: {options: {stall_seconds: 5}}", command.DEFAULT_ENGINE_CLIENT),
+        (["--set", "engine_client.options.stall_seconds=5"], "", command.DEFAULT_ENGINE_CLIENT),
+    ],
+)
+def test_the_engine_has_a_process_of_its_own_unless_another_client_is_named(
+    served: list[Any], tmp_path: Path, words: list[str], yaml: str, name: str
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(f"model: demo\n{yaml}\n")
+    serve("--config", str(file), *words)
+    assert served[0].engine_client.name == name
+    assert served[0].engine_client.options in ({}, {"stall_seconds": 5})
+
+
+@pytest.mark.parametrize(
     ("section", "message"),
     [
         ({"prot": 1}, "serve.prot: unknown option.*did you mean port"),

@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, Response
 
 from nanovllm_core import AsyncLLM
 from nanovllm_core.api import ResolvedPlugin
-from nanovllm_core.registry import KINDS
 from nanovllm_core.selection import Decisions
 from nanovllm_server.watch import metrics
 from nanovllm_server.watch.health import EngineMonitor
+from nanovllm_server.watch.used_plugins import CLIENT, describe, engine_plugins, read_plugins
 from nanovllm_server.watch.values import Histogram, quantile, read_values
 
 if TYPE_CHECKING:
@@ -92,29 +92,19 @@ def versions() -> dict[str, str]:
     return {"version": core, "server": server, "torch": torch}
 
 
-def plugins_in_use(llm: AsyncLLM, routes: Sequence[ResolvedPlugin] = ()) -> dict[str, Any]:
-    """What /plugins answers: the plugins that serve, and why these attention and kernels."""
-    decisions, choices = Decisions(llm.config), llm.info.choices
-    attention = decisions.attention
-    named = [kind.name for kind in KINDS.values() if kind.choice and kind.name != "attention"]
-    used = {
-        "model": [decisions.model],
-        "attention prefill": [attention.prefill.resolved],
-        "attention decode": [attention.decode.resolved],
-        **{kind: decisions.named(kind) for kind in named},
-        "route": routes,
-    }
-    plugins = [
-        {
-            "kind": what,
-            "name": one.name,
-            "distribution": one.distribution,
-            "version": one.version,
-            "reason": next((line for line in choices if line.startswith(f"{what}:")), ""),
-        }
-        for what, found in used.items()
-        for one in found
-    ]
+def plugins_in_use(
+    llm: AsyncLLM, folder: Path | None, routes: Sequence[ResolvedPlugin] = ()
+) -> dict[str, Any]:
+    """What /plugins answers: the plugins that serve, and why these attention and kernels.
+
+    `folder` is where the engine's observer noted its plugins; None where it has no such observer.
+    """
+    choices = llm.info.choices
+    used = engine_plugins(llm.config) if folder is None else read_plugins(folder)
+    used += describe(CLIENT, Decisions(llm.config).named(CLIENT))
+    used += describe("route", routes)
+    reasons = {line.partition(":")[0]: line for line in reversed(choices)}
+    plugins = [{**one, "reason": reasons.get(one["kind"], "")} for one in used]
     return {"plugins": plugins, "choices": list(choices)}
 
 

@@ -90,7 +90,8 @@ class EngineMonitor:
             held = f"; {stats.running} requests ran then, {stats.waiting} waited" if stats else ""
             return (
                 f"the engine has not answered for {age:.1f} s, and stuck_after_s is "
-                f"{self._settings.stuck_after_s:g}: a step takes longer, or hangs{held}"
+                f"{self._settings.stuck_after_s:g}: a step takes longer or hangs, or the engine's "
+                f"process is stopped{held}"
             )
         return None
 

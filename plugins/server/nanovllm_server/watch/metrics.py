@@ -106,6 +106,7 @@ GAUGES = {
     "num_requests_waiting": "Requests (samples) that wait for a row.",
     "kv_cache_usage_perc": "Share of the KV cache's blocks in use, from 0 to 1.",
     "num_kv_cache_blocks": "Blocks of the KV cache.",
+    "num_engines": "Engines that run; `data_parallel_size` less those that have ended.",
     "engine_healthy": "1 where /health answers 200, else 0.",
     "engine_last_answer_age_seconds": "Time since the engine last answered, as /health judges it.",
 }

@@ -1,4 +1,7 @@
-"""The observer `prometheus`: adds each step and each request to the engine's file of values."""
+"""The observer `prometheus`: adds each step and each request to the engine's file of values.
+
+At the start it notes the engine's plugins beside the file, for /plugins.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from nanovllm_core.api import (
 )
 from nanovllm_server.watch import metrics
 from nanovllm_server.watch.plugin import PrometheusOptions
+from nanovllm_server.watch.used_plugins import note_plugins
 from nanovllm_server.watch.values import ValuesFile
 
 
@@ -20,6 +24,7 @@ class PrometheusObserver(StepObserver):
     def __init__(self, options: PrometheusOptions, context: ObserverContext) -> None:
         super().__init__(options, context)
         try:
+            note_plugins(options.folder, context.config)
             values = self._file = ValuesFile(options.folder, metrics.LAYOUT)
         except OSError as error:
             raise ConfigError(

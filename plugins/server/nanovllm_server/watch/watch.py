@@ -80,7 +80,7 @@ class Watch:
         self._health = HealthEndpoints(self.monitor)
         context = RouteContext(engine=lambda: service.llm, model_name=model_name)
         self._plugins = RoutePlugins(settings.routes, context, llm.config.plugins.disable)
-        plugins = plugins_in_use(llm, self._plugins.resolved)
+        plugins = plugins_in_use(llm, folder, self._plugins.resolved)
         self._facts = FactsEndpoints(live, self.monitor, plugins)
         self._provider = make_tracing(settings.tracing)
         self._paths: frozenset[str] = frozenset()
@@ -161,6 +161,7 @@ class Watch:
             "num_requests_waiting": stats.waiting,
             "kv_cache_usage_perc": 1 - stats.free_blocks / stats.blocks,
             "num_kv_cache_blocks": stats.blocks,
+            "num_engines": len(stats.engines) or 1,
             **state,
         }
 
