@@ -217,8 +217,9 @@ for folder in sys.argv[1:]:
         if plugin.distribution == distribution.name and plugin.kind not in NO_SPEC:
             load_object(manager.spec(plugin.kind, plugin.name).impl)
     ours = {name.partition(".")[0] for name in sys.modules if name.startswith("nanovllm")}
-    known = {"nanovllm_core", package, *(Path(one).name for one in needed)}
-    print(package if ours == known else f"{package} imported {ours}")
+    itself = {"nanovllm_core", package}
+    known = itself | {Path(one).name for one in needed}
+    print(package if itself <= ours <= known else f"{package} imported {ours}")
     for one in (folder, *needed):
         sys.path.remove(one)
     gone = ours - {"nanovllm_core"}
