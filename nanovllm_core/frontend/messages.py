@@ -1,4 +1,4 @@
-"""The messages between a front door and the thread of its engine: plain data that can be pickled.
+"""The messages between a front door and its engine: plain data, which other processes can read.
 
 A door sends messages, each of which it numbers with the subscriber that the answers are for. The
 engine answers with the deltas of a step, all those of one subscriber at once, or with one of the

@@ -28,8 +28,6 @@ from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
 from nanovllm_core.interfaces.specs import (
-    EngineClientSpec,
-    ExecutorSpec,
     ResolvedPlugin,
     SamplerSpec,
 )
@@ -308,32 +306,33 @@ def select_sampler(
 
 def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
     """The executor; ExecutorError where it does not span that many devices."""
-    choice, size = config.executor, config.tensor_parallel_size
-    name = choice.name
-    if choice.is_auto:
-        name = "single" if size == 1 else "parallel"
-    resolved = plugins.resolve("executor", name, choice.options, path="executor.options")
-    most = cast(ExecutorSpec, plugins.spec("executor", name)).max_tensor_parallel_size
-    if size > most:
-        raise ExecutorError(
-            f"tensor_parallel_size: {size}, but the executor {shown(name)} runs at most {most}; "
-            "set tensor_parallel_size to that, or executor: auto"
-        )
-    return resolved
+    names = "single", "parallel"
+    return _by_size(plugins, config, "executor", "tensor_parallel_size", names, ExecutorError)
 
 
 def select_engine_client(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
     """The engine client; ConfigError where it does not run that many engines."""
-    choice, size = config.engine_client, config.data_parallel_size
-    name = choice.name
-    if choice.is_auto:
-        name = "thread" if size == 1 else "processes"
-    resolved = plugins.resolve("engine_client", name, choice.options, path="engine_client.options")
-    most = cast(EngineClientSpec, plugins.spec("engine_client", name)).max_data_parallel_size
+    names = "thread", "processes"
+    return _by_size(plugins, config, "engine_client", "data_parallel_size", names, ConfigError)
+
+
+def _by_size(
+    plugins: PluginManager,
+    config: EngineConfig,
+    kind: str,
+    field: str,
+    names: tuple[str, str],
+    error: type[NanoVLLMError],
+) -> ResolvedPlugin:
+    """The plugin of a kind whose `auto` follows a size: the first name is for 1."""
+    choice, size = getattr(config, kind), getattr(config, field)
+    name = names[size > 1] if choice.is_auto else choice.name
+    resolved = plugins.resolve(kind, name, choice.options, path=f"{kind}.options")
+    most = getattr(plugins.spec(kind, name), f"max_{field}")
     if size > most:
-        raise ConfigError(
-            f"data_parallel_size: {size}, but the engine client {shown(name)} runs at most {most}; "
-            "set data_parallel_size to that, or engine_client: auto"
+        raise error(
+            f"{field}: {size}, but the {kind.replace('_', ' ')} {shown(name)} runs at most {most}; "
+            f"set {field} to that, or {kind}: auto"
         )
     return resolved
 
