@@ -73,7 +73,9 @@ class EngineProcess:
             return "ended"
         if end.si_code == os.CLD_EXITED:
             return f"ended with exit code {end.si_status}"
-        return f"ended with signal {signal.Signals(end.si_status).name}"
+        number = end.si_status
+        known = number in {one.value for one in signal.Signals}  # real-time signals have no name
+        return f"ended with signal {signal.Signals(number).name if known else number}"
 
     def kill(self) -> None:
         """End the process, and those of its group: they may outlive it."""

@@ -205,3 +205,15 @@ def test_an_engine_that_takes_long_to_die_holds_no_other_up(
 
     wait_for(is_reaped)
     few.close()
+
+
+def test_an_end_by_a_signal_without_a_name_has_its_number(tmp_path: Path) -> None:
+    """Real-time signals between the first and the last have none."""
+    ended = EngineProcess(0, str(tmp_path), {})
+    os.kill(ended.pid, signal.SIGRTMIN + 1)
+    until = time.monotonic() + 10
+    while not ended.has_ended():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert ended.how_it_ended() == f"ended with signal {signal.SIGRTMIN + 1}"
+    assert ended.release(time.monotonic() + 10)
