@@ -180,9 +180,11 @@ class ModelRunner:
         nothing = self._staging.copy(np.zeros((2, 0), np.int32))
         yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
         if num_tokens:
-            length = min(num_tokens, self.max_model_len)
-            places = range(min(-(-num_tokens // length), max_rows))
-            chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in places)
+            length = self.max_model_len
+            chunks = tuple(
+                PrefillChunk(row, 0, min(length, num_tokens - start), samples=False)
+                for row, start in enumerate(range(0, min(num_tokens, max_rows * length), length))
+            )
             yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
 
     def trial_captured_step(self) -> None:

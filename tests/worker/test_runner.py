@@ -452,6 +452,28 @@ def test_a_trial_step_does_all_that_a_request_may_ask_for(
     started.executor.close()
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "most"), [(40, 40), (65, 65), (200, 200), (4096, 8 * MAX_LEN)]
+)
+def test_a_trial_step_has_as_many_prompt_tokens_as_a_step_may_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, most: int
+) -> None:
+    """Also where no sequence is as long: the last chunk is shorter, or memory would be kept free
+    for a step that never comes."""
+    started = Started(folder, max_num_batched_tokens=4096)
+    computed: list[int] = []
+    real = started.runner._module.forward
+
+    def seen(input_ids: Tensor, positions: Tensor) -> Tensor:
+        computed.append(len(input_ids))
+        return cast(Tensor, real(input_ids, positions))
+
+    monkeypatch.setattr(started.runner._module, "forward", seen)
+    started.runner.trial_step(num_tokens)
+    assert computed == [most]
+    started.executor.close()
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_no_part_of_a_trial_copies_from_the_host_or_looks_at_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, debug: bool
