@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = tl.constexpr(6)
+ITEM_FIELDS = tl.constexpr(7)
 """An item is (row, first token, end token, the row's first item, its number of items, first block).
+The seventh field is not the item's: entry r of it is the first item of row r.
 
 With a sliding window the tokens of a row's items are those that its query sees, and the first one
 may lie within a tile; without, an item begins with a tile. The block saves every layer one of the
@@ -70,6 +71,7 @@ def plan_kernel(
     # A padded row keeps one item of no tokens, which writes zeros.
     counts = tl.where(rows < num_rows, tl.maximum(tl.cdiv(spans, size), 1), 0)
     first = tl.cumsum(counts, 0) - counts
+    tl.store(items_ptr + 6 * item_capacity + rows, first, mask=rows < num_rows)
     for index in range(0, tl.max(counts, 0)):
         here = index < counts
         begin = index * size

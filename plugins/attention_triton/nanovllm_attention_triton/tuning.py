@@ -37,6 +37,13 @@ class DecodeTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentTuning(DecodeTuning):
+    """The same for latent rows; a program takes at most `most_heads` query heads."""
+
+    most_heads: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTuning:
     """The tile of rows and keys of one prefill program, and how it is compiled.
 
@@ -103,6 +110,21 @@ WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
 }
+# Latent rows: one program on a multiprocessor, which multiplies one tile of 64 keys while the next
+# one loads; two tiles of 576 columns fill its shared memory. More heads share a tile, by more warps.
+LATENT_DECODE = {
+    2: LatentTuning(
+        tile=64, num_warps=4, num_stages=2, max_chunk=4096, wave_programs=2, max_programs=4
+    ),
+    4: LatentTuning(
+        tile=16, num_warps=8, num_stages=1, max_chunk=4096, wave_programs=2, max_programs=4
+    ),
+}
+MANY_HEADS = 16
+LATENT_DECODE_MANY_HEADS = {
+    2: replace(LATENT_DECODE[2], num_warps=8, most_heads=32),
+    4: LATENT_DECODE[4],
+}
 LARGE_TILE = 64
 LARGE_CAPABILITIES = (9, 10)
 """Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
@@ -130,6 +152,16 @@ def decode_tuning(
     table = DECODE_FEW if num_rows <= FEW_ROWS else DECODE_MANY
     if head_size > WIDE:
         table = WIDE_DECODE
+    return replace(
+        table[element_size],
+        fixed_chunk=options.chunk_size,
+        **_given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
+    )
+
+
+def latent_tuning(element_size: int, num_heads: int, options: TritonOptions) -> LatentTuning:
+    """The constants of decode over latent rows, with the user's overrides."""
+    table = LATENT_DECODE if num_heads <= MANY_HEADS else LATENT_DECODE_MANY_HEADS
     return replace(
         table[element_size],
         fixed_chunk=options.chunk_size,

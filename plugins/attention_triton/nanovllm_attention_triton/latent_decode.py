@@ -1,0 +1,132 @@
+"""Launches the kernels that decode over latent rows; see `latent_kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm_attention_triton.decode import (
+    LOG2_E,
+    DecodeShape,
+    PlannedWork,
+    next_power_of_2,
+    padded_head_size,
+)
+from nanovllm_attention_triton.latent_kernels import latent_decode_kernel, latent_merge_kernel
+from nanovllm_attention_triton.tuning import LatentTuning
+
+MERGE_CHUNKS = 8
+"""Parts that a program of the merge reads at a time."""
+MERGE_COLUMNS = (128, 512)
+"""Columns that a program of the merge averages: of few rows, and of many."""
+MERGE_PROGRAMS = 8
+"""Rows are few while the merge has at most so many programs per multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape(DecodeShape):
+    """The sizes of decode over latent rows, which are the keys and the values of all heads.
+
+    `head_size` is that of a value, and `num_kv_heads` is 1. A row has `rest_size` columns more,
+    behind its value. `most_heads`: query heads of one program at most.
+    """
+
+    rest_size: int = 0
+    most_heads: int = 16
+
+    @property
+    def block_heads(self) -> int:
+        return min(max(16, next_power_of_2(self.num_heads)), self.most_heads)
+
+    def merge_constants(self) -> dict[str, int | float]:
+        """The compile-time arguments that both kernels have."""
+        return {
+            "NUM_HEADS": self.num_heads,
+            "BLOCK_H": self.block_heads,
+            "HEAD_BLOCKS": self.head_blocks,
+            "PARTIAL_HEADS": self.partial_heads,
+            "VALUE_SIZE": self.head_size,
+            "BLOCK_V": self.block_d,
+        }
+
+    def latent_constants(self, block_size: int, tile: int) -> dict[str, int | float]:
+        """The compile-time arguments of `latent_decode_kernel`."""
+        return self.merge_constants() | {
+            "REST_SIZE": self.rest_size,
+            "BLOCK_R": padded_head_size(self.rest_size),
+            "BLOCK_SIZE": block_size,
+            "TILE": tile,
+        }
+
+    def merge_columns(self, num_rows: int) -> int:
+        """The columns of one program of the merge: few where rows are, to share the reading."""
+        narrow, wide = (min(columns, self.block_d) for columns in MERGE_COLUMNS)
+        programs = num_rows * self.num_heads * (self.block_d // narrow)
+        return narrow if programs <= MERGE_PROGRAMS * self.num_multiprocessors else wide
+
+
+class LatentWorkspace(PlannedWork):
+    """The device memory of decode over latent rows, and its launches."""
+
+    def __init__(self, shape: LatentShape, tuning: LatentTuning, device: torch.device) -> None:
+        super().__init__(shape, tuning, device)
+        self.latent_shape = shape
+
+    def run(
+        self,
+        q_BHD: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHV: Tensor,
+    ) -> None:
+        """Attend the planned rows to `cache` [N, P, 1, D], whose first V columns are the values.
+
+        q [B, H, D], out [B, H, V]. The innermost dimension of every tensor is contiguous.
+        `max_seq_len` bounds the grid.
+        """
+        shape, num_rows = self.latent_shape, q_BHD.shape[0]
+        if num_rows == 0:
+            return
+        grid = self.grid(num_rows, max_seq_len)
+        latent_decode_kernel[grid](
+            q_BHD,
+            cache,
+            out_BHV,
+            block_table,
+            self.items,
+            self.num_items,
+            self.partial,
+            self.lse,
+            scale * LOG2_E,
+            q_BHD.stride(0),
+            q_BHD.stride(1),
+            out_BHV.stride(0),
+            out_BHV.stride(1),
+            block_table.stride(0),
+            cache.stride(0),
+            cache.stride(1),
+            self.capacity,
+            **shape.latent_constants(cache.shape[1], self.tuning.tile),
+            **self.launch_options,
+            num_warps=self.tuning.num_warps,
+            num_stages=self.tuning.num_stages,
+        )
+        columns = shape.merge_columns(num_rows)
+        latent_merge_kernel[(num_rows * shape.num_heads * (shape.block_d // columns),)](
+            self.partial,
+            self.lse,
+            out_BHV,
+            self.items,
+            out_BHV.stride(0),
+            out_BHV.stride(1),
+            self.capacity,
+            **shape.merge_constants(),
+            COLUMNS=columns,
+            CHUNKS=MERGE_CHUNKS,
+            **self.launch_options,
+            num_warps=2 if columns <= 128 else 4,
+        )
