@@ -110,21 +110,23 @@ WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
 }
-# Latent rows: one program on a multiprocessor, which multiplies one tile of 64 keys while the next
-# one loads; two tiles of 576 columns fill its shared memory. More heads share a tile, by more warps.
+# Latent rows of 576 columns: two programs on a multiprocessor, each with one tile that it multiplies
+# and one that loads; two stages more would leave room for one program, whose products wait.
 LATENT_DECODE = {
     2: LatentTuning(
-        tile=64, num_warps=4, num_stages=2, max_chunk=4096, wave_programs=2, max_programs=4
+        tile=32, num_warps=4, num_stages=3, max_chunk=4096, wave_programs=2, max_programs=4
     ),
     4: LatentTuning(
         tile=16, num_warps=8, num_stages=1, max_chunk=4096, wave_programs=2, max_programs=4
     ),
 }
-MANY_HEADS = 16
+# More heads share a tile; each still has two programs on a multiprocessor.
 LATENT_DECODE_MANY_HEADS = {
-    2: replace(LATENT_DECODE[2], num_warps=8, most_heads=32),
+    2: replace(LATENT_DECODE[2], most_heads=32, wave_programs=4, max_programs=8),
     4: LATENT_DECODE[4],
 }
+MANY_HEADS = 16
+"""Above as many heads of a latent row the second table holds."""
 LARGE_TILE = 64
 LARGE_CAPABILITIES = (9, 10)
 """Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
