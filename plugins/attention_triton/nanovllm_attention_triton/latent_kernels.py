@@ -4,9 +4,9 @@ Multi-head latent attention (DeepSeek-V2, 2024) with absorbed projections: a tok
 latent vector and its rotated key, the scores take the whole row and the values are the latent part.
 Each row is read from memory once for both products.
 
-The products are transposed: keys, and then columns of the values, are the rows of a tile, heads its
-columns. Hopper's tensor cores multiply at least 64 rows at a time; 16 heads in the place of the rows
-would leave three quarters of these idle, and their columns may be as few as 8.
+The products are transposed: keys, and then columns of the values, are the rows of a tile, and heads
+its columns. Hopper's tensor cores multiply at least 64 rows at a time, and as few as 8 columns: 16
+heads in the place of the rows would leave three quarters of these idle.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -155,8 +155,8 @@ def latent_merge_kernel(
     """Average the chunks of one row and head over COLUMNS columns, weighted by their mass.
 
     Grid: (columns of BLOCK_V, heads, rows), flat. CHUNKS are read at a time, in their order.
-    The last program of a decode kernel that merges by itself, as for keys and values of usual width,
-    would read every part of a row alone, and these parts are 512 columns wide.
+    The last program of a row could merge them, as `decode_kernel` does; but it would read all parts
+    of the row alone, and these are wide.
     """
     PARTS: tl.constexpr = BLOCK_V // COLUMNS
     part = tl.program_id(0) % PARTS

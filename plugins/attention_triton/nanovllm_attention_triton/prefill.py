@@ -57,11 +57,7 @@ def prefill_attention(
     which allocates where it gets none. Raises UnsupportedError for a `scale` that is not positive,
     and for more queries than a grid holds.
     """
-    if not scale > 0:
-        raise UnsupportedError(
-            f"attention triton scales scores by a positive number, not {scale}: the peak of a row "
-            "is taken before the scale; negate q for a negative one"
-        )
+    check_scale(scale)
     num_seqs = block_table.shape[0]
     if num_seqs == 0 or max_query_len == 0:
         return
@@ -121,6 +117,15 @@ def prefill_attention(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
+
+
+def check_scale(scale: float) -> None:
+    """Refuse, by UnsupportedError, a scale that is not positive."""
+    if not scale > 0:
+        raise UnsupportedError(
+            f"attention triton scales scores by a positive number, not {scale}: the peak of a row "
+            "is taken before the scale; negate q for a negative one"
+        )
 
 
 def count_row_blocks(num_queries: int, num_seqs: int, group: int, block_m: int) -> int:

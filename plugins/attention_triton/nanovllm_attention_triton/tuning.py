@@ -62,6 +62,16 @@ class PrefillTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTuning:
+    """The tile of queries and keys of one program over packed keys, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HopperPrefillTuning:
     """The tile of keys of the Hopper kernel, and the tiles that are loaded ahead.
 
@@ -110,8 +120,8 @@ WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
 }
-# Latent rows of 576 columns: two programs on a multiprocessor, each with one tile that it multiplies
-# and one that loads; two stages more would leave room for one program, whose products wait.
+# Rows of 576 columns: two programs on a multiprocessor, each with a tile that it multiplies and one
+# that loads.
 LATENT_DECODE = {
     2: LatentTuning(
         tile=32, num_warps=4, num_stages=3, max_chunk=4096, wave_programs=2, max_programs=4
@@ -134,6 +144,16 @@ LARGE_CAPABILITIES = (9, 10)
 WIDE_LARGE_PREFILL = {
     2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=2),
     4: WIDE_PREFILL[4],
+}
+# Prompts over packed keys of 192 columns and values of 128.
+PACKED = {
+    2: PackedTuning(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    4: PackedTuning(block_m=16, block_n=16, num_warps=8, num_stages=1),
+}
+# Wider keys or values, and GPUs with less shared memory.
+NARROW_PACKED = {
+    2: PackedTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
+    4: PACKED[4],
 }
 HOPPER_PREFILL = {128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True)}
 """By head size, of half precision. For heads of 64 the kernel was no faster than the plain one."""
@@ -184,6 +204,12 @@ def prefill_tuning(
     if head_size > WIDE:
         table = WIDE_LARGE_PREFILL if large and not overrides else WIDE_PREFILL
     return replace(table[element_size], warp_roles=not overrides, **overrides)
+
+
+def packed_tuning(element_size: int, key_size: int, value_size: int, large: bool) -> PackedTuning:
+    """The constants of prompts over packed keys; `large` where the GPU has the shared memory."""
+    fits = large and key_size <= 2 * WIDE and value_size <= WIDE
+    return (PACKED if fits else NARROW_PACKED)[element_size]
 
 
 def _given(**overrides: int | None) -> dict[str, Any]:

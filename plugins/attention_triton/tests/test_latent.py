@@ -86,7 +86,7 @@ def test_decode_over_latent_rows_equals_the_reference(number):
     value, rest = draws.choice(((32, 16), (24, 8), (64, 0), (16, 5), (40, 24)))
     block_size = draws.choice((16, 32, 64, 48))
     edges = [0, 1, block_size - 1, block_size, block_size + 1, 64, 65]
-    lens = draws.sample(edges, 3) + [draws.randint(66, 300)]
+    lens = [*draws.sample(edges, 3), draws.randint(66, 300)]
     dtype = draws.choice((torch.float32, torch.float16))
     chunk = draws.choice((None, 64))
     tuning = latent_tuning(dtype.itemsize, heads, TritonOptions(chunk_size=chunk))
