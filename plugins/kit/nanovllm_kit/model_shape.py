@@ -10,7 +10,7 @@ import torch
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
-from nanovllm_core.layers import Attention
+from nanovllm_core.layers import AttentionLayer
 from nanovllm_kit.model_settings import REQUIRED, UNSUPPORTED, Settings
 from nanovllm_kit.model_small import SmallModel, known_settings
 from nanovllm_kit.model_weights import assert_same_logits
@@ -48,7 +48,7 @@ class ShapeChecks(SmallModel):
         """As many attention layers, each of the heads, window and soft cap that `shape()` says."""
         shape: ModelShape = model_class.shape(reference.config)
         model = build_model(model_class, reference.config)
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        layers = [module for module in model.modules() if isinstance(module, AttentionLayer)]
         assert [layer.shape for layer in layers] == list(shape.attention_shapes)
 
     def test_the_last_position_of_the_shape_can_be_computed(
