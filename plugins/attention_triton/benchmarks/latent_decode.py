@@ -118,7 +118,9 @@ def time_decode(
     def step() -> None:
         workspace.plan(case.seq_lens, case.block_table, BLOCK_SIZE)
         for cache in caches:
-            workspace.run(case.q_BHD, cache, case.block_table, MAX_MODEL_LEN, SCALE, case.out_BHV)
+            workspace.run(
+                case.q_BHD, cache, cache, case.block_table, MAX_MODEL_LEN, SCALE, case.out_BHV
+            )
 
     step()
     torch.cuda.synchronize()

@@ -194,6 +194,22 @@ class PlannedWork:
             "decode_lse": self.lse,
         }
 
+    def run(
+        self,
+        q_BHD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+    ) -> None:
+        """Attend the planned rows. `k_cache` and `v_cache` [N, P, K, D] have equal strides.
+
+        The innermost dimension of every tensor is contiguous. `max_seq_len` bounds the grid.
+        """
+        raise NotImplementedError
+
     def grid(self, num_rows: int, max_seq_len: int) -> tuple[int]:
         """The programs of a decode kernel that so many rows of bounded lengths can need."""
         max_items = self.shape.max_items(num_rows, max_seq_len, self.tuning)
@@ -251,10 +267,6 @@ class DecodeWorkspace(PlannedWork):
         scale: float,
         out_BHD: Tensor,
     ) -> None:
-        """Attend the planned rows. `k_cache` and `v_cache` [N, P, K, D] have equal strides.
-
-        The innermost dimension of every tensor is contiguous. `max_seq_len` bounds the grid.
-        """
         queries = q_BHD, q_BHD.stride(0), q_BHD.stride(1)
         constants = self.shape.constants(k_cache.shape[1], self.tuning.tile)
         self._launch(

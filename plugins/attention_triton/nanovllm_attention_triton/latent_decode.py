@@ -15,7 +15,7 @@ from nanovllm_attention_triton.decode import (
     padded_head_size,
 )
 from nanovllm_attention_triton.latent_kernels import latent_decode_kernel, latent_merge_kernel
-from nanovllm_attention_triton.tuning import LatentTuning
+from nanovllm_attention_triton.tuning import DecodeTuning
 
 MERGE_CHUNKS = 8
 """Parts that a program of the merge reads at a time."""
@@ -70,32 +70,29 @@ class LatentShape(DecodeShape):
 class LatentWorkspace(PlannedWork):
     """The device memory of decode over latent rows, and its launches."""
 
-    def __init__(self, shape: LatentShape, tuning: LatentTuning, device: torch.device) -> None:
+    def __init__(self, shape: LatentShape, tuning: DecodeTuning, device: torch.device) -> None:
         super().__init__(shape, tuning, device)
         self.latent_shape = shape
 
     def run(
         self,
         q_BHD: Tensor,
-        cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
         block_table: Tensor,
         max_seq_len: int,
         scale: float,
-        out_BHV: Tensor,
+        out_BHD: Tensor,
     ) -> None:
-        """Attend the planned rows to `cache` [N, P, 1, D], whose first V columns are the values.
-
-        q [B, H, D], out [B, H, V]. The innermost dimension of every tensor is contiguous.
-        `max_seq_len` bounds the grid.
-        """
+        """See `PlannedWork.run`. `v_cache` is the front of `k_cache`, which alone is read."""
         shape, num_rows = self.latent_shape, q_BHD.shape[0]
         if num_rows == 0:
             return
         grid = self.grid(num_rows, max_seq_len)
         latent_decode_kernel[grid](
             q_BHD,
-            cache,
-            out_BHV,
+            k_cache,
+            out_BHD,
             block_table,
             self.items,
             self.num_items,
@@ -104,13 +101,13 @@ class LatentWorkspace(PlannedWork):
             scale * LOG2_E,
             q_BHD.stride(0),
             q_BHD.stride(1),
-            out_BHV.stride(0),
-            out_BHV.stride(1),
+            out_BHD.stride(0),
+            out_BHD.stride(1),
             block_table.stride(0),
-            cache.stride(0),
-            cache.stride(1),
+            k_cache.stride(0),
+            k_cache.stride(1),
             self.capacity,
-            **shape.latent_constants(cache.shape[1], self.tuning.tile),
+            **shape.latent_constants(k_cache.shape[1], self.tuning.tile),
             **self.launch_options,
             num_warps=self.tuning.num_warps,
             num_stages=self.tuning.num_stages,
@@ -119,10 +116,10 @@ class LatentWorkspace(PlannedWork):
         latent_merge_kernel[(num_rows * shape.num_heads * (shape.block_d // columns),)](
             self.partial,
             self.lse,
-            out_BHV,
+            out_BHD,
             self.items,
-            out_BHV.stride(0),
-            out_BHV.stride(1),
+            out_BHD.stride(0),
+            out_BHD.stride(1),
             self.capacity,
             **shape.merge_constants(),
             COLUMNS=columns,

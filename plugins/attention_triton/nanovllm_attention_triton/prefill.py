@@ -168,12 +168,14 @@ def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether heads are wide, and the copy engine and the shared memory there for large tiles."""
     if k_cache.shape[3] <= WIDE:
         return False
-    if (
-        k_cache.is_cuda
-        and torch.cuda.get_device_capability(k_cache.device)[0] not in LARGE_CAPABILITIES
-    ):
-        return False
-    return describable(k_cache, v_cache, LARGE_TILE)
+    return has_large_memory(k_cache.device) and describable(k_cache, v_cache, LARGE_TILE)
+
+
+def has_large_memory(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory; in the interpreter, yes."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device)[0] in LARGE_CAPABILITIES
 
 
 def _tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:

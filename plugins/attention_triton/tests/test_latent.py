@@ -74,7 +74,7 @@ def decode(
     workspace = LatentWorkspace(shape, tuning, q.device)
     workspace.plan(lens, table, cache.shape[1])
     out = torch.full((*q.shape[:2], v), float("nan"), dtype=q.dtype)
-    workspace.run(q, cache, table, shape.max_seq_len, scale, out)
+    workspace.run(q, cache, cache[..., :v], table, shape.max_seq_len, scale, out)
     return out
 
 
