@@ -24,9 +24,10 @@ from attention_decode import best_time, copy_bandwidth
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import num_multiprocessors
+from nanovllm_attention_triton.hopper_latent import HopperLatentWorkspace, hopper_kernel_serves
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import LatentTuning, latent_tuning
+from nanovllm_attention_triton.tuning import HOPPER_LATENT, LatentTuning, latent_tuning
 
 VALUE_SIZE, REST_SIZE = 512, 64
 ROW_SIZE = VALUE_SIZE + REST_SIZE
@@ -93,7 +94,16 @@ def make_workspace(num_heads: int, tuning: LatentTuning) -> LatentWorkspace:
         rest_size=REST_SIZE,
         most_heads=tuning.most_heads,
     )
+    if is_hopper(tuning):
+        if not hopper_kernel_serves(device, DTYPE, shape, BLOCK_SIZE, tuning.tile):
+            raise RuntimeError("the kernel for Hopper does not serve here")
+        return HopperLatentWorkspace(shape, tuning, device)
     return LatentWorkspace(shape, tuning, device)
+
+
+def is_hopper(tuning: LatentTuning) -> bool:
+    """The constants of the kernel for Hopper are told by their tile and stages."""
+    return (tuning.tile, tuning.num_stages) == (HOPPER_LATENT.tile, HOPPER_LATENT.num_stages)
 
 
 def relative_error(case: Case, cache: Tensor) -> float:
@@ -135,32 +145,31 @@ def time_decode(
 
 def sweep(shipped: LatentTuning, num_heads: int) -> list[LatentTuning]:
     """The shipped constants and their like."""
+    hopper = replace(HOPPER_LATENT, most_heads=shipped.most_heads)
+    several = [replace(hopper, wave_programs=wave) for wave in (1, 2, 4)]
     if num_heads <= 16:
         small = replace(shipped, tile=32, num_warps=4, num_stages=3)
         tiny = replace(shipped, tile=16, num_warps=4, num_stages=3)
         return [
-            shipped,
-            *(replace(small, wave_programs=wave) for wave in (1, 2, 3, 4)),
-            replace(small, num_warps=8),
-            *(replace(tiny, wave_programs=wave) for wave in (2, 3, 4)),
+            *(replace(small, wave_programs=wave) for wave in (1, 2, 4)),
+            *(replace(tiny, wave_programs=wave) for wave in (2, 4)),
             replace(tiny, num_stages=4, wave_programs=3),
-            replace(shipped, tile=64, num_warps=4, num_stages=2, wave_programs=1),
-            replace(shipped, tile=64, num_warps=8, num_stages=2, wave_programs=1),
+            *several,
         ]
     half = replace(shipped, tile=32, num_warps=4, num_stages=3, most_heads=32)
     whole = replace(shipped, tile=32, num_warps=8, num_stages=3, most_heads=64)
     return [
-        shipped,
         *(replace(half, wave_programs=wave) for wave in (2, 4)),
         *(replace(whole, wave_programs=wave) for wave in (1, 2)),
         replace(whole, num_stages=4),
-        replace(shipped, tile=64, num_warps=8, num_stages=2, most_heads=32),
+        *several,
     ]
 
 
 def describe(tuning: LatentTuning) -> str:
+    hopper = "hopper " if is_hopper(tuning) else ""
     return (
-        f"{tuning.tile}/{tuning.num_warps}/{tuning.num_stages} heads {tuning.most_heads} "
+        f"{hopper}{tuning.tile}/{tuning.num_warps}/{tuning.num_stages} heads {tuning.most_heads} "
         f"wave {tuning.wave_programs}"
     )
 
@@ -171,7 +180,7 @@ def bench(
     """A table as it is measured: microseconds and TB/s by configuration and batch."""
     other = torch.ones(2**26, device="cuda")
     cases = make_cases(num_heads, len(caches[0]))
-    print(f"\n{num_heads} heads{'':21s}" + " ".join(f"{case.name:>10s}" for case in cases))
+    print(f"\n{num_heads} heads{'':28s}" + " ".join(f"{case.name:>10s}" for case in cases))
     rows = []
     for tuning in tunings:
         if time.monotonic() > deadline:
@@ -184,8 +193,8 @@ def bench(
             print(f"{describe(tuning)}  {type(error).__name__}: {str(error)[:80]}")
             continue
         rates = [case.cache_bytes / s / 1e12 for case, s in zip(cases, seconds, strict=True)]
-        print(f"{describe(tuning):22s}{'TB/s':>6s} " + " ".join(f"{r:10.2f}" for r in rates))
-        print(f"{'us':>28s} " + " ".join(f"{s * 1e6:10.2f}" for s in seconds), flush=True)
+        print(f"{describe(tuning):30s}{'TB/s':>6s} " + " ".join(f"{r:10.2f}" for r in rates))
+        print(f"{'us':>36s} " + " ".join(f"{s * 1e6:10.2f}" for s in seconds), flush=True)
         names = [case.name for case in cases]
         rows.append(
             {

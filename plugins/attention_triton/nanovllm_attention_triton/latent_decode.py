@@ -17,8 +17,8 @@ from nanovllm_attention_triton.decode import (
 from nanovllm_attention_triton.latent_kernels import latent_decode_kernel, latent_merge_kernel
 from nanovllm_attention_triton.tuning import DecodeTuning
 
-MERGE_CHUNKS = 8
-"""Parts that a program of the merge reads at a time."""
+MERGE_ELEMENTS = 4096
+"""Numbers of parts that a program of the merge reads at a time."""
 MERGE_COLUMNS = (128, 512)
 """Columns that a program of the merge averages: of few rows, and of many."""
 MERGE_PROGRAMS = 8
@@ -85,13 +85,24 @@ class LatentWorkspace(PlannedWork):
         out_BHD: Tensor,
     ) -> None:
         """See `PlannedWork.run`. `v_cache` is the front of `k_cache`, which alone is read."""
-        shape, num_rows = self.latent_shape, q_BHD.shape[0]
-        if num_rows == 0:
+        if len(q_BHD) == 0:
             return
-        grid = self.grid(num_rows, max_seq_len)
-        latent_decode_kernel[grid](
+        self._attend_items(q_BHD, k_cache, block_table, max_seq_len, scale, out_BHD)
+        self._merge_chunks(out_BHD)
+
+    def _attend_items(
+        self,
+        q_BHD: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+    ) -> None:
+        """Write the outputs of rows of one chunk, and the parts of others."""
+        latent_decode_kernel[self.grid(len(q_BHD), max_seq_len)](
             q_BHD,
-            k_cache,
+            cache,
             out_BHD,
             block_table,
             self.items,
@@ -104,14 +115,18 @@ class LatentWorkspace(PlannedWork):
             out_BHD.stride(0),
             out_BHD.stride(1),
             block_table.stride(0),
-            k_cache.stride(0),
-            k_cache.stride(1),
+            cache.stride(0),
+            cache.stride(1),
             self.capacity,
-            **shape.latent_constants(k_cache.shape[1], self.tuning.tile),
+            **self.latent_shape.latent_constants(cache.shape[1], self.tuning.tile),
             **self.launch_options,
             num_warps=self.tuning.num_warps,
             num_stages=self.tuning.num_stages,
         )
+
+    def _merge_chunks(self, out_BHD: Tensor) -> None:
+        """Write the outputs of rows of several chunks."""
+        shape, num_rows = self.latent_shape, len(out_BHD)
         columns = shape.merge_columns(num_rows)
         latent_merge_kernel[(num_rows * shape.num_heads * (shape.block_d // columns),)](
             self.partial,
@@ -123,7 +138,7 @@ class LatentWorkspace(PlannedWork):
             self.capacity,
             **shape.merge_constants(),
             COLUMNS=columns,
-            CHUNKS=MERGE_CHUNKS,
+            CHUNKS=max(MERGE_ELEMENTS // columns, 1),
             **self.launch_options,
             num_warps=2 if columns <= 128 else 4,
         )

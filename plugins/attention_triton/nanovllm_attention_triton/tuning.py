@@ -135,6 +135,10 @@ LATENT_DECODE_MANY_HEADS = {
     2: replace(LATENT_DECODE[2], most_heads=32, wave_programs=4, max_programs=8),
     4: LATENT_DECODE[4],
 }
+# By the kernel for Hopper GPUs, whose programs are persistent, one on a multiprocessor.
+HOPPER_LATENT = LatentTuning(
+    tile=64, num_warps=4, num_stages=2, max_chunk=4096, wave_programs=2, max_programs=4
+)
 MANY_HEADS = 16
 """Above as many heads of a latent row the second table holds."""
 LARGE_TILE = 64

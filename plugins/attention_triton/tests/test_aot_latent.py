@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm_attention_triton.latent_decode import MERGE_CHUNKS, MERGE_COLUMNS, LatentShape
+from nanovllm_attention_triton.latent_decode import MERGE_COLUMNS, MERGE_ELEMENTS, LatentShape
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_constants
 from nanovllm_attention_triton.tuning import latent_tuning, packed_tuning
@@ -72,7 +72,7 @@ def merge_job(columns: int) -> AotJob:
         | pointers("fp32", "partial_ptr", "lse_ptr")
         | integers("out_stride_row", "out_stride_head", "item_capacity"),
         constexprs=latent_shape(16, (512, 64)).merge_constants()
-        | {"COLUMNS": columns, "CHUNKS": MERGE_CHUNKS, "DEPENDENT": True},
+        | {"COLUMNS": columns, "CHUNKS": MERGE_ELEMENTS // columns, "DEPENDENT": True},
         num_warps=2 if columns <= 128 else 4,
     )
 
