@@ -24,7 +24,11 @@ from attention_decode import best_time, copy_bandwidth
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import num_multiprocessors
-from nanovllm_attention_triton.hopper_latent import HopperLatentWorkspace, hopper_kernel_serves
+from nanovllm_attention_triton.hopper_latent import (
+    EvenShape,
+    HopperLatentWorkspace,
+    hopper_kernel_serves,
+)
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import HOPPER_LATENT, LatentTuning, latent_tuning
@@ -84,7 +88,8 @@ def make_cases(num_heads: int, num_blocks: int) -> list[Case]:
 
 def make_workspace(num_heads: int, tuning: LatentTuning) -> LatentWorkspace:
     device = torch.device("cuda")
-    shape = LatentShape(
+    make_shape = EvenShape if is_hopper(tuning) else LatentShape
+    shape = make_shape(
         num_heads=num_heads,
         num_kv_heads=1,
         head_size=VALUE_SIZE,
@@ -94,7 +99,7 @@ def make_workspace(num_heads: int, tuning: LatentTuning) -> LatentWorkspace:
         rest_size=REST_SIZE,
         most_heads=tuning.most_heads,
     )
-    if is_hopper(tuning):
+    if isinstance(shape, EvenShape):
         if not hopper_kernel_serves(device, DTYPE, shape, BLOCK_SIZE, tuning.tile):
             raise RuntimeError("the kernel for Hopper does not serve here")
         return HopperLatentWorkspace(shape, tuning, device)
@@ -146,7 +151,7 @@ def time_decode(
 def sweep(shipped: LatentTuning, num_heads: int) -> list[LatentTuning]:
     """The shipped constants and their like."""
     hopper = replace(HOPPER_LATENT, most_heads=shipped.most_heads)
-    several = [replace(hopper, wave_programs=wave) for wave in (1, 2, 4)]
+    several = [replace(hopper, min_chunk=chunk) for chunk in (64, 128, 256)]
     if num_heads <= 16:
         small = replace(shipped, tile=32, num_warps=4, num_stages=3)
         tiny = replace(shipped, tile=16, num_warps=4, num_stages=3)
@@ -170,7 +175,7 @@ def describe(tuning: LatentTuning) -> str:
     hopper = "hopper " if is_hopper(tuning) else ""
     return (
         f"{hopper}{tuning.tile}/{tuning.num_warps}/{tuning.num_stages} heads {tuning.most_heads} "
-        f"wave {tuning.wave_programs}"
+        + (f"chunk {tuning.min_chunk}" if hopper else f"wave {tuning.wave_programs}")
     )
 
 

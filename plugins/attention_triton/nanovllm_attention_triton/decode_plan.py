@@ -87,20 +87,28 @@ def plan_kernel(
         tl.store(item + 4 * item_capacity, counts, mask=here)
     num_items = tl.sum(counts, 0)
     if BLOCK_SIZE % TILE == 0:
-        # One look-up for all items: in the loop above every round would wait for its own.
-        tl.debug_barrier()
-        for base in range(0, num_items, PLAN_LANES):
-            slots = base + tl.arange(0, PLAN_LANES)
-            item = items_ptr + slots
-            here = slots < num_items
-            row = tl.load(item, mask=here, other=0).to(tl.int64)
-            begin = tl.load(item + item_capacity, mask=here, other=0)
-            end = tl.load(item + 2 * item_capacity, mask=here, other=0)
-            block_id = tl.load(
-                table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end
-            )
-            tl.store(item + 5 * item_capacity, block_id, mask=begin < end)
+        look_up_blocks(table_ptr, items_ptr, table_stride, item_capacity, num_items, BLOCK_SIZE)
     # Released behind all other stores: some runs read the items without waiting for this kernel's
     # end to be visible.
     tl.debug_barrier()
     tl.atomic_xchg(num_items_ptr, num_items, sem="release", scope="gpu")
+
+
+@triton.jit
+def look_up_blocks(
+    table_ptr, items_ptr, table_stride, item_capacity, num_items, BLOCK_SIZE: tl.constexpr
+):
+    """Store the first block of every item.
+
+    One look-up for all: in the loop over a row's items every round would wait for its own.
+    """
+    tl.debug_barrier()
+    for base in range(0, num_items, PLAN_LANES):
+        slots = base + tl.arange(0, PLAN_LANES)
+        item = items_ptr + slots
+        here = slots < num_items
+        row = tl.load(item, mask=here, other=0).to(tl.int64)
+        begin = tl.load(item + item_capacity, mask=here, other=0)
+        end = tl.load(item + 2 * item_capacity, mask=here, other=0)
+        block_id = tl.load(table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end)
+        tl.store(item + 5 * item_capacity, block_id, mask=begin < end)

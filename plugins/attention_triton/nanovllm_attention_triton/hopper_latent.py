@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
-from nanovllm_attention_triton.decode import LOG2_E
+from nanovllm_attention_triton.decode import LOG2_E, next_power_of_2
+from nanovllm_attention_triton.even_plan import even_plan_kernel
 from nanovllm_attention_triton.hopper_prefill import GLUON_VERSIONS, on_hopper
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.prefill import describable
+from nanovllm_attention_triton.tuning import DecodeTuning
 
-REGISTERS = 168
+REGISTERS = 232
 """Per thread at the start, of eight warps, which then move them to where they are needed."""
 MOST_HEADS = 32
 """Of one program: the output of as many fills half of the registers."""
@@ -33,8 +37,43 @@ def hopper_kernel_serves(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EvenShape(LatentShape):
+    """The same sizes with an even plan, whose items are bounded otherwise."""
+
+    def max_items(self, num_rows: int, max_seq_len: int, tuning: DecodeTuning) -> int:
+        return num_rows + self.num_parts
+
+
 class HopperLatentWorkspace(LatentWorkspace):
-    """The same memory and merge; where the copy engine can read the cache, another kernel."""
+    """An even plan, for persistent programs; where the copy engine can read the cache, these."""
+
+    def __init__(self, shape: EvenShape, tuning: DecodeTuning, device: torch.device) -> None:
+        super().__init__(shape, tuning, device)
+        self.part_starts = torch.zeros(shape.num_parts + 1, dtype=torch.int32, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {"decode_part_starts": self.part_starts}
+
+    def plan(self, seq_lens_B: Tensor, block_table: Tensor, block_size: int) -> None:
+        shape = self.latent_shape
+        even_plan_kernel[(1,)](
+            seq_lens_B,
+            block_table,
+            self.items,
+            self.num_items,
+            self.part_starts,
+            block_table.stride(0),
+            len(seq_lens_B),
+            block_table.shape[1] * block_size,
+            shape.num_parts,
+            -(-self.tuning.min_chunk // self.tuning.tile),
+            self.capacity,
+            BLOCK_ROWS=next_power_of_2(shape.max_num_seqs),
+            BLOCK_PARTS=next_power_of_2(shape.num_parts + 1),
+            BLOCK_SIZE=block_size,
+            TILE=self.tuning.tile,
+        )
 
     def _attend_items(
         self,
@@ -45,7 +84,7 @@ class HopperLatentWorkspace(LatentWorkspace):
         scale: float,
         out_BHD: Tensor,
     ) -> None:
-        if not describable(cache, cache, self.tuning.tile):
+        if not (cache.is_cuda and describable(cache, cache, self.tuning.tile)):
             super()._attend_items(q_BHD, cache, block_table, max_seq_len, scale, out_BHD)
             return
         # Imported by those who run it: another Triton may have another Gluon.
@@ -53,15 +92,14 @@ class HopperLatentWorkspace(LatentWorkspace):
 
         shape = self.latent_shape
         constants = shape.latent_constants(cache.shape[1], self.tuning.tile)
-        (most_programs,) = self.grid(len(q_BHD), max_seq_len)
-        hopper_latent_kernel[(min(most_programs, shape.num_multiprocessors),)](
+        hopper_latent_kernel[(shape.num_parts * shape.head_blocks,)](
             q_BHD,
             _descriptor(cache, self.tuning.tile, int(constants["BLOCK_V"])),
             _descriptor(cache, self.tuning.tile, int(constants["BLOCK_R"])),
             out_BHD,
             block_table,
             self.items,
-            self.num_items,
+            self.part_starts,
             self.partial,
             self.lse,
             scale * LOG2_E,

@@ -37,7 +37,7 @@ def hopper_latent_kernel(
     out_ptr,
     table_ptr,
     items_ptr,
-    num_items_ptr,
+    part_starts_ptr,
     partial_ptr,
     lse_ptr,
     log2_scale,
@@ -59,11 +59,12 @@ def hopper_latent_kernel(
     TILE: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Attend all items; a program takes every so manieth pair of an item and a block of heads.
+    """Attend the items of one part of an even plan with a block of heads; see `even_plan`.
 
-    Arguments and results are those of `latent_decode_kernel`. The descriptors load tiles [1, TILE,
-    1, BLOCK_V] and [1, TILE, 1, BLOCK_R] of the cache, whose blocks hold whole tiles. A tile is
-    loaded whole: what lies beyond the sequence is masked in the scores and cleared in the values.
+    Other arguments and results are those of `latent_decode_kernel`. The descriptors load tiles
+    [1, TILE, 1, BLOCK_V] and [1, TILE, 1, BLOCK_R] of the cache, whose blocks hold whole tiles. A
+    tile is loaded whole: what lies beyond the sequence is masked in the scores and cleared in the
+    values.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     value_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, TILE, 1, BLOCK_V], value_desc.layout)
@@ -79,7 +80,8 @@ def hopper_latent_kernel(
         gdc_wait()
         # Behind the wait, so that the merge may read the plan before its own.
         gdc_launch_dependents()
-    plan = (items_ptr, item_capacity, gl.load(num_items_ptr) * HEAD_BLOCKS)
+    part_start = part_starts_ptr + gl.program_id(0) // HEAD_BLOCKS
+    plan = (items_ptr, item_capacity, gl.load(part_start), gl.load(part_start + 1))
     shared = (value_tiles, rest_tiles, full, free)
     inputs = (q_ptr, q_stride_row, q_stride_head, log2_scale)
     outputs = (out_ptr, out_stride_row, out_stride_head, partial_ptr, lse_ptr)
@@ -88,7 +90,7 @@ def hopper_latent_kernel(
     gl.warp_specialize(
         [
             (attend_items, (inputs, outputs, plan, shared, sizes, BLOCK_H)),
-            (load_items, (caches, plan, shared, HEAD_BLOCKS, VALUE_SIZE, BLOCK_SIZE)),
+            (load_items, (caches, plan, shared, VALUE_SIZE, BLOCK_SIZE)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -96,19 +98,16 @@ def hopper_latent_kernel(
 
 
 @gluon.jit
-def load_items(
-    caches, plan, shared, HEAD_BLOCKS: gl.constexpr, VALUE_SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
+def load_items(caches, plan, shared, VALUE_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """The producer: load the tiles of the program's items, each once its place is free."""
     value_desc, rest_desc, table_ptr, table_stride = caches
-    items_ptr, capacity, num_works = plan
+    items_ptr, capacity, first_item, end_item = plan
     value_tiles, rest_tiles, full, free = shared
     TILE: gl.constexpr = value_tiles.shape[2]
     NUM_BYTES: gl.constexpr = value_desc.block_type.nbytes + rest_desc.block_type.nbytes
     count = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        item = items_ptr + work // HEAD_BLOCKS
+    for number in range(first_item, end_item):
+        item = items_ptr + number
         row = gl.load(item).to(gl.int64)
         begin = gl.load(item + capacity)
         end = gl.load(item + 2 * capacity)
@@ -135,7 +134,7 @@ def load_items(
 def attend_items(inputs, outputs, plan, shared, sizes: gl.constexpr, BLOCK_H: gl.constexpr):
     """The consumer: attend the tiles of the program's items, and store what becomes of each."""
     q_ptr, q_stride_row, q_stride_head, log2_scale = inputs
-    items_ptr, capacity, num_works = plan
+    items_ptr, capacity, first_item, end_item = plan
     value_tiles, rest_tiles, full, free = shared
     NUM_HEADS: gl.constexpr = sizes[0]
     HEAD_BLOCKS: gl.constexpr = sizes[1]
@@ -159,8 +158,11 @@ def attend_items(inputs, outputs, plan, shared, sizes: gl.constexpr, BLOCK_H: gl
     )
     keys = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
     no_scores = gl.zeros([TILE, BLOCK_H], gl.float32, LAYOUT)
+    first_work = first_item * HEAD_BLOCKS + gl.program_id(0) % HEAD_BLOCKS
     count = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+    for work in range(first_work, end_item * HEAD_BLOCKS, HEAD_BLOCKS):
+        # A block of heads that is the same in all rounds would have the compiler keep every offset
+        # of a store in a register.
         item = work // HEAD_BLOCKS
         head_block = work % HEAD_BLOCKS
         row = gl.load(items_ptr + item).to(gl.int64)
@@ -233,7 +235,7 @@ def clear_values(value, length):
 def store_item(acc, peak, denominator, outputs, plan, item, row, head_block, sizes: gl.constexpr):
     """Store the output of an item that is its whole row, else its part and log-sum-exp."""
     out_ptr, out_stride_row, out_stride_head, partial_ptr, lse_ptr = outputs
-    items_ptr, capacity, num_works = plan
+    items_ptr, capacity, first_item, end_item = plan
     LAYOUT: gl.constexpr = acc.type.layout
     BLOCK_V: gl.constexpr = acc.shape[0]
     BLOCK_H: gl.constexpr = acc.shape[1]

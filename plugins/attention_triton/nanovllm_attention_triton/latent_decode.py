@@ -40,6 +40,11 @@ class LatentShape(DecodeShape):
     def block_heads(self) -> int:
         return min(max(16, next_power_of_2(self.num_heads)), self.most_heads)
 
+    @property
+    def num_parts(self) -> int:
+        """The parts of an even plan: with all blocks of heads one program per multiprocessor."""
+        return max(self.num_multiprocessors // self.head_blocks, 1)
+
     def merge_constants(self) -> dict[str, int | float]:
         """The compile-time arguments that both kernels have."""
         return {

@@ -135,10 +135,9 @@ LATENT_DECODE_MANY_HEADS = {
     2: replace(LATENT_DECODE[2], most_heads=32, wave_programs=4, max_programs=8),
     4: LATENT_DECODE[4],
 }
-# By the kernel for Hopper GPUs, whose programs are persistent, one on a multiprocessor.
-HOPPER_LATENT = LatentTuning(
-    tile=64, num_warps=4, num_stages=2, max_chunk=4096, wave_programs=2, max_programs=4
-)
+# By the kernel for Hopper GPUs, whose programs are persistent, one on a multiprocessor, and have
+# `min_chunk` tokens each at least; other bounds of chunks are not used.
+HOPPER_LATENT = LatentTuning(tile=64, num_warps=4, num_stages=2, min_chunk=64)
 MANY_HEADS = 16
 """Above as many heads of a latent row the second table holds."""
 LARGE_TILE = 64
