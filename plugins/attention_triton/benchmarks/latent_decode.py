@@ -23,13 +23,8 @@ import torch
 from attention_decode import best_time, copy_bandwidth
 from torch import Tensor
 
-from nanovllm_attention_triton.decode import num_multiprocessors
-from nanovllm_attention_triton.hopper_latent import (
-    EvenShape,
-    HopperLatentWorkspace,
-    hopper_kernel_serves,
-)
-from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
+from nanovllm_attention_triton.hopper_latent import hopper_kernel_serves, make_latent_workspace
+from nanovllm_attention_triton.latent_decode import LatentWorkspace
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import HOPPER_LATENT, LatentTuning, latent_tuning
 
@@ -88,27 +83,19 @@ def make_cases(num_heads: int, num_blocks: int) -> list[Case]:
 
 def make_workspace(num_heads: int, tuning: LatentTuning) -> LatentWorkspace:
     device = torch.device("cuda")
-    make_shape = EvenShape if is_hopper(tuning) else LatentShape
-    shape = make_shape(
+    if tuning.persistent and not hopper_kernel_serves(
+        device, DTYPE, VALUE_SIZE, REST_SIZE, BLOCK_SIZE
+    ):
+        raise RuntimeError("the kernel for Hopper does not serve here")
+    return make_latent_workspace(
+        tuning,
+        device,
         num_heads=num_heads,
-        num_kv_heads=1,
-        head_size=VALUE_SIZE,
+        value_size=VALUE_SIZE,
+        rest_size=REST_SIZE,
         max_num_seqs=MAX_NUM_SEQS,
         max_seq_len=MAX_MODEL_LEN,
-        num_multiprocessors=num_multiprocessors(device),
-        rest_size=REST_SIZE,
-        most_heads=tuning.most_heads,
     )
-    if isinstance(shape, EvenShape):
-        if not hopper_kernel_serves(device, DTYPE, shape, BLOCK_SIZE, tuning.tile):
-            raise RuntimeError("the kernel for Hopper does not serve here")
-        return HopperLatentWorkspace(shape, tuning, device)
-    return LatentWorkspace(shape, tuning, device)
-
-
-def is_hopper(tuning: LatentTuning) -> bool:
-    """The constants of the kernel for Hopper are told by their tile and stages."""
-    return (tuning.tile, tuning.num_stages) == (HOPPER_LATENT.tile, HOPPER_LATENT.num_stages)
 
 
 def relative_error(case: Case, cache: Tensor) -> float:
@@ -150,8 +137,7 @@ def time_decode(
 
 def sweep(shipped: LatentTuning, num_heads: int) -> list[LatentTuning]:
     """The shipped constants and their like."""
-    hopper = replace(HOPPER_LATENT, most_heads=shipped.most_heads)
-    several = [replace(hopper, min_chunk=chunk) for chunk in (64, 128, 256)]
+    several = [replace(HOPPER_LATENT, min_chunk=chunk) for chunk in (64, 128, 256)]
     if num_heads <= 16:
         small = replace(shipped, tile=32, num_warps=4, num_stages=3)
         tiny = replace(shipped, tile=16, num_warps=4, num_stages=3)
@@ -172,7 +158,7 @@ def sweep(shipped: LatentTuning, num_heads: int) -> list[LatentTuning]:
 
 
 def describe(tuning: LatentTuning) -> str:
-    hopper = "hopper " if is_hopper(tuning) else ""
+    hopper = "hopper " if tuning.persistent else ""
     return (
         f"{hopper}{tuning.tile}/{tuning.num_warps}/{tuning.num_stages} heads {tuning.most_heads} "
         + (f"chunk {tuning.min_chunk}" if hopper else f"wave {tuning.wave_programs}")

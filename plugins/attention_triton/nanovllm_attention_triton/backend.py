@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from nanovllm_attention_triton import hopper_latent
 from nanovllm_attention_triton.decode import (
     DecodeShape,
     DecodeWorkspace,
@@ -17,8 +18,8 @@ from nanovllm_attention_triton.decode import (
     num_multiprocessors,
     triton_version,
 )
+from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves
-from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_prefill
 from nanovllm_attention_triton.prefill import (
@@ -29,6 +30,7 @@ from nanovllm_attention_triton.prefill import (
 )
 from nanovllm_attention_triton.tuning import (
     FEW_ROWS,
+    HOPPER_LATENT,
     DecodeTuning,
     LatentTuning,
     decode_tuning,
@@ -79,7 +81,16 @@ class TritonAttention(AttentionBackend):
         config, options = self.config, self._options
         most, element_size = config.max_num_seqs, config.dtype.itemsize
         if config.latent:
-            return [(most, latent_tuning(element_size, config.num_heads, options))]
+            value_size = config.latent.latent_size
+            by_hopper_kernel = options == TritonOptions() and hopper_latent.hopper_kernel_serves(
+                config.device,
+                config.dtype,
+                value_size,
+                config.head_size - value_size,
+                config.block_size,
+            )
+            tuning = latent_tuning(element_size, config.num_heads, options)
+            return [(most, HOPPER_LATENT if by_hopper_kernel else tuning)]
         # With chunks of a fixed length a row has the same bits in every batch: one table then.
         few = most if options.chunk_size else min(FEW_ROWS, most)
         return [
@@ -90,19 +101,14 @@ class TritonAttention(AttentionBackend):
     def _make_workspace(self, max_num_seqs: int, tuning: DecodeTuning) -> PlannedWork:
         config = self.config
         if config.latent:
-            return LatentWorkspace(
-                LatentShape(
-                    num_heads=config.num_heads,
-                    num_kv_heads=1,
-                    head_size=config.latent.latent_size,
-                    max_num_seqs=max_num_seqs,
-                    max_seq_len=config.max_model_len,
-                    num_multiprocessors=num_multiprocessors(config.device),
-                    rest_size=config.head_size - config.latent.latent_size,
-                    most_heads=cast(LatentTuning, tuning).most_heads,
-                ),
-                tuning,
+            return make_latent_workspace(
+                cast(LatentTuning, tuning),
                 config.device,
+                num_heads=config.num_heads,
+                value_size=config.latent.latent_size,
+                rest_size=config.head_size - config.latent.latent_size,
+                max_num_seqs=max_num_seqs,
+                max_seq_len=config.max_model_len,
             )
         return DecodeWorkspace(
             DecodeShape(

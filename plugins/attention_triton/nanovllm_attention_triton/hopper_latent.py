@@ -8,32 +8,29 @@ import torch
 import triton
 from torch import Tensor
 
-from nanovllm_attention_triton.decode import LOG2_E, next_power_of_2
+from nanovllm_attention_triton.decode import LOG2_E, next_power_of_2, num_multiprocessors
 from nanovllm_attention_triton.even_plan import even_plan_kernel
 from nanovllm_attention_triton.hopper_prefill import GLUON_VERSIONS, on_hopper
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.prefill import describable
-from nanovllm_attention_triton.tuning import DecodeTuning
+from nanovllm_attention_triton.tuning import HOPPER_LATENT, DecodeTuning, LatentTuning
 
 REGISTERS = 232
 """Per thread at the start, of eight warps, which then move them to where they are needed."""
-MOST_HEADS = 32
-"""Of one program: the output of as many fills half of the registers."""
 LEAST_COLUMNS = 16
 """A part of a row is loaded in pieces of 32 bytes at least."""
 
 
 def hopper_kernel_serves(
-    device: torch.device, dtype: torch.dtype, shape: LatentShape, block_size: int, tile: int
+    device: torch.device, dtype: torch.dtype, value_size: int, rest_size: int, block_size: int
 ) -> bool:
-    """Whether the GPU is a Hopper, Triton a known one, and dtype, heads and blocks fit."""
+    """Whether the GPU is a Hopper, Triton a known one, and dtype, rows and blocks fit."""
     return (
         on_hopper(device)
         and triton.__version__.startswith(GLUON_VERSIONS)
         and dtype.itemsize == 2
-        and shape.block_heads <= MOST_HEADS
-        and min(shape.head_size, shape.rest_size) >= LEAST_COLUMNS
-        and block_size % tile == 0
+        and min(value_size, rest_size) >= LEAST_COLUMNS
+        and block_size % HOPPER_LATENT.tile == 0
     )
 
 
@@ -48,7 +45,7 @@ class EvenShape(LatentShape):
 class HopperLatentWorkspace(LatentWorkspace):
     """An even plan, for persistent programs; where the copy engine can read the cache, these."""
 
-    def __init__(self, shape: EvenShape, tuning: DecodeTuning, device: torch.device) -> None:
+    def __init__(self, shape: LatentShape, tuning: DecodeTuning, device: torch.device) -> None:
         super().__init__(shape, tuning, device)
         self.part_starts = torch.zeros(shape.num_parts + 1, dtype=torch.int32, device=device)
 
@@ -114,6 +111,33 @@ class HopperLatentWorkspace(LatentWorkspace):
             num_warps=4,
             maxnreg=REGISTERS,
         )
+
+
+def make_latent_workspace(
+    tuning: LatentTuning,
+    device: torch.device,
+    *,
+    num_heads: int,
+    value_size: int,
+    rest_size: int,
+    max_num_seqs: int,
+    max_seq_len: int,
+) -> LatentWorkspace:
+    """The workspace for rows of `value_size` + `rest_size` columns, of the kernel of `tuning`."""
+    kind, make = (
+        (EvenShape, HopperLatentWorkspace) if tuning.persistent else (LatentShape, LatentWorkspace)
+    )
+    shape = kind(
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=value_size,
+        max_num_seqs=max_num_seqs,
+        max_seq_len=max_seq_len,
+        num_multiprocessors=num_multiprocessors(device),
+        rest_size=rest_size,
+        most_heads=tuning.most_heads,
+    )
+    return make(shape, tuning, device)
 
 
 def _descriptor(cache: Tensor, tile: int, columns: int) -> object:

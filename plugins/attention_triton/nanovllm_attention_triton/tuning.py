@@ -38,9 +38,14 @@ class DecodeTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentTuning(DecodeTuning):
-    """The same for latent rows; a program takes at most `most_heads` query heads."""
+    """The same for latent rows; a program takes at most `most_heads` query heads.
+
+    `persistent`: by the kernel for Hopper GPUs, one program on a multiprocessor, with `min_chunk`
+    tokens of context at least; `num_warps` and `num_stages` are its own, and no other bound holds.
+    """
 
     most_heads: int = 16
+    persistent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +140,9 @@ LATENT_DECODE_MANY_HEADS = {
     2: replace(LATENT_DECODE[2], most_heads=32, wave_programs=4, max_programs=8),
     4: LATENT_DECODE[4],
 }
-# By the kernel for Hopper GPUs, whose programs are persistent, one on a multiprocessor, and have
-# `min_chunk` tokens each at least; other bounds of chunks are not used.
-HOPPER_LATENT = LatentTuning(tile=64, num_warps=4, num_stages=2, min_chunk=64)
+HOPPER_LATENT = LatentTuning(
+    tile=64, num_warps=4, num_stages=2, min_chunk=64, most_heads=32, persistent=True
+)
 MANY_HEADS = 16
 """Above as many heads of a latent row the second table holds."""
 LARGE_TILE = 64
