@@ -47,6 +47,10 @@ class LatentTuning(DecodeTuning):
     most_heads: int = 16
     persistent: bool = False
 
+    def __str__(self) -> str:
+        kind = "persistent, " if self.persistent else ""
+        return f"latent rows, {kind}heads={self.most_heads} {DecodeTuning.__str__(self)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTuning:
