@@ -8,7 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from nanovllm_attention_triton.decode import LOG2_E, next_power_of_2, num_multiprocessors
+from nanovllm_attention_triton.decode import (
+    LOG2_E,
+    next_power_of_2,
+    num_multiprocessors,
+    padded_head_size,
+)
 from nanovllm_attention_triton.even_plan import even_plan_kernel
 from nanovllm_attention_triton.hopper_prefill import GLUON_VERSIONS, on_hopper
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
@@ -17,8 +22,8 @@ from nanovllm_attention_triton.tuning import HOPPER_LATENT, DecodeTuning, Latent
 
 REGISTERS = 232
 """Per thread at the start, of eight warps, which then move them to where they are needed."""
-LEAST_COLUMNS = 16
-"""A part of a row is loaded in pieces of 32 bytes at least."""
+LEAST_VALUES = 64
+"""Columns of the values are rows of a product, of which an instruction takes as many."""
 
 
 def hopper_kernel_serves(
@@ -29,7 +34,8 @@ def hopper_kernel_serves(
         on_hopper(device)
         and triton.__version__.startswith(GLUON_VERSIONS)
         and dtype.itemsize == 2
-        and min(value_size, rest_size) >= LEAST_COLUMNS
+        and padded_head_size(value_size) >= LEAST_VALUES
+        and rest_size > 0
         and block_size % HOPPER_LATENT.tile == 0
     )
 

@@ -168,10 +168,10 @@ def attend_items(inputs, outputs, plan, shared, sizes: gl.constexpr, BLOCK_H: gl
         row = gl.load(items_ptr + item).to(gl.int64)
         begin = gl.load(items_ptr + capacity + item)
         end = gl.load(items_ptr + 2 * capacity + item)
-        q_row = q_ptr + row * q_stride_row
         first_head = head_block * BLOCK_H
-        copy_queries(q_value, q_row, q_stride_head, first_head, 0, NUM_HEADS, sizes[3])
-        copy_queries(q_rest, q_row, q_stride_head, first_head, sizes[3], NUM_HEADS, sizes[4])
+        q_row = q_ptr + row * q_stride_row
+        copy_queries(q_value, q_row, q_stride_head, first_head, NUM_HEADS, sizes[3])
+        copy_queries(q_rest, q_row + sizes[3], q_stride_head, first_head, NUM_HEADS, sizes[4])
         fence_async_shared()
         peak = gl.full([BLOCK_H], float("-inf"), gl.float32, HEAD)
         mass = gl.zeros([TILE, BLOCK_H], gl.float32, LAYOUT)
@@ -206,14 +206,12 @@ def attend_items(inputs, outputs, plan, shared, sizes: gl.constexpr, BLOCK_H: gl
 
 
 @gluon.jit
-def copy_queries(
-    q, q_row, stride_head, first_head, first_column, NUM_HEADS: gl.constexpr, SIZE: gl.constexpr
-):
-    """Copy a row's queries, SIZE columns from `first_column` on, and zeros behind these."""
+def copy_queries(q, q_row, stride_head, first_head, NUM_HEADS: gl.constexpr, SIZE: gl.constexpr):
+    """Copy SIZE columns of a row's queries, and zeros behind these."""
     layout: gl.constexpr = wide_layout(q.shape[1])
     columns = gl.arange(0, q.shape[1], gl.SliceLayout(0, layout))
     heads = first_head + gl.arange(0, q.shape[0], gl.SliceLayout(1, layout))
-    offsets = heads[:, None] * stride_head + (first_column + columns)[None, :]
+    offsets = heads[:, None] * stride_head + columns[None, :]
     real = (heads < NUM_HEADS)[:, None] & (columns < SIZE)[None, :]
     q.store(gl.load(q_row + offsets, mask=real, other=0.0))
 
@@ -246,10 +244,15 @@ def store_item(acc, peak, denominator, outputs, plan, item, row, head_block, siz
     # Only a padded row has no mass: its zeros stay zeros.
     result = acc / gl.where(denominator > 0.0, denominator, 1.0)[None, :]
     if gl.load(items_ptr + 4 * capacity + item) == 1:
-        out_row = out_ptr + row * out_stride_row
-        offsets = values[:, None] + heads[None, :] * out_stride_head
+        # Sums with the row in them: others are the same for all items, and would be kept in
+        # registers from one to the next.
+        starts = row * out_stride_row + heads * out_stride_head
         mask = (values < sizes[3])[:, None] & real[None, :]
-        gl.store(out_row + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
+        gl.store(
+            out_ptr + starts[None, :] + values[:, None],
+            result.to(out_ptr.dtype.element_ty),
+            mask=mask,
+        )
     else:
         slots = (item * sizes[1] + head_block).to(gl.int64) * sizes[2] + lanes
         gl.store(lse_ptr + slots, peak + gl.log2(denominator), mask=real)

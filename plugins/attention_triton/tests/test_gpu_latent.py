@@ -88,7 +88,7 @@ def test_replays_follow_changed_lengths_and_runs_are_equal(options):
             dtype=torch.bfloat16,
             device="cuda",
             seed=seed,
-        )  # fmt: skip
+        )
         for seed, lens in enumerate(([4000] * 12, [0, 4000, 1] * 4, [1] * 12, [77, 3000] * 6))
     ]
     first = cases[0]
