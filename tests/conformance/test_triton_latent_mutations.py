@@ -76,7 +76,8 @@ MUTATIONS = [
     ),
     bug(
         "the last column of the value is lost", DECODE, SIZES,
-        ("value_mask = values[None, :] < VALUE_SIZE", "value_mask = values[None, :] < VALUE_SIZE - 1"),
+        ("value_mask = values[None, :] < VALUE_SIZE",
+         "value_mask = values[None, :] < VALUE_SIZE - 1"),
     ),
     bug(
         "the scale twice, in decode", "latent_decode.py", SCALE,
@@ -130,8 +131,8 @@ MUTATIONS = [
     ),
     bug(
         "the last column of the values is not stored", PACKED, PACKED_SIZES,
-        ("tl.store(out_rows + values[None, :], out, mask=real & (values < VALUE_SIZE)[None, :])",
-         "tl.store(out_rows + values[None, :], out, mask=real & (values < VALUE_SIZE - 1)[None, :])"),
+        ("out, mask=real & (values < VALUE_SIZE)[None, :])",
+         "out, mask=real & (values < VALUE_SIZE - 1)[None, :])"),
     ),
 ]  # fmt: skip
 
