@@ -201,7 +201,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
 def test_kernels_spill_nothing_and_two_decode_programs_share_a_multiprocessor(reports):
     for name, report in reports.items():
         # Of many heads a few numbers of an item are spilled, outside the loop over its tiles.
-        most = 48 if name in SPILLED else 0
+        most = 112 if name in SPILLED else 0
         assert report.spills <= most, f"{name}: {report.spills} bytes spilled"
     for report in of_kind(reports, "decode"):
         assert report.registers <= DECODE_REGISTERS
