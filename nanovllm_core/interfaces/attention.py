@@ -69,7 +69,8 @@ GraphSupport = Literal["none", "decode", "full"]
 class AttentionCapabilities:
     """The capabilities of a backend, as data. One that is not declared is not supported.
 
-    `head_sizes`: None means any. `latent`: it serves groups that cache one row per token.
+    `head_sizes`: None means any. `latent`: it serves groups that cache one row per token, whose
+    sizes `head_sizes` does not limit, but `spec.check` may.
     `needs_finite_tail`: the backend reads (and discards) keys that a sequence does not see, in the
     unused tail of its last block or in blocks wholly before its window, so blocks must hold finite
     numbers.

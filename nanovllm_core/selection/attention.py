@@ -103,7 +103,7 @@ def select_attention(
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
     """Requirements that the backend does not declare, in plain words with value and limit."""
     device, size = requirements.device.split(":")[0], requirements.head_size
-    sizes = {size} if capabilities.head_sizes is None else capabilities.head_sizes
+    sizes = {size} if requirements.latent else capabilities.head_sizes or {size}
     reasons = [
         *fit.outside(capabilities.phases, requirements.phase, "does not do {}, only {}"),
         *fit.unmet_device(capabilities.devices, device),

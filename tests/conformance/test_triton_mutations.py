@@ -128,8 +128,9 @@ MUTATIONS = [
     ),
     bug(
         "the plan is overwritten before the last layer has read it", "decode.py", LAYERS,
-        ("            num_stages=tuning.num_stages,\n        )\n",
-         "            num_stages=tuning.num_stages,\n        )\n        self.num_items.zero_()\n"),
+        ("            num_stages=self.tuning.num_stages,\n        )\n",
+         "            num_stages=self.tuning.num_stages,\n        )\n"
+         "        self.num_items.zero_()\n"),
         peers=20,
     ),
     bug(

@@ -10,21 +10,40 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from nanovllm_attention_triton import hopper_latent
 from nanovllm_attention_triton.decode import (
     DecodeShape,
     DecodeWorkspace,
+    PlannedWork,
     num_multiprocessors,
     triton_version,
 )
+from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.prefill import CAUSAL, fits_large_tiles, prefill_attention
-from nanovllm_attention_triton.tuning import FEW_ROWS, decode_tuning, prefill_tuning
+from nanovllm_attention_triton.packed import packed_prefill
+from nanovllm_attention_triton.prefill import (
+    CAUSAL,
+    fits_large_tiles,
+    has_large_memory,
+    prefill_attention,
+)
+from nanovllm_attention_triton.tuning import (
+    FEW_ROWS,
+    HOPPER_LATENT,
+    DecodeTuning,
+    LatentTuning,
+    decode_tuning,
+    latent_tuning,
+    packed_tuning,
+    prefill_tuning,
+)
 from nanovllm_core.api import (
     AttentionBackend,
     AttentionConfig,
     DecodeMetadata,
     InconsistentStateError,
+    PackedMetadata,
     PrefillMetadata,
     QKPrep,
     UnsupportedError,
@@ -42,17 +61,11 @@ class TritonAttention(AttentionBackend):
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
         self._options = cast(TritonOptions, options)
-        most = config.max_num_seqs
-        # With chunks of a fixed length a row has the same bits in every batch: one table then.
-        few = most if self._options.chunk_size else min(FEW_ROWS, most)
-        self.decode_tunings = [
-            (rows, decode_tuning(config.dtype.itemsize, config.head_size, rows, self._options))
-            for rows in sorted({few, most})
-        ]
+        self.decode_tunings = self._decode_tunings()
         # A window that holds every sequence is none, and costs nothing.
         window = config.sliding_window
         self._window = None if window is None or window >= config.max_model_len else window
-        self._workspaces: list[DecodeWorkspace] = []
+        self._workspaces: list[PlannedWork] = []
         self._prefill_tickets: Tensor | None = None
         self._has_prefilled = False
 
@@ -61,24 +74,58 @@ class TritonAttention(AttentionBackend):
         if self._has_warp_roles():
             self._prefill_tickets = torch.zeros(1, dtype=torch.int32, device=config.device)
         self._workspaces = [
-            DecodeWorkspace(
-                DecodeShape(
-                    num_heads=config.num_heads,
-                    num_kv_heads=config.num_kv_heads,
-                    head_size=config.head_size,
-                    max_num_seqs=rows,
-                    max_seq_len=config.max_model_len,
-                    num_multiprocessors=num_multiprocessors(config.device),
-                    window=self._window,
-                    soft_cap=config.soft_cap,
-                ),
-                tuning,
-                config.device,
-            )
-            for rows, tuning in self.decode_tunings
+            self._make_workspace(rows, tuning) for rows, tuning in self.decode_tunings
         ]
 
-    def _workspace(self, num_rows: int) -> DecodeWorkspace:
+    def _decode_tunings(self) -> list[tuple[int, DecodeTuning]]:
+        config, options = self.config, self._options
+        most, element_size = config.max_num_seqs, config.dtype.itemsize
+        if config.latent:
+            value_size = config.latent.latent_size
+            by_hopper_kernel = options == TritonOptions() and hopper_latent.hopper_kernel_serves(
+                config.device,
+                config.dtype,
+                value_size,
+                config.head_size - value_size,
+                config.block_size,
+            )
+            tuning = latent_tuning(element_size, config.num_heads, options)
+            return [(most, HOPPER_LATENT if by_hopper_kernel else tuning)]
+        # With chunks of a fixed length a row has the same bits in every batch: one table then.
+        few = most if options.chunk_size else min(FEW_ROWS, most)
+        return [
+            (rows, decode_tuning(element_size, config.head_size, rows, options))
+            for rows in sorted({few, most})
+        ]
+
+    def _make_workspace(self, max_num_seqs: int, tuning: DecodeTuning) -> PlannedWork:
+        config = self.config
+        if config.latent:
+            return make_latent_workspace(
+                cast(LatentTuning, tuning),
+                config.device,
+                num_heads=config.num_heads,
+                value_size=config.latent.latent_size,
+                rest_size=config.head_size - config.latent.latent_size,
+                max_num_seqs=max_num_seqs,
+                max_seq_len=config.max_model_len,
+            )
+        return DecodeWorkspace(
+            DecodeShape(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                max_num_seqs=max_num_seqs,
+                max_seq_len=config.max_model_len,
+                num_multiprocessors=num_multiprocessors(config.device),
+                window=self._window,
+                soft_cap=config.soft_cap,
+            ),
+            tuning,
+            config.device,
+        )
+
+    def _workspace(self, num_rows: int) -> PlannedWork:
         """The first that holds `num_rows`."""
         if not self._workspaces:
             raise InconsistentStateError("TritonAttention: allocate() must come before decode")
@@ -119,7 +166,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def prepares_decode(self, prep: QKPrep, num_rows: int) -> bool:
-        if self._options.chunk_size:
+        if self.config.latent or self._options.chunk_size:
             return False  # the newest key is added last, which would be other bits in other batches
         # The interpreter runs one program at a time: for tests, it always does.
         interpreted = self.config.device.type != "cuda"
@@ -137,7 +184,7 @@ class TritonAttention(AttentionBackend):
         out_BHD: Tensor,
     ) -> None:
         self._check_tensors(qkv_BX, k_cache, v_cache, out_BHD)
-        self._workspace(qkv_BX.shape[0]).run_from_qkv(
+        cast(DecodeWorkspace, self._workspace(qkv_BX.shape[0])).run_from_qkv(
             qkv_BX,
             prep,
             positions_B,
@@ -183,6 +230,30 @@ class TritonAttention(AttentionBackend):
                 soft_cap=self.config.soft_cap,
                 tickets=self._prefill_tickets,
             )
+
+    def run_packed(
+        self,
+        q_THD: Tensor,
+        k_LHD: Tensor,
+        v_LHV: Tensor,
+        metadata: PackedMetadata,
+        out_THV: Tensor,
+        lse_HT: Tensor | None = None,
+    ) -> None:
+        large = has_large_memory(q_THD.device)
+        packed_prefill(
+            q_THD,
+            k_LHD,
+            v_LHV,
+            metadata.query_start_loc,
+            metadata.key_start_loc,
+            metadata.max_query_len,
+            self.config.scale,
+            metadata.causal,
+            out_THV,
+            packed_tuning(q_THD.element_size(), q_THD.shape[-1], v_LHV.shape[-1], large),
+            lse_HT,
+        )
 
     def _has_warp_roles(self) -> bool:
         """Whether prompts run on the kernel for Hopper."""

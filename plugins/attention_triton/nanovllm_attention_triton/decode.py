@@ -161,8 +161,8 @@ class DecodeShape:
         return min(by_length, num_rows + min(by_chunk, by_programs))
 
 
-class DecodeWorkspace:
-    """The device memory of decode attention: the step's items, partial results and tickets.
+class PlannedWork:
+    """The device memory that every decode kernel needs: the step's items and partial results.
 
     All sizes follow from the shape and the tuning; nothing is allocated after construction, so a
     captured graph may keep the addresses. Not for use on two streams at once.
@@ -171,7 +171,7 @@ class DecodeWorkspace:
     def __init__(self, shape: DecodeShape, tuning: DecodeTuning, device: torch.device) -> None:
         self.shape = shape
         self.tuning = tuning
-        self._launch_options = launch_options(supports_dependent_launch(device))
+        self.launch_options = launch_options(supports_dependent_launch(device))
         max_items = shape.max_items(shape.max_num_seqs, shape.max_seq_len, tuning)
         # A multiple of 16: Triton compiles another variant for integers that are not.
         self.capacity = -(-max_items // 16) * 16
@@ -184,10 +184,6 @@ class DecodeWorkspace:
             (programs, shape.partial_heads, shape.block_d), dtype=torch.float32, device=device
         )
         self.lse = torch.zeros((programs, shape.partial_heads), dtype=torch.float32, device=device)
-        # The last program of a row leaves its ticket at 0 for the next layer.
-        self.tickets = torch.zeros(
-            (shape.max_num_seqs, shape.programs_per_item), dtype=torch.int32, device=device
-        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured kernel reads or writes, by name."""
@@ -196,8 +192,28 @@ class DecodeWorkspace:
             "decode_num_items": self.num_items,
             "decode_partial": self.partial,
             "decode_lse": self.lse,
-            "decode_tickets": self.tickets,
         }
+
+    def run(
+        self,
+        q_BHD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        max_seq_len: int,
+        scale: float,
+        out_BHD: Tensor,
+    ) -> None:
+        """Attend the planned rows. `k_cache` and `v_cache` [N, P, K, D] have equal strides.
+
+        The innermost dimension of every tensor is contiguous. `max_seq_len` bounds the grid.
+        """
+        raise NotImplementedError
+
+    def grid(self, num_rows: int, max_seq_len: int) -> tuple[int]:
+        """The programs of a decode kernel that so many rows of bounded lengths can need."""
+        max_items = self.shape.max_items(num_rows, max_seq_len, self.tuning)
+        return (min(max_items, self.capacity) * self.shape.programs_per_item,)
 
     def plan(self, seq_lens_B: Tensor, block_table: Tensor, block_size: int) -> None:
         """Cut the rows of `seq_lens_B` (int32, contiguous) into the items of the next runs.
@@ -227,6 +243,20 @@ class DecodeWorkspace:
             WINDOW=self.shape.window or 0,
         )
 
+
+class DecodeWorkspace(PlannedWork):
+    """The planned work of keys and values, and the tickets by which their kernels merge."""
+
+    def __init__(self, shape: DecodeShape, tuning: DecodeTuning, device: torch.device) -> None:
+        super().__init__(shape, tuning, device)
+        # The last program of a row leaves its ticket at 0 for the next layer.
+        self.tickets = torch.zeros(
+            (shape.max_num_seqs, shape.programs_per_item), dtype=torch.int32, device=device
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {"decode_tickets": self.tickets}
+
     def run(
         self,
         q_BHD: Tensor,
@@ -237,10 +267,6 @@ class DecodeWorkspace:
         scale: float,
         out_BHD: Tensor,
     ) -> None:
-        """Attend the planned rows. `k_cache` and `v_cache` [N, P, K, D] have equal strides.
-
-        The innermost dimension of every tensor is contiguous. `max_seq_len` bounds the grid.
-        """
         queries = q_BHD, q_BHD.stride(0), q_BHD.stride(1)
         constants = self.shape.constants(k_cache.shape[1], self.tuning.tile)
         self._launch(
@@ -285,12 +311,7 @@ class DecodeWorkspace:
         constants: Mapping[str, int | float],
     ) -> None:
         """Launch a kernel over the planned items; `inputs` are the arguments that are its own."""
-        shape, tuning = self.shape, self.tuning
-        max_items = min(
-            shape.max_items(out_BHD.shape[0], max_seq_len, tuning),
-            self.capacity,
-        )
-        kernel[(max_items * shape.programs_per_item,)](
+        kernel[self.grid(out_BHD.shape[0], max_seq_len)](
             *inputs,
             k_cache,
             v_cache,
@@ -309,11 +330,11 @@ class DecodeWorkspace:
             k_cache.stride(1),
             k_cache.stride(2),
             self.capacity,
-            shape.programs_per_item,
+            self.shape.programs_per_item,
             **constants,
-            **self._launch_options,
-            num_warps=tuning.num_warps,
-            num_stages=tuning.num_stages,
+            **self.launch_options,
+            num_warps=self.tuning.num_warps,
+            num_stages=self.tuning.num_stages,
         )
 
 

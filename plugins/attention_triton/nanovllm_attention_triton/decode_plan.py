@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = tl.constexpr(6)
+ITEM_FIELDS = tl.constexpr(7)
 """An item is (row, first token, end token, the row's first item, its number of items, first block).
+The seventh field is not the item's: entry r of it is the first item of row r.
 
 With a sliding window the tokens of a row's items are those that its query sees, and the first one
 may lie within a tile; without, an item begins with a tile. The block saves every layer one of the
@@ -70,6 +71,7 @@ def plan_kernel(
     # A padded row keeps one item of no tokens, which writes zeros.
     counts = tl.where(rows < num_rows, tl.maximum(tl.cdiv(spans, size), 1), 0)
     first = tl.cumsum(counts, 0) - counts
+    tl.store(items_ptr + 6 * item_capacity + rows, first, mask=rows < num_rows)
     for index in range(0, tl.max(counts, 0)):
         here = index < counts
         begin = index * size
@@ -85,20 +87,28 @@ def plan_kernel(
         tl.store(item + 4 * item_capacity, counts, mask=here)
     num_items = tl.sum(counts, 0)
     if BLOCK_SIZE % TILE == 0:
-        # One look-up for all items: in the loop above every round would wait for its own.
-        tl.debug_barrier()
-        for base in range(0, num_items, PLAN_LANES):
-            slots = base + tl.arange(0, PLAN_LANES)
-            item = items_ptr + slots
-            here = slots < num_items
-            row = tl.load(item, mask=here, other=0).to(tl.int64)
-            begin = tl.load(item + item_capacity, mask=here, other=0)
-            end = tl.load(item + 2 * item_capacity, mask=here, other=0)
-            block_id = tl.load(
-                table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end
-            )
-            tl.store(item + 5 * item_capacity, block_id, mask=begin < end)
+        look_up_blocks(table_ptr, items_ptr, table_stride, item_capacity, num_items, BLOCK_SIZE)
     # Released behind all other stores: some runs read the items without waiting for this kernel's
     # end to be visible.
     tl.debug_barrier()
     tl.atomic_xchg(num_items_ptr, num_items, sem="release", scope="gpu")
+
+
+@triton.jit
+def look_up_blocks(
+    table_ptr, items_ptr, table_stride, item_capacity, num_items, BLOCK_SIZE: tl.constexpr
+):
+    """Store the first block of every item.
+
+    One look-up for all: in the loop over a row's items every round would wait for its own.
+    """
+    tl.debug_barrier()
+    for base in range(0, num_items, PLAN_LANES):
+        slots = base + tl.arange(0, PLAN_LANES)
+        item = items_ptr + slots
+        here = slots < num_items
+        row = tl.load(item, mask=here, other=0).to(tl.int64)
+        begin = tl.load(item + item_capacity, mask=here, other=0)
+        end = tl.load(item + 2 * item_capacity, mask=here, other=0)
+        block_id = tl.load(table_ptr + row * table_stride + begin // BLOCK_SIZE, mask=begin < end)
+        tl.store(item + 5 * item_capacity, block_id, mask=begin < end)

@@ -20,6 +20,8 @@ from nanovllm_core.api import (
 MAX_HEAD_SIZE = 256
 """Smaller sizes that are no power of two are padded inside the kernels; a larger one has no tiles
 that fit."""
+MAX_LATENT_SIZES = (512, 128)
+"""The most columns of a latent row that are its value, and the most behind these."""
 
 
 def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequence[KVLayout]:
@@ -39,6 +41,8 @@ def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]
             f"num_heads ({requirements.num_heads}) must be a multiple of num_kv_heads "
             f"({requirements.num_kv_heads})"
         )
+    if requirements.latent:
+        reasons += _latent_limits(requirements)
     if requirements.device == "cpu":
         # Triton's own switch, read by triton when it is imported: it decides how kernels run.
         if os.environ.get("TRITON_INTERPRET") != "1":
@@ -50,6 +54,22 @@ def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]
             reasons.append(
                 "Triton's interpreter computes bfloat16 wrongly: use dtype float32 on cpu"
             )
+    return reasons
+
+
+def _latent_limits(requirements: AttentionRequirements) -> list[str]:
+    """What of a latent group's sizes has no tiles that fit."""
+    size, value_size = requirements.head_size, requirements.value_size or requirements.head_size
+    if requirements.phase == "prefill":
+        largest = max(size, value_size)
+        fits = largest <= MAX_HEAD_SIZE
+        return [] if fits else [f"keys and values have {largest} numbers, at most {MAX_HEAD_SIZE}"]
+    rest, (most_value, most_rest) = size - value_size, MAX_LATENT_SIZES
+    reasons = []
+    if value_size > most_value:
+        reasons.append(f"the latent part has {value_size} numbers, at most {most_value}")
+    if rest > most_rest:
+        reasons.append(f"rows have {rest} numbers behind the latent part, at most {most_rest}")
     return reasons
 
 
@@ -79,6 +99,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
                 gqa=True,
                 sliding_window=True,
                 soft_cap=True,
+                latent=True,
                 cuda_graphs="full",
             ),
             kv_layouts=_kv_layouts,

@@ -57,11 +57,7 @@ def prefill_attention(
     which allocates where it gets none. Raises UnsupportedError for a `scale` that is not positive,
     and for more queries than a grid holds.
     """
-    if not scale > 0:
-        raise UnsupportedError(
-            f"attention triton scales scores by a positive number, not {scale}: the peak of a row "
-            "is taken before the scale; negate q for a negative one"
-        )
+    check_scale(scale)
     num_seqs = block_table.shape[0]
     if num_seqs == 0 or max_query_len == 0:
         return
@@ -123,6 +119,15 @@ def prefill_attention(
     )
 
 
+def check_scale(scale: float) -> None:
+    """Refuse, by UnsupportedError, a scale that is not positive."""
+    if not scale > 0:
+        raise UnsupportedError(
+            f"attention triton scales scores by a positive number, not {scale}: the peak of a row "
+            "is taken before the scale; negate q for a negative one"
+        )
+
+
 def count_row_blocks(num_queries: int, num_seqs: int, group: int, block_m: int) -> int:
     """The row blocks that `find_row_block` numbers; UnsupportedError for more than a grid holds."""
     row_blocks = num_queries * group // block_m + num_seqs
@@ -163,12 +168,14 @@ def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether heads are wide, and the copy engine and the shared memory there for large tiles."""
     if k_cache.shape[3] <= WIDE:
         return False
-    if (
-        k_cache.is_cuda
-        and torch.cuda.get_device_capability(k_cache.device)[0] not in LARGE_CAPABILITIES
-    ):
-        return False
-    return describable(k_cache, v_cache, LARGE_TILE)
+    return has_large_memory(k_cache.device) and describable(k_cache, v_cache, LARGE_TILE)
+
+
+def has_large_memory(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory; in the interpreter, yes."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device)[0] in LARGE_CAPABILITIES
 
 
 def _tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:

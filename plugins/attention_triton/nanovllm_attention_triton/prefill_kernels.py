@@ -144,7 +144,7 @@ def prefill_kernel(
             if start < seen_from:
                 visible = start + keys[None, :] >= positions[:, None] - LEFT
                 scores = tl.where(visible, scores, float("-inf"))
-        acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
+        acc, denominator, peak = fold_tile(acc, denominator, peak, scores, v, log2_scale)
     if whole_end < end:
         live = whole_end + keys < end
         if LEFT >= 0 and BLOCK_SIZE % BLOCK_N != 0:
@@ -165,7 +165,7 @@ def prefill_kernel(
         if LEFT >= 0:
             visible = visible & (whole_end + keys[None, :] >= positions[:, None] - LEFT)
         scores = tl.where(visible, scores, float("-inf"))
-        acc, denominator, peak = _fold(acc, denominator, peak, scores, v, log2_scale)
+        acc, denominator, peak = fold_tile(acc, denominator, peak, scores, v, log2_scale)
 
     mass = tl.where(denominator > 0.0, denominator, 1.0)
     acc = acc / mass[:, None]
@@ -212,7 +212,7 @@ def _load_tile(pointers, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _fold(acc, denominator, peak, scores, v, log2_scale):
+def fold_tile(acc, denominator, peak, scores, v, log2_scale):
     """Fold a tile's unscaled scores (-inf: not seen) and values into the running softmax.
 
     The scale and the peak meet each score in one multiply-add.

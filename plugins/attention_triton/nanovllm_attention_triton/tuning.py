@@ -37,6 +37,22 @@ class DecodeTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentTuning(DecodeTuning):
+    """The same for latent rows; a program takes at most `most_heads` query heads.
+
+    `persistent`: by the kernel for Hopper GPUs, one program on a multiprocessor, with `min_chunk`
+    tokens of context at least; `num_warps` and `num_stages` are its own, and no other bound holds.
+    """
+
+    most_heads: int = 16
+    persistent: bool = False
+
+    def __str__(self) -> str:
+        kind = "persistent, " if self.persistent else ""
+        return f"latent rows, {kind}heads={self.most_heads} {DecodeTuning.__str__(self)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTuning:
     """The tile of rows and keys of one prefill program, and how it is compiled.
 
@@ -52,6 +68,16 @@ class PrefillTuning:
     num_stages: int
     copy_engine: bool = True
     warp_roles: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTuning:
+    """The tile of queries and keys of one program over packed keys, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +129,26 @@ WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
 }
+# Rows of 576 columns: two programs on a multiprocessor, each with a tile that it multiplies and one
+# that loads.
+LATENT_DECODE = {
+    2: LatentTuning(
+        tile=32, num_warps=4, num_stages=3, max_chunk=4096, wave_programs=2, max_programs=4
+    ),
+    4: LatentTuning(
+        tile=16, num_warps=8, num_stages=1, max_chunk=4096, wave_programs=2, max_programs=4
+    ),
+}
+# More heads share a tile; each still has two programs on a multiprocessor.
+LATENT_DECODE_MANY_HEADS = {
+    2: replace(LATENT_DECODE[2], most_heads=32, wave_programs=4, max_programs=8),
+    4: LATENT_DECODE[4],
+}
+HOPPER_LATENT = LatentTuning(
+    tile=64, num_warps=4, num_stages=2, min_chunk=64, most_heads=32, persistent=True
+)
+MANY_HEADS = 16
+"""Above as many heads of a latent row the second table holds."""
 LARGE_TILE = 64
 LARGE_CAPABILITIES = (9, 10)
 """Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
@@ -110,6 +156,16 @@ LARGE_CAPABILITIES = (9, 10)
 WIDE_LARGE_PREFILL = {
     2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=2),
     4: WIDE_PREFILL[4],
+}
+# Prompts over packed keys of 192 columns and values of 128.
+PACKED = {
+    2: PackedTuning(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    4: PackedTuning(block_m=16, block_n=16, num_warps=8, num_stages=1),
+}
+# Wider keys or values, and GPUs with less shared memory.
+NARROW_PACKED = {
+    2: PackedTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
+    4: PACKED[4],
 }
 HOPPER_PREFILL = {128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True)}
 """By head size, of half precision. For heads of 64 the kernel was no faster than the plain one."""
@@ -137,6 +193,16 @@ def decode_tuning(
     )
 
 
+def latent_tuning(element_size: int, num_heads: int, options: TritonOptions) -> LatentTuning:
+    """The constants of decode over latent rows, with the user's overrides."""
+    table = LATENT_DECODE if num_heads <= MANY_HEADS else LATENT_DECODE_MANY_HEADS
+    return replace(
+        table[element_size],
+        fixed_chunk=options.chunk_size,
+        **_given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
+    )
+
+
 def prefill_tuning(
     element_size: int, head_size: int, large: bool, options: TritonOptions
 ) -> PrefillTuning:
@@ -150,6 +216,12 @@ def prefill_tuning(
     if head_size > WIDE:
         table = WIDE_LARGE_PREFILL if large and not overrides else WIDE_PREFILL
     return replace(table[element_size], warp_roles=not overrides, **overrides)
+
+
+def packed_tuning(element_size: int, key_size: int, value_size: int, large: bool) -> PackedTuning:
+    """The constants of prompts over packed keys; `large` where the GPU has the shared memory."""
+    fits = large and key_size <= 2 * WIDE and value_size <= WIDE
+    return (PACKED if fits else NARROW_PACKED)[element_size]
 
 
 def _given(**overrides: int | None) -> dict[str, Any]:

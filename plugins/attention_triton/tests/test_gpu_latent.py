@@ -1,0 +1,158 @@
+"""Latent attention on a GPU: true sizes, both decode kernels, captured graphs, determinism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.hopper_prefill import on_hopper
+from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_kit.latent_attention import LatentSizes, make_latent_case, make_packed_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+USUAL = LatentSizes()
+RAGGED = [1, 0, 63, 64, 65, 127, 128, 300, 1000, 0, 4097, 512, 2049, 17]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+EVERY_GPU = TritonOptions(chunk_size=256)
+"""With fixed chunks the kernel for every GPU runs on a Hopper too."""
+
+
+def make_backend(case, options=None):
+    backend = TritonAttention(options or TritonOptions(), case.config())
+    backend.allocate()
+    return backend
+
+
+def decode(case, backend):
+    out, metadata = case.new_out(), case.decode_metadata()
+    backend.plan_decode(metadata)
+    backend.run_decode(case.q_THD, case.k_cache, case.v_cache, metadata, out)
+    return out
+
+
+@pytest.mark.parametrize("options", [TritonOptions(), EVERY_GPU], ids=["own", "every-gpu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_heads", [1, 5, 16, 32, 128])
+def test_decode_equals_the_reference_at_true_sizes(num_heads, dtype, options):
+    """Ragged rows, padding between them, needles, NaN in every place that may not be read."""
+    for block_size, needle in ((256, True), (64, False), (16, False)):
+        case = make_latent_case(
+            RAGGED, USUAL, num_heads=num_heads, block_size=block_size, dtype=dtype,
+            device="cuda", needle=needle, finite_tail=False,
+        )  # fmt: skip
+        case.assert_close(decode(case, make_backend(case, options)))
+
+
+@pytest.mark.parametrize("sizes", [(256, 64), (512, 32), (128, 128), (64, 16), (40, 24), (320, 64)])
+def test_decode_equals_the_reference_at_other_sizes(sizes):
+    latent, rotated = sizes
+    sizes = LatentSizes(latent=latent, rotated=rotated)
+    for num_heads in (7, 64):
+        case = make_latent_case(
+            RAGGED, sizes, num_heads=num_heads, block_size=128, dtype=torch.bfloat16,
+            device="cuda", finite_tail=False,
+        )  # fmt: skip
+        case.assert_close(decode(case, make_backend(case)))
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and on_hopper(torch.device("cuda"))), reason="on Hopper alone"
+)
+def test_the_kernel_for_hopper_serves_there():
+    """By blocks of whole tiles and half precision, and without options; `describe` says so."""
+
+    def persistent(options=None, block_size=256, dtype=torch.bfloat16):
+        case = make_latent_case([1], USUAL, num_heads=16, block_size=block_size, dtype=dtype,
+                                device="cuda")  # fmt: skip
+        return "persistent" in make_backend(case, options).describe()
+
+    assert persistent()
+    assert not persistent(EVERY_GPU)
+    assert not persistent(block_size=16)
+    assert not persistent(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("options", [TritonOptions(), EVERY_GPU], ids=["own", "every-gpu"])
+def test_replays_follow_changed_lengths_and_runs_are_equal(options):
+    """One captured plan and two layers; whose programs end last changes no bit."""
+    cases = [
+        make_latent_case(
+            lens,
+            USUAL,
+            num_heads=16,
+            block_size=256,
+            dtype=torch.bfloat16,
+            device="cuda",
+            seed=seed,
+        )
+        for seed, lens in enumerate(([4000] * 12, [0, 4000, 1] * 4, [1] * 12, [77, 3000] * 6))
+    ]
+    first = cases[0]
+    backend = make_backend(first, options)
+    num_blocks = max(len(case.k_cache) for case in cases)
+    cache = first.k_cache.new_empty(num_blocks, *first.k_cache.shape[1:])
+    metadata, q = first.decode_metadata(4096), first.q_THD.clone()
+    outs = [first.new_out() for _ in range(2)]
+
+    def step():
+        backend.plan_decode(metadata)
+        for out in outs:
+            backend.run_decode(q, cache, cache[..., :512], metadata, out)
+
+    def fill(case):
+        cache[: len(case.k_cache)] = case.k_cache
+        metadata.block_table.zero_()
+        metadata.block_table[:, : case.block_table.shape[1]] = case.block_table
+        metadata.seq_lens.copy_(torch.tensor(case.seq_lens))
+        q.copy_(case.q_THD)
+
+    fill(first)
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    addresses = {name: x.data_ptr() for name, x in backend.captured_tensors().items()}
+    for case in cases:
+        fill(case)
+        step()
+        eager = outs[0].clone()
+        case.assert_close(eager)
+        for _ in range(50):
+            for out in outs:
+                out.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(out, eager) for out in outs)
+    assert addresses == {name: x.data_ptr() for name, x in backend.captured_tensors().items()}
+
+
+def test_rows_beyond_2_to_the_31_elements_are_read_right():
+    """From the highest blocks of a large cache."""
+    case = make_latent_case([700, 1], USUAL, num_heads=16, block_size=256, dtype=torch.bfloat16,
+                            device="cuda")  # fmt: skip
+    num_blocks = 2**31 // (256 * 576) + 64
+    far = case.k_cache.new_zeros(num_blocks, 256, 1, 576)
+    offset = num_blocks - len(case.k_cache)
+    far[offset:] = case.k_cache
+    expected = case.expected()
+    for options in (TritonOptions(), EVERY_GPU):
+        backend, metadata, out = make_backend(case, options), case.decode_metadata(), case.new_out()
+        metadata.block_table += offset
+        backend.plan_decode(metadata)
+        backend.run_decode(case.q_THD, far, far[..., :512], metadata, out)
+        case.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_prompts_equal_the_reference_at_true_sizes(dtype, causal):
+    """Prompts, chunks, contexts; queries without keys and keys without queries."""
+    lens = [1, 300, 64, 0, 127, 129, 700]
+    others = [1, 300, 200, 5, 127, 1000, 0 if not causal else 700]
+    for sizes, num_heads in ((USUAL, 16), (LatentSizes(nope=32, value=64), 3)):
+        case = make_packed_case(lens, others, sizes, num_heads=num_heads, causal=causal,
+                                dtype=dtype, device="cuda")  # fmt: skip
+        case.check(make_backend(case), "packed")

@@ -1,0 +1,107 @@
+"""Packed keys and values of each head, interpreted, against float64."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_attention_triton.packed import packed_prefill
+from nanovllm_attention_triton.tuning import PackedTuning, packed_tuning
+from nanovllm_core.api import UnsupportedError
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu_latent.py"
+)
+
+
+def packed_batch(
+    query_lens: list[int], key_lens: list[int], heads: int, sizes: tuple[int, int],
+    dtype: torch.dtype, seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q [T, H, D], k [L, H, D], v [L, H, V], whose other heads, behind those used, are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    (key_size, value_size), (queries, keys) = sizes, (sum(query_lens), sum(key_lens))
+    q = torch.randn(queries, heads, key_size, generator=generator).to(dtype)
+    k, v = (torch.full((keys, heads + 1, size), float("nan"), dtype=dtype) for size in sizes)
+    k[:, :heads] = torch.randn(keys, heads, key_size, generator=generator).to(dtype)
+    v[:, :heads] = torch.randn(keys, heads, value_size, generator=generator).to(dtype)
+    return q, k[:, :heads], v[:, :heads]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """One sequence in float64: output [Q, H, V] and log-sum-exp [H, Q]; no key: 0 and -inf."""
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale
+    if causal:
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(k) - len(q))
+        scores = scores.masked_fill(~seen, float("-inf"))
+    out = torch.einsum("hqk,khv->qhv", scores.softmax(-1).nan_to_num(0.0), v.double())
+    return out, scores.logsumexp(-1)
+
+
+def starts(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, query_lens: list[int], key_lens: list[int], scale: float,
+    causal: bool, tuning: PackedTuning,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = torch.full((*q.shape[:2], v.shape[2]), float("nan"), dtype=q.dtype)
+    lse = torch.full((q.shape[1], len(q)), float("nan"))
+    packed_prefill(
+        q, k, v, starts(query_lens), starts(key_lens), max(query_lens), scale, causal, out,
+        tuning, lse,
+    )  # fmt: skip
+    return out, lse
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_packed_attention_equals_the_reference(number):
+    """Drawn lengths, heads, key and value sizes; causal and not; queries without keys."""
+    draws = Random(number)
+    heads = draws.choice((1, 3, 5))
+    sizes = draws.choice(((24, 16), (48, 32), (17, 40), (16, 5), (8, 8)))
+    dtype = draws.choice((torch.float32, torch.float16))
+    lens = [0, 1, 31, 32, 33, 64, draws.randint(65, 100)]
+    query_lens, key_lens = draws.choices(lens, k=4), draws.choices(lens, k=4)
+    if number % 2:
+        key_lens = [q + draws.choice((0, 3, 40)) for q in query_lens]
+    query_lens.append(1)  # A batch has a query.
+    key_lens.append(2)
+    q, k, v = packed_batch(query_lens, key_lens, heads, sizes, dtype, number)
+    causal, scale = number % 4 < 2, sizes[0] ** -0.5
+    tuning = packed_tuning(dtype.itemsize, *sizes, large=number % 3 > 0)
+    out, lse = run(q, k, v, query_lens, key_lens, scale, causal, tuning)
+    one_by_one = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)
+    right = [exact(*tensors, scale, causal) for tensors in one_by_one]
+    limit = 2e-6 if dtype is torch.float32 else 2e-3
+    expected = torch.cat([out for out, _ in right])
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=limit)
+    expected = torch.cat([lse for _, lse in right], 1)
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=max(limit, 1e-5))
+
+
+def test_parts_of_a_context_merge_to_the_whole():
+    """By their log-sum-exps: a chunk's own keys, and two parts of what lies before it."""
+    q, k, v = packed_batch([20], [70], 2, (24, 16), torch.float32, 0)
+    tuning = packed_tuning(4, 24, 16, large=True)
+    whole, whole_lse = run(q, k, v, [20], [70], 0.2, True, tuning)
+    parts = [
+        run(q, k[a:b], v[a:b], [20], [b - a], 0.2, causal, tuning)
+        for a, b, causal in ((50, 70, True), (0, 33, False), (33, 50, False))
+    ]
+    lses = torch.stack([lse for _, lse in parts])
+    total = lses.logsumexp(0)
+    weights = (lses - total).exp().transpose(1, 2)[..., None]
+    merged = (torch.stack([out for out, _ in parts]) * weights).sum(0)
+    torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total, whole_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_a_scale_that_is_not_positive_is_refused():
+    q, k, v = packed_batch([4], [4], 1, (16, 16), torch.float32, 0)
+    with pytest.raises(UnsupportedError, match="positive"):
+        run(q, k, v, [4], [4], 0.0, True, packed_tuning(4, 16, 16, large=True))
