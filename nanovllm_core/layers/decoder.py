@@ -28,15 +28,12 @@ from torch import Tensor, nn
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.attention import Attention
-from nanovllm_core.layers.blocks import gated_mlp, linear_add, norm_linear
+from nanovllm_core.layers.blocks import linear_add, norm_linear
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.decoder_config import DecoderConfig
 from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from nanovllm_core.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm_core.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import build_cos_sin_cache
 
@@ -73,22 +70,6 @@ class SelfAttention(nn.Module):
         self.attn = Attention(
             context, prep, scale=head_dim**-0.5, sliding_window=config.sliding_window
         )
-
-
-class MLP(nn.Module):
-    """down(silu(gate) * up), with gate and up as one product."""
-
-    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
-        super().__init__()
-        size, bias = config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(
-            context, config.hidden_size, (size, size), bias=bias
-        )
-        self.down_proj = RowParallelLinear(context, size, config.hidden_size, bias=bias)
-
-    def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
-        """residual + MLP(norm(residual)). The residual is overwritten."""
-        return gated_mlp(residual_TE, norm, self.gate_up_proj, self.down_proj)
 
 
 class DecoderLayer(nn.Module):
@@ -171,11 +152,13 @@ class DecoderForCausalLM(nn.Module):
     def make_mlp(
         cls, config: Mapping[str, Any], settings: DecoderConfig, context: LayerContext, layer: int
     ) -> nn.Module:
-        """The MLP of a layer, from 0; `mlp(residual_TE, norm)` gives the sum, as `MLP` does.
+        """The MLP of a layer, from 0; `mlp(residual_TE, norm)` gives the sum, as `GatedMLP` does.
 
         An architecture with another MLP in some layers, such as `SparseMLP`, overrides it.
         """
-        return MLP(settings, context)
+        return GatedMLP(
+            context, settings.hidden_size, settings.intermediate_size, bias=settings.mlp_bias
+        )
 
     def __init__(
         self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
