@@ -42,6 +42,7 @@ from nanovllm_core.interfaces.attention import (
     DecodeMetadata as DecodeMetadata,
     GraphSupport as GraphSupport,
     KVLayout as KVLayout,
+    PackedMetadata as PackedMetadata,
     Phase as Phase,
     PrefillMetadata as PrefillMetadata,
 )
@@ -60,6 +61,7 @@ from nanovllm_core.interfaces.executor import (
 from nanovllm_core.interfaces.kernels import (
     CompilingKernels as CompilingKernels,
     KernelSet as KernelSet,
+    LatentPrep as LatentPrep,
     QKPrep as QKPrep,
     Routing as Routing,
 )
@@ -71,6 +73,7 @@ from nanovllm_core.interfaces.logits_processor import (
 from nanovllm_core.interfaces.model import (
     AttentionShape as AttentionShape,
     CausalLM as CausalLM,
+    LatentHeads as LatentHeads,
     ModelShape as ModelShape,
 )
 from nanovllm_core.interfaces.observer import (

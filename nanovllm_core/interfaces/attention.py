@@ -9,6 +9,8 @@ Who calls what, and when:
     run_decode / run_prefill        once per layer and step
     prepares_decode                 once per layer and step without prompts, before its run
     run_decode_from_qkv             in the place of run_decode, where it says so
+    plan_packed                     latent groups: once per step and packed call, before the layers
+    run_packed                      latent groups: per layer, once for each plan_packed
 
 In steps without prompts a backend may take over the preparation (norm, rotation, the store of k and
 v), and save each layer a kernel. Where it does not, and beside prompts, `KernelSet.prepare_qkv`
@@ -32,8 +34,16 @@ refuses larger values: in `spec.check` if the requirements show them, or by Unsu
 constructor. It never computes only a part.
 A block of the KV cache is a page in FlashAttention's words.
 
+A **latent** group (`LatentHeads`) caches one row of R numbers per token, the key of all heads;
+values are its first `latent_size` numbers. `run_decode` then gets queries of R numbers, k_cache
+[N, P, 1, R], v_cache [N, P, 1, latent_size] (a view of k_cache: each row needs to be read only
+once) and out [B, H, latent_size]. Prompts never come to `plan_prefill` and `run_prefill`: the core
+computes keys and values and calls `run_packed`, for the step's own tokens and for each part of the
+context. Only a backend that declares `latent` is chosen for such groups.
+
 Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads,
-D head size, N KV blocks, P tokens per block, M blocks per sequence at most.
+D head size, N KV blocks, P tokens per block, M blocks per sequence at most; L packed keys,
+V value size.
 """
 
 from __future__ import annotations
@@ -41,7 +51,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +59,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanovllm_core.interfaces.kernels import QKPrep
+    from nanovllm_core.interfaces.model import LatentHeads
 
 Phase = Literal["prefill", "decode"]
 GraphSupport = Literal["none", "decode", "full"]
@@ -58,9 +69,10 @@ GraphSupport = Literal["none", "decode", "full"]
 class AttentionCapabilities:
     """The capabilities of a backend, as data. One that is not declared is not supported.
 
-    `head_sizes`: None means any. `needs_finite_tail`: the backend reads (and discards) keys that a
-    sequence does not see, in the unused tail of its last block or in blocks wholly before its
-    window, so blocks must hold finite numbers.
+    `head_sizes`: None means any. `latent`: it serves groups that cache one row per token.
+    `needs_finite_tail`: the backend reads (and discards) keys that a sequence does not see, in the
+    unused tail of its last block or in blocks wholly before its window, so blocks must hold finite
+    numbers.
     `cuda_graphs`: whether nothing, the calls of the decode phase, or those of both can be captured.
     """
 
@@ -73,6 +85,7 @@ class AttentionCapabilities:
     gqa: bool = False
     sliding_window: bool = False
     soft_cap: bool = False
+    latent: bool = False
     needs_finite_tail: bool = False
     cuda_graphs: GraphSupport = "none"
 
@@ -83,6 +96,9 @@ class AttentionRequirements:
 
     `cuda_graphs`: its calls will be captured. Prefill is chosen without it and then checked with
     it; if the backend refuses, steps with prompts run eagerly.
+    `num_kv_heads`, `head_size` and `value_size` (None: as `head_size`) are those that the phase
+    attends with. Of a `latent` group these are one head and the cached row in decode steps, and in
+    prompts, which are not captured, as many heads as q has: 1, 576, 512 and H, 192, 128.
     """
 
     phase: Phase
@@ -96,14 +112,16 @@ class AttentionRequirements:
     block_size: int | None = None
     sliding_window: bool = False
     soft_cap: bool = False
+    latent: bool = False
+    value_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """One way to lay out KV blocks that a backend can read.
 
-    `name` "NPKD": K and V are separate tensors `[N, P, K, D]`, D contiguous. The block size must be
-    a multiple of `block_multiple` tokens.
+    `name` "NPKD": K and V are tensors `[N, P, K, D]`, D contiguous; those of a latent group share
+    memory. The block size must be a multiple of `block_multiple` tokens.
     """
 
     name: Literal["NPKD"]
@@ -119,6 +137,7 @@ class AttentionConfig:
 
     `sliding_window` w: a query at position p sees the keys at p - w + 1 to p, w with its own.
     `soft_cap` c: scores s, scaled, become c * tanh(s / c) before the softmax. None: neither.
+    `latent`: `num_kv_heads` is 1 and `head_size` that of the cached row; see above.
 
     With a window, blocks that lie wholly before the window of a sequence's first query of the step
     may belong to another sequence by now: their table entries are the numbers of any blocks. What
@@ -137,6 +156,7 @@ class AttentionConfig:
     max_num_batched_tokens: int
     sliding_window: int | None = None
     soft_cap: float | None = None
+    latent: LatentHeads | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -181,6 +201,7 @@ class PrefillMetadata:
 
     `max_query_len` and `max_seq_len` are exact host integers. In a captured step they are bounds,
     and q_THD may go on beyond `query_start_loc[-1]`: that is padding, whose output is ignored.
+    `num_context` is the sum of the keys before the chunks, None in a captured step.
     """
 
     block_table: Tensor
@@ -188,6 +209,26 @@ class PrefillMetadata:
     query_start_loc: Tensor
     max_query_len: int
     max_seq_len: int
+    num_context: int | None = None
+
+
+@dataclass(slots=True)
+class PackedMetadata:
+    """Sequences of packed queries, and the packed keys and values that these attend to.
+
+    `query_start_loc`, `key_start_loc` [S + 1] int32 in device tensors: where each sequence's
+    queries and keys start, the first at 0. A sequence may have none of either. `causal`: the last
+    query sees the last key of its sequence, the one before it one key less; else each query sees
+    all keys of its sequence. `max_query_len` and `max_key_len` are bounds on the host.
+    `plan` is the backend's own: what `plan_packed` leaves there for `run_packed`.
+    """
+
+    query_start_loc: Tensor
+    key_start_loc: Tensor
+    max_query_len: int
+    max_key_len: int
+    causal: bool
+    plan: Any = None
 
 
 class AttentionBackend(ABC):
@@ -276,6 +317,30 @@ class AttentionBackend(ABC):
         Types and strides as in `run_decode`. Called once per layer and step; captured where the
         spec says "full", and must then read lengths on the device alone.
         """
+
+    def plan_packed(self, metadata: PackedMetadata) -> None:  # noqa: B027 - optional
+        """Prepare one packed call of the step, for all layers; a step may have several."""
+
+    def run_packed(
+        self,
+        q_THD: Tensor,
+        k_LHD: Tensor,
+        v_LHV: Tensor,
+        metadata: PackedMetadata,
+        out_THV: Tensor,
+        lse_HT: Tensor | None = None,
+    ) -> None:
+        """Attend the queries to the packed keys and values of their sequences, into `out_THV`.
+
+        Only where the spec declares `latent`, and never captured. All have H heads and the
+        configuration's dtype; q and out are contiguous, k and v have a contiguous last dimension.
+        `lse_HT` float32, contiguous: where it is given, the natural logarithm of each softmax's
+        denominator (of scaled scores) is written to it. A query that sees no key gets zeros and
+        -inf.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} is chosen for latent attention, so run_packed must be there"
+        )
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
         """The backend's own tensors that captured kernels read, by name.

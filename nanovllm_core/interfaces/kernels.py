@@ -7,7 +7,8 @@ else eagerly.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
 heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV blocks, P tokens
-per block; in mixtures N experts, C experts chosen by each token.
+per block; in mixtures N experts, C experts chosen by each token; in latent attention R numbers of
+a cached row, of which the first L are the latent part.
 """
 
 from __future__ import annotations
@@ -36,6 +37,20 @@ class QKPrep:
     cos_sin_cache: Tensor
     q_norm_weight: Tensor | None = None
     k_norm_weight: Tensor | None = None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentPrep:
+    """The preparation of latent attention's queries and rows, as data: norm, then rotation.
+
+    `norm_weight` [L]: RMS norm of a row's latent part, with `eps`; in the dtype of rows or float32.
+    `cos_sin_cache` [max_position, R - L] float32, cos beside sin, rotates the numbers behind the
+    latent part of a row, and as many at the end of each head of q, in pairs: 2i with 2i + 1.
+    """
+
+    norm_weight: Tensor
+    cos_sin_cache: Tensor
     eps: float = 1e-6
 
 
@@ -151,6 +166,29 @@ class KernelSet(Protocol):
 
         `positions_T` int32 or int64. `slot_mapping_T` int64: block · P + offset; -1 stores nothing.
         The caches may have any strides, as long as D is contiguous.
+        """
+
+    def prepare_latent(
+        self,
+        q_THD: Tensor,
+        rows_TR: Tensor,
+        prep: LatentPrep,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        cache_NPR: Tensor,
+    ) -> Tensor:
+        """Norm and rotate the rows, store them in their blocks; rotate q -> contiguous q_THD.
+
+        The norm rounds as `rms_norm`; rotated numbers are rounded once and stay in their places.
+        Slots and cache are as in `prepare_qkv`, with one row per token.
+        """
+
+    def linear_per_head(self, x_THX: Tensor, weight_HOI: Tensor) -> Tensor:
+        """Each head's own product: the first I numbers of x by W_h^T -> [T, H, O + X - I].
+
+        Rounded once. Numbers of x behind the first I are appended to the product as they are. Of
+        the weight's last two dimensions one is contiguous; heads may lie apart. The result is
+        contiguous.
         """
 
     def route(

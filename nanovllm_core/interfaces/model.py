@@ -48,11 +48,29 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHeads:
+    """The heads of latent attention (MLA, DeepSeek-V2, arXiv:2405.04434).
+
+    One row per token is cached for all heads: `latent_size` numbers, of which each head's key and
+    value are linear functions, then the rotated part of the key, which the heads share. Prompts
+    compute keys and values: a head's key has `key_size` numbers, the rotated part last, and its
+    value `value_size`. Decode steps move the functions into the query and behind the output
+    (absorption), so that the key is the row itself and the value its first `latent_size` numbers.
+    In DeepSeek's config.json: kv_lora_rank, qk_nope_head_dim + qk_rope_head_dim, v_head_dim.
+    """
+
+    latent_size: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """What one attention layer caches of each token, and how far and through what it is read.
 
     Layers of equal shapes share an attention backend and block tables. `sliding_window` and
-    `soft_cap` are those of `AttentionConfig`.
+    `soft_cap` are those of `AttentionConfig`. With `latent`, what is cached is one row: there is
+    one KV head, `head_size` is the row's, and neither window nor cap.
     """
 
     num_heads: int
@@ -60,11 +78,22 @@ class AttentionShape:
     head_size: int
     sliding_window: int | None = None
     soft_cap: float | None = None
+    latent: LatentHeads | None = None
+
+    @property
+    def rows_per_token(self) -> int:
+        """The rows that a cache keeps of a token: a key and a value, or the one for both."""
+        return 1 if self.latent else 2
+
+    @property
+    def elements_per_row(self) -> int:
+        """The numbers of a row, those of all KV heads."""
+        return self.num_kv_heads * self.head_size
 
     @property
     def elements_per_token(self) -> int:
-        """The numbers that a cache keeps of a token: its key and its value."""
-        return 2 * self.num_kv_heads * self.head_size
+        """The numbers that a cache keeps of a token."""
+        return self.rows_per_token * self.elements_per_row
 
     def on_rank(self, tp_size: int) -> AttentionShape:
         """The same with the heads of one of `tp_size` ranks; see `heads_per_rank`."""

@@ -13,6 +13,7 @@ from nanovllm_core.interfaces.parallel import (
 )
 from nanovllm_core.layers.attention import (
     Attention as Attention,
+    AttentionLayer as AttentionLayer,
     AttentionRuntime as AttentionRuntime,
 )
 from nanovllm_core.layers.blocks import (
@@ -35,6 +36,10 @@ from nanovllm_core.layers.experts import (
     Router as Router,
     SparseMLP as SparseMLP,
     expert_modules as expert_modules,
+)
+from nanovllm_core.layers.latent import (
+    LatentAttention as LatentAttention,
+    LatentConfig as LatentConfig,
 )
 from nanovllm_core.layers.linear import (
     ColumnParallelLinear as ColumnParallelLinear,

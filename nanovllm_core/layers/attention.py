@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from nanovllm_core.interfaces.model import AttentionShape
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.module import Layer
 
+if TYPE_CHECKING:
+    from nanovllm_core.layers.latent import LatentAttention
+
 
 class AttentionRuntime(Protocol):
     """Runs attention layers: it owns the KV cache, the backend and the step's metadata."""
@@ -19,8 +22,46 @@ class AttentionRuntime(Protocol):
     def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
         """Packed q, k, v [T, (H + 2K)·D] -> [T, H·D]; `layer.layer_index` finds the cache."""
 
+    def attend_latent(
+        self, layer: LatentAttention, q_THD: Tensor, rows_TR: Tensor, positions_T: Tensor
+    ) -> Tensor:
+        """Queries and the rows to cache, neither normed nor rotated -> [T, H·V]."""
 
-class Attention(Layer):
+
+class AttentionLayer(Layer):
+    """The base of layers that read the KV cache: in the order of the model's modules, one each.
+
+    `scale` multiplies the scores. `layer_index` and `runtime` are what the runner binds.
+    """
+
+    def __init__(self, context: LayerContext, scale: float) -> None:
+        super().__init__(context)
+        self.scale = scale
+        self.layer_index = -1
+        self._runtime: AttentionRuntime | None = None
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The layer's facts, with this rank's heads."""
+        raise NotImplementedError(f"{type(self).__name__} must define shape")
+
+    @property
+    def runtime(self) -> AttentionRuntime:
+        """What runs the layer; InconsistentStateError where it was not bound yet."""
+        if self._runtime is None:
+            raise InconsistentStateError(
+                "an attention layer ran before it was bound to a runtime; call bind() on every "
+                "AttentionLayer module of the model first"
+            )
+        return self._runtime
+
+    def bind(self, runtime: AttentionRuntime, layer_index: int) -> None:
+        """Called once by the runner, before the first forward."""
+        self._runtime = runtime
+        self.layer_index = layer_index
+
+
+class Attention(AttentionLayer):
     """Causal attention over packed q, k, v, with this rank's heads, through the paged KV cache.
 
     Norm and rotation of q and k are data (`prep`), so that a runtime may fuse them. `scale`
@@ -38,16 +79,13 @@ class Attention(Layer):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        super().__init__(context)
+        super().__init__(context, scale)
         for name, value in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
             if value is not None and not value > 0:
                 raise UnsupportedError(f"{name}={value} must be positive, or None for none")
         self.prep = prep
-        self.scale = scale
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
-        self.layer_index = -1
-        self.runtime: AttentionRuntime | None = None
 
     @property
     def shape(self) -> AttentionShape:
@@ -60,19 +98,9 @@ class Attention(Layer):
             soft_cap=self.soft_cap,
         )
 
-    def bind(self, runtime: AttentionRuntime, layer_index: int) -> None:
-        """Called once by the runner, before the first forward."""
-        self.runtime = runtime
-        self.layer_index = layer_index
-
     def forward(self, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
         """Packed q, k, v [T, (H + 2K)·D], positions int32 or int64 [T] -> [T, H·D].
 
         InconsistentStateError where the layer was not bound yet.
         """
-        if self.runtime is None:
-            raise InconsistentStateError(
-                "an attention layer ran before it was bound to a runtime; call bind() on every "
-                "Attention module of the model first"
-            )
         return self.runtime.attend(self, qkv_TX, positions_T)
