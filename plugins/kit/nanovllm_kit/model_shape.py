@@ -10,7 +10,7 @@ import torch
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
-from nanovllm_core.layers import Attention
+from nanovllm_core.layers import AttentionLayer
 from nanovllm_kit.model_settings import REQUIRED, UNSUPPORTED, Settings
 from nanovllm_kit.model_small import SmallModel, known_settings
 from nanovllm_kit.model_weights import assert_same_logits
@@ -35,9 +35,12 @@ class ShapeChecks(SmallModel):
         assert shape.num_layers == expected.num_hidden_layers
         assert shape.hidden_size == expected.hidden_size
         assert shape.num_heads == heads
-        assert shape.num_kv_heads == getattr(expected, "num_key_value_heads", heads)
-        head_size = getattr(expected, "head_dim", None) or expected.hidden_size // heads
-        assert shape.head_size == head_size
+        if rank := getattr(expected, "kv_lora_rank", None):  # one row of a token for all heads
+            num_kv_heads, head_size = 1, rank + expected.qk_rope_head_dim
+        else:
+            num_kv_heads = getattr(expected, "num_key_value_heads", heads)
+            head_size = getattr(expected, "head_dim", None) or expected.hidden_size // heads
+        assert (shape.num_kv_heads, shape.head_size) == (num_kv_heads, head_size)
         assert shape.vocab_size == expected.vocab_size
         assert shape.max_position >= expected.max_position_embeddings
         assert shape.tied_embeddings is bool(expected.tie_word_embeddings)
@@ -48,7 +51,7 @@ class ShapeChecks(SmallModel):
         """As many attention layers, each of the heads, window and soft cap that `shape()` says."""
         shape: ModelShape = model_class.shape(reference.config)
         model = build_model(model_class, reference.config)
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        layers = [module for module in model.modules() if isinstance(module, AttentionLayer)]
         assert [layer.shape for layer in layers] == list(shape.attention_shapes)
 
     def test_the_last_position_of_the_shape_can_be_computed(

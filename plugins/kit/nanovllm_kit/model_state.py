@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.layers import Attention
+from nanovllm_core.layers import AttentionLayer
 from nanovllm_kit.dense_attention import DenseRuntime
 from nanovllm_kit.model_draws import between, each_rope
 from nanovllm_kit.model_small import SmallModel
@@ -39,8 +39,8 @@ class _Padded(DenseRuntime):
         self.set_batch([(0, live), *((i, 1) for i in range(1, rows - live + 1))])
         self.live, self.garbage_R = live, garbage_R
 
-    def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
-        out_TX = super().attend(layer, qkv_TX, positions_T)
+    def _attend(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
+        out_TX = super()._attend(layer, q_THD, positions_T)
         out_TX[self.live :] = self.garbage_R[:, None].to(out_TX.dtype)
         return out_TX
 

@@ -52,7 +52,7 @@ class ReferenceCheckpoint:
 
         `model_class` is a class of transformers such as `Qwen3ForCausalLM`; `settings` are what its
         configuration class takes. `std` is the standard deviation of the matrices. Norm weights and
-        biases are around 1, so that none is neutral.
+        biases are around 1, so that none is neutral; so are buffers that a checkpoint holds.
         """
         torch.manual_seed(seed)
         # A copy: a configuration class may write into what it is given.
@@ -63,9 +63,11 @@ class ReferenceCheckpoint:
         # Mixtures are computed in float64 too. Models that have none keep the setting.
         model.set_experts_implementation("eager")
         with torch.no_grad():
-            for parameter in model.parameters():
-                mean, spread = (1.0, 0.2) if parameter.dim() == 1 else (0.0, std)
-                parameter.normal_(mean, spread)
+            stored = model.state_dict().keys()
+            buffers = [one for name, one in model.named_buffers() if name in stored]
+            for tensor in (*model.parameters(), *buffers):
+                mean, spread = (1.0, 0.2) if tensor.dim() == 1 else (0.0, std)
+                tensor.normal_(mean, spread)
         model.save_pretrained(folder)
         return cls(model, folder, json.loads((folder / "config.json").read_text("utf-8")))
 
