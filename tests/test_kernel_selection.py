@@ -37,7 +37,7 @@ Manager = Callable[..., PluginManager]
 def kernel_set(name: str, **fields: Any) -> KernelSetSpec:
     fields = {"devices": frozenset({"cuda"}), **fields}
     return KernelSetSpec(
-        name=name, impl="nanovllm_core.kernels.reference:TorchKernels", contract=3, **fields
+        name=name, impl="nanovllm_core.kernels.reference:TorchKernels", contract=4, **fields
     )
 
 

@@ -283,15 +283,15 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
          " capabilities={'gqa': True}, kv_layouts=None)", "not AttentionCapabilities"),
         ("sampler", "samplers", "SamplerSpec(name='x', impl='x:X', contract=1, devices='cuda')",
          "devices 'cuda' is not a set of torch's device types"),
-        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=3, devices=None)",
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=4, devices=None)",
          "devices None is not a set of torch's device types"),
-        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=3, devices={'cuda'},"
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=4, devices={'cuda'},"
          " dtypes='float32')", "dtypes 'float32' is not a set of names"),
-        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=3, devices={'cuda'},"
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=4, devices={'cuda'},"
          " min_compute_capability=90)", "min_compute_capability 90 is neither None nor a pair"),
-        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=3, devices={'cuda'},"
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=4, devices={'cuda'},"
          " rank='high')", "rank 'high' is not an integer"),
-        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=3, devices={'cuda'},"
+        ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=4, devices={'cuda'},"
          " rank=True)", "rank True is not an integer"),
         ("scheduler", "schedulers", "SchedulerSpec(name='x', impl='x:X', contract=1, level='p')",
          "level 'p' is none of policy, scheduler"),

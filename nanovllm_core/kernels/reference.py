@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
-from nanovllm_core.interfaces.kernels import KernelSet, QKPrep, Routing
+from nanovllm_core.interfaces.kernels import KernelSet, LatentPrep, QKPrep, Routing
 from nanovllm_core.kernels import experts_reference
 
 
@@ -95,16 +95,35 @@ class TorchKernels(KernelSet):
         qk_THD = _normed_heads(heads_THD[:, : num_heads + num_kv_heads].float(), prep)
         qk_THD = _rotated(qk_THD, prep.cos_sin_cache.index_select(0, positions_T))
         qk_THD = qk_THD.to(qkv_TX.dtype)
-        k_TKD = qk_THD[:, num_heads:]
-        # On a CPU rows are rarely padded, and looking costs less than storing with care.
-        if slot_mapping_T.device.type == "cpu" and bool((slot_mapping_T >= 0).all()):
-            blocks_T, offsets_T = _blocks(slot_mapping_T, k_cache_NPKD)
-            k_cache_NPKD[blocks_T, offsets_T] = k_TKD.to(k_cache_NPKD.dtype)
-            v_cache_NPKD[blocks_T, offsets_T] = v_TKD.to(v_cache_NPKD.dtype)
-        else:
-            store_unless_padded(k_TKD, slot_mapping_T, k_cache_NPKD)
-            store_unless_padded(v_TKD, slot_mapping_T, v_cache_NPKD)
+        _store(slot_mapping_T, (qk_THD[:, num_heads:], k_cache_NPKD), (v_TKD, v_cache_NPKD))
         return qk_THD[:, :num_heads].contiguous()
+
+    def prepare_latent(
+        self,
+        q_THD: Tensor,
+        rows_TR: Tensor,
+        prep: LatentPrep,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        cache_NPR: Tensor,
+    ) -> Tensor:
+        cos_sin_TX = prep.cos_sin_cache.index_select(0, positions_T)
+        latent_TL, key_TX = rows_TR.tensor_split((len(prep.norm_weight),), dim=-1)
+        latent_TL = self.rms_norm(latent_TL, prep.norm_weight, prep.eps)
+        key_TX = _rotated_pairs(key_TX.unsqueeze(1), cos_sin_TX).squeeze(1)
+        row_T1R = torch.cat((latent_TL, key_TX), dim=-1).unsqueeze(1)
+        _store(slot_mapping_T, (row_T1R, cache_NPR.unsqueeze(2)))
+        nope_THN, rotated_THX = q_THD.tensor_split((q_THD.shape[-1] - key_TX.shape[-1],), dim=-1)
+        return torch.cat((nope_THN, _rotated_pairs(rotated_THX, cos_sin_TX)), dim=-1)
+
+    def linear_per_head(self, x_THX: Tensor, weight_HOI: Tensor) -> Tensor:
+        num_outputs, num_inputs = weight_HOI.shape[1:]
+        x_THI, rest = x_THX.tensor_split((num_inputs,), dim=-1)
+        out = x_THX.new_empty((*x_THX.shape[:2], num_outputs + rest.shape[-1]))
+        out_THO, appended = out.tensor_split((num_outputs,), dim=-1)
+        torch.bmm(x_THI.transpose(0, 1), weight_HOI.transpose(1, 2), out=out_THO.transpose(0, 1))
+        appended.copy_(rest)
+        return out
 
     def route(
         self, logits_TN: Tensor, routing: Routing, bias_N: Tensor | None = None
@@ -120,6 +139,17 @@ class TorchKernels(KernelSet):
         down_NEF: Tensor,
     ) -> Tensor:
         return self._experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
+
+
+def _store(slot_mapping_T: Tensor, *tokens_and_caches: tuple[Tensor, Tensor]) -> None:
+    """Store tokens [T, K, D] in their slots of caches [N, P, K, D]."""
+    # On a CPU rows are rarely padded, and looking costs less than storing with care.
+    unpadded = slot_mapping_T.device.type == "cpu" and bool((slot_mapping_T >= 0).all())
+    for x_TKD, cache_NPKD in tokens_and_caches:
+        if unpadded:
+            cache_NPKD[_blocks(slot_mapping_T, cache_NPKD)] = x_TKD.to(cache_NPKD.dtype)
+        else:
+            store_unless_padded(x_TKD, slot_mapping_T, cache_NPKD)
 
 
 def store_unless_padded(x_TKD: Tensor, slot_mapping_T: Tensor, cache_NPKD: Tensor) -> None:
@@ -170,3 +200,11 @@ def _rotated(x_THD: Tensor, cos_sin_TR: Tensor) -> Tensor:
     torch.mul(high, cos, out=out_high).addcmul_(low, sin)
     out_rest.copy_(rest)
     return out_THD
+
+
+def _rotated_pairs(x_THX: Tensor, cos_sin_TX: Tensor) -> Tensor:
+    """Turn the numbers 2i and 2i + 1 of each head against one another, in float32; a new tensor."""
+    cos, sin = cos_sin_TX.unsqueeze(1).chunk(2, dim=-1)
+    even, odd = x_THX.float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return pairs.flatten(-2).to(x_THX.dtype)

@@ -91,7 +91,7 @@ def nanovllm_kernels() -> Sequence[specs.KernelSetSpec]:
         specs.KernelSetSpec(
             name="torch",
             impl="nanovllm_core.kernels.reference:TorchKernels",
-            contract=3,
+            contract=4,
             summary="The reference: one torch operation after another, on any device.",
             devices=frozenset({"cpu", "cuda"}),
             rank=10,

@@ -123,6 +123,10 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
             )
         elif captured == "decode" and requirements.phase == "prefill":
             reasons.append("its prefill cannot be captured in CUDA graphs")
+    if requirements.latent and not capabilities.latent:
+        reasons.append("has no latent attention, and the model caches one row per token for it")
+    if requirements.latent and requirements.cuda_graphs and requirements.phase == "prefill":
+        reasons.append("prompts of latent attention are not captured in CUDA graphs")
     if requirements.num_heads != requirements.num_kv_heads and not capabilities.gqa:
         reasons.append(
             f"needs as many KV heads as query heads (the model has {requirements.num_heads} query "

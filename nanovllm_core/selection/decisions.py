@@ -26,7 +26,7 @@ from nanovllm_core.errors import (
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
-from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
+from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, AttentionShape, ModelShape
 from nanovllm_core.interfaces.specs import (
     ResolvedPlugin,
     SamplerSpec,
@@ -153,18 +153,21 @@ class Decisions:
         asked: dict[AttentionRequirements, list[int]] = {}
         shape = self.shape.on_rank(self.config.tensor_parallel_size)
         for layer, of_rank in enumerate(shape.attention_shapes):
+            num_kv_heads, head_size, value_size = _key_value_heads(of_rank, phase)
             requirements = AttentionRequirements(
                 phase=phase,
                 device=self.device.split(":")[0],
                 dtype=self.dtype,
                 num_heads=of_rank.num_heads,
-                num_kv_heads=of_rank.num_kv_heads,
-                head_size=of_rank.head_size,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
                 compute_capability=compute_capability(self.device),
                 cuda_graphs=self.cuda_graphs and phase == "decode",
                 block_size=self.config.cache.block_size,
                 sliding_window=of_rank.sliding_window is not None,
                 soft_cap=of_rank.soft_cap is not None,
+                latent=of_rank.latent is not None,
+                value_size=value_size,
             )
             asked.setdefault(requirements, []).append(layer)
         return asked
@@ -252,6 +255,15 @@ class Decisions:
                 f"was trained for (max_position_embeddings); use at most {trained}"
             )
         return asked
+
+
+def _key_value_heads(shape: AttentionShape, phase: Phase) -> tuple[int, int, int | None]:
+    """What a phase attends with: KV heads, their size, and the size of values where it differs."""
+    if shape.latent is None:
+        return shape.num_kv_heads, shape.head_size, None
+    if phase == "decode":
+        return shape.num_kv_heads, shape.head_size, shape.latent.latent_size
+    return shape.num_heads, shape.latent.key_size, shape.latent.value_size
 
 
 def resolve_device(device: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 
+import torch
 from torch import Tensor
 
 from nanovllm_core.errors import UnsupportedError
@@ -17,9 +18,11 @@ from nanovllm_core.interfaces.attention import (
 from nanovllm_core.interfaces.cache_groups import CacheGroup
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
-from nanovllm_core.layers import Attention
+from nanovllm_core.interfaces.model import AttentionShape
+from nanovllm_core.layers import Attention, AttentionLayer, LatentAttention
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.kv_cache import CacheLayout, LayerCache
+from nanovllm_core.worker.latent import LatentPrompts
 from nanovllm_core.worker.model import LoadedModel
 
 
@@ -36,6 +39,7 @@ class GroupBackends:
             self.decode = make_plugin(setup.decode_attention, config)
             self.decode.allocate()
         self.prefill.allocate()
+        self.latent_prompts = LatentPrompts(self.prefill, config) if config.latent else None
 
     def describe(self) -> str:
         """The implementations that run."""
@@ -43,25 +47,35 @@ class GroupBackends:
             return self.decode.describe()
         return f"prefill {self.prefill.describe()}, decode {self.decode.describe()}"
 
+    def plan_prefill(self, chunks: PrefillMetadata, slots_T: Tensor) -> None:
+        """Plan the prompt chunks of a step; their tokens are the last of `slots_T`."""
+        if self.latent_prompts:
+            self.latent_prompts.plan(chunks, slots_T)
+        else:
+            self.prefill.plan_prefill(chunks)
+
 
 class PagedAttention:
     """Prepares q, stores k and v, and calls the decode and the prefill backend for their tokens.
 
     A decode backend that prepares a layer itself gets packed q, k, v, in steps without prompts.
     The backends have their workspaces. Every attention layer of the model is bound to this object
-    (`Attention.bind`), so there is no global context and two engines live side by side.
+    (`AttentionLayer.bind`), so there is no global context and two engines live side by side.
     """
 
     cache: Tensor
     """Blocks of all layers, as `CacheLayout.allocate` makes them; there before the first step."""
 
     def __init__(self, setup: WorkerSetup, kernels: KernelSet, model: LoadedModel) -> None:
-        layers = [one for one in model.module.modules() if isinstance(one, Attention)]
+        layers = [one for one in model.module.modules() if isinstance(one, AttentionLayer)]
         self.layout = CacheLayout(model.shape, setup.block_size, model.dtype)
         self.groups = [
             GroupBackends(setup, _config(setup, model, group, layers))
             for group in self.layout.groups
         ]
+        latent = (group.latent_prompts for group in self.groups)
+        self.context_part = max((one.part_size for one in latent if one), default=0)
+        """The most tokens of context that a layer computes keys and values of at once."""
         self._kernels = kernels
         self._device = model.device
         for index, layer in enumerate(layers):
@@ -97,9 +111,10 @@ class PagedAttention:
         """
         for group, one in zip(self.groups, decode, strict=bool(decode)):
             group.decode.plan_decode(one)
-        for group, chunks in zip(self.groups, prefill, strict=bool(prefill)):
-            group.prefill.plan_prefill(chunks)
         self._slots, self._decode, self._prefill = slot_mapping_GT.unbind(), decode, prefill
+        num_decode = decode[0].num_rows if decode else 0
+        for group, chunks, slots_T in zip(self.groups, prefill, self._slots, strict=bool(prefill)):
+            group.plan_prefill(chunks, slots_T[num_decode:])
 
     def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
         """Packed qkv of one layer -> attention output [T, num_heads * head_size]."""
@@ -125,9 +140,32 @@ class PagedAttention:
             )
         return out_THD.flatten(1)
 
+    def attend_latent(
+        self, layer: LatentAttention, q_THD: Tensor, rows_TR: Tensor, positions_T: Tensor
+    ) -> Tensor:
+        """Queries and rows of one layer -> attention output [T, num_heads * value_size]."""
+        number, k_cache, v_cache = self._layers[layer.layer_index]
+        group, slots_T = self.groups[number], self._slots[number]
+        rows_NPR = k_cache.squeeze(2)
+        q_THD = self._kernels.prepare_latent(
+            q_THD, rows_TR, layer.prep, positions_T, slots_T, rows_NPR
+        )
+        outputs = []
+        decode = self._decode[number] if self._decode else None
+        num_decode = decode.num_rows if decode else 0
+        if decode:
+            q_BHR = layer.absorb(q_THD[:num_decode])
+            out_BHL = q_BHR.new_empty((*q_BHR.shape[:2], v_cache.shape[-1]))
+            group.decode.run_decode(q_BHR, k_cache, v_cache, decode, out_BHL)
+            outputs.append(layer.expand_output(out_BHL))
+        if self._prefill and group.latent_prompts:
+            outputs.append(group.latent_prompts.run(layer, q_THD[num_decode:], rows_NPR))
+        out_THV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out_THV.flatten(1)
+
 
 def _config(
-    setup: WorkerSetup, model: LoadedModel, group: CacheGroup, layers: Sequence[Attention]
+    setup: WorkerSetup, model: LoadedModel, group: CacheGroup, layers: Sequence[AttentionLayer]
 ) -> AttentionConfig:
     """What the backends of a group are made for; its layers must have one scale."""
     first = group.layers[0]
@@ -142,7 +180,7 @@ def _config(
     return AttentionConfig(
         device=model.device,
         dtype=model.dtype,
-        **asdict(group.attention),
+        **{one.name: getattr(group.attention, one.name) for one in fields(AttentionShape)},
         scale=layers[first].scale,
         block_size=setup.block_size,
         max_num_seqs=limits.max_num_seqs,

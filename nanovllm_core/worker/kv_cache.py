@@ -26,7 +26,8 @@ class CacheLayout:
     """Where the keys and values of every layer lie in the blocks of one rank.
 
     `shape` has this rank's heads. A block has `num_slots` slots, one for each layer of its group;
-    layers that keep less of a token than others leave the rest of their slot unused.
+    layers that keep less of a token than others leave the rest of their slot unused. A slot has
+    room for keys and for values; for one row per token where no layer keeps two.
     """
 
     def __init__(self, shape: ModelShape, block_size: int, dtype: torch.dtype) -> None:
@@ -34,7 +35,8 @@ class CacheLayout:
         self.block_size = block_size
         self.dtype = dtype
         self.num_slots = max(len(group.layers) for group in self.groups)
-        self._slot_width = max(group.attention.elements_per_token for group in self.groups) // 2
+        self._num_rows = max(group.attention.rows_per_token for group in self.groups)
+        self._row_width = max(group.attention.elements_per_row for group in self.groups)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -47,16 +49,19 @@ class CacheLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all its slots, keys and values."""
-        return 2 * self.num_slots * self.block_size * self._slot_width * self.dtype.itemsize
+        """Bytes of one block over all its slots, all rows of their tokens."""
+        num_rows = self.num_slots * self._num_rows * self.block_size
+        return num_rows * self._row_width * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
-        """Blocks in one tensor [slots, 2, N, P, W]; W is K * D of the layers that keep most.
+        """Blocks in one tensor [slots, rows, N, P, W]; W is K * D of the layers that keep most.
+
+        Rows are 2, keys and values, or 1 where all layers keep one.
 
         Zeros, not empty: backends may read (and discard) a block's unused tail, and NaN spreads.
         Raises OutOfMemoryError, with what they would take.
         """
-        size = (self.num_slots, 2, num_blocks, self.block_size, self._slot_width)
+        size = (self.num_slots, self._num_rows, num_blocks, self.block_size, self._row_width)
         num_bytes = num_blocks * self.block_bytes
         try:
             if device.type == "cpu":
@@ -76,16 +81,22 @@ class CacheLayout:
         """The part of each layer in what `allocate` returned, in the order of the layers."""
         caches = {}
         for index, group in enumerate(self.groups):
-            num_heads, head_size = group.attention.num_kv_heads, group.attention.head_size
+            attention = group.attention
             for slot, layer in enumerate(group.layers):
-                used = blocks[slot, ..., : num_heads * head_size]
-                k_cache, v_cache = used.unflatten(-1, (num_heads, head_size)).unbind()
+                used = blocks[slot, ..., : attention.elements_per_row]
+                rows = used.unflatten(-1, (attention.num_kv_heads, attention.head_size))
+                k_cache, v_cache = rows[0], rows[-1]
+                if attention.latent is not None:
+                    v_cache = k_cache[..., : attention.latent.latent_size]
                 caches[layer] = LayerCache(index, k_cache, v_cache)
         return [caches[layer] for layer in sorted(caches)]
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer, [N, P, K, D] each, and the number of its cache group."""
+    """The keys and values of one layer, [N, P, K, D] each, and the number of its cache group.
+
+    Values of a latent layer are a part of the keys.
+    """
 
     group: int
     k_cache: Tensor

@@ -96,7 +96,7 @@ class MixedStep:
     """A step with prompt chunks: `num_decode` entries of one token, then those of `chunks`.
 
     `max_query_len` and `max_seq_len` are the longest chunk and sequence, bounds of them where the
-    step is captured.
+    step is captured. `num_context` are the tokens before all chunks, None in a captured step.
     """
 
     inputs: StepInputs
@@ -104,6 +104,7 @@ class MixedStep:
     chunks: ChunkTable
     max_query_len: int
     max_seq_len: int
+    num_context: int | None = None
 
     @property
     def decode(self) -> StepInputs:
@@ -125,6 +126,7 @@ class MixedStep:
                 query_start_loc=self.chunks.query_start_loc,
                 max_query_len=self.max_query_len,
                 max_seq_len=self.max_seq_len,
+                num_context=self.num_context,
             )
             for block_table in entries.block_table.unbind()
         ]

@@ -11,7 +11,7 @@ from nanovllm_core.errors import UnsupportedError
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers import Attention, LayerContext, TensorParallel, finalize_layers
+from nanovllm_core.layers import AttentionLayer, LayerContext, TensorParallel, finalize_layers
 from nanovllm_core.registry.objects import load_object, make_plugin
 from nanovllm_core.worker.progress import counting
 from nanovllm_core.worker.weights import check_finite, init_dummy_weights, load_weights
@@ -57,7 +57,7 @@ def _own_shape(module: nn.Module, shape: ModelShape, tp_size: int) -> ModelShape
     """
     own = shape.on_rank(tp_size)
     stated = own.attention_shapes
-    built = tuple(one.shape for one in module.modules() if isinstance(one, Attention))
+    built = tuple(one.shape for one in module.modules() if isinstance(one, AttentionLayer))
     if len(built) != len(stated):
         raise UnsupportedError(
             f"the model has {len(built)} attention layers, and the model plugin's shape() states "

@@ -180,10 +180,18 @@ class ModelRunner:
         nothing = self._staging.copy(np.zeros((2, 0), np.int32))
         yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
         if num_tokens:
-            length = min(num_tokens, self.max_model_len)
-            places = range(min(-(-num_tokens // length), max_rows))
-            chunks = tuple(PrefillChunk(row, 0, length, samples=False) for row in places)
-            yield partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
+            yield self._trial_prompts(num_tokens, context=0)
+            if self.attention.context_part:
+                yield self._trial_prompts(num_tokens, self.attention.context_part)
+
+    def _trial_prompts(self, num_tokens: int, context: int) -> partial[None]:
+        """A step of as many prompt tokens, whose chunks follow up to `context` tokens each."""
+        most = self.max_model_len if context == 0 else -(-self.max_model_len // 2)
+        length = min(num_tokens, most)
+        start = min(context, self.max_model_len - length)
+        places = range(min(-(-num_tokens // length), self.bucket_sizes[-1]))
+        chunks = tuple(PrefillChunk(row, start, length, samples=False) for row in places)
+        return partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
@@ -362,6 +370,7 @@ class ModelRunner:
             ChunkTable(self._staging.copy(packed), len(chunks)),
             max_query_len=max(lengths),
             max_seq_len=max(chunk.start + chunk.length for chunk in chunks),
+            num_context=sum(chunk.start for chunk in chunks),
         )
 
     def _mixed(self, step: MixedStep) -> None:

@@ -53,7 +53,7 @@ class Counting(TorchKernels):
 
 @hookimpl
 def nanovllm_kernels():
-    return [KernelSetSpec(name="counting", impl="counting_kernels:Counting", contract=3,
+    return [KernelSetSpec(name="counting", impl="counting_kernels:Counting", contract=4,
                           devices=frozenset({"cpu"}))]
 """
 

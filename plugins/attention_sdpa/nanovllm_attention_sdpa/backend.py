@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm_attention_sdpa.chunk import ChunkAttention
 from nanovllm_attention_sdpa.kernels import SdpaKernel
+from nanovllm_attention_sdpa.packed import PackedAttention
 from nanovllm_attention_sdpa.plugin import SdpaOptions
 from nanovllm_attention_sdpa.workspace import (
     CPU_CACHE,
@@ -33,6 +34,7 @@ from nanovllm_core.api import (
     AttentionConfig,
     DecodeMetadata,
     InconsistentStateError,
+    PackedMetadata,
     PrefillMetadata,
     UnsupportedError,
 )
@@ -88,6 +90,7 @@ class SdpaAttention(AttentionBackend):
         self._attend_chunk = ChunkAttention(
             self._attend, self._group, config.scale, self._window, writes_scores
         )
+        self._packed = PackedAttention(self._attend, config.scale)
         per_slot = slot_bytes(config.head_size, config.dtype.itemsize, copies_in_fp32=writes_scores)
         self._max_slots = GATHER_LIMIT // per_slot
         if self._width > self._max_slots:
@@ -215,14 +218,15 @@ class SdpaAttention(AttentionBackend):
             out = self._attend(
                 q_BKGD[part.rows, part.heads], k, v, bias[:, None, None], self.config.scale
             )
-            out_BKGD[part.rows, part.heads] = out
+            # With latent attention values are the gathered rows whole, of which the rest is unused.
+            out_BKGD[part.rows, part.heads] = out[..., : out_BKGD.shape[-1]]
         if step.padded is not None:
             # A padded row attends to nothing: its softmax is 0 / 0.
             out_BHD.masked_fill_(step.padded, 0)
 
     def _group_heads(self, x_THD: Tensor) -> Tensor:
         """View [T, H, D] as [T, K, G, D], the query heads of one KV head together."""
-        return x_THD.view(-1, self.config.num_kv_heads, self._group, self.config.head_size)
+        return x_THD.view(-1, self.config.num_kv_heads, self._group, x_THD.shape[-1])
 
     def _length_bounds(self, metadata: DecodeMetadata) -> list[int]:
         """A bound on the keys that each row gathers: exact on the CPU, the host's own on a device.
@@ -289,18 +293,22 @@ class SdpaAttention(AttentionBackend):
     def _gather(
         self, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor, heads: slice
     ) -> tuple[Tensor, Tensor]:
-        """Copy blocks [R, m] of some KV heads into the workspace: K and V as [R, K, L, D]."""
+        """Copy blocks [R, m] of some KV heads into the workspace: K and V as [R, K, L, D].
+
+        The rows of latent attention are copied once, for both.
+        """
         rows, block_size = block_ids.shape[0], self.config.block_size
         head_size = self.config.head_size
         num_heads = heads.stop - heads.start
         shape = (block_ids.numel(), block_size, num_heads, head_size)
         ids = block_ids.reshape(-1)
         gathered = []
-        for cache, space in zip((k_cache, v_cache), self._gathered, strict=True):
+        caches = (k_cache,) if self.config.latent else (k_cache, v_cache)
+        for cache, space in zip(caches, self._gathered, strict=False):
             target = space[: block_ids.numel() * block_size * num_heads * head_size].view(shape)
             torch.index_select(cache[:, :, heads], 0, ids, out=target)
             gathered.append(target.view(rows, -1, num_heads, head_size).transpose(1, 2))
-        return gathered[0], gathered[1]
+        return gathered[0], gathered[-1]
 
     # Prefill
 
@@ -354,3 +362,21 @@ class SdpaAttention(AttentionBackend):
                     chunk.num_keys - first_block * self.config.block_size,
                     out_TKGD[chunk.queries, part.heads].permute(1, 2, 0, 3),
                 )
+
+    # Packed
+
+    def plan_packed(self, metadata: PackedMetadata) -> None:
+        """Read the sequences' bounds once for all layers, waiting for a GPU as `plan_prefill`."""
+        self._packed.plan(metadata)
+
+    def run_packed(
+        self,
+        q_THD: Tensor,
+        k_LHD: Tensor,
+        v_LHV: Tensor,
+        metadata: PackedMetadata,
+        out_THV: Tensor,
+        lse_HT: Tensor | None = None,
+    ) -> None:
+        """Attend each sequence's queries to its keys, one sequence after another."""
+        self._packed.run(q_THD, k_LHD, v_LHV, metadata, out_THV, lse_HT)

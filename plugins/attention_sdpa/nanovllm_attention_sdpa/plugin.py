@@ -42,6 +42,11 @@ def check(requirements: AttentionRequirements, options: BaseModel) -> list[str]:
         reasons.append(
             f"kernel {kernel!r} has no soft cap, and the model needs one; use kernel: auto or math"
         )
+    if requirements.latent and kernel not in ("auto", "math"):
+        reasons.append(
+            f"kernel {kernel!r} gives no log-sum-exp, by which the parts of "
+            "a prompt that latent attention computes are merged; use kernel: auto or math"
+        )
     if requirements.sliding_window and kernel == "flash" and requirements.device == "cuda":
         reasons.append(
             "kernel 'flash' takes no mask on cuda, so it has no sliding window, and the model "
@@ -75,6 +80,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
         gqa=True,
         sliding_window=True,
         soft_cap=True,
+        latent=True,
         # A last block is gathered whole: a masked weight of 0 times a NaN in V would be NaN.
         needs_finite_tail=True,
         cuda_graphs="decode",

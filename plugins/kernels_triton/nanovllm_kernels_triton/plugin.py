@@ -13,7 +13,7 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
         KernelSetSpec(
             name="triton",
             impl="nanovllm_kernels_triton.kernel_set:make_kernels",
-            contract=3,
+            contract=4,
             summary="Fused Triton kernels; cuBLAS for products of many rows.",
             devices=frozenset({"cuda"}),
             min_compute_capability=(8, 0),

@@ -40,7 +40,7 @@ FLOAT64 = KernelSetSpec(
     name="float64",
     impl="nanovllm_example_more_kinds.kernels:Float64Kernels",
     summary="Every operation in double precision, to see what rounding does to an answer.",
-    contract=3,
+    contract=4,
     devices=frozenset({"cpu"}),
 )
 

@@ -25,7 +25,7 @@ SPEC = KernelSetSpec(
     name="my_plugin",
     impl="nanovllm_kernels_my_plugin.kernels:MyPluginKernels",
     summary="The fused operations, in plain torch.",
-    contract=3,
+    contract=4,
     options=MyPluginOptions,
     devices=frozenset({"cpu"}),
 )
