@@ -17,11 +17,11 @@ _SMALL = {
     "v_head_dim": 14,
     "moe_intermediate_size": 420,
     "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 4,
     "routed_scaling_factor": 1.7,
-    "n_group": 4,
+    "n_group": 3,
     "topk_group": 2,
 }
 """Sizes that differ from one another, and no default of transformers among them."""

@@ -26,7 +26,13 @@ def read_latent(config: Mapping[str, Any], rope: RopeConfig) -> LatentConfig:
     The norms within attention have an epsilon of 1e-6, whatever `rms_norm_eps` is.
     """
     num_heads = positive_int(config, "num_attention_heads")
-    refuse_unless(config, attention_bias=False, rope_interleave=True, num_key_value_heads=num_heads)
+    refuse_unless(
+        config,
+        attention_bias=False,
+        rope_interleave=True,
+        num_key_value_heads=num_heads,
+        head_dim=rope.rotary_size,  # transformers writes it so; published checkpoints have none
+    )
     nope_size = positive_int(config, "qk_nope_head_dim", default=128)
     compressed = config.get("q_lora_rank", 1536) is not None  # null: queries are not compressed
     return LatentConfig(

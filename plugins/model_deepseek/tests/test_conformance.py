@@ -17,8 +17,8 @@ YARN = {
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "fewer KV heads than heads": {"num_key_value_heads": 2},
-    "groups that do not divide the experts": {"n_group": 5, "topk_group": 5},
-    "more groups for a token than there are": {"topk_group": 5},
+    "groups that do not divide the experts": {"n_group": 4},
+    "more groups for a token than there are": {"topk_group": 4},
     "more experts for a token than its groups have": {"num_experts_per_tok": 7},
     "biases of attention": {"attention_bias": True},
     "half of the rotated part": {
@@ -31,7 +31,8 @@ class DeepSeek(ModelConformance):
     """What both promise."""
 
     rope_kinds = frozenset({"default", "linear", "yarn", "llama3"})
-    harmless = frozenset({"head_dim", "output_router_logits"})
+    # A sum of two other sizes, and a switch of training.
+    harmless = frozenset({"qk_head_dim", "output_router_logits"})
 
 
 class TestDeepseekV2(DeepSeek):
@@ -68,7 +69,7 @@ class TestDeepseekV3(DeepSeek):
     }
     refused: ClassVar = {
         **REFUSED,
-        "groups of one expert": {"n_group": 12, "topk_group": 8},
+        "groups of one expert": {"n_group": 9, "topk_group": 8},
         "scores by softmax": {"scoring_func": "softmax"},
         "a choice without a bias": {"topk_method": "greedy"},
         "halves that rotate": {"rope_interleave": False},
