@@ -82,7 +82,7 @@ class LatentAttention(AttentionLayer):
 
     packed_modules: Mapping[str, tuple[str, str]] = {
         "q_proj": ("qkv_a_proj", "q"),
-        "q_a_proj": ("qkv_a_proj", "q"),
+        "q_a_proj": ("qkv_a_proj", "q_a"),
         "kv_a_proj_with_mqa": ("qkv_a_proj", "kv"),
     }
 
@@ -157,13 +157,13 @@ class _DownProjection(ColumnParallelLinear):
     def __init__(self, context: LayerContext, config: LatentConfig) -> None:
         shape = config.shape.on_rank(context.tp.size)
         if config.q_lora_rank is not None:
-            q = Piece(config.q_lora_rank, 0, config.q_lora_rank)
+            shard, q = "q_a", Piece(config.q_lora_rank, 0, config.q_lora_rank)
         else:
             size = shape.num_heads * config.heads.key_size
-            q = Piece(size, context.tp.rank * size, context.tp.size * size)
+            shard, q = "q", Piece(size, context.tp.rank * size, context.tp.size * size)
         self.q_size = q.size
         row = Piece(shape.head_size, 0, shape.head_size)
-        self._build(context, config.hidden_size, {"q": q, "kv": row}, bias=False)
+        self._build(context, config.hidden_size, {shard: q, "kv": row}, bias=False)
 
 
 class _UpProjection(Layer):

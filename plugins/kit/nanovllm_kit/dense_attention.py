@@ -5,7 +5,7 @@ It runs a model without an engine, as a reference for engines and backends and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ _BLOCK_SIZE = 16
 
 
 class DenseRuntime:
-    """Runs a model's attention layers over KV caches of sequences of up to `max_len` tokens.
+    """Runs every attention layer of a model over its own KV cache of sequences of up to `max_len`.
 
     Calls continue a sequence: tokens are stored at their positions, and each attends to all
     positions up to its own. All tokens belong to sequence 0 unless `set_batch` says otherwise.
+    Latent attention computes keys and values of every token that is seen, and absorbs nothing.
     """
 
     def __init__(self, model: nn.Module, max_len: int, num_sequences: int = 1) -> None:
@@ -30,11 +31,14 @@ class DenseRuntime:
             if isinstance(module, AttentionLayer):
                 shape, context = module.shape, module.context
                 num_blocks = num_sequences * self.blocks_per_sequence
-                row = (shape.head_size,) if shape.latent else (shape.num_kv_heads, shape.head_size)
-                sizes = (shape.rows_per_token, num_blocks, _BLOCK_SIZE, *row)
-                cache = torch.zeros(sizes, dtype=context.dtype, device=context.device)
+                size = (num_blocks, _BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
                 module.bind(self, len(self.caches))
-                self.caches.append(list(cache))
+                self.caches.append(
+                    [
+                        torch.zeros(size, dtype=context.dtype, device=context.device)
+                        for _ in range(shape.rows_per_token)
+                    ]
+                )
 
     def set_batch(self, batch: Sequence[tuple[int, int]]) -> None:
         """The (sequence, number of tokens) pairs that the next forward pass packs, in order."""
@@ -42,49 +46,75 @@ class DenseRuntime:
 
     def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
         """Packed q, k, v of one layer -> [T, H·D]; see `nanovllm_core.layers.AttentionRuntime`."""
-        slots_T = self._slots(positions_T)
-        caches = self.caches[layer.layer_index]
-        q_THD = layer.context.kernels.prepare_qkv(qkv_TX, layer.prep, positions_T, slots_T, *caches)
-        return self._attend(layer, q_THD, positions_T)
+        k_cache, v_cache = self.caches[layer.layer_index]
+        slots_T = self.slots(positions_T)
+        q_THD = layer.context.kernels.prepare_qkv(
+            qkv_TX, layer.prep, positions_T, slots_T, k_cache, v_cache
+        )
+        return self.attend_prepared(layer, q_THD, positions_T)
 
     def attend_latent(
         self, layer: LatentAttention, q_THD: Tensor, rows_TR: Tensor, positions_T: Tensor
     ) -> Tensor:
-        """Queries and rows of one layer -> [T, H·V], with keys and values computed from rows."""
-        slots_T = self._slots(positions_T)
-        caches = self.caches[layer.layer_index]
+        """Queries and rows of one layer -> [T, H·V]."""
+        (rows,) = self.caches[layer.layer_index]
         q_THD = layer.context.kernels.prepare_latent(
-            q_THD, rows_TR, layer.prep, positions_T, slots_T, *caches
+            q_THD, rows_TR, layer.prep, positions_T, self.slots(positions_T), rows.squeeze(2)
         )
-        return self._attend(layer, q_THD, positions_T)
+        return self.attend_prepared(layer, q_THD, positions_T)
 
-    def _batch(self, positions_T: Tensor) -> Sequence[tuple[int, int]]:
-        return self.batch or [(0, len(positions_T))]
-
-    def _starts(self, positions_T: Tensor) -> list[int]:
-        """The slot of each sequence's first token."""
-        batch = self._batch(positions_T)
-        return [sequence * self.blocks_per_sequence * _BLOCK_SIZE for sequence, _ in batch]
-
-    def _slots(self, positions_T: Tensor) -> Tensor:
-        """Where tokens are stored."""
-        counts = [count for _, count in self._batch(positions_T)]
-        first_slots = torch.tensor(self._starts(positions_T)).repeat_interleave(
-            torch.tensor(counts)
-        )
+    def slots(self, positions_T: Tensor) -> Tensor:
+        """Where tokens are stored; int64."""
+        starts, counts = self._sequences(positions_T)
+        first_slots = torch.tensor(starts).repeat_interleave(torch.tensor(counts))
         return positions_T.long() + first_slots.to(positions_T.device)
 
-    def _attend(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
-        """Prepared queries of all sequences -> [T, H·V], from what is cached by now."""
-        counts = [count for _, count in self._batch(positions_T)]
+    def attend_prepared(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
+        """Queries whose keys and values are stored -> [T, H·V]."""
+        starts, counts = self._sequences(positions_T)
         outputs = []
         for q_part, positions, start in zip(
-            q_THD.split(counts), positions_T.split(counts), self._starts(positions_T), strict=True
+            q_THD.split(counts), positions_T.split(counts), starts, strict=True
         ):
             keys_S = torch.arange(int(positions.max()) + 1, device=positions.device)
-            own = [cache.flatten(0, 1)[start:] for cache in self.caches[layer.layer_index]]
-            outputs.append(_attend_one(layer, q_part, positions, keys_S, own))
+            outputs.append(self._attend_one(layer, q_part, positions, keys_S, start))
         return torch.cat(outputs).flatten(1).to(q_THD.dtype)
+
+    def _sequences(self, positions_T: Tensor) -> tuple[list[int], list[int]]:
+        """The first slot of each sequence of the batch, and how many tokens it has there."""
+        batch = self.batch or [(0, len(positions_T))]
+        starts = [sequence * self.blocks_per_sequence * _BLOCK_SIZE for sequence, _ in batch]
+        return starts, [count for _, count in batch]
+
+    def _attend_one(
+        self,
+        layer: AttentionLayer,
+        q_THD: Tensor,
+        positions_T: Tensor,
+        keys_S: Tensor,
+        start: int = 0,
+    ) -> Tensor:
+        """One sequence's queries over its S tokens from slot `start` on, in float32.
+
+        `keys_S` are the positions of these tokens.
+        """
+        caches = self.caches[layer.layer_index]
+        stored = [cache.flatten(0, 1)[start : start + len(keys_S)] for cache in caches]
+        shape = layer.shape
+        if isinstance(layer, LatentAttention):
+            k_SHD, v_SHV = layer.expand_rows(stored[0].squeeze(1))
+        else:
+            group = shape.num_heads // shape.num_kv_heads
+            k_SHD, v_SHV = (cache.repeat_interleave(group, dim=1) for cache in stored)
+        scores_HTS = torch.einsum("thd,shd->hts", q_THD.float(), k_SHD.float()) * layer.scale
+        if shape.soft_cap is not None:
+            scores_HTS = shape.soft_cap * torch.tanh(scores_HTS / shape.soft_cap)
+        distance_TS = positions_T[:, None].long() - keys_S.long()
+        hidden_TS = distance_TS < 0
+        if shape.sliding_window is not None:
+            hidden_TS |= distance_TS >= shape.sliding_window
+        weights_HTS = scores_HTS.masked_fill(hidden_TS, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hts,shd->thd", weights_HTS, v_SHV.float())
 
 
 class SparseRuntime(DenseRuntime):
@@ -97,44 +127,12 @@ class SparseRuntime(DenseRuntime):
         super().__init__(model, len(positions_S))
         self.positions_S = positions_S
 
-    def _slots(self, positions_T: Tensor) -> Tensor:
+    def slots(self, positions_T: Tensor) -> Tensor:
         """Tokens lie in the cache in their order."""
         return torch.searchsorted(self.positions_S, positions_T.to(self.positions_S.dtype))
 
-    def _attend(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
+    def attend_prepared(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
         """Tokens see what is at positions up to their own."""
-        keys_S = self.positions_S[: int(self._slots(positions_T).max()) + 1]
-        own = [cache.flatten(0, 1) for cache in self.caches[layer.layer_index]]
-        return _attend_one(layer, q_THD, positions_T, keys_S, own).flatten(1).to(q_THD.dtype)
-
-
-def _attend_one(
-    layer: AttentionLayer,
-    q_THD: Tensor,
-    positions_T: Tensor,
-    keys_S: Tensor,
-    caches: Sequence[Tensor],
-) -> Tensor:
-    """One sequence's queries over the first S tokens of its caches, in float32.
-
-    `keys_S` are the positions of the keys.
-    """
-    shape = layer.shape
-    k_SHD, v_SHD = _keys_and_values(layer, [cache[: len(keys_S)] for cache in caches])
-    scores_HTS = torch.einsum("thd,shd->hts", q_THD.float(), k_SHD) * layer.scale
-    if shape.soft_cap is not None:
-        scores_HTS = shape.soft_cap * torch.tanh(scores_HTS / shape.soft_cap)
-    distance_TS = positions_T[:, None].long() - keys_S.long()
-    hidden_TS = distance_TS < 0
-    if shape.sliding_window is not None:
-        hidden_TS |= distance_TS >= shape.sliding_window
-    weights_HTS = scores_HTS.masked_fill(hidden_TS, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hts,shd->thd", weights_HTS, v_SHD)
-
-
-def _keys_and_values(layer: AttentionLayer, caches: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Those of all query heads, in float32: [S, H, D] and [S, H, V]."""
-    if isinstance(layer, LatentAttention):
-        return (x.float() for x in layer.expand_rows(*caches))
-    group = layer.shape.num_heads // layer.shape.num_kv_heads
-    return (cache.float().repeat_interleave(group, dim=1) for cache in caches)
+        keys_S = self.positions_S[: int(self.slots(positions_T).max()) + 1]
+        out_THV = self._attend_one(layer, q_THD, positions_T, keys_S)
+        return out_THV.flatten(1).to(q_THD.dtype)

@@ -39,8 +39,8 @@ class _Padded(DenseRuntime):
         self.set_batch([(0, live), *((i, 1) for i in range(1, rows - live + 1))])
         self.live, self.garbage_R = live, garbage_R
 
-    def _attend(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
-        out_TX = super()._attend(layer, q_THD, positions_T)
+    def attend_prepared(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
+        out_TX = super().attend_prepared(layer, q_THD, positions_T)
         out_TX[self.live :] = self.garbage_R[:, None].to(out_TX.dtype)
         return out_TX
 
