@@ -27,6 +27,8 @@ from nanovllm_kit.numerics import relative_norm_error
 CPU = torch.device("cpu")
 TORCH = TorchKernels()
 WEIGHTS = "model.safetensors"
+_NUDGES, _NUDGE = 8, 1e-5
+"""Runs of `is_settled`, and by how much of an embedding each differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,21 @@ class ReferenceCheckpoint:
         """
         exact = copy.deepcopy(self.model).double()(ids_T[None]).logits[0]
         return relative_norm_error(self.logits(ids_T), exact)
+
+    @torch.inference_mode()
+    def is_settled(self, ids_T: Tensor, limit: float) -> bool:
+        """Whether embeddings that differ by some roundings give logits within this norm error.
+
+        Not so where two experts of a token score so alike that rounding chooses between them.
+        """
+        logits, generator = self.logits(ids_T), torch.Generator().manual_seed(0)
+        for _ in range(_NUDGES):
+            nudged = copy.deepcopy(self.model)
+            weight = nudged.get_input_embeddings().weight
+            weight.mul_(1 + _NUDGE * torch.randn(weight.shape, generator=generator))
+            if relative_norm_error(nudged(ids_T[None]).logits[0], logits) > limit:
+                return False
+        return True
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights as they lie in the folder, by their names in the checkpoint."""
