@@ -29,7 +29,7 @@ MakeBackend = Callable[[AttentionConfig], AttentionBackend]
 def run_decode(backend: AttentionBackend, case: PagedCase, metadata: DecodeMetadata) -> Tensor:
     """Plan and run one decode step of one layer."""
     __tracebackhide__ = True
-    out = torch.full_like(case.q_THD, float("nan"))
+    out = case.new_out()
     backend.plan_decode(metadata)
     backend.run_decode(case.q_THD, case.k_cache, case.v_cache, metadata, out)
     return out
@@ -39,7 +39,7 @@ def run_prefill(backend: AttentionBackend, case: PagedCase) -> Tensor:
     """Plan and run one prefill step of one layer."""
     __tracebackhide__ = True
     metadata = case.prefill_metadata()
-    out = torch.full_like(case.q_THD, float("nan"))
+    out = case.new_out()
     backend.plan_prefill(metadata)
     backend.run_prefill(case.q_THD, case.k_cache, case.v_cache, metadata, out)
     return out

@@ -77,7 +77,7 @@ class AttentionReplay(AttentionSubject):
         _skip_without_graphs(decoder, "cpu")
         try:
             for plan_is_captured in (True, False):
-                _check_replays(decoder, recorded, plan_is_captured=plan_is_captured)
+                check_replays(decoder, recorded, plan_is_captured=plan_is_captured)
         except HostReadError as error:
             pytest.skip(f"on a CPU, where it may, {error}")
 
@@ -90,7 +90,7 @@ class AttentionReplay(AttentionSubject):
         """
         _skip_without_graphs(decoder, "cuda")
         for plan_is_captured in (True, False):
-            _check_replays(decoder, captured, plan_is_captured=plan_is_captured)
+            check_replays(decoder, captured, plan_is_captured=plan_is_captured)
 
     def test_decode_never_waits_for_the_device(self, decoder: BackendUnderTest) -> None:
         """Neither planning nor running makes a call that synchronises."""
@@ -138,7 +138,7 @@ class _Step:
     captured: Captured
 
 
-def _check_replays(
+def check_replays(
     subject: BackendUnderTest,
     capture: Capture,
     *,
@@ -195,7 +195,7 @@ def _capture_step(
     """As the engine captures: rows of padding, once to warm up and once for the graph."""
     static = _static(subject, bucket, num_blocks)
     metadata = static.decode_metadata(static.config().max_model_len)
-    out = torch.zeros_like(static.q_THD)
+    out = static.new_out()
 
     def run() -> None:
         # Two layers.
@@ -217,13 +217,15 @@ def _static(subject: BackendUnderTest, bucket: int, num_blocks: int) -> PagedCas
     case = _case(subject, [0] * bucket)
     width = -(-_longest(subject) // subject.block_size)
     shape = (num_blocks, *case.k_cache.shape[1:])
-    return replace(
+    k_cache = case.k_cache.new_zeros(shape)
+    static = replace(
         case,
         q_THD=torch.zeros_like(case.q_THD),
-        k_cache=case.k_cache.new_zeros(shape),
-        v_cache=case.v_cache.new_zeros(shape),
         block_table=case.block_table.new_zeros(bucket, width),
     )
+    if case.latent is not None:
+        return static.with_rows(k_cache)
+    return replace(static, k_cache=k_cache, v_cache=torch.zeros_like(k_cache))
 
 
 def _longest(subject: BackendUnderTest) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_core.interfaces.attention import AttentionConfig, DecodeMetadata, PrefillMetadata
+from nanovllm_core.interfaces.model import LatentHeads
 from nanovllm_kit.numerics import assert_close_report, relative_norm_error
 
 REL_NORM = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -31,7 +32,10 @@ VECTOR_FACTOR = 8.0
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """One batch: packed queries, caches [N, P, K, D], and where everything lies."""
+    """One batch: packed queries, caches [N, P, K, D], and where everything lies.
+
+    With `latent`, v_cache is a part of k_cache.
+    """
 
     q_THD: Tensor  # noqa: N815 - shape suffix
     k_cache: Tensor
@@ -42,11 +46,21 @@ class PagedCase:
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    latent: LatentHeads | None = None
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.k_cache.shape[1]
+
+    def new_out(self) -> Tensor:
+        """Where a backend writes the output [T, H, V]; all NaN."""
+        shape = (*self.q_THD.shape[:2], self.v_cache.shape[-1])
+        return self.q_THD.new_full(shape, float("nan"))
+
+    def with_rows(self, rows_NPKR: Tensor) -> PagedCase:
+        """The same over other rows of latent attention, of which the values are a part."""
+        return replace(self, k_cache=rows_NPKR, v_cache=rows_NPKR[..., : self.v_cache.shape[-1]])
 
     def decode_metadata(self, max_seq_len: int | None = None) -> DecodeMetadata:
         """The batch as decode rows; the host bound is the longest row unless given."""
@@ -83,6 +97,7 @@ class PagedCase:
             max_num_batched_tokens=max(1, self.q_THD.shape[0]),
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
+            latent=self.latent,
         )
 
     def expected(self) -> Tensor:
@@ -91,6 +106,8 @@ class PagedCase:
 
     def astype(self, dtype: torch.dtype) -> PagedCase:
         """The same numbers in another dtype; exact from bfloat16 to a wider one."""
+        if self.latent is not None:
+            return replace(self, q_THD=self.q_THD.to(dtype)).with_rows(self.k_cache.to(dtype))
         return replace(
             self,
             q_THD=self.q_THD.to(dtype),
@@ -149,7 +166,7 @@ class PagedCase:
         raise IndexError(f"the batch has no token {token}")
 
     def _attend(self, dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(self.q_THD.shape, dtype=dtype, device=self.q_THD.device)
+        out = self.new_out().to(dtype).zero_()
         start = 0
         for row, (queries, keys) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
             if queries and keys:

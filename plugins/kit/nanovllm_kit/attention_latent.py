@@ -1,0 +1,218 @@
+"""Checks of latent attention: absorbed queries over cached rows, and packed calls of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm_core.interfaces.attention import Phase
+from nanovllm_kit.attention_backend import (
+    EDGES,
+    AttentionSubject,
+    BackendUnderTest,
+    assert_near,
+)
+from nanovllm_kit.attention_replay import captured, check_replays, recorded
+from nanovllm_kit.conformance import PluginUnderTest
+from nanovllm_kit.latent_attention import (
+    LatentSizes,
+    PackedCase,
+    make_latent_case,
+    make_packed_case,
+)
+from nanovllm_kit.paged_attention import PagedCase
+from nanovllm_kit.recording import HostReadError
+
+USUAL = LatentSizes()
+SMALL = LatentSizes(latent=32, rotated=16, nope=16, value=16)
+ODD = LatentSizes(latent=40, rotated=8, nope=24, value=20)
+"""No power of two but the rotated part, and four sizes that differ."""
+
+
+class LatentUnderTest(BackendUnderTest):
+    """The same backend, whose decode rows are those of latent attention."""
+
+    sizes = SMALL
+
+    def served(self, sizes: LatentSizes) -> bool:
+        """Whether the backend accepts both phases of these sizes."""
+        asked: dict[Phase, dict[str, Any]] = {
+            "decode": {"num_kv_heads": 1, "head_size": sizes.row, "value_size": sizes.latent},
+            "prefill": {
+                "num_kv_heads": 4,
+                "head_size": sizes.heads.key_size,
+                "value_size": sizes.value,
+            },
+        }
+        return not any(
+            self.reasons(self._asked(phase=phase, num_heads=4, latent=True, **asked[phase]))
+            for phase in self.phases
+        )
+
+    def case(
+        self, seq_lens: Sequence[int], query_lens: Sequence[int] | None = None, **changes: Any
+    ) -> PagedCase:
+        """A batch of decode rows."""
+        dtype = changes.pop("dtype", self.dtype)
+        sizes = changes.pop("sizes", self.sizes)
+        values: dict[str, Any] = {
+            "num_heads": 4,
+            "block_size": self.block_size,
+            "dtype": getattr(torch, dtype),
+            "device": self.device,
+            "finite_tail": self.capabilities.needs_finite_tail,
+        }
+        changes.pop("num_kv_heads", None)
+        return make_latent_case(seq_lens, sizes, **values | changes)
+
+    def packed(
+        self,
+        query_lens: Sequence[int],
+        key_lens: Sequence[int],
+        *,
+        causal: bool,
+        num_heads: int = 3,
+        **changes: Any,
+    ) -> PackedCase:
+        """A packed call."""
+        dtype = getattr(torch, changes.pop("dtype", self.dtype))
+        sizes = changes.pop("sizes", self.sizes)
+        return make_packed_case(
+            query_lens, key_lens, sizes, num_heads=num_heads, causal=causal,
+            dtype=dtype, device=self.device, **changes,
+        )  # fmt: skip
+
+    def check_packed(self, case: PackedCase, what: str) -> None:
+        """Fail where a backend of its own is off the reference."""
+        __tracebackhide__ = True
+        case.check(self.backend(case.config()), what)
+
+
+class AttentionLatent(AttentionSubject):
+    """Of backends that declare `latent`."""
+
+    @pytest.fixture
+    def latent(self, subject: BackendUnderTest, plugin: PluginUnderTest) -> LatentUnderTest:
+        """The backend with latent batches; skips where it serves none."""
+        if not subject.capabilities.latent:
+            pytest.skip("declares no latent attention")
+        made = LatentUnderTest(plugin)
+        for sizes in (SMALL, ODD, USUAL):
+            if made.served(sizes):
+                made.sizes = sizes
+                return made
+        pytest.skip("these options refuse latent attention")
+
+    @pytest.fixture
+    def latent_decoder(self, latent: LatentUnderTest) -> LatentUnderTest:
+        """The same, of a backend that decodes."""
+        if "decode" not in latent.phases:
+            pytest.skip("declares no decode")
+        return latent
+
+    @pytest.fixture
+    def latent_prefiller(self, latent: LatentUnderTest) -> LatentUnderTest:
+        """The same, of a backend that prefills."""
+        if "prefill" not in latent.phases:
+            pytest.skip("declares no prefill")
+        return latent
+
+    def test_latent_rows_are_keys_and_values(self, latent_decoder: LatentUnderTest) -> None:
+        """Rows of all lengths beside one another, and a padded one; blocks of others hold NaN."""
+        for needle in (False, True):
+            case = latent_decoder.case([*EDGES, 0, latent_decoder.longest], needle=needle)
+            latent_decoder.check(case, "ragged rows", phases=("decode",))
+        case = latent_decoder.case([latent_decoder.longest])
+        latent_decoder.check(case, "one long row", phases=("decode",))
+
+    def test_latent_sizes_and_heads_are_parameters(self, latent_decoder: LatentUnderTest) -> None:
+        """The usual sizes, and sizes and heads that are no powers of two, in every dtype."""
+        for sizes in (USUAL, SMALL, ODD):
+            if latent_decoder.served(sizes):
+                for dtype in latent_decoder.dtypes:
+                    case = latent_decoder.case([33, 0, 70], sizes=sizes, dtype=dtype, num_heads=16)
+                    latent_decoder.check(case, f"{sizes}", phases=("decode",))
+        for num_heads in (1, 2, 5, 17, 128):
+            case = latent_decoder.case([33, 2], num_heads=num_heads)
+            latent_decoder.check(case, f"{num_heads} heads", phases=("decode",))
+
+    def test_latent_scores_have_the_configured_scale(self, latent: LatentUnderTest) -> None:
+        """That of a head's key before absorption, which the row's size does not tell."""
+        for scale in (0.05, 0.6):
+            if "decode" in latent.phases:
+                case = replace(latent.case([40, 17]), scale=scale)
+                latent.check(case, f"scale {scale}", phases=("decode",))
+            if "prefill" in latent.phases:
+                packed = latent.packed([20, 5], [20, 5], causal=True)
+                latent.check_packed(replace(packed, scale=scale), f"scale {scale}")
+
+    def test_latent_rows_may_lie_apart(self, latent_decoder: LatentUnderTest) -> None:
+        """In slots that are wider than a row, with NaN behind it; only the output is written."""
+        case = latent_decoder.case([40, 3, 65])
+        shape = (*case.k_cache.shape[:-1], case.k_cache.shape[-1] + 16)
+        wide = case.k_cache.new_full(shape, float("nan"))
+        wide[..., : case.k_cache.shape[-1]] = case.k_cache
+        before = wide.clone()
+        apart = case.with_rows(wide[..., : case.k_cache.shape[-1]])
+        assert_near(case, latent_decoder.decode(apart), "rows in wider slots")
+        torch.testing.assert_close(wide, before, rtol=0, atol=0, equal_nan=True)
+
+    def test_latent_steps_follow_changed_inputs(self, latent_decoder: LatentUnderTest) -> None:
+        """Captured once, as `test_recorded_steps_follow_changed_inputs` says."""
+        if latent_decoder.capabilities.cuda_graphs == "none":
+            pytest.skip("declares that it cannot be captured")
+        on_cpu = latent_decoder.device == "cpu"
+        try:
+            check_replays(latent_decoder, recorded if on_cpu else captured, plan_is_captured=True)
+        except HostReadError as error:
+            pytest.skip(f"on a CPU, where it may, {error}")
+
+    def test_packed_prompts_are_causal(self, latent_prefiller: LatentUnderTest) -> None:
+        """Each sequence sees its own keys up to its query's; lengths around every tile."""
+        lens = [*(n for n in EDGES if n < 100), 1, 130]
+        latent_prefiller.check_packed(latent_prefiller.packed(lens, lens, causal=True), "prompts")
+        case = latent_prefiller.packed([5, 1, 17], [40, 64, 17], causal=True)
+        latent_prefiller.check_packed(case, "fewer queries than keys")
+
+    def test_packed_context_is_seen_whole(self, latent_prefiller: LatentUnderTest) -> None:
+        """By every query of its sequence; one without keys gets zeros and -inf."""
+        for queries, keys in (
+            ([7, 1, 40], [64, 0, 33]),
+            ([1], [200]),
+            ([3, 5], [0, 0]),
+            ([0, 6, 2], [5, 1, 0]),
+        ):
+            case = latent_prefiller.packed(queries, keys, causal=False)
+            latent_prefiller.check_packed(case, "context")
+
+    def test_packed_sizes_and_heads_are_parameters(self, latent_prefiller: LatentUnderTest) -> None:
+        """192 and 128, and others, in every dtype."""
+        for sizes in (USUAL, SMALL, ODD):
+            if latent_prefiller.served(sizes):
+                for dtype in latent_prefiller.dtypes:
+                    for causal in (True, False):
+                        case = latent_prefiller.packed(
+                            [33, 4], [33, 20], causal=causal, sizes=sizes, dtype=dtype
+                        )
+                        latent_prefiller.check_packed(case, dtype)
+        case = latent_prefiller.packed([9, 4], [9, 20], causal=True, num_heads=16)
+        latent_prefiller.check_packed(case, "16 heads")
+
+    def test_packed_calls_of_one_step_keep_their_plans(
+        self, latent_prefiller: LatentUnderTest
+    ) -> None:
+        """All are planned before the first layer; every layer runs each, in any order."""
+        own = latent_prefiller.packed([7, 20], [7, 20], causal=True)
+        first = latent_prefiller.packed([7, 20], [33, 0], causal=False, seed=1)
+        second = latent_prefiller.packed([7, 20], [2, 31], causal=False, seed=2)
+        backend = latent_prefiller.backend(first.config())
+        calls = [(case, case.metadata()) for case in (own, first, second)]
+        for _, metadata in calls:
+            backend.plan_packed(metadata)
+        for _ in range(2):
+            for case, metadata in calls:
+                case.check(backend, "one of several calls", metadata)
