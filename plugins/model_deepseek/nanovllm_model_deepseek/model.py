@@ -27,6 +27,7 @@ from nanovllm_core.layers import (
 )
 from nanovllm_model_deepseek.settings import (
     MixtureConfig,
+    read_block_size,
     read_count,
     read_latent,
     read_v2_mixture,
@@ -45,8 +46,10 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Here a head is what rotates of it; the rest is in `read_latent`."""
         refuse_unless(config, mlp_bias=False)
-        rotated = {"head_dim": positive_int(config, "qk_rope_head_dim", default=64)}
-        settings = DecoderConfig.from_config(ChainMap(rotated, cast(dict[str, Any], config)))
+        own: dict[str, Any] = {"head_dim": positive_int(config, "qk_rope_head_dim", default=64)}
+        if read_block_size(config) is not None:
+            own["quantization_config"] = None
+        settings = DecoderConfig.from_config(ChainMap(own, cast(dict[str, Any], config)))
         read_latent(config, settings.rope)
         cls.read_mixture(config)
         return settings
@@ -99,6 +102,7 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
         experts = expert_modules(self.read_mixture(config).num_experts)
         gate_up = {name: self.packed_modules[name] for name in ("gate_proj", "up_proj")}
         self.packed_modules = {**gate_up, **latent, **experts}
+        self.weight_block_size = read_block_size(config)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

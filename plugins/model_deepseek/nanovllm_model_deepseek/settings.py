@@ -179,3 +179,19 @@ def read_count(config: Mapping[str, Any], key: str, *, default: int) -> int:
     """A number of things of config.json, 0 allowed; null is 0, and absent means `default`."""
     value = config.get(key, default)
     return 0 if value in (None, 0) and value is not False else positive_int(config, key, default)
+
+
+def read_block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(rows, columns) of a block of float8 weights; None for other checkpoints, quantised or not.
+
+    DeepSeek-V3 is published in this form, with blocks of 128 x 128. Its activations are not
+    quantised here.
+    """
+    quantization = config.get("quantization_config") or {}
+    size = quantization.get("weight_block_size")
+    if quantization.get("quant_method") != "fp8" or quantization.get("fmt", "e4m3") != "e4m3":
+        return None
+    match size:
+        case [int() as rows, int() as columns] if rows > 0 and columns > 0:
+            return rows, columns
+    return None
