@@ -68,9 +68,9 @@ def load_weights(
     slots, unwanted = _slots(model, tied)
     headers = _read_headers(_weight_files(folder))
     files = {name: file for file, header in headers.items() for name in header}
-    block_size = getattr(model, "weight_block_size", None)
+    block_size: Sequence[int] = getattr(model, "weight_block_size", None) or ()
     shapes = {name: slot.shape for name, slot in slots.items()}
-    if block_size is not None:
+    if block_size:
         shapes |= _scale_shapes(shapes, headers, block_size)
     _check(folder, shapes, unwanted, headers, files)
     _check_copies(model, files)
@@ -286,7 +286,7 @@ def _read_headers(files: Sequence[Path]) -> _Headers:
 
 
 def _scale_shapes(
-    shapes: Mapping[str, tuple[int, ...]], headers: _Headers, block_size: tuple[int, int]
+    shapes: Mapping[str, tuple[int, ...]], headers: _Headers, block_size: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     """The tensors of scales that the float8 weights of these files need."""
     return {
@@ -299,7 +299,7 @@ def _scale_shapes(
     }
 
 
-def _scaled(tensor: Tensor, scales: Tensor, block_size: tuple[int, int]) -> Tensor:
+def _scaled(tensor: Tensor, scales: Tensor, block_size: Sequence[int]) -> Tensor:
     """Each block of a matrix times its scale, in float32; blocks at the end may be smaller."""
     for dim, (block, size) in enumerate(zip(block_size, tensor.shape, strict=False)):
         scales = scales.repeat_interleave(block, dim).narrow(dim, 0, size)

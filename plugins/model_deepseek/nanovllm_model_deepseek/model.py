@@ -7,9 +7,9 @@ and the MLP of those with a mixture.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from pydantic import BaseModel
 from torch import Tensor, nn
@@ -38,9 +38,10 @@ from nanovllm_model_deepseek.settings import (
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """DeepSeek-V2 and V2-Lite: queries compressed or not, experts chosen by softmax."""
 
-    read_mixture: ClassVar[Callable[[Mapping[str, Any]], MixtureConfig]] = staticmethod(
-        read_v2_mixture
-    )
+    @staticmethod
+    def read_mixture(config: Mapping[str, Any]) -> MixtureConfig:
+        """The mixtures of the architecture; ArchitectureError for a rule that is not its own."""
+        return read_v2_mixture(config)
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -108,7 +109,9 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3: experts chosen by sigmoid and bias; layers that predict further are left out."""
 
-    read_mixture = staticmethod(read_v3_mixture)
+    @staticmethod
+    def read_mixture(config: Mapping[str, Any]) -> MixtureConfig:
+        return read_v3_mixture(config)
 
     def __init__(
         self, options: BaseModel, config: Mapping[str, Any], context: LayerContext

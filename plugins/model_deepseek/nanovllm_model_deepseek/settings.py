@@ -55,10 +55,10 @@ def _score_scale(config: Mapping[str, Any], rope: RopeConfig, key_size: int) -> 
     """
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.kind == "default" or rope.factor <= 1 or not scaling.get("mscale_all_dim"):
-        return key_size**-0.5
+        return 1.0 / math.sqrt(key_size)
     weight = positive_float(scaling, "mscale_all_dim", where="config.json, rope")
-    mscale: float = 0.1 * weight * math.log(rope.factor) + 1.0
-    return key_size**-0.5 * mscale**2
+    mscale = 0.1 * weight * math.log(rope.factor) + 1.0
+    return mscale * mscale / math.sqrt(key_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def reference(tmp_path: Path) -> ReferenceCheckpoint:
 
 
 def in_float8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix in float8, the scale of each block, and the matrix that they mean, block by block."""
+    """A matrix in float8, the scale of each block, and the matrix that these mean."""
     rows, columns = BLOCK
     stored = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     meant = torch.empty_like(weight)
