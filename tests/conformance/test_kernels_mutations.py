@@ -119,7 +119,10 @@ SIDE_EFFECTS = [
     bug(
         "prepare_qkv turns q and k where they lie",
         QKV,
-        before("k_TKD = qk_THD[:, num_heads:]", "heads_THD[:, : qk_THD.shape[1]] = qk_THD"),
+        before(
+            "_store(slot_mapping_T, (qk_THD[:, num_heads:], k_cache_NPKD)",
+            "heads_THD[:, : qk_THD.shape[1]] = qk_THD",
+        ),
     ),
     bug(
         "prepare_qkv turns -1 to 0 for the layers after it",

@@ -157,7 +157,7 @@ class AttentionLatent(AttentionSubject):
         wide = case.k_cache.new_full(shape, float("nan"))
         wide[..., : case.k_cache.shape[-1]] = case.k_cache
         before = wide.clone()
-        apart = case.with_rows(wide[..., : case.k_cache.shape[-1]])
+        apart = case.with_rows(wide[..., : case.k_cache.shape[-1]], latent_decoder.sizes.heads)
         assert_near(case, latent_decoder.decode(apart), "rows in wider slots")
         torch.testing.assert_close(wide, before, rtol=0, atol=0, equal_nan=True)
 

@@ -224,7 +224,7 @@ def _static(subject: BackendUnderTest, bucket: int, num_blocks: int) -> PagedCas
         block_table=case.block_table.new_zeros(bucket, width),
     )
     if case.latent is not None:
-        return static.with_rows(k_cache)
+        return static.with_rows(k_cache, case.latent)
     return replace(static, k_cache=k_cache, v_cache=torch.zeros_like(k_cache))
 
 

@@ -5,12 +5,10 @@ Shape suffixes as in `nanovllm_core.interfaces.kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,16 +16,12 @@ from torch import Tensor
 
 from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
 from nanovllm_core.interfaces.specs import KernelSetSpec
-from nanovllm_core.kernels import TorchKernels
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
+from nanovllm_kit.kernel_calls import REFERENCE, assert_equal, random, run
 from nanovllm_kit.kernel_experts import ExpertChecks
+from nanovllm_kit.kernel_latent import LatentChecks
 from nanovllm_kit.numerics import assert_close_report
 
-REL_NORM = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
-"""How far a result may be from the reference, by dtype: another order of the sums."""
-REFERENCE = TorchKernels()
-WRITTEN = ("out_TX", "residual_TE", "k_cache_NPKD", "v_cache_NPKD")
-"""The parameters that an operation writes to; it leaves all others as they are."""
 BLOCK_SIZE, UNUSED = 4, 5.0
 
 # Beyond any table of small sizes: decode batches have hundreds of rows, prompts thousands.
@@ -39,7 +33,7 @@ PRODUCT_SHAPES = [*FEW, (17, 1100, 200), (129, 1100, 200), (513, 64, 48)]
 """(rows, inputs, outputs), in whole tiles or not."""
 
 
-class KernelSetConformance(ExpertChecks, SpecConformance):
+class KernelSetConformance(LatentChecks, ExpertChecks, SpecConformance):
     """Each operation equals the reference, with gaps between rows and padding among them."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
@@ -281,44 +275,6 @@ class KernelSetConformance(ExpertChecks, SpecConformance):
         for name, bias in product(("norm_linear", "norm_gate_up"), (None, bias_X)):
             operation = partial(getattr(kernels, name), x_TE, norm_E, 1e-6, weight_XE, bias)
             assert torch.equal(operation().clone(), operation()), name
-
-
-def random(
-    *shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Tensor:
-    """Normal numbers, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device, dtype)
-
-
-def run(kernels: KernelSet, name: str, *arguments: Any) -> Tensor:
-    """What an operation returns: memory of its own, with all inputs left as they were."""
-    inputs = {key: x for key, x in named_tensors(name, *arguments) if key not in WRITTEN}
-    before = {key: x.clone() for key, x in inputs.items()}
-    result: Tensor = getattr(kernels, name)(*arguments)
-    assert isinstance(result, Tensor), f"{name} returned {type(result).__name__}"
-    for key, x in inputs.items():
-        assert torch.equal(x, before[key]), f"{name} changed {key}"
-        alias = result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        assert not alias, f"{name} returned memory of {key}"
-    return result
-
-
-def named_tensors(name: str, *arguments: Any) -> Iterator[tuple[str, Tensor]]:
-    """An operation's tensors by the names of its parameters, and those of a QKPrep."""
-    parameters = [*signature(getattr(TorchKernels, name)).parameters][1:]
-    for key, value in zip(parameters, arguments, strict=False):
-        if isinstance(value, QKPrep):
-            fields = ("cos_sin_cache", "q_norm_weight", "k_norm_weight")
-            yield from ((x, getattr(value, x)) for x in fields if getattr(value, x) is not None)
-        elif isinstance(value, Tensor):
-            yield key, value
-
-
-def assert_equal(actual: Tensor, expected: Tensor) -> None:
-    """Of one dtype, and equal up to the order of the sums."""
-    assert actual.dtype == expected.dtype
-    assert_close_report(actual, expected, rel_norm=REL_NORM[expected.dtype])
 
 
 def make_prep(

@@ -58,7 +58,7 @@ def make_latent_case(
     shape = {"num_heads": num_heads, "num_kv_heads": 1, "head_size": sizes.row}
     case = make_case([1] * len(seq_lens), seq_lens, **shape | options)
     heads = sizes.heads
-    return replace(case, scale=heads.key_size**-0.5, latent=heads).with_rows(case.k_cache)
+    return replace(case, scale=heads.key_size**-0.5).with_rows(case.k_cache, heads)
 
 
 @dataclass(frozen=True, slots=True)

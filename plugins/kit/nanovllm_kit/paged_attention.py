@@ -58,9 +58,10 @@ class PagedCase:
         shape = (*self.q_THD.shape[:2], self.v_cache.shape[-1])
         return self.q_THD.new_full(shape, float("nan"))
 
-    def with_rows(self, rows_NPKR: Tensor) -> PagedCase:
-        """The same over other rows of latent attention, of which the values are a part."""
-        return replace(self, k_cache=rows_NPKR, v_cache=rows_NPKR[..., : self.v_cache.shape[-1]])
+    def with_rows(self, rows_NPKR: Tensor, latent: LatentHeads) -> PagedCase:
+        """The same over rows of latent attention, of which the values are a part."""
+        v_cache = rows_NPKR[..., : latent.latent_size]
+        return replace(self, k_cache=rows_NPKR, v_cache=v_cache, latent=latent)
 
     def decode_metadata(self, max_seq_len: int | None = None) -> DecodeMetadata:
         """The batch as decode rows; the host bound is the longest row unless given."""
@@ -107,7 +108,9 @@ class PagedCase:
     def astype(self, dtype: torch.dtype) -> PagedCase:
         """The same numbers in another dtype; exact from bfloat16 to a wider one."""
         if self.latent is not None:
-            return replace(self, q_THD=self.q_THD.to(dtype)).with_rows(self.k_cache.to(dtype))
+            return replace(self, q_THD=self.q_THD.to(dtype)).with_rows(
+                self.k_cache.to(dtype), self.latent
+            )
         return replace(
             self,
             q_THD=self.q_THD.to(dtype),
