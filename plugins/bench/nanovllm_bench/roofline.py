@@ -38,7 +38,7 @@ class ModelCosts:
     """Of each layer that has a mixture."""
     latent_key_size: int | None = None
     latent_value_size: int | None = None
-    """Of latent attention: those of a head in prompts. `head_size` is that of the one cached row."""
+    """Of latent attention: a head's sizes in prompts. `head_size` is that of the cached row."""
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -176,9 +176,15 @@ def _check_groups(routing: Routing, num_experts: int) -> None:
 
 
 def read_count(config: Mapping[str, Any], key: str, *, default: int) -> int:
-    """A number of things of config.json, 0 allowed; null is 0, and absent means `default`."""
+    """A number of things of config.json, which may be 0; null is 0, and absent means `default`."""
     value = config.get(key, default)
-    return 0 if value in (None, 0) and value is not False else positive_int(config, key, default)
+    value = 0 if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ArchitectureError(
+            f"config.json: {key} must be 0 or a positive integer, not {value!r}; check the "
+            "checkpoint's config.json"
+        )
+    return value
 
 
 def read_block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
