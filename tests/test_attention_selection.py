@@ -64,6 +64,10 @@ UNMET: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      "KV heads)"),
     ({}, {"sliding_window": True}, "has no sliding window, and the model needs one"),
     ({}, {"soft_cap": True}, "has no logit soft cap, and the model needs one"),
+    ({}, {"latent": True},
+     "has no latent attention, and the model caches one row per token for it"),
+    ({"latent": True, "cuda_graphs": "full"}, {"latent": True, "phase": "prefill"},
+     "prompts of latent attention are not captured in CUDA graphs"),
 ]  # fmt: skip
 """What a backend states otherwise than `ABLE`, what is asked otherwise than `ASKED`, the reason."""
 
@@ -76,11 +80,14 @@ def test_each_unmet_requirement_is_one_reason_with_value_and_limit(
 
 
 def test_every_requirement_is_refused_in_one_of_these_ways() -> None:
-    """A requirement that is added later needs a reason; block sizes are compared with layouts."""
+    """A requirement that is added later needs a reason; block sizes are compared with layouts.
+
+    A backend of latent attention that has no kernel for a size of values says so in its `check`.
+    """
     stated = {"phases": "phase", "gqa": "num_kv_heads"}
     changed = {stated.get(name, name) for able, asked, _ in UNMET for name in (*able, *asked)}
     asked = {field.name for field in fields(AttentionRequirements)}
-    assert asked - changed == {"num_heads", "block_size"}
+    assert asked - changed == {"num_heads", "block_size", "value_size"}
 
 
 def test_what_concerns_gpus_is_not_asked_of_a_cpu() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
-from nanovllm_core.interfaces.model import AttentionShape, ModelShape
+from nanovllm_core.interfaces.model import AttentionShape, LatentHeads, ModelShape
 
 
 def attention(window: int | None = None) -> AttentionShape:
@@ -108,3 +109,11 @@ def test_a_rank_has_its_share_of_the_heads() -> None:
     assert one.on_rank(4).num_kv_heads == 1
     assert one.on_rank(4).num_heads == 1
     assert one.on_rank(1) == one
+
+
+def test_a_latent_row_is_kept_once_and_whole_on_every_rank() -> None:
+    """Values are a part of it; only the heads of q are shared out."""
+    heads = LatentHeads(latent_size=512, key_size=192, value_size=128)
+    one = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, latent=heads)
+    assert one.elements_per_token == 576
+    assert one.on_rank(4) == replace(one, num_heads=4)

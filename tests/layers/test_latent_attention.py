@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm_core.layers import LatentAttention
 from nanovllm_kit.latent_model import LatentForCausalLM
 from nanovllm_kit.numerics import assert_close_report
+from nanovllm_kit.ranks import SimulatedRank, run_ranks
 from nanovllm_kit.reference_model import load_model, run_model
 
 from ..latent import naive_logits, random_weights, write_latent
@@ -62,3 +63,24 @@ def test_an_absorbed_query_scores_a_row_as_the_query_scores_its_key(tmp_path: Pa
     expanded_THV = layer.expand_output(weights_THK @ rows_KR[:, :24])
     expected_THV = torch.einsum("thk,khv->thv", weights_THK, v_KHV)
     assert_close_report(expanded_THV, expected_THV, rel_norm=1e-5)
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 20])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_the_heads_and_hold_every_row_whole(
+    size: int, q_lora_rank: int | None, tmp_path: Path
+) -> None:
+    """Each gives the logits of one rank."""
+    folder, config = write_latent(tmp_path, q_lora_rank=q_lora_rank)
+    ids_T = drawn_ids(12)
+    whole = load_model(LatentForCausalLM, folder, config)
+    expected = run_model(whole, ids_T)
+
+    def on_rank(tp: SimulatedRank) -> Tensor:
+        model = load_model(LatentForCausalLM, folder, config, tp=tp)
+        layers = [one for one in model.modules() if isinstance(one, LatentAttention)]
+        assert {one.shape for one in layers} == {layers[0].config.shape.on_rank(size)}
+        return run_model(model, ids_T, [5, 7])
+
+    for actual in run_ranks(size, on_rank):
+        assert_close_report(actual, expected, rel_norm=1e-5)

@@ -14,7 +14,7 @@ from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import OutOfMemoryError
 from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.model import AttentionShape, ModelShape
+from nanovllm_core.interfaces.model import AttentionShape, LatentHeads, ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE
 from nanovllm_core.worker import kv_cache
 from nanovllm_core.worker.kv_cache import (
@@ -308,3 +308,38 @@ def test_what_connections_to_other_ranks_take_is_the_engine_s(
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: take(GIB))
     memory = DeviceMemory.open(torch.device("cuda:0"), lambda: take(2 * GIB))
     assert memory.context == 3 * GIB
+
+
+LATENT = AttentionShape(
+    num_heads=4,
+    num_kv_heads=1,
+    head_size=20,
+    latent=LatentHeads(latent_size=12, key_size=16, value_size=8),
+)
+
+
+def test_values_of_latent_layers_are_a_part_of_their_keys() -> None:
+    """A block has room for one row of each token, and none for values."""
+    made = layout(num_layers=2, attention_layers=(LATENT,) * 2)
+    blocks = made.allocate(5, torch.device("cpu"))
+    assert blocks.nbytes == 5 * made.block_bytes == 5 * 2 * 16 * 20 * 4
+    for _, k_cache, v_cache in made.split(blocks):
+        assert (k_cache.shape, v_cache.shape) == ((5, 16, 1, 20), (5, 16, 1, 12))
+        k_cache.copy_(torch.randn(k_cache.shape))
+        assert torch.equal(v_cache, k_cache[..., :12])
+        assert v_cache.data_ptr() == k_cache.data_ptr()
+
+
+def test_latent_layers_beside_others_find_what_they_wrote() -> None:
+    """In blocks that no two groups hold at once."""
+    plain = AttentionShape(num_heads=4, num_kv_heads=1, head_size=16)
+    made = layout(num_layers=4, attention_layers=(LATENT, plain, LATENT, plain))
+    layers = made.split(made.allocate(6, torch.device("cpu")))
+    for number, (group, k_cache, v_cache) in enumerate(layers):
+        k_cache[group::2] = number
+        if made.groups[group].attention is plain:
+            v_cache[group::2] = number + 10
+    for number, (group, k_cache, v_cache) in enumerate(layers):
+        assert (k_cache[group::2] == number).all()
+        values = number + 10 if made.groups[group].attention is plain else number
+        assert (v_cache[group::2] == values).all()

@@ -8,13 +8,14 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nanovllm_core.api import CapturedTail, QKPrep, TailTables
+from nanovllm_core.api import CapturedTail, LatentPrep, QKPrep, TailTables
 from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
 from nanovllm_kernels_triton.captured_tail import TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
+from nanovllm_kernels_triton.prepare_latent import prepare_latent
 from nanovllm_kernels_triton.prepare_qkv import prepare_qkv_kernel
 
 _SILU_BLOCK = 1024
@@ -171,6 +172,19 @@ class TritonKernels(TorchKernels):
             **self._options,
         )  # fmt: skip
         return q_THD
+
+    def prepare_latent(
+        self,
+        q_THD: Tensor,
+        rows_TR: Tensor,
+        prep: LatentPrep,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        cache_NPR: Tensor,
+    ) -> Tensor:
+        return prepare_latent(
+            q_THD, rows_TR, prep, positions_T, slot_mapping_T, cache_NPR, self._options
+        )
 
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,

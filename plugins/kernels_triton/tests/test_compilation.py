@@ -68,6 +68,35 @@ def prepare_job(dtype: str, heads: tuple[int, int], head_size: int) -> AotJob:
     )
 
 
+def prepare_latent_job(dtype: str, num_heads: int) -> AotJob:
+    arrays = ("q_ptr", "rows_ptr", "weight_ptr", "out_ptr", "cache_ptr")
+    strides = ("q_stride", "head_stride", "row_stride", "block_stride", "token_stride")
+    return AotJob(
+        kernel="nanovllm_kernels_triton.prepare_latent:prepare_latent_kernel",
+        signature={
+            **dict.fromkeys(arrays, f"*{dtype}:16"),
+            **dict.fromkeys(strides, "i32:16"),
+            "cos_sin_ptr": "*fp32:16",
+            "positions_ptr": "*i32:16",
+            "slot_mapping_ptr": "*i64:16",
+        },
+        constexprs={
+            "EPS": 1e-6,
+            "NUM_HEADS": num_heads,
+            "HEAD_SIZE": 192,
+            "LATENT": 512,
+            "ROTATED": 64,
+            "BLOCK_SIZE": 64,
+            "BLOCK_HEADS": 4,
+            "BLOCK_NOPE": 128,
+            "BLOCK_LATENT": 512,
+            "BLOCK_PAIRS": 32,
+            "DEPENDENT": True,
+        },
+        num_warps=1,
+    )
+
+
 JOBS = {
     **{
         f"rms_norm-{dtype}-{size}": rms_norm_job(dtype, size)
@@ -83,6 +112,10 @@ JOBS = {
             ("bf16", (4, 2), 64),
             ("fp32", (16, 8), 128),
         )
+    },
+    **{
+        f"prepare_latent-{dtype}-{heads}": prepare_latent_job(dtype, heads)
+        for dtype, heads in (("bf16", 16), ("fp16", 128), ("fp32", 16))
     },
 }
 
