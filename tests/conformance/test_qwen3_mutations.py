@@ -342,8 +342,8 @@ MUTATIONS = [
         "positions end at a length of the model's own",
         "test_the_last_position_of_the_shape_can_be_computed",
         (
-            "attention.attn(qkv_TX, positions_T)",
-            "attention.attn(qkv_TX, positions_T.clamp(max=40))",
+            "self.attn(qkv_TX, positions_T)",
+            "self.attn(qkv_TX, positions_T.clamp(max=40))",
         ),
     ),
     linear(
