@@ -1,0 +1,58 @@
+"""A model of latent attention on a GPU: captured decode steps, prompts with context in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from nanovllm_core import SamplingParams
+from nanovllm_core.worker import latent
+from tests.e2e.tiny import open_tiny
+from tests.latent import install_latent, naive_logits, random_weights, write_latent
+
+LENGTHS = (3, 40, 129, 300, 900, 511)
+SIZES = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+
+
+@pytest.mark.parametrize("attention", ["triton", "sdpa"])
+@pytest.mark.parametrize(("block_size", "rank"), [(16, None), (256, 48)])
+def test_tokens_are_those_of_the_plain_computation(
+    tmp_path: Path,
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    attention: str,
+    block_size: int,
+    rank: int | None,
+) -> None:
+    """Chunks beside decoding rows, prefix hits, preemption; in float32."""
+    monkeypatch.setattr(latent, "LEAST_PART", 128)
+    install_latent(install)
+    changes = {**SIZES, "q_lora_rank": rank, "max_position_embeddings": 1024}
+    folder, config = write_latent(tmp_path / "tiny", **changes)
+    draws = Random(block_size)
+    prompts = [[draws.randrange(97) for _ in range(length)] for length in LENGTHS]
+    prompts.append(prompts[4][:600] + prompts[0])
+    params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=0.0)
+    with open_tiny(
+        folder,
+        device="cuda",
+        dtype="float32",
+        attention=attention,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=200,
+        cache={"block_size": block_size, "num_blocks": 2 * 1024 // block_size},
+    ) as llm:
+        assert llm.info.prompt_graph_sizes == ()
+        first, second = (
+            [list(one.token_ids) for one in llm.generate(prompts, params)] for _ in range(2)
+        )
+    assert first == second, "behind prefix hits"
+    weights = random_weights(config)
+    for prompt, answer in zip(prompts, first, strict=True):
+        logits = naive_logits(config, weights, torch.tensor([*prompt, *answer[:-1]]))
+        assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist()
