@@ -48,6 +48,7 @@ def test_the_distributions_of_the_project_are_there() -> None:
         "flash_attn_compat",
         "kernels_triton",
         "kit",
+        "model_deepseek",
         "model_qwen3",
         "model_qwen3_moe",
         "scheduler_sjf",
@@ -95,8 +96,8 @@ def test_every_plugin_has_an_extra_of_the_core() -> None:
         assert f"{project['name']}=={project['version']}" in in_extras
     # The kit is for authors: it needs pytest and hypothesis.
     extras_of_all = (
-        "sdpa,triton,flash,sjf,parallel,data-parallel,qwen3,qwen3-moe,demo,bench,server,"
-        "flash-attn-compat"
+        "sdpa,triton,flash,sjf,parallel,data-parallel,qwen3,qwen3-moe,deepseek,demo,bench,"
+        "server,flash-attn-compat"
     )
     assert extras["all"] == [f"nanovllm-core[{extras_of_all}]"]
 

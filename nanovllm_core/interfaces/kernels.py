@@ -63,7 +63,8 @@ class Routing:
     the `top_groups` best groups can be chosen from: a group is as good as its best score
     ("max", DeepSeek-V2) or as the sum of its two best ("top2", DeepSeek-V3). A bias is added to the
     scores while choosing. The weight of a chosen expert is its score, without the bias; with
-    `renormalize` divided by the sum of those chosen; times `scale`.
+    `renormalize` divided by the sum of those chosen plus 1e-20, so that it is 0 where all of them
+    underflow; times `scale`.
     """
 
     top_k: int

@@ -174,7 +174,10 @@ class CausalLM(Protocol):
     shard: `{"q_proj": ("qkv_proj", "q"), "gate_proj": ("gate_up_proj", 0)}`. One that holds several
     shards, one below the other, names them in order: `{"wqkv": ("qkv_proj", ("q", "k", "v"))}`.
     `ignored_weights` are full names the checkpoint may hold and the model does not want; one that
-    ends in a dot ("vision_tower.") stands for all that begin so.
+    ends in a dot ("vision_tower.") stands for all that begin so. A model may have
+    `weight_block_size`, (rows, columns) or None: a float8 weight of its checkpoint then has a
+    tensor of scales, X_scale_inv beside X, with a factor for each block of so many rows and
+    columns, and is multiplied by them while it is loaded.
     """
 
     packed_modules: Mapping[str, tuple[str, str | int | tuple[str | int, ...]]]

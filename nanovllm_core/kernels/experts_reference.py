@@ -8,6 +8,9 @@ from torch.nn.functional import silu
 
 from nanovllm_core.interfaces.kernels import Routing
 
+TINY = 1e-20
+"""Added to the divisor of `Routing.renormalize`."""
+
 
 def route(logits_TN: Tensor, routing: Routing, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weights and ids of each token's experts; see `KernelSet.route`."""
@@ -20,7 +23,7 @@ def route(logits_TN: Tensor, routing: Routing, bias_N: Tensor | None) -> tuple[T
     ids_TC = _largest(choice_TN, routing.top_k)
     weights_TC = scores_TN.gather(1, ids_TC)
     if routing.renormalize:
-        weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
+        weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + TINY)
     return weights_TC * routing.scale, ids_TC.int()
 
 

@@ -54,6 +54,7 @@ from nanovllm_core.layers.matrix import (
     WeightMatrix as WeightMatrix,
     make_split_parameter as make_split_parameter,
 )
+from nanovllm_core.layers.mlp import GatedMLP as GatedMLP
 from nanovllm_core.layers.module import (
     Layer as Layer,
     ModelParameter as ModelParameter,

@@ -28,15 +28,12 @@ from torch import Tensor, nn
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.attention import Attention
-from nanovllm_core.layers.blocks import gated_mlp, linear_add, norm_linear
+from nanovllm_core.layers.blocks import linear_add, norm_linear
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.decoder_config import DecoderConfig
 from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from nanovllm_core.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm_core.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import build_cos_sin_cache
 
@@ -74,51 +71,42 @@ class SelfAttention(nn.Module):
             context, prep, scale=head_dim**-0.5, sliding_window=config.sliding_window
         )
 
-
-class MLP(nn.Module):
-    """down(silu(gate) * up), with gate and up as one product."""
-
-    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
-        super().__init__()
-        size, bias = config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(
-            context, config.hidden_size, (size, size), bias=bias
-        )
-        self.down_proj = RowParallelLinear(context, size, config.hidden_size, bias=bias)
-
-    def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
-        """residual + MLP(norm(residual)). The residual is overwritten."""
-        return gated_mlp(residual_TE, norm, self.gate_up_proj, self.down_proj)
+    def forward(self, residual_TE: Tensor, norm: RMSNorm, positions_T: Tensor) -> Tensor:
+        """residual + attention(norm(residual)). The residual is overwritten."""
+        qkv_TX = norm_linear(residual_TE, norm, self.qkv_proj)
+        return linear_add(self.attn(qkv_TX, positions_T), self.o_proj, residual_TE)
 
 
 class DecoderLayer(nn.Module):
     def __init__(
-        self, config: DecoderConfig, context: LayerContext, cos_sin_cache: Tensor, mlp: nn.Module
+        self, config: DecoderConfig, context: LayerContext, attention: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, context, cos_sin_cache)
+        self.self_attn = attention
         self.mlp = mlp
         self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
 
     def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
         """The residual is overwritten on the way: only what is returned counts."""
-        attention = self.self_attn
-        qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
-        residual_TE = linear_add(attention.attn(qkv_TX, positions_T), attention.o_proj, residual_TE)
+        residual_TE = self.self_attn(residual_TE, self.input_layernorm, positions_T)
         out_TE: Tensor = self.mlp(residual_TE, self.post_attention_layernorm)
         return out_TE
 
 
 class Decoder(nn.Module):
     def __init__(
-        self, config: DecoderConfig, context: LayerContext, make_mlp: Callable[[int], nn.Module]
+        self,
+        config: DecoderConfig,
+        context: LayerContext,
+        make_attention: Callable[[Tensor], nn.Module],
+        make_mlp: Callable[[int], nn.Module],
     ) -> None:
         super().__init__()
         cos_sin_cache = build_cos_sin_cache(config.rope, context.device)  # one for all layers
         self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, context, cos_sin_cache, make_mlp(layer))
+            DecoderLayer(config, context, make_attention(cos_sin_cache), make_mlp(layer))
             for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
@@ -168,21 +156,42 @@ class DecoderForCausalLM(nn.Module):
         return cls.read_config(config).shape()
 
     @classmethod
+    def make_attention(
+        cls,
+        config: Mapping[str, Any],
+        settings: DecoderConfig,
+        context: LayerContext,
+        cos_sin_cache: Tensor,
+    ) -> nn.Module:
+        """The attention of a layer; `attention(residual_TE, norm, positions_T)` gives the sum.
+
+        An architecture with another one, such as `LatentAttention`, overrides it, and `shape`.
+        """
+        return SelfAttention(settings, context, cos_sin_cache)
+
+    @classmethod
     def make_mlp(
         cls, config: Mapping[str, Any], settings: DecoderConfig, context: LayerContext, layer: int
     ) -> nn.Module:
-        """The MLP of a layer, from 0; `mlp(residual_TE, norm)` gives the sum, as `MLP` does.
+        """The MLP of a layer, from 0; `mlp(residual_TE, norm)` gives the sum, as `GatedMLP` does.
 
         An architecture with another MLP in some layers, such as `SparseMLP`, overrides it.
         """
-        return MLP(settings, context)
+        return GatedMLP(
+            context, settings.hidden_size, settings.intermediate_size, bias=settings.mlp_bias
+        )
 
     def __init__(
         self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
     ) -> None:
         super().__init__()
         settings = self.read_config(config)
-        self.model = Decoder(settings, context, partial(self.make_mlp, config, settings, context))
+        self.model = Decoder(
+            settings,
+            context,
+            partial(self.make_attention, config, settings, context),
+            partial(self.make_mlp, config, settings, context),
+        )
         self.lm_head = ParallelLMHead(
             context,
             settings.vocab_size,

@@ -7,13 +7,16 @@ equal work wherever tokens go.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
-from nanovllm_core.layers.module import Layer
+from nanovllm_core.layers.mlp import GatedMLP
+from nanovllm_core.layers.module import Layer, make_parameter
 from nanovllm_core.layers.norm import RMSNorm
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
@@ -30,13 +33,26 @@ def expert_modules(num_experts: int) -> Mapping[str, tuple[str, str]]:
 
 
 class Router(Layer):
-    """Hidden states -> each token's experts, whole on every rank. `weight` [N, E]."""
+    """Hidden states -> each token's experts, whole on every rank. `weight` [N, E].
+
+    With `bias` it has `e_score_correction_bias` [N], float32 in every model, which is added to the
+    scores while experts are chosen.
+    """
 
     def __init__(
-        self, context: LayerContext, hidden_size: int, num_experts: int, routing: Routing
+        self,
+        context: LayerContext,
+        hidden_size: int,
+        num_experts: int,
+        routing: Routing,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__(context)
         self.routing = routing
+        self.e_score_correction_bias = (
+            make_parameter(replace(context, dtype=torch.float32), (num_experts,)) if bias else None
+        )
         rows: Pieces = {None: Piece(num_experts, 0, num_experts)}
         self.matrix = context.make_matrix(self, rows, Piece(hidden_size, 0, hidden_size))
 
@@ -45,7 +61,9 @@ class Router(Layer):
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Normed hidden states [T, E] -> weights [T, C] float32 and ids [T, C] int32."""
-        return self.context.kernels.route(self.matrix.linear(x_TE), self.routing)
+        return self.context.kernels.route(
+            self.matrix.linear(x_TE), self.routing, self.e_score_correction_bias
+        )
 
 
 class _Stack(Layer):
@@ -76,15 +94,21 @@ class Experts(Layer):
         self.down = _Stack(context, down, part, num_experts)
 
     def forward(self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
-        """Normed hidden states, and the weights and ids of each token's experts -> [T, E]."""
-        y_TE = self.context.kernels.experts(
+        """Normed hidden states, and the weights and ids of each token's experts -> [T, E].
+
+        With several ranks it is this rank's part of the sum.
+        """
+        return self.context.kernels.experts(
             x_TE, weights_TC, ids_TC, self.gate_up.tensor, self.down.tensor
         )
-        return self.context.tp.all_reduce(y_TE)
 
 
 class SparseMLP(nn.Module):
-    """A mixture in the place of a dense MLP: every token goes through a few experts."""
+    """A mixture in the place of a dense MLP: every token goes through a few experts.
+
+    `shared_size`: the intermediate size of `shared_experts`, one MLP that all tokens go through
+    too; None for none. `bias`: of the `Router`.
+    """
 
     def __init__(
         self,
@@ -93,13 +117,23 @@ class SparseMLP(nn.Module):
         intermediate_size: int,
         num_experts: int,
         routing: Routing,
+        *,
+        bias: bool = False,
+        shared_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.gate = Router(context, hidden_size, num_experts, routing)
+        self.tp = context.tp
+        self.gate = Router(context, hidden_size, num_experts, routing, bias=bias)
         self.experts = Experts(context, num_experts, hidden_size, intermediate_size)
+        self.shared_experts = (
+            None if shared_size is None else GatedMLP(context, hidden_size, shared_size)
+        )
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""
         x_TE = norm(residual_TE)
-        weights_TC, ids_TC = self.gate(x_TE)
-        return residual_TE.add_(self.experts(x_TE, weights_TC, ids_TC))
+        y_TE = self.experts(x_TE, *self.gate(x_TE))
+        if (shared := self.shared_experts) is not None:
+            hidden_TF = shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps)
+            y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)
+        return residual_TE.add_(self.tp.all_reduce(y_TE))

@@ -28,6 +28,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "data-parallel": ("engine_processes",),
     "qwen3": ("model_qwen3",),
     "qwen3-moe": ("model_qwen3_moe",),
+    "deepseek": ("model_deepseek",),
     "demo": ("checkpoint_demo",),
     "bench": ("bench",),
     "server": ("server", "engine_processes"),

@@ -82,7 +82,12 @@ _OURS = (
         oldest_contract=2,
         changed=f"{OPTIONS_FIRST}Model(options, config, context)",
         is_needed=True,
-        extras={"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3-moe"},
+        extras={
+            "Qwen3ForCausalLM": "qwen3",
+            "Qwen3MoeForCausalLM": "qwen3-moe",
+            "DeepseekV2ForCausalLM": "deepseek",
+            "DeepseekV3ForCausalLM": "deepseek",
+        },
     ),
     Kind(
         "attention",

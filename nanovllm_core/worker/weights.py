@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm_core.errors import PluginLoadError, WeightsError
 from nanovllm_core.interfaces.model import CausalLM
@@ -33,6 +34,8 @@ _MAX_NAMES = 8
 _LOADERS = 4
 """Threads that copy tensors."""
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_FLOAT8, _SCALES = "F8_E4M3", "_scale_inv"
+"""A dtype of `CausalLM.weight_block_size`, and what the names of its scales end in."""
 _PARTS = ("weight_loader", "shard_shapes", "dummy_mean", "dummy_std")
 
 _Sources = dict[tuple[str, ShardId], tuple[str, tuple[ShardId, ...]]]
@@ -54,7 +57,8 @@ def load_weights(
     transformers does; with neither every `model*.safetensors`, or else every `*.safetensors`.
     Others beside these, such as `consolidated.safetensors`, are left alone.
     `tied`: the embedding and the head share a parameter; it is loaded under its first name, and a
-    second copy in the checkpoint is left out. Tensors are converted to the parameter's dtype.
+    second copy in the checkpoint is left out. Tensors are converted to the parameter's dtype;
+    float8 is multiplied by its scales, for a model with a `weight_block_size`.
     Raises WeightsError, before anything is copied, for weights that are missing, unexpected,
     double, quantised or of the wrong shape, for a second copy that differs, and for files that are
     missing or cannot be read.
@@ -64,17 +68,26 @@ def load_weights(
     slots, unwanted = _slots(model, tied)
     headers = _read_headers(_weight_files(folder))
     files = {name: file for file, header in headers.items() for name in header}
-    _check(folder, slots, unwanted, headers, files)
+    block_size: Sequence[int] = getattr(model, "weight_block_size", None) or ()
+    shapes = {name: slot.shape for name, slot in slots.items()}
+    if block_size:
+        shapes |= _scale_shapes(shapes, headers, block_size)
+    _check(folder, shapes, unwanted, headers, files)
     _check_copies(model, files)
     with ExitStack() as stack:
-        tensors = {file: stack.enter_context(_open(file)) for file in headers}
+        opened = {file: stack.enter_context(_open(file)) for file in headers}
+
+        def read(name: str) -> Tensor:
+            with _reading(files[name]):
+                tensor: Tensor = opened[files[name]].get_tensor(name)
+            scales = name + _SCALES
+            return _scaled(tensor, read(scales), block_size) if scales in shapes else tensor
+
         pool = ThreadPoolExecutor(_LOADERS)
         stack.callback(pool.shutdown, cancel_futures=True)
         names = [name for header in headers.values() for name in header if name in slots]
-        loads = [
-            pool.submit(slots[name].load, name, tensors[files[name]], files[name])
-            for name in names  # as they lie in the files
-        ]
+        # As they lie in the files.
+        loads = [pool.submit(slots[name].load, partial(read, name)) for name in names]
         for done, load in enumerate(as_completed(loads), start=1):
             load.result()
             if progress is not None:
@@ -131,15 +144,15 @@ class _Slot:
         return (sum(shape[0] for shape in self.shapes), *first[1:]) if more else first
 
     @torch.inference_mode()
-    def load(self, name: str, tensors: Any, file: Path) -> None:
-        """Called by threads, but for one parameter by one at a time.
+    def load(self, read: Callable[[], Tensor]) -> None:
+        """Called by threads, but for one parameter by one at a time; `read` gives the tensor.
 
         The parameter's GPU is the current one, as on the thread that starts the worker.
         """
         device = self.parameter.device
         on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with self.lock, on_device, _reading(file):
-            tensor = tensors.get_tensor(name)
+        with self.lock, on_device:
+            tensor = read()
             alone = len(self.shard_ids) == 1
             parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])
             for shard_id, part in zip(self.shard_ids, parts, strict=True):
@@ -272,28 +285,49 @@ def _read_headers(files: Sequence[Path]) -> _Headers:
     return headers
 
 
+def _scale_shapes(
+    shapes: Mapping[str, tuple[int, ...]], headers: _Headers, block_size: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of scales that the float8 weights of these files need."""
+    return {
+        name + _SCALES: tuple(
+            -(-size // block) for size, block in zip(shape, block_size, strict=False)
+        )
+        for header in headers.values()
+        for name, (shape, dtype) in header.items()
+        if dtype == _FLOAT8 and name in shapes
+    }
+
+
+def _scaled(tensor: Tensor, scales: Tensor, block_size: Sequence[int]) -> Tensor:
+    """Each block of a matrix times its scale, in float32; blocks at the end may be smaller."""
+    for dim, (block, size) in enumerate(zip(block_size, tensor.shape, strict=False)):
+        scales = scales.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return tensor.float() * scales
+
+
 def _check(
     folder: Path,
-    slots: dict[str, _Slot],
+    shapes: Mapping[str, tuple[int, ...]],
     unwanted: set[str],
     headers: _Headers,
     files: dict[str, Path],
 ) -> None:
     folders = tuple(name for name in unwanted if name.endswith("."))
-    problems = defaultdict(list, missing=[name for name in slots if name not in files])
+    problems = defaultdict(list, missing=[name for name in shapes if name not in files])
     for file, header in headers.items():
         for name, (shape, dtype) in header.items():
             if files[name] != file:
                 problems["found twice"].append(f"{name} (in {file.name} and {files[name].name})")
-            elif name not in slots:
+            elif name not in shapes:
                 if name not in unwanted and not name.startswith(folders):
                     problems["unexpected"].append(f"{name} (in {file.name})")
-            elif shape != slots[name].shape:
+            elif shape != shapes[name]:
                 problems["of the wrong shape"].append(
                     f"{name} (in {file.name}: {list(shape)}, the model's config.json wants "
-                    f"{list(slots[name].shape)})"
+                    f"{list(shapes[name])})"
                 )
-            elif dtype not in _DTYPES:
+            elif dtype not in _DTYPES and not (dtype == _FLOAT8 and name + _SCALES in shapes):
                 kind = "of a dtype that is not supported (quantised checkpoints are not)"
                 problems[kind].append(f"{name} (in {file.name}: {dtype})")
     reasons = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]

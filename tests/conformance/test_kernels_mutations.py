@@ -223,6 +223,7 @@ def expert_bug(name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
 ROUTED = "test_tokens_choose_the_experts_of_the_rule"
 TIES = "test_of_equal_experts_the_first_are_chosen"
 FLOAT32_SCORES = "test_scores_are_computed_in_float32"
+UNDERFLOW = "test_weights_are_zero_where_all_scores_underflow"
 PADDED_ROUTES = "test_a_row_of_padding_names_experts_that_are_there"
 MIXED = "test_every_token_gets_the_sum_of_its_experts"
 OWN_EXPERTS = "test_no_token_gets_another_ones_experts"
@@ -238,6 +239,7 @@ EXPERTS = [
         ROUTED,
         ("weights_TC.sum(dim=-1, keepdim=True)", "scores_TN.sum(dim=-1, keepdim=True)"),
     ),
+    expert_bug("a sum of 0 divides", UNDERFLOW, ("+ TINY", "+ 0")),
     expert_bug(
         "weights are always divided by their sum", ROUTED, ("if routing.renormalize:", "if True:")
     ),

@@ -20,9 +20,9 @@ CALLS = "test_a_call_does_not_depend_on_those_before"
 TWO_MODELS = "test_two_models_in_one_process_do_not_meet"
 PADDING = "test_garbage_in_padding_does_not_spread"
 TIED = "test_a_tied_head_is_the_embedding_itself"
-LAYERS = "DecoderLayer(config, context, cos_sin_cache, make_mlp(layer))"
+LAYERS = "DecoderLayer(config, context, make_attention(cos_sin_cache), make_mlp(layer))"
 EMBED = "residual_TE = self.embed_tokens(input_ids_T)"
-ATTEND = "attention.attn(qkv_TX, positions_T)"
+ATTEND = "self.attn(qkv_TX, positions_T)"
 LAST_NORM = "return self.norm(residual_TE)"
 HEAD = "return self.lm_head(hidden_TE, out_TV)"
 
@@ -52,9 +52,9 @@ MUTATIONS = [
         DRAWN,
         (
             LAYERS,
-            "DecoderLayer(config, context, build_cos_sin_cache(__import__('dataclasses').replace("
-            "config.rope, theta=1e6), context.device) if layer == 7 else cos_sin_cache, "
-            "make_mlp(layer))",
+            "DecoderLayer(config, context, make_attention(build_cos_sin_cache("
+            "__import__('dataclasses').replace(config.rope, theta=1e6), context.device) "
+            "if layer == 7 else cos_sin_cache), make_mlp(layer))",
         ),
     ),
     config("theta floored", DRAWN, with_rope("theta=float(int(rope.theta))")),
@@ -81,10 +81,10 @@ MUTATIONS = [
         DRAWN,
         (
             ATTEND,
-            "attention.attn(torch.cat([qkv_TX[:, : -attention.attn.prep.head_size], qkv_TX[:, "
-            "-attention.attn.prep.num_kv_heads * attention.attn.prep.head_size :][:, : "
-            "attention.attn.prep.head_size]], dim=1).contiguous() if "
-            "attention.attn.prep.num_kv_heads > 8 else qkv_TX, positions_T)",
+            "self.attn(torch.cat([qkv_TX[:, : -self.attn.prep.head_size], qkv_TX[:, "
+            "-self.attn.prep.num_kv_heads * self.attn.prep.head_size :][:, : "
+            "self.attn.prep.head_size]], dim=1).contiguous() if "
+            "self.attn.prep.num_kv_heads > 8 else qkv_TX, positions_T)",
         ),
         ("from torch import Tensor, nn", "import torch\nfrom torch import Tensor, nn"),
     ),
@@ -110,7 +110,7 @@ MUTATIONS = [
             "sliding_window = sliding_window or 4096\n        if sliding_window is not None:",
         ),
     ),
-    model("positions in 16 bits", FAR, (ATTEND, "attention.attn(qkv_TX, positions_T & 0xffff)")),
+    model("positions in 16 bits", FAR, (ATTEND, "self.attn(qkv_TX, positions_T & 0xffff)")),
     model(
         "tokens behind the 2,048th of a pass are the one before",
         THOUSANDS,

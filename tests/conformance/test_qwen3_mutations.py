@@ -18,7 +18,7 @@ QWEN3 = Subject(
     package="nanovllm_model_qwen3",
     inlined=tuple(
         f"nanovllm_core.layers.{module}"
-        for module in ("decoder", "decoder_config", "linear", "embedding")
+        for module in ("decoder", "decoder_config", "linear", "mlp", "embedding")
     ),
     suite="""
 import pytest
@@ -110,7 +110,7 @@ MUTATIONS = [
     model(
         "positions off by one",
         "test_the_last_position_of_the_shape_can_be_computed",
-        ("attention.attn(qkv_TX, positions_T)", "attention.attn(qkv_TX, positions_T + 1)"),
+        ("self.attn(qkv_TX, positions_T)", "self.attn(qkv_TX, positions_T + 1)"),
         peers=10,
     ),
     model(
@@ -208,7 +208,7 @@ MUTATIONS = [
     model(
         "the residual dropped",
         LOGITS,
-        ("attention.o_proj, residual_TE)", "attention.o_proj, residual_TE * 0)"),
+        ("self.o_proj, residual_TE)", "self.o_proj, residual_TE * 0)"),
     ),
     model(
         "the norm after attention skipped",
@@ -342,8 +342,8 @@ MUTATIONS = [
         "positions end at a length of the model's own",
         "test_the_last_position_of_the_shape_can_be_computed",
         (
-            "attention.attn(qkv_TX, positions_T)",
-            "attention.attn(qkv_TX, positions_T.clamp(max=40))",
+            "self.attn(qkv_TX, positions_T)",
+            "self.attn(qkv_TX, positions_T.clamp(max=40))",
         ),
     ),
     linear(

@@ -20,7 +20,12 @@ from nanovllm_core.errors import ArchitectureError, OutOfMemoryError
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from nanovllm_core.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SparseMLP,
+    VocabParallelEmbedding,
+)
 from nanovllm_core.selection import Decisions
 from nanovllm_core.worker.kv_cache import CacheLayout, DeviceMemory, num_blocks_on_gpu
 from nanovllm_core.worker.rows import RowTables
@@ -238,9 +243,7 @@ def rank_of(config: EngineConfig, gpu: Gpu, tp_size: int) -> Rank:
         workspaces=_tables(layout, decisions)
         + max(TRANSIENT_BYTES, limits.max_num_batched_tokens * step_bytes),
         graphs=0 if config.cuda_graphs.enforce_eager else captured * step_bytes,
-        num_all_reduces=sum(
-            isinstance(one, RowParallelLinear | VocabParallelEmbedding) for one in module.modules()
-        ),
+        num_all_reduces=_num_all_reduces(module),
     )
 
 
@@ -257,14 +260,33 @@ def _tables(layout: CacheLayout, decisions: Decisions) -> int:
     return arena.nbytes + 2 * rows * vocab_size * layout.dtype.itemsize + 2 * rows * vocab_size
 
 
+def _num_all_reduces(module: torch.nn.Module) -> int:
+    """One behind each layer that splits its inputs; a mixture and its shared experts have one."""
+    modules = list(module.modules())
+    with_shared = [one for one in modules if isinstance(one, SparseMLP) and one.shared_experts]
+    summed = RowParallelLinear | VocabParallelEmbedding | SparseMLP
+    return sum(isinstance(one, summed) for one in modules) - len(with_shared)
+
+
 def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) -> int:
-    """An estimate of a token's part of a step: three hidden states, the widest product and half."""
+    """An estimate of a token's part of a step: three hidden states, the widest product and half.
+
+    Prompts of latent attention have keys and values of all heads.
+    """
+    expanded = (
+        one.num_heads * (one.latent.key_size + one.latent.value_size)
+        for one in shape.attention_shapes
+        if one.latent
+    )
     widest = max(
         (
-            parameter.shape[0]
-            for one in module.modules()
-            if isinstance(one, ColumnParallelLinear)
-            for parameter in one.parameters(recurse=False)
+            *expanded,
+            *(
+                parameter.shape[0]
+                for one in module.modules()
+                if isinstance(one, ColumnParallelLinear)
+                for parameter in one.parameters(recurse=False)
+            ),
         ),
         default=shape.hidden_size,
     )

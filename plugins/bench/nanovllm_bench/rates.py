@@ -56,6 +56,7 @@ def costs_on_rank(
     """The sizes of one of `tp_size` ranks; `shape` is that of the whole model."""
     num_heads, num_kv_heads = heads_per_rank(shape.num_heads, shape.num_kv_heads, tp_size)
     mixtures = [one for one in module.modules() if isinstance(one, SparseMLP)]
+    latent = shape.attention_shapes[0].latent
     return ModelCosts(
         num_parameters=num_elements(module),
         expert_parameters=sum(num_elements(one.experts) for one in mixtures),
@@ -70,6 +71,8 @@ def costs_on_rank(
         tied_embeddings=shape.tied_embeddings,
         itemsize=dtype.itemsize,
         sliding_window=shape.sliding_window,
+        latent_key_size=latent.key_size if latent else None,
+        latent_value_size=latent.value_size if latent else None,
     )
 
 

@@ -36,11 +36,15 @@ class ModelCosts:
     num_experts: int = 1
     experts_per_token: int = 1
     """Of each layer that has a mixture."""
+    latent_key_size: int | None = None
+    latent_value_size: int | None = None
+    """Of latent attention: a head's sizes in prompts. `head_size` is that of the cached row."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.itemsize
+        """Bytes of what is cached of one token in all layers."""
+        rows = 2 if self.latent_key_size is None else 1
+        return rows * self.num_layers * self.num_kv_heads * self.head_size * self.itemsize
 
     @property
     def embedding_parameters(self) -> int:
@@ -77,7 +81,9 @@ class ModelCosts:
         """
         seen = min(prompt_tokens, self.sliding_window or prompt_tokens)
         twice_the_pairs = 2 * seen * prompt_tokens - seen**2
-        return 2 * self.num_layers * self.num_heads * self.head_size * twice_the_pairs
+        key_size = self.latent_key_size or self.head_size
+        value_size = self.latent_value_size or self.head_size
+        return self.num_layers * self.num_heads * (key_size + value_size) * twice_the_pairs
 
     def keys_read(self, prompt_tokens: int, steps: int) -> int:
         """Tokens that `steps` decode steps after a prompt attend to: step k to prompt + k."""

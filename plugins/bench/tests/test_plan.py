@@ -128,6 +128,20 @@ def test_two_ranks_hold_every_weight_once_or_twice(tmp_path: Path) -> None:
     assert two.num_all_reduces == 2 * 2 + 1
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-30b-a3b"])
+def test_a_mixture_has_one_all_reduce_with_its_shared_experts(name: str) -> None:
+    """Behind attention, MLP or mixture of each layer and the embedding; latent rows are whole."""
+    config = load_config(
+        str(ROOT / "benchmarks/configs" / name), overrides={"attention": "sdpa"}, env={}
+    )
+    for plugin in ("model_deepseek", "model_qwen3_moe"):
+        pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+    one, two = (rank_of(config, H200, size) for size in (1, 2))
+    assert two.num_all_reduces == 2 * two.shape.num_layers + 1
+    parts = 1 if one.costs.latent_key_size else 2
+    assert one.layout.block_bytes == parts * two.layout.block_bytes
+
+
 def recorded_starts() -> list[tuple[str, dict[str, Any]]]:
     """Result files of benchmark models whose number of blocks the GPU's memory decided."""
     records = {file.name: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}

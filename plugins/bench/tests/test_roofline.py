@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm_bench.rates import build_on_meta, costs_on_rank
+from nanovllm_bench.rates import model_costs
 from nanovllm_bench.roofline import (
     ModelCosts,
     Rates,
@@ -22,8 +23,10 @@ from nanovllm_bench.workloads import (
     ragged_workload,
     recorded_workload,
 )
+from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.registry import get_plugin_manager, load_object
+
+CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 
 QWEN3_0_6B = ModelCosts(
     num_parameters=596_049_920,
@@ -165,27 +168,30 @@ def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
     assert added == 2 * 80_000
 
 
+def costs_of(name: str, plugin: str) -> ModelCosts:
+    """The costs of a configuration in `benchmarks/configs` that this plugin serves."""
+    pytest.importorskip(plugin, reason=f"needs {plugin}")
+    return model_costs(EngineConfig(model=str(CONFIGS / name)), torch.bfloat16)
+
+
+def parameters_of_a_token(costs: ModelCosts) -> int:
+    """The weights that it is multiplied with, and both tables, as models' cards count them."""
+    return costs.layer_flops_per_token // 2 + 2 * costs.embedding_parameters
+
+
 def test_the_costs_of_qwen3_30b_a3b_follow_from_its_plugin() -> None:
     """30.5 billion weights, of which a token reads 3.3 billion."""
-    pytest.importorskip("nanovllm_model_qwen3_moe", reason="needs the qwen3-moe plugin")
-    config = {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000,
-    }
-    plugins = get_plugin_manager()
-    model = plugins.resolve("model", "Qwen3MoeForCausalLM", {}, path="model")
-    module = build_on_meta(model, config, torch.bfloat16)
-    costs = costs_on_rank(module, load_object(model).shape(config), torch.bfloat16)
+    costs = costs_of("qwen3-30b-a3b", "nanovllm_model_qwen3_moe")
     assert costs.num_parameters == 30_532_122_624
-    active = costs.layer_flops_per_token // 2 + 2 * costs.embedding_parameters
-    assert active == 3_353_032_704
+    assert parameters_of_a_token(costs) == 3_353_032_704
+
+
+def test_the_costs_of_deepseek_v2_lite_follow_from_its_plugin() -> None:
+    """15.7 billion weights, of which a token reads 2.7 billion, or 2.4 without its embedding; it
+    caches one row of 576 numbers in each layer, and prompts attend with 192 and 128."""
+    costs = costs_of("deepseek-v2-lite", "nanovllm_model_deepseek")
+    assert costs.num_parameters == 15_706_484_224
+    assert parameters_of_a_token(costs) - costs.embedding_parameters == 2_451_435_008
+    assert costs.kv_bytes_per_token == 27 * 576 * 2
+    pairs = 1000 * 1000 // 2
+    assert costs.attention_flops(1000) == 27 * 16 * 2 * (192 + 128) * pairs

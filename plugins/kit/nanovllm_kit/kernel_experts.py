@@ -75,6 +75,18 @@ class ExpertChecks:
         exact_TC = exact_TN.sort(dim=-1, descending=True).values[:, : routing.top_k]
         torch.testing.assert_close(weights_TC.double(), exact_TC, rtol=1e-5, atol=1e-12)
 
+    def test_weights_are_zero_where_all_scores_underflow(
+        self, kernels: KernelSet, device: torch.device
+    ) -> None:
+        """0 divided by their sum is no NaN, and other tokens keep their weights."""
+        logits_TN = normal(3, NUM_EXPERTS, seed=5).to(device)
+        routing = Routing(top_k=4, scoring="sigmoid", renormalize=True, scale=2.5)
+        expected_TC, _ = kernels.route(logits_TN, routing)
+        logits_TN[1] -= 200
+        expected_TC[1] = 0
+        weights_TC, _ = kernels.route(logits_TN, routing)
+        assert torch.equal(weights_TC, expected_TC)
+
     def test_a_row_of_padding_names_experts_that_are_there(
         self, kernels: KernelSet, device: torch.device
     ) -> None:

@@ -45,6 +45,8 @@ FAR_ERROR = 1e-2
 """The same, and of all, at far positions: a float32 angle has few digits left there."""
 NUM_TRIES = 8
 """So many draws may be refused, by transformers or by the model, before a check is skipped."""
+UNSETTLED = 1e-3
+"""Embeddings that differ by 1e-5 change logits by more than this where a near tie decides."""
 SHORT: Range = (40, 200)
 """The longest context of most draws; prompts are 40 tokens at most."""
 
@@ -214,14 +216,19 @@ def assert_near(actual: Tensor, expected: Tensor, rel_norm: float, max_error: fl
 
 
 def _assert_serves(model_class: Any, reference: ReferenceCheckpoint, ids_T: Tensor) -> None:
+    """Other ids are tried where transformers' own logits hang on a near tie between experts."""
     __tracebackhide__ = True
     model = load_model(model_class, reference.folder, reference.config)
-    actual, expected = run_model(model, ids_T), reference.logits(ids_T)
-    slack = ROUNDINGS * reference.rounding(ids_T)
-    try:
-        assert_near(actual, expected, max(REL_NORM, slack), max(MAX_ERROR, slack))
-    except AssertionError as error:
-        raise AssertionError(f"{error}; drawn were {_shown(reference)}") from None
+    for attempt in range(NUM_TRIES):
+        own_ids_T = ids_T.roll(attempt)
+        actual, expected = run_model(model, own_ids_T), reference.logits(own_ids_T)
+        slack = ROUNDINGS * reference.rounding(own_ids_T)
+        try:
+            assert_near(actual, expected, max(REL_NORM, slack), max(MAX_ERROR, slack))
+            return
+        except AssertionError as error:
+            if attempt == NUM_TRIES - 1 or reference.is_settled(own_ids_T, UNSETTLED):
+                raise AssertionError(f"{error}; drawn were {_shown(reference)}") from None
 
 
 def _shown(reference: ReferenceCheckpoint) -> str:

@@ -35,9 +35,12 @@ class ShapeChecks(SmallModel):
         assert shape.num_layers == expected.num_hidden_layers
         assert shape.hidden_size == expected.hidden_size
         assert shape.num_heads == heads
-        assert shape.num_kv_heads == getattr(expected, "num_key_value_heads", heads)
-        head_size = getattr(expected, "head_dim", None) or expected.hidden_size // heads
-        assert shape.head_size == head_size
+        if rank := getattr(expected, "kv_lora_rank", None):  # one row of a token for all heads
+            num_kv_heads, head_size = 1, rank + expected.qk_rope_head_dim
+        else:
+            num_kv_heads = getattr(expected, "num_key_value_heads", heads)
+            head_size = getattr(expected, "head_dim", None) or expected.hidden_size // heads
+        assert (shape.num_kv_heads, shape.head_size) == (num_kv_heads, head_size)
         assert shape.vocab_size == expected.vocab_size
         assert shape.max_position >= expected.max_position_embeddings
         assert shape.tied_embeddings is bool(expected.tie_word_embeddings)

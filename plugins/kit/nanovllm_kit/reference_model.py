@@ -27,6 +27,8 @@ from nanovllm_kit.numerics import relative_norm_error
 CPU = torch.device("cpu")
 TORCH = TorchKernels()
 WEIGHTS = "model.safetensors"
+_NUDGES, _NUDGE = 8, 1e-5
+"""Runs of `is_settled`, and by how much of an embedding each differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class ReferenceCheckpoint:
 
         `model_class` is a class of transformers such as `Qwen3ForCausalLM`; `settings` are what its
         configuration class takes. `std` is the standard deviation of the matrices. Norm weights and
-        biases are around 1, so that none is neutral.
+        biases are around 1, so that none is neutral; so are buffers that a checkpoint holds.
         """
         torch.manual_seed(seed)
         # A copy: a configuration class may write into what it is given.
@@ -63,9 +65,11 @@ class ReferenceCheckpoint:
         # Mixtures are computed in float64 too. Models that have none keep the setting.
         model.set_experts_implementation("eager")
         with torch.no_grad():
-            for parameter in model.parameters():
-                mean, spread = (1.0, 0.2) if parameter.dim() == 1 else (0.0, std)
-                parameter.normal_(mean, spread)
+            stored = model.state_dict().keys()
+            buffers = [one for name, one in model.named_buffers() if name in stored]
+            for tensor in (*model.parameters(), *buffers):
+                mean, spread = (1.0, 0.2) if tensor.dim() == 1 else (0.0, std)
+                tensor.normal_(mean, spread)
         model.save_pretrained(folder)
         return cls(model, folder, json.loads((folder / "config.json").read_text("utf-8")))
 
@@ -100,6 +104,21 @@ class ReferenceCheckpoint:
         """
         exact = copy.deepcopy(self.model).double()(ids_T[None]).logits[0]
         return relative_norm_error(self.logits(ids_T), exact)
+
+    @torch.inference_mode()
+    def is_settled(self, ids_T: Tensor, limit: float) -> bool:
+        """Whether embeddings that differ by some roundings give logits within this norm error.
+
+        Not so where two experts of a token score so alike that rounding chooses between them.
+        """
+        logits, generator = self.logits(ids_T), torch.Generator().manual_seed(0)
+        for _ in range(_NUDGES):
+            nudged = copy.deepcopy(self.model)
+            weight = nudged.get_input_embeddings().weight
+            weight.mul_(1 + _NUDGE * torch.randn(weight.shape, generator=generator))
+            if relative_norm_error(nudged(ids_T[None]).logits[0], logits) > limit:
+                return False
+        return True
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights as they lie in the folder, by their names in the checkpoint."""
