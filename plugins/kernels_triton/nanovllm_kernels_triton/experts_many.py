@@ -1,0 +1,197 @@
+"""Mixtures of experts for many tokens: pairs in the order of their experts, then grouped products.
+
+Four kernels. `sort_pairs_kernel` orders the (token, expert) pairs by expert and divides each
+expert's rows into tiles of BLOCK_M; `grouped_gate_up_kernel` and `grouped_down_kernel` multiply a
+tile by its expert's weights on the tensor cores, so that each weight is read from memory once;
+`combine_kernel` sums the results of a token's experts in their order. Nothing is added in an order
+that could change, and no grid depends on who chose what.
+
+Shapes: pair p belongs to token p // CHOSEN; rows are places in the sorted order. `tiles_ptr` int32
+[3, tile_stride]: each tile's expert, first row, and the row behind its expert's last one.
+
+DEPENDENT: see `nanovllm_core.kernels.launch_options`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Reason: Triton compiles these functions; their arguments have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels_triton.experts_few import gated
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_stride"])
+def sort_pairs_kernel(
+    ids_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per expert counts all pairs, and writes its own in their order.
+
+    Writes the pair of each row, the tiles, and how many tiles there are.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0)
+    lanes, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        mask = start + lanes < num_pairs
+        ids = tl.load(ids_ptr + start + lanes, mask=mask, other=0)
+        counts += tl.histogram(ids, BINS, mask=mask)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
+    end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    if expert == 0:
+        tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    for first in range(row, end, BLOCK_M):
+        tile_ptr = tiles_ptr + tile + (first - row) // BLOCK_M
+        tl.store(tile_ptr, expert)
+        tl.store(tile_ptr + tile_stride, first)
+        tl.store(tile_ptr + 2 * tile_stride, end)
+    for start in range(0, num_pairs, BLOCK):
+        pairs = start + lanes
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+        is_own = (ids == expert).to(tl.int32)
+        tl.store(pairs_ptr + row + tl.cumsum(is_own, axis=0) - 1, pairs, mask=is_own != 0)
+        row += tl.sum(is_own, axis=0)
+
+
+@triton.jit(do_not_specialize=["tile_stride"])
+def grouped_gate_up_kernel(
+    x_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, weight_ptr, hidden_ptr, tile_stride, x_stride,
+    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of each row -> `hidden_ptr` [rows, OUTPUTS], BLOCK_N of them at a time.
+
+    Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first.
+    """
+    COLUMN_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    lanes = tl.arange(0, BLOCK_K)
+    num_tiles = tl.load(num_tiles_ptr) * COLUMN_TILES
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, rows, live = _rows_of_tile(tiles_ptr + tile // COLUMN_TILES, tile_stride, BLOCK_M)
+        tokens = tl.load(pairs_ptr + rows, mask=live, other=0) // CHOSEN
+        x_ptrs = x_ptr + tokens.to(tl.int64) * x_stride
+        outputs = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = outputs < OUTPUTS
+        gate_ptrs = weight_ptr + expert * (2 * OUTPUTS * INPUTS) + outputs * INPUTS
+        up_ptrs = gate_ptrs + OUTPUTS * INPUTS
+        gate = _zeros(BLOCK_M, BLOCK_N)
+        up = _zeros(BLOCK_M, BLOCK_N)
+        for first in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
+            columns = first + lanes
+            x = _load_tile(x_ptrs, live, columns, INPUTS, BLOCK_K)
+            gate = _product(x, _load_tile(gate_ptrs, there, columns, INPUTS, BLOCK_K), gate)
+            up = _product(x, _load_tile(up_ptrs, there, columns, INPUTS, BLOCK_K), up)
+        hidden_ptrs = hidden_ptr + rows.to(tl.int64) * OUTPUTS
+        _store_tile(hidden_ptrs, live, outputs, there, gated(gate, up, dtype))
+
+
+@triton.jit(do_not_specialize=["tile_stride"])
+def grouped_down_kernel(
+    hidden_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, weight_ptr, result_ptr, tile_stride,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Each pair's result, rounded -> `result_ptr` [pairs, OUTPUTS]: back in the order of tokens.
+
+    Weight [experts, OUTPUTS, INPUTS].
+    """
+    COLUMN_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    lanes = tl.arange(0, BLOCK_K)
+    num_tiles = tl.load(num_tiles_ptr) * COLUMN_TILES
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, rows, live = _rows_of_tile(tiles_ptr + tile // COLUMN_TILES, tile_stride, BLOCK_M)
+        hidden_ptrs = hidden_ptr + rows.to(tl.int64) * INPUTS
+        outputs = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = outputs < OUTPUTS
+        weight_ptrs = weight_ptr + expert * (OUTPUTS * INPUTS) + outputs * INPUTS
+        y = _zeros(BLOCK_M, BLOCK_N)
+        for first in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
+            columns = first + lanes
+            hidden = _load_tile(hidden_ptrs, live, columns, INPUTS, BLOCK_K)
+            y = _product(hidden, _load_tile(weight_ptrs, there, columns, INPUTS, BLOCK_K), y)
+        pairs = tl.load(pairs_ptr + rows, mask=live, other=0)
+        result_ptrs = result_ptr + pairs.to(tl.int64) * OUTPUTS
+        _store_tile(result_ptrs, live, outputs, there, y.to(result_ptr.dtype.element_ty))
+
+
+@triton.jit
+def combine_kernel(
+    result_ptr, weights_ptr, out_ptr,
+    CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of a token's results [CHOSEN, SIZE], a piece of it per program."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    y = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + choice
+        result = tl.load(result_ptr + pair * SIZE + columns, mask=mask, other=0.0)
+        y += result.to(tl.float32) * tl.load(weights_ptr + pair)
+    tl.store(out_ptr + token * SIZE + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rows_of_tile(tile_ptr, tile_stride, BLOCK_M: tl.constexpr):
+    """A tile's expert, its rows, and which of them are the expert's."""
+    rows = tl.load(tile_ptr + tile_stride) + tl.arange(0, BLOCK_M)
+    return tl.load(tile_ptr).to(tl.int64), rows, rows < tl.load(tile_ptr + 2 * tile_stride)
+
+
+@triton.jit
+def _load_tile(row_ptrs, live, columns, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[rows, BLOCK_K]; zeros where there is no row or column."""
+    mask = live[:, None]
+    if INPUTS % BLOCK_K != 0:
+        mask = mask & (columns < INPUTS)[None, :]
+    return tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of sums as `_product` wants it.
+
+    Hopper's product of a whole warp group takes a first operand of 64 rows: with fewer tokens it is
+    the weight.
+    """
+    return tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M >= 64 else (BLOCK_N, BLOCK_M), tl.float32)
+
+
+@triton.jit
+def _product(x, weight, y):
+    """y + x W^T, or y + W x^T where x has few rows."""
+    if x.shape[0] >= 64:
+        y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+    else:
+        y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def _store_tile(row_ptrs, live, outputs, there, y):
+    """y to its rows and columns, whichever of them comes first in it."""
+    if row_ptrs.shape[0] < 64:
+        y = tl.trans(y)
+    mask = live[:, None] & there[None, :]
+    tl.store(row_ptrs[:, None] + outputs[None, :], y, mask=mask)
