@@ -1,24 +1,24 @@
-"""Mixtures of experts: which kernels compute one, by its number of (token, expert) pairs.
+"""Launches of the kernels for mixtures of experts, in the order in which a mixture needs them.
 
-| pairs | kernels |
-|---|---|
-| to FEW_PAIRS | `experts_few`: each pair reads its expert's weights |
-| more | `experts_many`: pairs in the order of experts, tiles of as many rows as experts have |
-
-The choice and all grids depend on shapes alone, never on who chose what, so a captured step can be
-replayed. `benchmarks/experts.py` measures both beside the time of the stream of weights.
+Shape suffixes: those of `KernelSet`, and P = T·C (token, expert) pairs. `options` are those of
+`nanovllm_core.kernels.launch_options`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
+from nanovllm_kernels_triton.experts_choice import (
+    PROCESSORS,
+    ExpertsPlan,
+    FewExperts,
+    FewPlan,
+    GroupedPlan,
+    choose_experts,
+)
 from nanovllm_kernels_triton.experts_few import few_down_kernel, few_gate_up_kernel
 from nanovllm_kernels_triton.experts_many import (
     combine_kernel,
@@ -27,166 +27,130 @@ from nanovllm_kernels_triton.experts_many import (
     sort_pairs_kernel,
 )
 
-FEW_PAIRS = 64
-"""Up to here sorting would cost more than it saves; most pairs have an expert of their own."""
-
-_PROCESSORS = 132
-"""The multiprocessors of an H100 or H200. A guide, not a limit."""
-_STEP_BYTES = 16384
-"""Of weights in a step of `experts_few`."""
 _SORT_BLOCK = 4096
 _COMBINE_BLOCK = 1024
 
-
-@dataclass(frozen=True, slots=True)
-class FewPlan:
-    """`block_n` weight rows (of gate and up together) by `block_k` inputs in each step."""
-
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 4
-    per_processor: int = 2
-    """Programs that share a multiprocessor."""
+Options = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedPlan:
-    """Tiles of `block_m` rows by `block_n` weight rows (of gate and up together)."""
+class Order(NamedTuple):
+    """Pairs in the order of their experts, and the tiles of at most `block_m` rows among them.
 
+    `num_tiles` [1] is known on the device alone; `tiles` has room for the most there can be.
+    """
+
+    sorted_pairs: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
     block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    per_processor: int
 
-
-@dataclass(frozen=True, slots=True)
-class FewExperts:
-    gate_up: FewPlan
-    down: FewPlan
-
-
-@dataclass(frozen=True, slots=True)
-class ManyExperts:
-    """Both products have tiles of equally many rows."""
-
-    gate_up: GroupedPlan
-    down: GroupedPlan
-
-
-ExpertsPlan = FewExperts | ManyExperts
-
-
-@lru_cache(maxsize=1024)
-def choose_experts(
-    tokens: int, chosen: int, num_experts: int, hidden: int, intermediate: int, itemsize: int
-) -> ExpertsPlan:
-    """The plan for x [tokens, hidden] and `num_experts` MLPs, `chosen` of them for each token."""
-    pairs = tokens * chosen
-    if pairs <= FEW_PAIRS:
-        return FewExperts(
-            _few_plan(pairs, intermediate, hidden, itemsize, gated=True),
-            _few_plan(tokens, hidden, intermediate, itemsize, gated=False),
-        )
-    rows = triton.cdiv(pairs, num_experts)
-    block_m = min(max(triton.next_power_of_2(2 * rows), 16), 128)
-    return ManyExperts(_grouped_plan(block_m, itemsize), _grouped_plan(block_m, itemsize))
-
-
-def _few_plan(rows: int, outputs: int, inputs: int, itemsize: int, *, gated: bool) -> FewPlan:
-    """The largest tile of those that divide the work most evenly among programs."""
-    block_k = min(triton.next_power_of_2(inputs), _STEP_BYTES // 8 // itemsize)
-    programs = FewPlan(1, 1).per_processor * _PROCESSORS
-
-    def evenness(block_n: int) -> float:
-        tiles = triton.cdiv(outputs, block_n // 2 if gated else block_n)
-        return tiles / (triton.cdiv(tiles, programs) * programs)
-
-    sizes = (8, 4, 2) if gated else (8, 4)
-    return FewPlan(max(sizes, key=evenness), block_k)
-
-
-def _grouped_plan(block_m: int, itemsize: int) -> GroupedPlan:
-    """Two programs a multiprocessor, and from 128 rows on one that computes twice as much."""
-    if block_m == 128:
-        return GroupedPlan(128, 256, 128 // itemsize, 8, 4, 1)
-    return GroupedPlan(block_m, 128, 128 // itemsize, 4, 5 if block_m == 16 else 4, 2)
+    def programs(self, plan: GroupedPlan, outputs: int, block_n: int) -> int:
+        """No more than there can be tiles, or than are resident at once."""
+        most = self.tiles.shape[1] * triton.cdiv(outputs, block_n)
+        return min(most, plan.per_processor * PROCESSORS)
 
 
 def run_experts(
     x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, down_NEF: Tensor,
-    options: dict[str, Any], plan: ExpertsPlan | None = None,
+    options: Options, plan: ExpertsPlan | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `KernelSet.experts`; `options` are those of `launch_options`."""
+    """See `KernelSet.experts`."""
     num_experts, hidden, intermediate = down_NEF.shape
-    if plan is None:
-        plan = choose_experts(*ids_TC.shape, num_experts, hidden, intermediate, x_TE.dtype.itemsize)
-    run = _run_few if isinstance(plan, FewExperts) else _run_many
     weights_TC, ids_TC = weights_TC.contiguous(), ids_TC.contiguous()
-    return run(plan, x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF, options)
+    if plan is None:
+        itemsize = x_TE.dtype.itemsize
+        plan = choose_experts(*ids_TC.shape, num_experts, hidden, intermediate, itemsize)
+    if isinstance(plan, FewExperts):
+        hidden_PF = few_gate_up(plan.gate_up, x_TE, ids_TC, gate_up_N2FE, options)
+        return few_down(plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options)
+    order = sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, options)
+    hidden_PF = grouped_gate_up(plan.gate_up, x_TE, order, gate_up_N2FE, options)
+    result_PE = grouped_down(plan.down, hidden_PF, order, down_NEF, options)
+    return combine(result_PE, weights_TC, options)
 
 
-def _run_few(
-    plan: FewExperts, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor,
-    down_NEF: Tensor, options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    (num_tokens, chosen), (_, hidden, intermediate) = ids_TC.shape, down_NEF.shape
-    num_pairs = num_tokens * chosen
+def few_gate_up(
+    plan: FewPlan, x_TE: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, options: Options
+) -> Tensor:
+    """silu(gate) * up of each pair -> [P, F]."""
+    num_pairs, chosen = ids_TC.numel(), ids_TC.shape[1]
+    intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
     hidden_PF = x_TE.new_empty((num_pairs, intermediate))
-    out_TE = x_TE.new_empty((num_tokens, hidden))
-    block_n = plan.gate_up.block_n // 2
-    tiles = num_pairs * triton.cdiv(intermediate, block_n)
-    few_gate_up_kernel[(min(tiles, plan.gate_up.per_processor * _PROCESSORS),)](
+    tiles = num_pairs * triton.cdiv(intermediate, plan.block_n // 2)
+    few_gate_up_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
         x_TE, ids_TC, gate_up_N2FE, hidden_PF, num_pairs, x_TE.stride(0),
-        CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden,
-        BLOCK_N=block_n, BLOCK_K=plan.gate_up.block_k, STAGES=plan.gate_up.num_stages,
-        num_warps=plan.gate_up.num_warps, **options,
+        CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden, BLOCK_N=plan.block_n // 2,
+        **_loop(plan), **options,
     )  # fmt: skip
-    tiles = num_tokens * triton.cdiv(hidden, plan.down.block_n)
-    few_down_kernel[(min(tiles, plan.down.per_processor * _PROCESSORS),)](
+    return hidden_PF
+
+
+def few_down(
+    plan: FewPlan, hidden_PF: Tensor, weights_TC: Tensor, ids_TC: Tensor, down_NEF: Tensor,
+    options: Options,
+) -> Tensor:  # fmt: skip
+    """The weighted sum over each token's experts -> [T, E]."""
+    (num_tokens, chosen), (_, hidden, intermediate) = ids_TC.shape, down_NEF.shape
+    out_TE = hidden_PF.new_empty((num_tokens, hidden))
+    tiles = num_tokens * triton.cdiv(hidden, plan.block_n)
+    few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
         hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens,
-        CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate,
-        BLOCK_N=plan.down.block_n, BLOCK_K=plan.down.block_k, STAGES=plan.down.num_stages,
-        num_warps=plan.down.num_warps, **options,
+        CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, BLOCK_N=plan.block_n,
+        **_loop(plan), **options,
     )  # fmt: skip
     return out_TE
 
 
-def _run_many(
-    plan: ManyExperts, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor,
-    down_NEF: Tensor, options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    (num_tokens, chosen), (num_experts, hidden, intermediate) = ids_TC.shape, down_NEF.shape
-    num_pairs, block_m = num_tokens * chosen, plan.gate_up.block_m
+def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options) -> Order:
+    """Pairs by expert, those of one expert in the order of tokens."""
+    num_pairs = ids_TC.numel()
     most_tiles = num_pairs // block_m + min(num_experts, num_pairs)
-    pairs_P = ids_TC.new_empty(num_pairs)
-    tiles = ids_TC.new_empty((3, most_tiles))
-    num_tiles = ids_TC.new_empty(1)
-    hidden_PF = x_TE.new_empty((num_pairs, intermediate))
-    result_PE = x_TE.new_empty((num_pairs, hidden))
-    out_TE = x_TE.new_empty((num_tokens, hidden))
+    order = Order(
+        ids_TC.new_empty(num_pairs), ids_TC.new_empty((3, most_tiles)), ids_TC.new_empty(1), block_m
+    )
     block = min(triton.next_power_of_2(num_pairs), _SORT_BLOCK)
     sort_pairs_kernel[(num_experts,)](
-        ids_TC, pairs_P, tiles, num_tiles, num_pairs, most_tiles,
+        ids_TC, *order[:3], num_pairs, most_tiles,
         BLOCK_M=block_m, BLOCK=block, BINS=triton.next_power_of_2(num_experts),
         num_warps=min(max(block // 256, 1), 8), **options,
     )  # fmt: skip
-    order = (pairs_P, tiles, num_tiles)
-    block_n = plan.gate_up.block_n // 2
-    programs = min(most_tiles * triton.cdiv(intermediate, block_n), _programs(plan.gate_up))
+    return order
+
+
+def grouped_gate_up(
+    plan: GroupedPlan, x_TE: Tensor, order: Order, gate_up_N2FE: Tensor, options: Options
+) -> Tensor:
+    """silu(gate) * up of each row of the order -> [P, F]."""
+    num_pairs = len(order.sorted_pairs)
+    intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
+    hidden_PF = x_TE.new_empty((num_pairs, intermediate))
+    programs = order.programs(plan, intermediate, plan.block_n // 2)
     grouped_gate_up_kernel[(programs,)](
-        x_TE, *order, gate_up_N2FE, hidden_PF, most_tiles, x_TE.stride(0),
-        CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden,
-        BLOCK_M=block_m, BLOCK_N=block_n, **_loop(plan.gate_up), **options,
+        x_TE, *order[:3], gate_up_N2FE, hidden_PF, order.tiles.shape[1], x_TE.stride(0),
+        CHOSEN=num_pairs // len(x_TE), OUTPUTS=intermediate, INPUTS=hidden,
+        BLOCK_M=order.block_m, BLOCK_N=plan.block_n // 2, **_loop(plan), **options,
     )  # fmt: skip
-    programs = min(most_tiles * triton.cdiv(hidden, plan.down.block_n), _programs(plan.down))
-    grouped_down_kernel[(programs,)](
-        hidden_PF, *order, down_NEF, result_PE, most_tiles,
+    return hidden_PF
+
+
+def grouped_down(
+    plan: GroupedPlan, hidden_PF: Tensor, order: Order, down_NEF: Tensor, options: Options
+) -> Tensor:
+    """The result of each pair -> [P, E], in the order of tokens again."""
+    _, hidden, intermediate = down_NEF.shape
+    result_PE = hidden_PF.new_empty((len(hidden_PF), hidden))
+    grouped_down_kernel[(order.programs(plan, hidden, plan.block_n),)](
+        hidden_PF, *order[:3], down_NEF, result_PE, order.tiles.shape[1],
         OUTPUTS=hidden, INPUTS=intermediate,
-        BLOCK_M=block_m, BLOCK_N=plan.down.block_n, **_loop(plan.down), **options,
+        BLOCK_M=order.block_m, BLOCK_N=plan.block_n, **_loop(plan), **options,
     )  # fmt: skip
+    return result_PE
+
+
+def combine(result_PE: Tensor, weights_TC: Tensor, options: Options) -> Tensor:
+    """The weighted sum of each token's results -> [T, E]."""
+    (num_tokens, chosen), hidden = weights_TC.shape, result_PE.shape[1]
+    out_TE = result_PE.new_empty((num_tokens, hidden))
     combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
         result_PE, weights_TC, out_TE,
         CHOSEN=chosen, SIZE=hidden, BLOCK=_COMBINE_BLOCK, num_warps=4, **options,
@@ -194,13 +158,5 @@ def _run_many(
     return out_TE
 
 
-def _programs(plan: GroupedPlan) -> int:
-    return plan.per_processor * _PROCESSORS
-
-
-def _loop(plan: GroupedPlan) -> dict[str, int]:
-    return {
-        "BLOCK_K": plan.block_k,
-        "STAGES": plan.num_stages,
-        "num_warps": plan.num_warps,
-    }
+def _loop(plan: FewPlan | GroupedPlan) -> dict[str, int]:
+    return {"BLOCK_K": plan.block_k, "STAGES": plan.num_stages, "num_warps": plan.num_warps}

@@ -1,8 +1,8 @@
 """The choice of experts, one program per token: scores, the best groups, the best experts.
 
-A place in an order is found by comparing every pair of scores, so that ties go to the lowest id and
-all places differ. Experts lie in a tile of [groups, experts of a group], both padded to powers of
-two; NaN scores count as minus infinity.
+Experts lie in a tile of [groups, experts of a group], both padded to powers of two. The best are
+taken out one after another, so that all differ, and of equal ones the lowest id comes first; NaN
+scores count as minus infinity.
 
 DEPENDENT: see `nanovllm_core.kernels.launch_options`.
 """
@@ -22,8 +22,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import Routing
 
-_COMPARED = 4096
-"""Pairs of scores that a warp compares: 128 for each thread."""
+NO_ID = tl.constexpr(0x7FFFFFFF)
+TAKEN = tl.constexpr(-0x80000000)
+"""Below the key of every number."""
+_EXPERTS_PER_WARP = 1024
+"""With one warp nothing is exchanged through shared memory."""
 
 
 @triton.jit
@@ -60,14 +63,15 @@ def route_kernel(
         choice += bias
     choice = tl.where(is_there & (choice == choice), choice, float("-inf"))
     if TOP_GROUPS < NUM_GROUPS:
-        is_kept = _group_ranks(choice, BEST_TWO, NUM_GROUPS) < TOP_GROUPS
+        is_kept = _group_ranks(choice, groups < NUM_GROUPS, BEST_TWO, TOP_GROUPS) < TOP_GROUPS
         choice = tl.where(is_kept[:, None], choice, float("-inf"))
 
     SIZE: tl.constexpr = BLOCK_GROUPS * BLOCK_EXPERTS
     ids, scores = tl.reshape(ids, (SIZE,)), tl.reshape(scores, (SIZE,))
     is_there = tl.reshape(is_there, (SIZE,))
-    ranks = _ranks(tl.reshape(choice, (SIZE,)), ids, is_there)
-    is_chosen = is_there & (ranks < TOP_K)
+    ids = tl.where(is_there, ids, NO_ID)
+    ranks = _ranks_of_best(tl.reshape(choice, (SIZE,)), ids, is_there, TOP_K)
+    is_chosen = ranks < TOP_K
     if RENORMALIZE:
         scores = tl.div_rn(scores, tl.sum(tl.where(is_chosen, scores, 0.0), axis=0))
     places = token * TOP_K + ranks
@@ -76,24 +80,32 @@ def route_kernel(
 
 
 @triton.jit
-def _ranks(x, ids, is_there):
-    """How many of those that are there come before each: a larger x, or as large and a lower id."""
-    is_before = (x[None, :] > x[:, None]) | (
-        (x[None, :] == x[:, None]) & (ids[None, :] < ids[:, None])
-    )
-    return tl.sum((is_before & is_there[None, :]).to(tl.int32), axis=1)
-
-
-@triton.jit
-def _group_ranks(choice, BEST_TWO: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """The rank of each group, by its best score or by the sum of its two best."""
-    groups = tl.arange(0, choice.shape[0])
+def _group_ranks(choice, is_there, BEST_TWO: tl.constexpr, COUNT: tl.constexpr):
+    """The ranks of the COUNT best groups, by their best score or by the sum of their two best."""
     score = tl.max(choice, axis=1)
     if BEST_TWO:
         members = tl.arange(0, choice.shape[1])[None, :]
         first = tl.min(tl.where(choice == score[:, None], members, choice.shape[1]), axis=1)
         score += tl.max(tl.where(members == first[:, None], float("-inf"), choice), axis=1)
-    return _ranks(score, groups, groups < NUM_GROUPS)
+    return _ranks_of_best(score, tl.arange(0, choice.shape[0]), is_there, COUNT)
+
+
+@triton.jit
+def _ranks_of_best(x, ids, is_there, COUNT: tl.constexpr):
+    """The ranks of the COUNT largest, equal ones by their ids; COUNT for all others.
+
+    One after another is found, and taken out, by the order of its bits: as an integer the first is
+    found in one instruction of a warp.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    keys = tl.where(is_there, bits ^ ((bits >> 31) & 0x7FFFFFFF), TAKEN)
+    ranks = tl.full(x.shape, COUNT, tl.int32)
+    for rank in tl.static_range(COUNT):
+        is_best = keys == tl.max(keys, axis=0)
+        is_first = ids == tl.min(tl.where(is_best, ids, NO_ID), axis=0)
+        ranks = tl.where(is_first, rank, ranks)
+        keys = tl.where(is_first, TAKEN, keys)
+    return ranks
 
 
 def run_route(
@@ -105,7 +117,6 @@ def run_route(
     ids_TC = logits_TN.new_empty((num_tokens, routing.top_k), dtype=torch.int32)
     block_groups = triton.next_power_of_2(routing.num_groups)
     block_experts = triton.next_power_of_2(num_experts // routing.num_groups)
-    size = block_groups * block_experts
     route_kernel[(num_tokens,)](
         logits_TN, bias_N, weights_TC, ids_TC, logits_TN.stride(0),
         NUM_EXPERTS=num_experts,
@@ -118,7 +129,7 @@ def run_route(
         BEST_TWO=routing.group_score == "top2",
         BLOCK_GROUPS=block_groups,
         BLOCK_EXPERTS=block_experts,
-        num_warps=min(max(size * size // _COMPARED, 1), 32),
+        num_warps=max(block_groups * block_experts // _EXPERTS_PER_WARP, 1),
         **options,
     )  # fmt: skip
     return weights_TC, ids_TC
