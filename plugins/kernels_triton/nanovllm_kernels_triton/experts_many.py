@@ -74,29 +74,37 @@ def grouped_gate_up_kernel(
     Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first.
     """
     COLUMN_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     lanes = tl.arange(0, BLOCK_K)
-    num_tiles = tl.load(num_tiles_ptr) * COLUMN_TILES
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, rows, live = _rows_of_tile(tiles_ptr + tile // COLUMN_TILES, tile_stride, BLOCK_M)
-        tokens = tl.load(pairs_ptr + rows, mask=live, other=0) // CHOSEN
+    num_steps = _steps_of_program(num_tiles_ptr, COLUMN_TILES, STEPS)
+    tile, expert, rows, live = _tile_of_step(
+        0, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+    )
+    tokens = rows
+    gate, up = _zeros(BLOCK_M, BLOCK_N), _zeros(BLOCK_M, BLOCK_N)
+    for step in tl.range(0, num_steps, num_stages=STAGES):
+        if step % STEPS == 0:
+            tile, expert, rows, live = _tile_of_step(
+                step, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+            )
+            tokens = tl.load(pairs_ptr + rows, mask=live, other=0) // CHOSEN
         x_ptrs = x_ptr + tokens.to(tl.int64) * x_stride
+        columns = step % STEPS * BLOCK_K + lanes
         outputs = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
         there = outputs < OUTPUTS
         gate_ptrs = weight_ptr + expert * (2 * OUTPUTS * INPUTS) + outputs * INPUTS
         up_ptrs = gate_ptrs + OUTPUTS * INPUTS
-        gate = _zeros(BLOCK_M, BLOCK_N)
-        up = _zeros(BLOCK_M, BLOCK_N)
-        for first in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
-            columns = first + lanes
-            x = _load_tile(x_ptrs, live, columns, INPUTS, BLOCK_K)
-            gate = _product(x, _load_tile(gate_ptrs, there, columns, INPUTS, BLOCK_K), gate)
-            up = _product(x, _load_tile(up_ptrs, there, columns, INPUTS, BLOCK_K), up)
-        hidden_ptrs = hidden_ptr + rows.to(tl.int64) * OUTPUTS
-        _store_tile(hidden_ptrs, live, outputs, there, gated(gate, up, dtype))
+        x = _load_tile(x_ptrs, live, columns, INPUTS, BLOCK_K)
+        gate = _product(x, _load_tile(gate_ptrs, there, columns, INPUTS, BLOCK_K), gate)
+        up = _product(x, _load_tile(up_ptrs, there, columns, INPUTS, BLOCK_K), up)
+        if step % STEPS == STEPS - 1:
+            hidden_ptrs = hidden_ptr + rows.to(tl.int64) * OUTPUTS
+            _store_tile(hidden_ptrs, live, outputs, there, gated(gate, up, dtype))
+            gate, up = _zeros(BLOCK_M, BLOCK_N), _zeros(BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["tile_stride"])
@@ -111,25 +119,33 @@ def grouped_down_kernel(
     Weight [experts, OUTPUTS, INPUTS].
     """
     COLUMN_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     lanes = tl.arange(0, BLOCK_K)
-    num_tiles = tl.load(num_tiles_ptr) * COLUMN_TILES
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, rows, live = _rows_of_tile(tiles_ptr + tile // COLUMN_TILES, tile_stride, BLOCK_M)
+    num_steps = _steps_of_program(num_tiles_ptr, COLUMN_TILES, STEPS)
+    tile, expert, rows, live = _tile_of_step(
+        0, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+    )
+    y = _zeros(BLOCK_M, BLOCK_N)
+    for step in tl.range(0, num_steps, num_stages=STAGES):
+        if step % STEPS == 0:
+            tile, expert, rows, live = _tile_of_step(
+                step, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+            )
+        columns = step % STEPS * BLOCK_K + lanes
         hidden_ptrs = hidden_ptr + rows.to(tl.int64) * INPUTS
         outputs = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
         there = outputs < OUTPUTS
         weight_ptrs = weight_ptr + expert * (OUTPUTS * INPUTS) + outputs * INPUTS
-        y = _zeros(BLOCK_M, BLOCK_N)
-        for first in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
-            columns = first + lanes
-            hidden = _load_tile(hidden_ptrs, live, columns, INPUTS, BLOCK_K)
-            y = _product(hidden, _load_tile(weight_ptrs, there, columns, INPUTS, BLOCK_K), y)
-        pairs = tl.load(pairs_ptr + rows, mask=live, other=0)
-        result_ptrs = result_ptr + pairs.to(tl.int64) * OUTPUTS
-        _store_tile(result_ptrs, live, outputs, there, y.to(result_ptr.dtype.element_ty))
+        hidden = _load_tile(hidden_ptrs, live, columns, INPUTS, BLOCK_K)
+        y = _product(hidden, _load_tile(weight_ptrs, there, columns, INPUTS, BLOCK_K), y)
+        if step % STEPS == STEPS - 1:
+            pairs = tl.load(pairs_ptr + rows, mask=live, other=0)
+            result_ptrs = result_ptr + pairs.to(tl.int64) * OUTPUTS
+            _store_tile(result_ptrs, live, outputs, there, y.to(result_ptr.dtype.element_ty))
+            y = _zeros(BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -153,10 +169,24 @@ def combine_kernel(
 
 
 @triton.jit
-def _rows_of_tile(tile_ptr, tile_stride, BLOCK_M: tl.constexpr):
-    """A tile's expert, its rows, and which of them are the expert's."""
+def _steps_of_program(num_tiles_ptr, COLUMN_TILES: tl.constexpr, STEPS: tl.constexpr):
+    """The steps of all tiles of this program, which are one in every `num_programs`."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_tiles = tl.load(num_tiles_ptr) * COLUMN_TILES
+    return (num_tiles - program + num_programs - 1) // num_programs * STEPS
+
+
+@triton.jit
+def _tile_of_step(
+    step, tiles_ptr, tile_stride,
+    COLUMN_TILES: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A step's tile, its expert, its rows, and which of them are the expert's."""
+    tile = tl.program_id(0) + step // STEPS * tl.num_programs(0)
+    tile_ptr = tiles_ptr + tile // COLUMN_TILES
     rows = tl.load(tile_ptr + tile_stride) + tl.arange(0, BLOCK_M)
-    return tl.load(tile_ptr).to(tl.int64), rows, rows < tl.load(tile_ptr + 2 * tile_stride)
+    live = rows < tl.load(tile_ptr + 2 * tile_stride)
+    return tile, tl.load(tile_ptr).to(tl.int64), rows, live
 
 
 @triton.jit
