@@ -85,7 +85,7 @@ def grouped_gate_up_kernel(
         0, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
     )
     tokens = rows
-    gate, up = _zeros(BLOCK_M, BLOCK_N), _zeros(BLOCK_M, BLOCK_N)
+    y = _zeros(BLOCK_M, 2 * BLOCK_N)
     for step in tl.range(0, num_steps, num_stages=STAGES):
         if step % STEPS == 0:
             tile, expert, rows, live = _tile_of_step(
@@ -94,17 +94,19 @@ def grouped_gate_up_kernel(
             tokens = tl.load(pairs_ptr + rows, mask=live, other=0) // CHOSEN
         x_ptrs = x_ptr + tokens.to(tl.int64) * x_stride
         columns = step % STEPS * BLOCK_K + lanes
-        outputs = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-        there = outputs < OUTPUTS
-        gate_ptrs = weight_ptr + expert * (2 * OUTPUTS * INPUTS) + outputs * INPUTS
-        up_ptrs = gate_ptrs + OUTPUTS * INPUTS
+        halves = tl.arange(0, 2 * BLOCK_N)
+        outputs = tile % COLUMN_TILES * BLOCK_N + halves % BLOCK_N
+        weight_ptrs = weight_ptr + expert * (2 * OUTPUTS * INPUTS)
+        weight_ptrs += (outputs + halves // BLOCK_N * OUTPUTS) * INPUTS
         x = _load_tile(x_ptrs, live, columns, INPUTS, BLOCK_K)
-        gate = _product(x, _load_tile(gate_ptrs, there, columns, INPUTS, BLOCK_K), gate)
-        up = _product(x, _load_tile(up_ptrs, there, columns, INPUTS, BLOCK_K), up)
+        weight = _load_tile(weight_ptrs, outputs < OUTPUTS, columns, INPUTS, BLOCK_K)
+        y = _product(x, weight, y)
         if step % STEPS == STEPS - 1:
+            places = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
             hidden_ptrs = hidden_ptr + rows.to(tl.int64) * OUTPUTS
-            _store_tile(hidden_ptrs, live, outputs, there, gated(gate, up, dtype))
-            gate, up = _zeros(BLOCK_M, BLOCK_N), _zeros(BLOCK_M, BLOCK_N)
+            gate, up = _halves(y, BLOCK_M, BLOCK_N)
+            _store_tile(hidden_ptrs, live, places, places < OUTPUTS, gated(gate, up, dtype))
+            y = _zeros(BLOCK_M, 2 * BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["tile_stride"])
@@ -216,6 +218,16 @@ def _product(x, weight, y):
     else:
         y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
     return y
+
+
+@triton.jit
+def _halves(y, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The gate's sums and those of up: one half of the weight rows each."""
+    if BLOCK_M >= 64:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    return gate, up
 
 
 @triton.jit
