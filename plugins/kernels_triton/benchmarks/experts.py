@@ -34,6 +34,7 @@ from nanovllm_kernels_triton.experts import (
     few_gate_up,
     grouped_down,
     grouped_gate_up,
+    run_experts,
     sort_pairs,
 )
 from nanovllm_kernels_triton.experts_choice import (
@@ -115,8 +116,9 @@ class Case:
     def route(self, call: int) -> object:
         return self.kernels.route(self.logits[call], self.model.routing)
 
-    def experts(self, call: int) -> Tensor:
-        return self.kernels.experts(self.x, *self.routes[call], *self.weights[call % LAYERS])
+    def experts(self, call: int, plan: ExpertsPlan | None = None) -> Tensor:
+        inputs = (self.x, *self.routes[call], *self.weights[call % LAYERS])
+        return run_experts(*inputs, OPTIONS, plan)
 
     def routed(self, call: int) -> Tensor:
         route = self.kernels.route(self.logits[call], self.model.routing)
@@ -192,8 +194,8 @@ def exact_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down
 
 def few_candidates() -> Iterator[FewPlan]:
     for block_n, block_k, warps in ((8, 1024, 4), (16, 512, 4), (4, 1024, 4), (8, 1024, 8)):
-        for stages, per_processor in ((4, 2), (6, 2), (4, 3)):
-            yield FewPlan(block_n, block_k, warps, stages, per_processor)
+        for stages, per_processor, ahead in ((4, 2, 0), (6, 2, 0), (4, 3, 0), (6, 2, 4)):
+            yield FewPlan(block_n, block_k, warps, stages, per_processor, ahead)
 
 
 def grouped_candidates(block_m: int) -> Iterator[GroupedPlan]:
@@ -283,11 +285,12 @@ def measure_plans(case: Case) -> list[dict[str, Any]]:
         try:
             of_part = case.parts(plan)
             times = {part: measure(of_part[part]) for part in ("gate_up", "down")}
+            times["all"] = measure(partial(case.experts, plan=plan))
         except Exception as error:  # one that does not fit this GPU
             lines.append({"plan": str(plan), "error": f"{type(error).__name__}: {error}"[:200]})
             continue
         lines.append({"plan": str(plan.gate_up), "down plan": str(plan.down), **times})
-    for part, key in (("gate_up", "plan"), ("down", "down plan")):
+    for part, key in (("gate_up", "plan"), ("down", "down plan"), ("all", "plan")):
         best = sorted((line for line in lines if part in line), key=lambda line: line[part])
         for line in best[:3]:
             print(f"    {part:8} {line[part]:7.1f}  {line[key]}")

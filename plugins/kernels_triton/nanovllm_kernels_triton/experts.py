@@ -96,7 +96,7 @@ def few_down(
     few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
         hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens,
         CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, BLOCK_N=plan.block_n,
-        **_loop(plan), **options,
+        AHEAD=plan.ahead, **_loop(plan), **options,
     )  # fmt: skip
     return out_TE
 

@@ -36,6 +36,8 @@ class FewPlan:
     num_stages: int = 5
     per_processor: int = 2
     """Programs that share a multiprocessor."""
+    ahead: int = 0
+    """Steps of the down projection whose weights are fetched before the kernel waits."""
 
 
 @dataclass(frozen=True, slots=True)

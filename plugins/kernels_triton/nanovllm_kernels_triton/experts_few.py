@@ -34,11 +34,14 @@ def few_gate_up_kernel(
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     if DEPENDENT:
         gdc_wait()
-        gdc_launch_dependents()
     first, end = _run_of_program(num_pairs * TILES)
+    signal = tl.maximum(end * STEPS - STAGES, first * STEPS)
     lanes, halves = tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_N)
     y = tl.zeros((2 * BLOCK_N,), tl.float32)
     for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
+        if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
+            if step == signal:
+                gdc_launch_dependents()
         tile = step // STEPS
         pair, columns = tile // TILES, step % STEPS * BLOCK_K + lanes
         outputs = tile % TILES * BLOCK_N + halves % BLOCK_N
@@ -64,22 +67,38 @@ def few_gate_up_kernel(
 def few_down_kernel(
     hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, num_tokens,
     CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum over a token's experts, in their order -> `out_ptr` [T, OUTPUTS].
 
-    Weight [experts, OUTPUTS, INPUTS].
+    Weight [experts, OUTPUTS, INPUTS]. The weights of the first AHEAD steps are on their way to the
+    L2 cache before the kernel waits. The ids are known by then: `few_gate_up_kernel`, which is the
+    kernel before, signals behind its own wait.
     """
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = CHOSEN * CHUNKS
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
     first, end = _run_of_program(num_tokens * TILES)
+    signal = tl.maximum(end * STEPS - STAGES, first * STEPS)
     lanes, rows = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    if DEPENDENT:
+        for step in tl.static_range(min(AHEAD, STEPS)):
+            if first < end:
+                expert = tl.load(
+                    ids_ptr + first // TILES * CHOSEN + step // CHUNKS, cache_modifier=".cg"
+                )
+                matrix_ptr = weight_ptr + expert.to(tl.int64) * (OUTPUTS * INPUTS)
+                start = step % CHUNKS * BLOCK_K
+                _prefetch(
+                    matrix_ptr, first % TILES * BLOCK_N + rows, start, OUTPUTS, INPUTS, BLOCK_K
+                )
+        gdc_wait()
     y = tl.zeros((BLOCK_N,), tl.float32)
     for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
+        if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
+            if step == signal:
+                gdc_launch_dependents()
         tile, part = step // STEPS, step % STEPS
         token, outputs = tile // TILES, tile % TILES * BLOCK_N + rows
         pair, columns = token * CHOSEN + part // CHUNKS, part % CHUNKS * BLOCK_K + lanes
@@ -95,6 +114,23 @@ def few_down_kernel(
             out_ptrs = out_ptr + tl.cast(token, tl.int64) * OUTPUTS + outputs
             tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=outputs < OUTPUTS)
             y = tl.zeros((BLOCK_N,), tl.float32)
+
+
+@triton.jit
+def _prefetch(
+    matrix_ptr, outputs, start,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Start the way to the L2 cache of BLOCK_K inputs of some rows, in lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // matrix_ptr.dtype.element_ty.primitive_bitwidth
+    columns = start + tl.arange(0, BLOCK_K // LINE) * LINE
+    ptrs = matrix_ptr + outputs[:, None] * INPUTS + columns[None, :]
+    mask = (outputs < OUTPUTS)[:, None] & (columns < INPUTS)[None, :]
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [ptrs.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
