@@ -35,6 +35,7 @@ from nanovllm_kernels_triton.experts import (
     grouped_down,
     grouped_gate_up,
     run_experts,
+    shared_memory_of,
     sort_pairs,
 )
 from nanovllm_kernels_triton.experts_choice import (
@@ -98,6 +99,7 @@ class Case:
             self.model.hidden,
             self.model.intermediate,
             DTYPE.itemsize,
+            shared_memory_of(DEVICE),
         )
 
     def touched(self) -> float:

@@ -6,8 +6,10 @@ Shape suffixes: those of `KernelSet`, and P = T·C (token, expert) pairs. `optio
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -58,8 +60,8 @@ def run_experts(
     num_experts, hidden, intermediate = down_NEF.shape
     weights_TC, ids_TC = weights_TC.contiguous(), ids_TC.contiguous()
     if plan is None:
-        itemsize = x_TE.dtype.itemsize
-        plan = choose_experts(*ids_TC.shape, num_experts, hidden, intermediate, itemsize)
+        sizes = (num_experts, hidden, intermediate, x_TE.dtype.itemsize)
+        plan = choose_experts(*ids_TC.shape, *sizes, shared_memory_of(x_TE.device))
     if isinstance(plan, FewExperts):
         hidden_PF = few_gate_up(plan.gate_up, x_TE, ids_TC, gate_up_N2FE, options)
         return few_down(plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options)
@@ -67,6 +69,15 @@ def run_experts(
     hidden_PF = grouped_gate_up(plan.gate_up, x_TE, order, gate_up_N2FE, options)
     result_PE = grouped_down(plan.down, hidden_PF, order, down_NEF, options)
     return combine(result_PE, weights_TC, options)
+
+
+@lru_cache
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that a program may have; for the interpreter, those of an H200."""
+    if device.type != "cuda":
+        return 232448
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def few_gate_up(

@@ -24,6 +24,8 @@ _STEP_BYTES = 16384
 """Of weights in a step of `experts_few`."""
 _LINE_BYTES = 128
 """Of a weight row in a step of `experts_many`."""
+_LARGE_SHARED_MEMORY = 230000
+"""Bytes that a program may have on Hopper; on GPUs for graphics, 101376."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,13 @@ ExpertsPlan = FewExperts | ManyExperts
 
 @lru_cache(maxsize=1024)
 def choose_experts(
-    tokens: int, chosen: int, num_experts: int, hidden: int, intermediate: int, itemsize: int
-) -> ExpertsPlan:
-    """The plan for x [tokens, hidden] and `num_experts` MLPs, `chosen` of them for each token."""
+    tokens: int, chosen: int, num_experts: int, hidden: int, intermediate: int, itemsize: int,
+    shared_memory: int,
+) -> ExpertsPlan:  # fmt: skip
+    """The plan for x [tokens, hidden] and `num_experts` MLPs, `chosen` of them for each token.
+
+    `shared_memory`: bytes that a program may have.
+    """
     pairs = tokens * chosen
     if pairs <= FEW_PAIRS:
         gate_up = _few_plan(2 * chosen * intermediate, hidden, itemsize, sizes=(8, 4))
@@ -81,7 +87,8 @@ def choose_experts(
         return FewExperts(gate_up, down)
     rows = -(-pairs // num_experts)
     block_m = min(max(_power_of_two(2 * rows), 16), 128)
-    plan = _grouped_plan(block_m, itemsize)
+    is_large = shared_memory >= _LARGE_SHARED_MEMORY
+    plan = (_grouped_plan if is_large else _small_grouped_plan)(block_m, _LINE_BYTES // itemsize)
     return ManyExperts(plan, plan)
 
 
@@ -97,13 +104,19 @@ def _few_plan(outputs: int, inputs: int, itemsize: int, sizes: tuple[int, ...]) 
     return FewPlan(max(sizes, key=evenness), block_k)
 
 
-def _grouped_plan(block_m: int, itemsize: int) -> GroupedPlan:
-    """Two programs a multiprocessor, and from 128 rows on one that computes twice as much."""
-    block_k = _LINE_BYTES // itemsize
+def _grouped_plan(block_m: int, block_k: int) -> GroupedPlan:
+    """Two programs a multiprocessor, and with 128 rows one that computes twice as much."""
     if block_m == 128:
         return GroupedPlan(128, 256, block_k, num_warps=8, num_stages=4, per_processor=1)
-    stages = 5 if block_m == 16 else 4
+    stages = 4 if block_m == 64 else 5
     return GroupedPlan(block_m, 128, block_k, num_warps=4, num_stages=stages, per_processor=2)
+
+
+def _small_grouped_plan(block_m: int, block_k: int) -> GroupedPlan:
+    """Within 99 KiB, the results that are stored beside the next tile's steps included."""
+    stages = {16: 5, 32: 4, 64: 3, 128: 2}[block_m]
+    warps = 8 if block_m == 128 else 4
+    return GroupedPlan(block_m, 128, block_k, warps, stages, per_processor=1)
 
 
 def _power_of_two(number: int) -> int:
