@@ -86,8 +86,9 @@ def choose_experts(
         down = _few_plan(hidden, intermediate, itemsize, sizes=(8, 4, 2))
         return FewExperts(gate_up, down)
     rows = -(-pairs // num_experts)
-    block_m = min(max(_power_of_two(2 * rows), 16), 128)
-    is_large = shared_memory >= _LARGE_SHARED_MEMORY
+    tallest = 128 if itemsize == 2 else 64  # float32 has no tensor cores, and twice the registers
+    block_m = min(max(_power_of_two(2 * rows), 16), tallest)
+    is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY
     plan = (_grouped_plan if is_large else _small_grouped_plan)(block_m, _LINE_BYTES // itemsize)
     return ManyExperts(plan, plan)
 
@@ -113,9 +114,9 @@ def _grouped_plan(block_m: int, block_k: int) -> GroupedPlan:
 
 
 def _small_grouped_plan(block_m: int, block_k: int) -> GroupedPlan:
-    """Within 99 KiB, the results that are stored beside the next tile's steps included."""
+    """Within 99 KiB, and of float32 within the registers."""
     stages = {16: 5, 32: 4, 64: 3, 128: 2}[block_m]
-    warps = 8 if block_m == 128 else 4
+    warps = 8 if block_m >= 64 else 4
     return GroupedPlan(block_m, 128, block_k, warps, stages, per_processor=1)
 
 
