@@ -255,6 +255,24 @@ EXPERTS = [
         ),
     ),
     expert_bug(
+        "of equal experts all but one are dropped",
+        TIES,
+        (
+            SORTED,
+            "(x_TN - (x_TN == x_TN.roll(1, -1)).float()).sort(dim=-1, descending=True)"
+            ".indices[:, :count]",
+        ),
+    ),
+    expert_bug(
+        "a place is counted by larger scores alone",
+        PADDED_ROUTES,
+        (
+            SORTED,
+            "x_TN.sort(dim=-1, descending=True).values[:, :count].unsqueeze(-1)"
+            ".eq(x_TN.unsqueeze(1)).int().argmax(dim=-1)",
+        ),
+    ),
+    expert_bug(
         "scores are computed in the dtype of the logits",
         FLOAT32_SCORES,
         ("logits_TN = logits_TN.float()", "pass"),
@@ -293,6 +311,31 @@ EXPERTS = [
         "every expert adds to all tokens",
         OWN_EXPERTS,
         ("sum_TE.index_add_(0, tokens,", "sum_TE += 0 * x_TE.sum(); sum_TE.index_add_(0, tokens,"),
+    ),
+    expert_bug(
+        "weights of padding reach all tokens",
+        OWN_EXPERTS,
+        (
+            "sum_TE.index_add_(0, tokens,",
+            "sum_TE += 0 * weights_TC.sum(); sum_TE.index_add_(0, tokens,",
+        ),
+    ),
+    expert_bug(
+        "an expert takes a row more than it has",
+        OWN_EXPERTS,
+        (
+            f"sum_TE.index_add_(0, tokens, {WEIGHTED})",
+            f"sum_TE.index_add_(0, tokens, {WEIGHTED}); "
+            "sum_TE[tokens[0]] += 0 * x_TE[tokens[0] - 1, 0]",
+        ),
+    ),
+    expert_bug(
+        "experts are summed in another order each time",
+        MIXED,
+        (
+            "in ids_TC.unique().tolist():",
+            "in ids_TC.unique()[torch.randperm(len(ids_TC.unique()))].tolist():",
+        ),
     ),
     expert_bug(
         "a weight of zero is taken for one",
