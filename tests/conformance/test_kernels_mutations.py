@@ -321,13 +321,9 @@ EXPERTS = [
         ),
     ),
     expert_bug(
-        "an expert takes a row more than it has",
+        "the token before reaches into a token",
         OWN_EXPERTS,
-        (
-            f"sum_TE.index_add_(0, tokens, {WEIGHTED})",
-            f"sum_TE.index_add_(0, tokens, {WEIGHTED}); "
-            "sum_TE[tokens[0]] += 0 * x_TE[tokens[0] - 1, 0]",
-        ),
+        (GATHERED, f"{GATHERED}; y_TE = y_TE + 0 * x_TE[tokens - 1, :1]"),
     ),
     expert_bug(
         "experts are summed in another order each time",
