@@ -48,7 +48,7 @@ class Order(NamedTuple):
 
     def programs(self, plan: GroupedPlan, outputs: int, block_n: int) -> int:
         """No more than there can be tiles, or than are resident at once."""
-        most = self.tiles.shape[1] * triton.cdiv(outputs, block_n)
+        most: int = self.tiles.shape[1] * triton.cdiv(outputs, block_n)
         return min(most, plan.per_processor * PROCESSORS)
 
 
@@ -76,7 +76,8 @@ def shared_memory_of(device: torch.device) -> int:
     """Bytes that a program may have; for the interpreter, those of an H200."""
     if device.type != "cuda":
         return 232448
-    properties = torch.cuda.get_device_properties(device)
+    # torch's types leave it out.
+    properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 
 
