@@ -24,6 +24,7 @@ from nanovllm_kernels_triton.experts_choice import (
 from nanovllm_kernels_triton.experts_few import few_down_kernel, few_gate_up_kernel
 from nanovllm_kernels_triton.experts_many import (
     combine_kernel,
+    count_pairs_kernel,
     grouped_down_kernel,
     grouped_gate_up_kernel,
     sort_pairs_kernel,
@@ -121,11 +122,15 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
         ids_TC.new_empty(num_pairs), ids_TC.new_empty((3, most_tiles)), ids_TC.new_empty(1), block_m
     )
     block = min(triton.next_power_of_2(num_pairs), _SORT_BLOCK)
-    sort_pairs_kernel[(num_experts,)](
-        ids_TC, *order[:3], num_pairs, most_tiles,
-        BLOCK_M=block_m, BLOCK=block, BINS=triton.next_power_of_2(num_experts),
-        num_warps=min(max(block // 256, 1), 8), **options,
-    )  # fmt: skip
+    num_blocks, bins = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
+    shared = {"BLOCK": block, "BINS": bins, "num_warps": min(max(block // 256, 1), 16), **options}
+    counts = None
+    if num_blocks > 1:
+        counts = ids_TC.new_empty((num_blocks, bins))
+        count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
+    sort_pairs_kernel[(num_experts, num_blocks)](
+        ids_TC, counts, *order[:3], num_pairs, most_tiles, BLOCK_M=block_m, **shared
+    )
     return order
 
 

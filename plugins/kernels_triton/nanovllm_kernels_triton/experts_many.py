@@ -1,10 +1,11 @@
 """Mixtures of experts for many tokens: pairs in the order of their experts, then grouped products.
 
-Four kernels. `sort_pairs_kernel` orders the (token, expert) pairs by expert and divides each
-expert's rows into tiles of BLOCK_M; `grouped_gate_up_kernel` and `grouped_down_kernel` multiply a
-tile by its expert's weights on the tensor cores, so that each weight is read from memory once;
-`combine_kernel` sums the results of a token's experts in their order. Nothing is added in an order
-that could change, and no grid depends on who chose what.
+Four kernels, and one that counts where pairs are many. `sort_pairs_kernel` orders the (token,
+expert) pairs by expert and divides each expert's rows into tiles of BLOCK_M;
+`grouped_gate_up_kernel` and `grouped_down_kernel` multiply a tile by its expert's weights on the
+tensor cores, so that each weight is read from memory once; `combine_kernel` sums the results of a
+token's experts in their order. Nothing is added in an order that could change, and no grid depends
+on who chose what.
 
 Shapes: pair p belongs to token p // CHOSEN; rows are places in the sorted order. `tiles_ptr` int32
 [3, tile_stride]: each tile's expert, first row, and the row behind its expert's last one.
@@ -24,42 +25,67 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels_triton.experts_few import gated
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_pairs_kernel(
+    ids_ptr, counts_ptr, num_pairs,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Each expert's pairs in a block, one per program, are counted: `counts_ptr` [blocks, BINS]."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    counts = _count(ids_ptr, pairs, num_pairs, BINS)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "tile_stride"])
 def sort_pairs_kernel(
-    ids_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride,
+    ids_ptr, counts_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert counts all pairs, and writes its own in their order.
+    """A program for each expert and block of pairs writes the expert's pairs in their order.
 
-    Writes the pair of each row, the tiles, and how many tiles there are.
+    Those of the first block also write the expert's tiles, and the first of all the number of
+    tiles. The only block counts its pairs itself; `counts_ptr` is None.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    expert = tl.program_id(0)
-    lanes, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        mask = start + lanes < num_pairs
-        ids = tl.load(ids_ptr + start + lanes, mask=mask, other=0)
-        counts += tl.histogram(ids, BINS, mask=mask)
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    expert, block = tl.program_id(0), tl.program_id(1)
+    pairs, bins = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BINS)
+    before = tl.zeros((BINS,), tl.int32)
+    if counts_ptr is None:
+        counts = _count(ids_ptr, pairs, num_pairs, BINS)
+    else:
+        counts = tl.zeros((BINS,), tl.int32)
+        for other in range(tl.num_programs(1)):
+            more = tl.load(counts_ptr + other * BINS + bins)
+            counts += more
+            before += tl.where(other < block, more, 0)
     row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
-    end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-    tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
-    if expert == 0:
-        tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
-    for first in range(row, end, BLOCK_M):
-        tile_ptr = tiles_ptr + tile + (first - row) // BLOCK_M
-        tl.store(tile_ptr, expert)
-        tl.store(tile_ptr + tile_stride, first)
-        tl.store(tile_ptr + 2 * tile_stride, end)
-    for start in range(0, num_pairs, BLOCK):
-        pairs = start + lanes
-        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-        is_own = (ids == expert).to(tl.int32)
-        tl.store(pairs_ptr + row + tl.cumsum(is_own, axis=0) - 1, pairs, mask=is_own != 0)
-        row += tl.sum(is_own, axis=0)
+    if block == 0:
+        end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+        tiles = (counts + BLOCK_M - 1) // BLOCK_M
+        tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+        for first in range(row, end, BLOCK_M):
+            tile_ptr = tiles_ptr + tile + (first - row) // BLOCK_M
+            tl.store(tile_ptr, expert)
+            tl.store(tile_ptr + tile_stride, first)
+            tl.store(tile_ptr + 2 * tile_stride, end)
+        if expert == 0:
+            tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    row += tl.sum(tl.where(bins == expert, before, 0), axis=0)
+    is_own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) == expert
+    places = row + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+    tl.store(pairs_ptr + places, pairs, mask=is_own)
+
+
+@triton.jit
+def _count(ids_ptr, pairs, num_pairs, BINS: tl.constexpr):
+    """How many of these pairs each expert has."""
+    mask = pairs < num_pairs
+    return tl.histogram(tl.load(ids_ptr + pairs, mask=mask, other=0), BINS, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tile_stride"])

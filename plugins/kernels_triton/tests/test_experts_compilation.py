@@ -90,13 +90,17 @@ def route_job(num_experts: int, num_groups: int) -> AotJob:
     )  # fmt: skip
 
 
-def sort_job(block: int, num_warps: int) -> AotJob:
+def sort_job(block: int, num_warps: int, *, is_only_block: bool) -> AotJob:
+    counts = {} if is_only_block else {"counts_ptr": "*i32:16"}
     return AotJob(
         kernel=f"{MANY}:sort_pairs_kernel",
-        signature={**INDICES, "num_pairs": "i32", "tile_stride": "i32"},
-        constexprs={"BLOCK_M": 16, "BLOCK": block, "BINS": 128, "DEPENDENT": True},
+        signature={**INDICES, **counts, "num_pairs": "i32", "tile_stride": "i32"},
+        constexprs={
+            "BLOCK_M": 16, "BLOCK": block, "BINS": 128, "DEPENDENT": True,
+            **({"counts_ptr": None} if is_only_block else {}),
+        },
         num_warps=num_warps,
-    )
+    )  # fmt: skip
 
 
 PRODUCTS = {
@@ -113,8 +117,9 @@ JOBS = {
     **jobs_of("30b-a3b", 16384, dtype="fp32"),
     "route-128": route_job(128, 1),
     "route-256-in-8-groups": route_job(256, 8),
-    "sort-128": sort_job(128, 1),
-    "sort-4096": sort_job(4096, 8),
+    "sort-128": sort_job(128, 1, is_only_block=True),
+    "sort-4096": sort_job(4096, 16, is_only_block=True),
+    "sort-blocks-of-4096": sort_job(4096, 16, is_only_block=False),
 }
 
 
