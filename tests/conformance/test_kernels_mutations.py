@@ -260,6 +260,24 @@ EXPERTS = [
         ),
     ),
     expert_bug(
+        "of equal experts all but one are dropped",
+        TIES,
+        (
+            SORTED,
+            "(x_TN - (x_TN == x_TN.roll(1, -1)).float()).sort(dim=-1, descending=True)"
+            ".indices[:, :count]",
+        ),
+    ),
+    expert_bug(
+        "a place is counted by larger scores alone",
+        PADDED_ROUTES,
+        (
+            SORTED,
+            "x_TN.sort(dim=-1, descending=True).values[:, :count].unsqueeze(-1)"
+            ".eq(x_TN.unsqueeze(1)).int().argmax(dim=-1)",
+        ),
+    ),
+    expert_bug(
         "scores are computed in the dtype of the logits",
         FLOAT32_SCORES,
         ("logits_TN = logits_TN.float()", "pass"),
@@ -298,6 +316,27 @@ EXPERTS = [
         "every expert adds to all tokens",
         OWN_EXPERTS,
         ("sum_TE.index_add_(0, tokens,", "sum_TE += 0 * x_TE.sum(); sum_TE.index_add_(0, tokens,"),
+    ),
+    expert_bug(
+        "weights of padding reach all tokens",
+        OWN_EXPERTS,
+        (
+            "sum_TE.index_add_(0, tokens,",
+            "sum_TE += 0 * weights_TC.sum(); sum_TE.index_add_(0, tokens,",
+        ),
+    ),
+    expert_bug(
+        "the token before reaches into a token",
+        OWN_EXPERTS,
+        (GATHERED, f"{GATHERED}; y_TE = y_TE + 0 * x_TE[tokens - 1, :1]"),
+    ),
+    expert_bug(
+        "experts are summed in another order each time",
+        MIXED,
+        (
+            "in ids_TC.unique().tolist():",
+            "in ids_TC.unique()[torch.randperm(len(ids_TC.unique()))].tolist():",
+        ),
     ),
     expert_bug(
         "a weight of zero is taken for one",

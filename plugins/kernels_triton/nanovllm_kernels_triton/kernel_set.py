@@ -8,15 +8,17 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nanovllm_core.api import CapturedTail, LatentPrep, QKPrep, TailTables
+from nanovllm_core.api import CapturedTail, LatentPrep, QKPrep, Routing, TailTables
 from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
 from nanovllm_kernels_triton.captured_tail import TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
+from nanovllm_kernels_triton.experts import run_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
 from nanovllm_kernels_triton.prepare_qkv import prepare_qkv_kernel
+from nanovllm_kernels_triton.route import run_route
 
 _SILU_BLOCK = 1024
 _EMBED_BLOCK = 1024
@@ -32,10 +34,7 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
 
 
 class TritonKernels(TorchKernels):
-    """See `KernelSet` for what each operation promises, `TorchKernels` for the reference.
-
-    Mixtures of experts are the reference's: torch operations, one expert after another.
-    """
+    """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
 
@@ -185,6 +184,21 @@ class TritonKernels(TorchKernels):
         return prepare_latent(
             q_THD, rows_TR, prep, positions_T, slot_mapping_T, cache_NPR, self._options
         )
+
+    def route(
+        self, logits_TN: Tensor, routing: Routing, bias_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return run_route(logits_TN, routing, bias_N, self._options)
+
+    def experts(
+        self,
+        x_TE: Tensor,
+        weights_TC: Tensor,
+        ids_TC: Tensor,
+        gate_up_N2FE: Tensor,
+        down_NEF: Tensor,
+    ) -> Tensor:
+        return run_experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF, self._options)
 
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,

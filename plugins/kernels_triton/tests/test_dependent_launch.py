@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.api import QKPrep
+from nanovllm_core.api import QKPrep, Routing
 from nanovllm_core.kernels import supports_dependent_launch
 
 triton = pytest.importorskip("triton")
@@ -25,6 +25,7 @@ pytestmark = [
 ]
 REPEATS, REPLAYS = 50, 20
 SIZE, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 1024, 16, 8, 128, 16
+NUM_EXPERTS = 32
 
 
 @triton.jit
@@ -63,6 +64,14 @@ def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Call
         q = kernels.prepare_qkv(x, prep, positions, slots, k_cache, v_cache)
         return torch.cat([q.flatten(), k_cache.flatten(), v_cache.flatten()])
 
+    routing = Routing(top_k=4, renormalize=True)
+    route = kernels.route(random(rows, NUM_EXPERTS, seed=7), routing)
+    gate_up = random(NUM_EXPERTS, 512, SIZE, seed=8) / 32
+    down = random(NUM_EXPERTS, SIZE, 256, seed=9) / 16
+
+    def mix_late_route(logits: Tensor) -> Tensor:
+        return kernels.experts(known, *kernels.route(logits, routing), gate_up, down)
+
     qkv = random(rows, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
     x, known = random(rows, SIZE), random(rows, SIZE, seed=6)
     return {
@@ -73,6 +82,8 @@ def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Call
         "linear_add to a late residual": (x, lambda x: kernels.linear_add(known, square, x)),
         "linear": (x, lambda x: kernels.linear(x, square)),
         "prepare_qkv": (qkv, prepare),
+        "experts": (x, lambda x: kernels.experts(x, *route, gate_up, down)),
+        "experts of a late route": (random(rows, NUM_EXPERTS, seed=10), mix_late_route),
     }
 
 
@@ -98,6 +109,8 @@ def qk_prep() -> QKPrep:
         "linear_add to a late residual",
         "linear",
         "prepare_qkv",
+        "experts",
+        "experts of a late route",
     ],
 )
 def test_a_thousand_late_inputs_change_no_bit(name: str, rows: int) -> None:

@@ -1,0 +1,346 @@
+"""Mixtures of experts at the shapes of models: routing and experts beside the weights' stream.
+
+    python plugins/kernels_triton/benchmarks/experts.py [--models 30B-A3B] [--tokens 1 256] \
+        [--plans] [--out experts.json]
+
+In bfloat16, with dependent launch, inside CUDA graphs; each call has the weights of another layer
+and other experts, so that the L2 cache does not hold them. Each result is compared with float64
+before it is timed, beside the torch reference's error. The floor is the time to stream the weights
+of the experts that were touched, and x and the result, or to multiply. `--plans` times candidates
+of each product alone. A minute on one H200, two with `--plans`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from nanovllm_core.api import Routing
+from nanovllm_core.kernels import TorchKernels, launch_options
+from nanovllm_kernels_triton.experts import (
+    combine,
+    few_down,
+    few_gate_up,
+    grouped_down,
+    grouped_gate_up,
+    run_experts,
+    shared_memory_of,
+    sort_pairs,
+)
+from nanovllm_kernels_triton.experts_choice import (
+    ExpertsPlan,
+    FewExperts,
+    FewPlan,
+    GroupedPlan,
+    choose_experts,
+)
+from nanovllm_kernels_triton.kernel_set import TritonKernels
+
+BANDWIDTH = 4.3e12
+"""Bytes per second that a copy reaches on an H200."""
+MATMUL_RATE = 7.9e14
+"""Operations per second, about, of a large product in bfloat16 there."""
+LAYERS = 4
+CALLS = 8
+"""In a graph; each has experts of its own."""
+CHECKED_TOKENS = 64
+DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
+OPTIONS = launch_options(dependent_launch=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    intermediate: int
+    num_experts: int
+    routing: Routing
+
+    @property
+    def expert_bytes(self) -> int:
+        return 3 * self.hidden * self.intermediate * DTYPE.itemsize
+
+
+MODELS = {
+    "30B-A3B": Model(2048, 768, 128, Routing(top_k=8, renormalize=True)),
+    "V2-Lite": Model(2048, 1408, 64, Routing(top_k=6)),
+    "odd": Model(1544, 424, 60, Routing(top_k=4)),
+}
+
+
+class Case:
+    """One model's mixture at one number of tokens: CALLS inputs and routes."""
+
+    def __init__(self, model: Model, tokens: int, weights: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.model, self.tokens, self.weights = model, tokens, weights
+        self.kernels = TritonKernels(dependent_launch=True)
+        self.x = torch.randn(tokens, model.hidden, device=DEVICE).to(DTYPE)
+        self.logits = [
+            torch.randn(tokens, model.num_experts, device=DEVICE).to(DTYPE) for _ in range(CALLS)
+        ]
+        self.routes = [TorchKernels().route(logits, model.routing) for logits in self.logits]
+
+    @property
+    def plan(self) -> ExpertsPlan:
+        return choose_experts(
+            self.tokens,
+            self.model.routing.top_k,
+            self.model.num_experts,
+            self.model.hidden,
+            self.model.intermediate,
+            DTYPE.itemsize,
+            shared_memory_of(DEVICE),
+        )
+
+    def touched(self) -> float:
+        """Experts that one call reads, on average over the calls."""
+        return sum(len(ids.unique()) for _, ids in self.routes) / CALLS
+
+    def floor(self, parts: int = 3) -> float:
+        """Microseconds for so many of an expert's three matrices, of equal size."""
+        share = parts / 3
+        rows = 2 * self.tokens * self.model.hidden * DTYPE.itemsize
+        size = self.touched() * self.model.expert_bytes + rows
+        pairs = self.tokens * self.model.routing.top_k
+        operations = 2 * pairs * self.model.expert_bytes / DTYPE.itemsize
+        return max(size / BANDWIDTH, operations / MATMUL_RATE) * share * 1e6
+
+    def route(self, call: int) -> object:
+        return self.kernels.route(self.logits[call], self.model.routing)
+
+    def experts(self, call: int, plan: ExpertsPlan | None = None) -> Tensor:
+        inputs = (self.x, *self.routes[call], *self.weights[call % LAYERS])
+        return run_experts(*inputs, OPTIONS, plan)
+
+    def routed(self, call: int) -> Tensor:
+        route = self.kernels.route(self.logits[call], self.model.routing)
+        return self.kernels.experts(self.x, *route, *self.weights[call % LAYERS])
+
+    def parts(self, plan: ExpertsPlan) -> dict[str, Callable[[int], object]]:
+        """Each kernel alone, as the plan launches it."""
+        _, ids = zip(*self.routes, strict=True)
+        if isinstance(plan, FewExperts):
+            hidden = few_gate_up(plan.gate_up, self.x, ids[0], self.weights[0][0], OPTIONS)
+            return {
+                "gate_up": partial(self._few_gate_up, plan.gate_up),
+                "down": partial(self._few_down, plan.down, hidden),
+            }
+        orders = [self._sort(plan.gate_up.block_m, call) for call in range(CALLS)]
+        hidden = grouped_gate_up(plan.gate_up, self.x, orders[0], self.weights[0][0], OPTIONS)
+        result = grouped_down(plan.down, hidden, orders[0], self.weights[0][1], OPTIONS)
+        return {
+            "sort": partial(self._sort, plan.gate_up.block_m),
+            "gate_up": lambda call: grouped_gate_up(
+                plan.gate_up, self.x, orders[call], self.weights[call % LAYERS][0], OPTIONS
+            ),
+            "down": lambda call: grouped_down(
+                plan.down, hidden, orders[call], self.weights[call % LAYERS][1], OPTIONS
+            ),
+            "combine": lambda call: combine(result, self.routes[call][0], OPTIONS),
+        }
+
+    def _few_gate_up(self, plan: FewPlan, call: int) -> Tensor:
+        weight = self.weights[call % LAYERS][0]
+        return few_gate_up(plan, self.x, self.routes[call][1], weight, OPTIONS)
+
+    def _few_down(self, plan: FewPlan, hidden: Tensor, call: int) -> Tensor:
+        weight = self.weights[call % LAYERS][1]
+        return few_down(plan, hidden, *self.routes[call], weight, OPTIONS)
+
+    def _sort(self, block_m: int, call: int) -> Any:
+        return sort_pairs(self.routes[call][1], self.model.num_experts, block_m, OPTIONS)
+
+    def errors(self) -> dict[str, float]:
+        """Relative errors of some tokens against float64; two calls and two routes agree.
+
+        Raises AssertionError where they do not.
+        """
+        result = self.experts(0)
+        if not torch.equal(result, self.experts(0)):
+            raise AssertionError("two calls differ")
+        weights, ids = self.kernels.route(self.logits[0], self.model.routing)
+        if not torch.equal(ids, self.routes[0][1]):
+            raise AssertionError("the route differs from the torch reference")
+        torch.testing.assert_close(weights, self.routes[0][0], rtol=2e-5, atol=1e-7)
+        rows = torch.randperm(self.tokens, device=DEVICE)[:CHECKED_TOKENS]
+        some = (self.x[rows], *(part[rows] for part in self.routes[0]), *self.weights[0])
+        exact = exact_experts(*some)
+        of = {"triton": result[rows], "torch": TorchKernels().experts(*some)}
+        errors = {k: float((y.double() - exact).norm() / exact.norm()) for k, y in of.items()}
+        if not errors["triton"] <= 1.1 * errors["torch"] + 1e-3:
+            raise AssertionError(f"errors against float64: {errors}")
+        return errors
+
+
+def exact_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """In float64, with the roundings that `KernelSet.experts` promises before the sum."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for expert in ids.unique().tolist():
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        both = (x[tokens].double() @ gate_up[expert].double().t()).to(DTYPE).double()
+        gate, up = both.chunk(2, dim=-1)
+        y = (silu(gate) * up).to(DTYPE).double() @ down[expert].double().t()
+        out.index_add_(0, tokens, y * weights[tokens, places].double().unsqueeze(-1))
+    return out
+
+
+def few_candidates() -> Iterator[FewPlan]:
+    for block_n, block_k, warps in ((8, 1024, 4), (16, 512, 4), (4, 1024, 4), (8, 1024, 8)):
+        for stages, per_processor, ahead in ((4, 2, 0), (6, 2, 0), (4, 3, 0), (6, 2, 4)):
+            yield FewPlan(block_n, block_k, warps, stages, per_processor, ahead)
+
+
+def grouped_candidates(block_m: int) -> Iterator[GroupedPlan]:
+    if block_m <= 32:
+        shapes = (
+            (64, 64, 4, 5, 3), (128, 64, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 4, 3, 2),
+            (256, 64, 8, 5, 1), (256, 128, 8, 3, 1),
+        )  # fmt: skip
+    elif block_m == 64:
+        shapes = ((128, 64, 4, 4, 2), (256, 64, 8, 4, 1), (128, 128, 4, 2, 2))
+    else:
+        shapes = ((128, 64, 8, 3, 2), (128, 64, 4, 3, 2), (256, 64, 8, 3, 1), (256, 64, 8, 4, 1))
+    for shape in shapes:
+        yield GroupedPlan(block_m, *shape)
+
+
+def plans_of(case: Case, with_plans: bool) -> list[ExpertsPlan]:
+    """The chosen plan first; then each candidate, for both products."""
+    chosen = case.plan
+    if not with_plans:
+        return [chosen]
+    if isinstance(chosen, FewExperts):
+        return [chosen, *(FewExperts(plan, plan) for plan in few_candidates())]
+    many = type(chosen)
+    block_m = chosen.gate_up.block_m
+    sizes = {block_m, max(block_m // 2, 16), min(2 * block_m, 128)}
+    return [
+        chosen,
+        *(many(plan, plan) for size in sorted(sizes) for plan in grouped_candidates(size)),
+    ]
+
+
+def measure(call: Callable[[int], object]) -> float:
+    """Microseconds per call, captured: the least of three means."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(CALLS):
+            call(index)
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = math.inf
+    for _ in range(3):
+        start.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e3 / (3 * CALLS))
+    graph.reset()
+    return best
+
+
+def measure_case(name: str, case: Case, with_plans: bool) -> dict[str, Any]:
+    """Print and return the errors, the times, and where asked those of candidates."""
+    errors, floor, touched = case.errors(), case.floor(), case.touched()
+    calls = {"experts": case.experts, "route + experts": case.routed, "route": case.route}
+    times = {part: measure(call) for part, call in (calls | case.parts(case.plan)).items()}
+    size = touched * case.model.expert_bytes
+    operations = (
+        2 * case.tokens * case.model.routing.top_k * case.model.expert_bytes / DTYPE.itemsize
+    )
+    rates = (
+        f"{size / times['experts'] / 1e6:5.2f} TB/s  {operations / times['experts'] / 1e6:5.0f} TF"
+    )
+    print(
+        f"{name:8} {case.tokens:5} tokens  {touched:5.1f} experts {size / 1e6:6.0f} MB  "
+        f"floor {floor:7.1f}  experts {times['experts']:7.1f} ({floor / times['experts']:.0%})  "
+        f"{rates}  error {errors['triton']:.2e} (torch {errors['torch']:.2e})  "
+        + "  ".join(f"{part} {time:.1f}" for part, time in times.items() if part != "experts"),
+        flush=True,
+    )
+    record = {
+        "model": name, "tokens": case.tokens, "touched": touched, "bytes": size, "floor": floor,
+        "errors": errors, "microseconds": times, "plan": str(case.plan),
+    }  # fmt: skip
+    if with_plans:
+        record["plans"] = measure_plans(case)
+    return record
+
+
+def measure_plans(case: Case) -> list[dict[str, Any]]:
+    """Microseconds of both products by each candidate; the fastest are printed."""
+    lines = []
+    for plan in plans_of(case, True):
+        try:
+            of_part = case.parts(plan)
+            times = {part: measure(of_part[part]) for part in ("gate_up", "down")}
+            times["all"] = measure(partial(case.experts, plan=plan))
+        except Exception as error:  # one that does not fit this GPU
+            lines.append({"plan": str(plan), "error": f"{type(error).__name__}: {error}"[:200]})
+            continue
+        lines.append({"plan": str(plan.gate_up), "down plan": str(plan.down), **times})
+    for part, key in (("gate_up", "plan"), ("down", "down plan"), ("all", "plan")):
+        best = sorted((line for line in lines if part in line), key=lambda line: line[part])
+        for line in best[:3]:
+            print(f"    {part:8} {line[part]:7.1f}  {line[key]}")
+    return lines
+
+
+def compile_all(cases: Sequence[Case], with_plans: bool) -> None:
+    """By threads: launches within do nothing."""
+    with TritonKernels().compile_ahead():
+        for case in cases:
+            case.routed(0)
+            for plan in plans_of(case, with_plans):
+                for call in case.parts(plan).values():
+                    call(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 16384])
+    parser.add_argument("--plans", action="store_true", help="time candidates of each product")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    lines, started = [], time.perf_counter()
+    for name in arguments.models:
+        model = MODELS[name]
+        weights = [make_weights(model) for _ in range(LAYERS)]
+        cases = [Case(model, tokens, weights) for tokens in arguments.tokens]
+        compile_all(cases, arguments.plans)
+        print(f"{name}: compiled after {time.perf_counter() - started:.0f} s", flush=True)
+        lines += [measure_case(name, case, arguments.plans) for case in cases]
+        del weights, cases
+        torch.cuda.empty_cache()
+    print(f"done after {time.perf_counter() - started:.0f} s")
+    if arguments.out is not None:
+        record = {"gpu": torch.cuda.get_device_name(), "experts": lines}
+        arguments.out.write_text(json.dumps(record, indent=1))
+
+
+def make_weights(model: Model) -> tuple[Tensor, Tensor]:
+    gate_up = (model.num_experts, 2 * model.intermediate, model.hidden)
+    down = (model.num_experts, model.hidden, model.intermediate)
+    return (
+        torch.randn(gate_up, device=DEVICE, dtype=DTYPE) * model.hidden**-0.5,
+        torch.randn(down, device=DEVICE, dtype=DTYPE) * model.intermediate**-0.5,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Launches of the kernels for mixtures of experts, in the order in which a mixture needs them.
+
+Shape suffixes: those of `KernelSet`, and P = T·C (token, expert) pairs. `options` are those of
+`nanovllm_core.kernels.launch_options`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nanovllm_kernels_triton.experts_choice import (
+    PROCESSORS,
+    ExpertsPlan,
+    FewExperts,
+    FewPlan,
+    GroupedPlan,
+    choose_experts,
+)
+from nanovllm_kernels_triton.experts_few import few_down_kernel, few_gate_up_kernel
+from nanovllm_kernels_triton.experts_many import (
+    combine_kernel,
+    count_pairs_kernel,
+    grouped_down_kernel,
+    grouped_gate_up_kernel,
+    sort_pairs_kernel,
+)
+
+_SORT_BLOCK = 4096
+_COMBINE_BLOCK = 1024
+
+Options = dict[str, Any]
+
+
+class Order(NamedTuple):
+    """Pairs in the order of their experts, and the tiles of at most `block_m` rows among them.
+
+    `num_tiles` [1] is known on the device alone; `tiles` has room for the most there can be.
+    """
+
+    sorted_pairs: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+    block_m: int
+
+    def programs(self, plan: GroupedPlan, outputs: int, block_n: int) -> int:
+        """No more than there can be tiles, or than are resident at once."""
+        most: int = self.tiles.shape[1] * triton.cdiv(outputs, block_n)
+        return min(most, plan.per_processor * PROCESSORS)
+
+
+def run_experts(
+    x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, down_NEF: Tensor,
+    options: Options, plan: ExpertsPlan | None = None,
+) -> Tensor:  # fmt: skip
+    """See `KernelSet.experts`."""
+    num_experts, hidden, intermediate = down_NEF.shape
+    weights_TC, ids_TC = weights_TC.contiguous(), ids_TC.contiguous()
+    if plan is None:
+        sizes = (num_experts, hidden, intermediate, x_TE.dtype.itemsize)
+        plan = choose_experts(*ids_TC.shape, *sizes, shared_memory_of(x_TE.device))
+    if isinstance(plan, FewExperts):
+        hidden_PF = few_gate_up(plan.gate_up, x_TE, ids_TC, gate_up_N2FE, options)
+        return few_down(plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options)
+    order = sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, options)
+    hidden_PF = grouped_gate_up(plan.gate_up, x_TE, order, gate_up_N2FE, options)
+    result_PE = grouped_down(plan.down, hidden_PF, order, down_NEF, options)
+    return combine(result_PE, weights_TC, options)
+
+
+@lru_cache
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that a program may have; for the interpreter, those of an H200."""
+    if device.type != "cuda":
+        return 232448
+    # torch's types leave it out.
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def few_gate_up(
+    plan: FewPlan, x_TE: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, options: Options
+) -> Tensor:
+    """silu(gate) * up of each pair -> [P, F]."""
+    num_pairs, chosen = ids_TC.numel(), ids_TC.shape[1]
+    intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
+    hidden_PF = x_TE.new_empty((num_pairs, intermediate))
+    tiles = num_pairs * triton.cdiv(intermediate, plan.block_n // 2)
+    few_gate_up_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
+        x_TE, ids_TC, gate_up_N2FE, hidden_PF, num_pairs, x_TE.stride(0),
+        CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden, BLOCK_N=plan.block_n // 2,
+        **_loop(plan), **options,
+    )  # fmt: skip
+    return hidden_PF
+
+
+def few_down(
+    plan: FewPlan, hidden_PF: Tensor, weights_TC: Tensor, ids_TC: Tensor, down_NEF: Tensor,
+    options: Options,
+) -> Tensor:  # fmt: skip
+    """The weighted sum over each token's experts -> [T, E]."""
+    (num_tokens, chosen), (_, hidden, intermediate) = ids_TC.shape, down_NEF.shape
+    out_TE = hidden_PF.new_empty((num_tokens, hidden))
+    tiles = num_tokens * triton.cdiv(hidden, plan.block_n)
+    few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
+        hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens,
+        CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, BLOCK_N=plan.block_n,
+        AHEAD=plan.ahead, **_loop(plan), **options,
+    )  # fmt: skip
+    return out_TE
+
+
+def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options) -> Order:
+    """Pairs by expert, those of one expert in the order of tokens."""
+    num_pairs = ids_TC.numel()
+    most_tiles = num_pairs // block_m + min(num_experts, num_pairs)
+    order = Order(
+        ids_TC.new_empty(num_pairs), ids_TC.new_empty((3, most_tiles)), ids_TC.new_empty(1), block_m
+    )
+    block = min(triton.next_power_of_2(num_pairs), _SORT_BLOCK)
+    num_blocks, bins = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
+    shared = {"BLOCK": block, "BINS": bins, "num_warps": min(max(block // 256, 1), 16), **options}
+    counts = None
+    if num_blocks > 1:
+        counts = ids_TC.new_empty((num_blocks, bins))
+        count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
+    sort_pairs_kernel[(num_experts, num_blocks)](
+        ids_TC, counts, *order[:3], num_pairs, most_tiles, BLOCK_M=block_m, **shared
+    )
+    return order
+
+
+def grouped_gate_up(
+    plan: GroupedPlan, x_TE: Tensor, order: Order, gate_up_N2FE: Tensor, options: Options
+) -> Tensor:
+    """silu(gate) * up of each row of the order -> [P, F]."""
+    num_pairs = len(order.sorted_pairs)
+    intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
+    hidden_PF = x_TE.new_empty((num_pairs, intermediate))
+    programs = order.programs(plan, intermediate, plan.block_n // 2)
+    grouped_gate_up_kernel[(programs,)](
+        x_TE, *order[:3], gate_up_N2FE, hidden_PF, order.tiles.shape[1], x_TE.stride(0),
+        CHOSEN=num_pairs // len(x_TE), OUTPUTS=intermediate, INPUTS=hidden,
+        BLOCK_M=order.block_m, BLOCK_N=plan.block_n // 2, **_loop(plan), **options,
+    )  # fmt: skip
+    return hidden_PF
+
+
+def grouped_down(
+    plan: GroupedPlan, hidden_PF: Tensor, order: Order, down_NEF: Tensor, options: Options
+) -> Tensor:
+    """The result of each pair -> [P, E], in the order of tokens again."""
+    _, hidden, intermediate = down_NEF.shape
+    result_PE = hidden_PF.new_empty((len(hidden_PF), hidden))
+    grouped_down_kernel[(order.programs(plan, hidden, plan.block_n),)](
+        hidden_PF, *order[:3], down_NEF, result_PE, order.tiles.shape[1],
+        OUTPUTS=hidden, INPUTS=intermediate,
+        BLOCK_M=order.block_m, BLOCK_N=plan.block_n, **_loop(plan), **options,
+    )  # fmt: skip
+    return result_PE
+
+
+def combine(result_PE: Tensor, weights_TC: Tensor, options: Options) -> Tensor:
+    """The weighted sum of each token's results -> [T, E]."""
+    (num_tokens, chosen), hidden = weights_TC.shape, result_PE.shape[1]
+    out_TE = result_PE.new_empty((num_tokens, hidden))
+    combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
+        result_PE, weights_TC, out_TE,
+        CHOSEN=chosen, SIZE=hidden, BLOCK=_COMBINE_BLOCK, num_warps=4, **options,
+    )  # fmt: skip
+    return out_TE
+
+
+def _loop(plan: FewPlan | GroupedPlan) -> dict[str, int]:
+    return {"BLOCK_K": plan.block_k, "STAGES": plan.num_stages, "num_warps": plan.num_warps}

@@ -1,0 +1,147 @@
+"""Mixtures of experts for few tokens: every (token, expert) pair reads its expert's weights.
+
+Two kernels, both bound by the stream of weights. A fixed number of programs share all tiles of
+outputs in equal, contiguous runs; a tile's steps over the inputs continue those of the tile before
+it, so that loads never pause. Experts that several pairs chose are read by all of them at about the
+same time, and from the L2 cache by all but the first.
+
+Shapes: x [T, INPUTS], ids and weights [T, CHOSEN]; pair p belongs to token p // CHOSEN.
+
+DEPENDENT: see `nanovllm_core.kernels.launch_options`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Reason: Triton compiles these functions; their arguments have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def few_gate_up_kernel(
+    x_ptr, ids_ptr, weight_ptr, hidden_ptr, num_pairs, x_stride,
+    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of each pair -> `hidden_ptr` [pairs, OUTPUTS]; a tile has BLOCK_N of them.
+
+    Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first.
+    """
+    TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    if DEPENDENT:
+        gdc_wait()
+    first, end = _run_of_program(num_pairs * TILES)
+    signal = tl.maximum(end * STEPS - STAGES, first * STEPS)
+    lanes, halves = tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_N)
+    y = tl.zeros((2 * BLOCK_N,), tl.float32)
+    for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
+        if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
+            if step == signal:
+                gdc_launch_dependents()
+        tile = step // STEPS
+        pair, columns = tile // TILES, step % STEPS * BLOCK_K + lanes
+        outputs = tile % TILES * BLOCK_N + halves % BLOCK_N
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        row_ptrs = weight_ptr + expert * (2 * OUTPUTS * INPUTS)
+        row_ptrs += (outputs + halves // BLOCK_N * OUTPUTS) * INPUTS
+        inside = columns < INPUTS
+        mask = (outputs < OUTPUTS)[:, None] & inside[None, :]
+        weight = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+        x_row_ptr = x_ptr + tl.cast(pair // CHOSEN, tl.int64) * x_stride
+        x = tl.load(x_row_ptr + columns, mask=inside, other=0.0)
+        y += tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+        if step % STEPS == STEPS - 1:
+            dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+            gate, up = tl.split(tl.trans(tl.reshape(y, (2, BLOCK_N))))
+            hidden = gated(gate, up, dtype)
+            places = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+            tl.store(hidden_ptr + pair * OUTPUTS + places, hidden, mask=places < OUTPUTS)
+            y = tl.zeros((2 * BLOCK_N,), tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def few_down_kernel(
+    hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, num_tokens,
+    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum over a token's experts, in their order -> `out_ptr` [T, OUTPUTS].
+
+    Weight [experts, OUTPUTS, INPUTS]. The weights of the first AHEAD steps are on their way to the
+    L2 cache before the kernel waits. The ids are known by then: `few_gate_up_kernel`, which is the
+    kernel before, signals behind its own wait.
+    """
+    TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    CHUNKS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    STEPS: tl.constexpr = CHOSEN * CHUNKS
+    first, end = _run_of_program(num_tokens * TILES)
+    signal = tl.maximum(end * STEPS - STAGES, first * STEPS)
+    lanes, rows = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    if DEPENDENT:
+        for step in tl.static_range(min(AHEAD, STEPS)):
+            if first < end:
+                expert = tl.load(
+                    ids_ptr + first // TILES * CHOSEN + step // CHUNKS, cache_modifier=".cg"
+                )
+                matrix_ptr = weight_ptr + expert.to(tl.int64) * (OUTPUTS * INPUTS)
+                start = step % CHUNKS * BLOCK_K
+                _prefetch(
+                    matrix_ptr, first % TILES * BLOCK_N + rows, start, OUTPUTS, INPUTS, BLOCK_K
+                )
+        gdc_wait()
+    y = tl.zeros((BLOCK_N,), tl.float32)
+    for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
+        if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
+            if step == signal:
+                gdc_launch_dependents()
+        tile, part = step // STEPS, step % STEPS
+        token, outputs = tile // TILES, tile % TILES * BLOCK_N + rows
+        pair, columns = token * CHOSEN + part // CHUNKS, part % CHUNKS * BLOCK_K + lanes
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        row_ptrs = weight_ptr + expert * (OUTPUTS * INPUTS) + outputs * INPUTS
+        inside = columns < INPUTS
+        mask = (outputs < OUTPUTS)[:, None] & inside[None, :]
+        weight = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+        hidden = tl.load(hidden_ptr + pair * INPUTS + columns, mask=inside, other=0.0)
+        result = tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], axis=1)
+        y += result * tl.load(weights_ptr + pair)
+        if part == STEPS - 1:
+            out_ptrs = out_ptr + tl.cast(token, tl.int64) * OUTPUTS + outputs
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=outputs < OUTPUTS)
+            y = tl.zeros((BLOCK_N,), tl.float32)
+
+
+@triton.jit
+def _prefetch(
+    matrix_ptr, outputs, start,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Start the way to the L2 cache of BLOCK_K inputs of some rows, in lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // matrix_ptr.dtype.element_ty.primitive_bitwidth
+    columns = start + tl.arange(0, BLOCK_K // LINE) * LINE
+    ptrs = matrix_ptr + outputs[:, None] * INPUTS + columns[None, :]
+    mask = (outputs < OUTPUTS)[:, None] & (columns < INPUTS)[None, :]
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [ptrs.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _run_of_program(num_tiles):
+    """The first tile of this program's run, and the one behind its last."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    return num_tiles * program // num_programs, num_tiles * (program + 1) // num_programs
+
+
+@triton.jit
+def gated(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up, of halves that are rounded before and behind: see `KernelSet.experts`."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up).to(dtype)

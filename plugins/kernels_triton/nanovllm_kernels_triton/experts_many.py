@@ -1,0 +1,265 @@
+"""Mixtures of experts for many tokens: pairs in the order of their experts, then grouped products.
+
+Four kernels, and one that counts where pairs are many. `sort_pairs_kernel` orders the (token,
+expert) pairs by expert and divides each expert's rows into tiles of BLOCK_M;
+`grouped_gate_up_kernel` and `grouped_down_kernel` multiply a tile by its expert's weights on the
+tensor cores, so that each weight is read from memory once; `combine_kernel` sums the results of a
+token's experts in their order. Nothing is added in an order that could change, and no grid depends
+on who chose what.
+
+Shapes: pair p belongs to token p // CHOSEN; rows are places in the sorted order. `tiles_ptr` int32
+[3, tile_stride]: each tile's expert, first row, and the row behind its expert's last one.
+
+DEPENDENT: see `nanovllm_core.kernels.launch_options`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Reason: Triton compiles these functions; their arguments have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels_triton.experts_few import gated
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_pairs_kernel(
+    ids_ptr, counts_ptr, num_pairs,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Each expert's pairs in a block, one per program, are counted: `counts_ptr` [blocks, BINS]."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    counts = _count(ids_ptr, pairs, num_pairs, BINS)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_stride"])
+def sort_pairs_kernel(
+    ids_ptr, counts_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert and block of pairs writes the expert's pairs in their order.
+
+    Those of the first block also write the expert's tiles, and the first of all the number of
+    tiles. The only block counts its pairs itself; `counts_ptr` is None.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert, block = tl.program_id(0), tl.program_id(1)
+    pairs, bins = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BINS)
+    before = tl.zeros((BINS,), tl.int32)
+    if counts_ptr is None:
+        counts = _count(ids_ptr, pairs, num_pairs, BINS)
+    else:
+        counts = tl.zeros((BINS,), tl.int32)
+        for other in range(tl.num_programs(1)):
+            more = tl.load(counts_ptr + other * BINS + bins)
+            counts += more
+            before += tl.where(other < block, more, 0)
+    row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
+    if block == 0:
+        end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+        tiles = (counts + BLOCK_M - 1) // BLOCK_M
+        tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+        for first in range(row, end, BLOCK_M):
+            tile_ptr = tiles_ptr + tile + (first - row) // BLOCK_M
+            tl.store(tile_ptr, expert)
+            tl.store(tile_ptr + tile_stride, first)
+            tl.store(tile_ptr + 2 * tile_stride, end)
+        if expert == 0:
+            tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    row += tl.sum(tl.where(bins == expert, before, 0), axis=0)
+    is_own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) == expert
+    places = row + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+    tl.store(pairs_ptr + places, pairs, mask=is_own)
+
+
+@triton.jit
+def _count(ids_ptr, pairs, num_pairs, BINS: tl.constexpr):
+    """How many of these pairs each expert has."""
+    mask = pairs < num_pairs
+    return tl.histogram(tl.load(ids_ptr + pairs, mask=mask, other=0), BINS, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tile_stride"])
+def grouped_gate_up_kernel(
+    x_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, weight_ptr, hidden_ptr, tile_stride, x_stride,
+    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of each row -> `hidden_ptr` [rows, OUTPUTS], BLOCK_N of them at a time.
+
+    Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first.
+    """
+    COLUMN_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    lanes = tl.arange(0, BLOCK_K)
+    num_steps = _steps_of_program(num_tiles_ptr, COLUMN_TILES, STEPS)
+    tile, expert, rows, live = _tile_of_step(
+        0, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+    )
+    tokens = rows
+    y = _zeros(BLOCK_M, 2 * BLOCK_N)
+    for step in tl.range(0, num_steps, num_stages=STAGES):
+        if step % STEPS == 0:
+            tile, expert, rows, live = _tile_of_step(
+                step, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+            )
+            tokens = tl.load(pairs_ptr + rows, mask=live, other=0) // CHOSEN
+        x_ptrs = x_ptr + tokens.to(tl.int64) * x_stride
+        columns = step % STEPS * BLOCK_K + lanes
+        halves = tl.arange(0, 2 * BLOCK_N)
+        outputs = tile % COLUMN_TILES * BLOCK_N + halves % BLOCK_N
+        weight_ptrs = weight_ptr + expert * (2 * OUTPUTS * INPUTS)
+        weight_ptrs += (outputs + halves // BLOCK_N * OUTPUTS) * INPUTS
+        x = _load_tile(x_ptrs, live, columns, INPUTS, BLOCK_K)
+        weight = _load_tile(weight_ptrs, outputs < OUTPUTS, columns, INPUTS, BLOCK_K)
+        y = _product(x, weight, y)
+        if step % STEPS == STEPS - 1:
+            places = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+            hidden_ptrs = hidden_ptr + rows.to(tl.int64) * OUTPUTS
+            gate, up = _halves(y, BLOCK_M, BLOCK_N)
+            _store_tile(hidden_ptrs, live, places, places < OUTPUTS, gated(gate, up, dtype))
+            y = _zeros(BLOCK_M, 2 * BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["tile_stride"])
+def grouped_down_kernel(
+    hidden_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, weight_ptr, result_ptr, tile_stride,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Each pair's result, rounded -> `result_ptr` [pairs, OUTPUTS]: back in the order of tokens.
+
+    Weight [experts, OUTPUTS, INPUTS].
+    """
+    COLUMN_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    lanes = tl.arange(0, BLOCK_K)
+    num_steps = _steps_of_program(num_tiles_ptr, COLUMN_TILES, STEPS)
+    tile, expert, rows, live = _tile_of_step(
+        0, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+    )
+    y = _zeros(BLOCK_M, BLOCK_N)
+    for step in tl.range(0, num_steps, num_stages=STAGES):
+        if step % STEPS == 0:
+            tile, expert, rows, live = _tile_of_step(
+                step, tiles_ptr, tile_stride, COLUMN_TILES, STEPS, BLOCK_M
+            )
+        columns = step % STEPS * BLOCK_K + lanes
+        hidden_ptrs = hidden_ptr + rows.to(tl.int64) * INPUTS
+        outputs = tile % COLUMN_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = outputs < OUTPUTS
+        weight_ptrs = weight_ptr + expert * (OUTPUTS * INPUTS) + outputs * INPUTS
+        hidden = _load_tile(hidden_ptrs, live, columns, INPUTS, BLOCK_K)
+        y = _product(hidden, _load_tile(weight_ptrs, there, columns, INPUTS, BLOCK_K), y)
+        if step % STEPS == STEPS - 1:
+            pairs = tl.load(pairs_ptr + rows, mask=live, other=0)
+            result_ptrs = result_ptr + pairs.to(tl.int64) * OUTPUTS
+            _store_tile(result_ptrs, live, outputs, there, y.to(result_ptr.dtype.element_ty))
+            y = _zeros(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def combine_kernel(
+    result_ptr, weights_ptr, out_ptr,
+    CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of a token's results [CHOSEN, SIZE], a piece of it per program."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    y = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + choice
+        result = tl.load(result_ptr + pair * SIZE + columns, mask=mask, other=0.0)
+        y += result.to(tl.float32) * tl.load(weights_ptr + pair)
+    tl.store(out_ptr + token * SIZE + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _steps_of_program(num_tiles_ptr, COLUMN_TILES: tl.constexpr, STEPS: tl.constexpr):
+    """The steps of all tiles of this program, which are one in every `num_programs`."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_tiles = tl.load(num_tiles_ptr) * COLUMN_TILES
+    return (num_tiles - program + num_programs - 1) // num_programs * STEPS
+
+
+@triton.jit
+def _tile_of_step(
+    step, tiles_ptr, tile_stride,
+    COLUMN_TILES: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A step's tile, its expert, its rows, and which of them are the expert's."""
+    tile = tl.program_id(0) + step // STEPS * tl.num_programs(0)
+    tile_ptr = tiles_ptr + tile // COLUMN_TILES
+    rows = tl.load(tile_ptr + tile_stride) + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(tile_ptr + 2 * tile_stride)
+    return tile, tl.load(tile_ptr).to(tl.int64), rows, live
+
+
+@triton.jit
+def _load_tile(row_ptrs, live, columns, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[rows, BLOCK_K]; zeros where there is no row or column."""
+    mask = live[:, None]
+    if INPUTS % BLOCK_K != 0:
+        mask = mask & (columns < INPUTS)[None, :]
+    return tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of sums as `_product` wants it.
+
+    Hopper's product of a whole warp group takes a first operand of 64 rows: with fewer tokens it is
+    the weight.
+    """
+    return tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M >= 64 else (BLOCK_N, BLOCK_M), tl.float32)
+
+
+@triton.jit
+def _product(x, weight, y):
+    """y + x W^T, or y + W x^T where x has few rows."""
+    if x.shape[0] >= 64:
+        y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+    else:
+        y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def _halves(y, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The gate's sums and those of up: one half of the weight rows each."""
+    if BLOCK_M >= 64:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    return gate, up
+
+
+@triton.jit
+def _store_tile(row_ptrs, live, outputs, there, y):
+    """y to its rows and columns, whichever of them comes first in it."""
+    if row_ptrs.shape[0] < 64:
+        y = tl.trans(y)
+    mask = live[:, None] & there[None, :]
+    tl.store(row_ptrs[:, None] + outputs[None, :], y, mask=mask)

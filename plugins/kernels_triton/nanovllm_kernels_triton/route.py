@@ -1,0 +1,136 @@
+"""The choice of experts, one program per token: scores, the best groups, the best experts.
+
+Experts lie in a tile of [groups, experts of a group], both padded to powers of two. The best are
+taken out one after another, so that all differ, and of equal ones the lowest id comes first; NaN
+scores count as minus infinity.
+
+DEPENDENT: see `nanovllm_core.kernels.launch_options`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Reason: Triton compiles these functions; their arguments have no Python types.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_core.api import Routing
+
+NO_ID = tl.constexpr(0x7FFFFFFF)
+TAKEN = tl.constexpr(-0x80000000)
+"""Below the key of every number."""
+_EXPERTS_PER_WARP = 1024
+"""With one warp nothing is exchanged through shared memory."""
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, logits_stride,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALE: tl.constexpr,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """See `nanovllm_core.api.Routing`, whose fields are the constants."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    groups, members = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_EXPERTS)
+    is_there = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
+    ids = groups[:, None] * GROUP_SIZE + members[None, :]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + ids, mask=is_there, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    logits = tl.load(
+        logits_ptr + token * logits_stride + ids, mask=is_there, other=float("-inf")
+    ).to(tl.float32)
+    if SOFTMAX:
+        scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
+        scores = tl.div_rn(scores, tl.sum(tl.sum(scores, axis=1), axis=0))
+    else:
+        scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
+
+    choice = scores
+    if bias_ptr is not None:
+        choice += bias
+    choice = tl.where(is_there & (choice == choice), choice, float("-inf"))
+    if TOP_GROUPS < NUM_GROUPS:
+        is_kept = _group_ranks(choice, groups < NUM_GROUPS, BEST_TWO, TOP_GROUPS) < TOP_GROUPS
+        choice = tl.where(is_kept[:, None], choice, float("-inf"))
+
+    SIZE: tl.constexpr = BLOCK_GROUPS * BLOCK_EXPERTS
+    ids, scores = tl.reshape(ids, (SIZE,)), tl.reshape(scores, (SIZE,))
+    is_there = tl.reshape(is_there, (SIZE,))
+    ids = tl.where(is_there, ids, NO_ID)
+    ranks = _ranks_of_best(tl.reshape(choice, (SIZE,)), ids, is_there, TOP_K)
+    is_chosen = ranks < TOP_K
+    if RENORMALIZE:
+        # As the reference: 0 and no NaN where all scores underflow.
+        scores = tl.div_rn(scores, tl.sum(tl.where(is_chosen, scores, 0.0), axis=0) + 1e-20)
+    places = token * TOP_K + ranks
+    tl.store(weights_ptr + places, scores * SCALE, mask=is_chosen)
+    tl.store(ids_ptr + places, ids, mask=is_chosen)
+
+
+@triton.jit
+def _group_ranks(choice, is_there, BEST_TWO: tl.constexpr, COUNT: tl.constexpr):
+    """The ranks of the COUNT best groups, by their best score or by the sum of their two best."""
+    score = tl.max(choice, axis=1)
+    if BEST_TWO:
+        members = tl.arange(0, choice.shape[1])[None, :]
+        first = tl.min(tl.where(choice == score[:, None], members, choice.shape[1]), axis=1)
+        score += tl.max(tl.where(members == first[:, None], float("-inf"), choice), axis=1)
+    return _ranks_of_best(score, tl.arange(0, choice.shape[0]), is_there, COUNT)
+
+
+@triton.jit
+def _ranks_of_best(x, ids, is_there, COUNT: tl.constexpr):
+    """The ranks of the COUNT largest, equal ones by their ids; COUNT for all others.
+
+    One after another is found, and taken out, by the order of its bits: as an integer the first is
+    found in one instruction of a warp.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    keys = tl.where(is_there, bits ^ ((bits >> 31) & 0x7FFFFFFF), TAKEN)
+    ranks = tl.full(x.shape, COUNT, tl.int32)
+    for rank in tl.static_range(COUNT):
+        is_best = keys == tl.max(keys, axis=0)
+        is_first = ids == tl.min(tl.where(is_best, ids, NO_ID), axis=0)
+        ranks = tl.where(is_first, rank, ranks)
+        keys = tl.where(is_first, TAKEN, keys)
+    return ranks
+
+
+def run_route(
+    logits_TN: Tensor, routing: Routing, bias_N: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """See `KernelSet.route`; `options` are those of `launch_options`."""
+    num_tokens, num_experts = logits_TN.shape
+    weights_TC = logits_TN.new_empty((num_tokens, routing.top_k), dtype=torch.float32)
+    ids_TC = logits_TN.new_empty((num_tokens, routing.top_k), dtype=torch.int32)
+    block_groups = triton.next_power_of_2(routing.num_groups)
+    block_experts = triton.next_power_of_2(num_experts // routing.num_groups)
+    route_kernel[(num_tokens,)](
+        logits_TN, bias_N, weights_TC, ids_TC, logits_TN.stride(0),
+        NUM_EXPERTS=num_experts,
+        TOP_K=routing.top_k,
+        SCALE=routing.scale,
+        SOFTMAX=routing.scoring == "softmax",
+        RENORMALIZE=routing.renormalize,
+        NUM_GROUPS=routing.num_groups,
+        TOP_GROUPS=routing.top_groups,
+        BEST_TWO=routing.group_score == "top2",
+        BLOCK_GROUPS=block_groups,
+        BLOCK_EXPERTS=block_experts,
+        num_warps=max(block_groups * block_experts // _EXPERTS_PER_WARP, 1),
+        **options,
+    )  # fmt: skip
+    return weights_TC, ids_TC

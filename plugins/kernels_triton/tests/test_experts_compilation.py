@@ -1,0 +1,183 @@
+"""The kernels of mixtures of experts compile for sm_90 as they are meant to, at models' shapes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from nanovllm_kernels_triton.experts_choice import FewExperts, ManyExperts, choose_experts
+from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
+from nanovllm_kit.registers import assert_within_list, compile_jobs
+
+FEW, MANY = "nanovllm_kernels_triton.experts_few", "nanovllm_kernels_triton.experts_many"
+HOPPER, GRAPHICS = 232448, 101376
+"""Bytes of shared memory that a program may have."""
+SHAPES = {  # experts, for each token, hidden size, intermediate size
+    "30b-a3b": (128, 8, 2048, 768),
+    "v2-lite": (64, 6, 2048, 1408),
+}
+INDICES = dict.fromkeys(("ids_ptr", "pairs_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32:16")
+
+
+def jobs_of(
+    shape: str, tokens: int, *, dtype: str = "bf16", capability: int = 90, shared: int = HOPPER
+) -> dict[str, AotJob]:
+    """The two products of a mixture, as they are launched for so many tokens."""
+    num_experts, chosen, hidden, intermediate = SHAPES[shape]
+    sizes = (num_experts, hidden, intermediate, 4 if dtype == "fp32" else 2)
+    plan = choose_experts(tokens, chosen, *sizes, shared)
+    arrays = ("x_ptr", "weight_ptr", "hidden_ptr", "result_ptr", "out_ptr")
+    types = {
+        **dict.fromkeys(arrays, f"*{dtype}:16"), **INDICES, "weights_ptr": "*fp32:16",
+        "x_stride": "i32:16", "tile_stride": "i32", "num_pairs": "i32", "num_tokens": "i32",
+    }  # fmt: skip
+    dependent = {"DEPENDENT": capability >= 90, "CHOSEN": chosen}
+    products = {
+        "gate_up": (plan.gate_up, {"OUTPUTS": intermediate, "INPUTS": hidden}),
+        "down": (plan.down, {"OUTPUTS": hidden, "INPUTS": intermediate}),
+    }
+    jobs = {}
+    for part, (product, constants) in products.items():
+        block_n = product.block_n // 2 if part == "gate_up" else product.block_n
+        constants |= {"BLOCK_N": block_n, "BLOCK_K": product.block_k, "STAGES": product.num_stages}
+        if isinstance(plan, FewExperts):
+            kernel, names = f"{FEW}:few_{part}_kernel", FEW_ARGUMENTS[part]
+            constants |= {"AHEAD": plan.down.ahead} if part == "down" else {}
+        else:
+            kernel, names = f"{MANY}:grouped_{part}_kernel", MANY_ARGUMENTS[part]
+            constants |= {"BLOCK_M": plan.gate_up.block_m}
+        needed = dependent if part == "gate_up" or isinstance(plan, FewExperts) else {
+            "DEPENDENT": dependent["DEPENDENT"]
+        }  # fmt: skip
+        job = AotJob(
+            kernel=kernel,
+            signature={name: types[name] for name in names.split()},
+            constexprs=constants | needed,
+        )
+        jobs[f"{part}-{shape}-{tokens}-{dtype}"] = replace(
+            job, num_warps=product.num_warps, capability=capability
+        )
+    return jobs
+
+
+FEW_ARGUMENTS = {
+    "gate_up": "x_ptr ids_ptr weight_ptr hidden_ptr num_pairs x_stride",
+    "down": "hidden_ptr weights_ptr ids_ptr weight_ptr out_ptr num_tokens",
+}
+MANY_ARGUMENTS = {
+    "gate_up": "x_ptr pairs_ptr tiles_ptr num_tiles_ptr weight_ptr hidden_ptr tile_stride x_stride",
+    "down": "hidden_ptr pairs_ptr tiles_ptr num_tiles_ptr weight_ptr result_ptr tile_stride",
+}
+
+
+def route_job(num_experts: int, num_groups: int) -> AotJob:
+    size = num_experts // num_groups
+    return AotJob(
+        kernel="nanovllm_kernels_triton.route:route_kernel",
+        signature={
+            "logits_ptr": "*bf16:16", "bias_ptr": "*fp32:16", "weights_ptr": "*fp32:16",
+            "ids_ptr": "*i32:16", "logits_stride": "i32:16",
+        },
+        constexprs={
+            "NUM_EXPERTS": num_experts, "TOP_K": 8, "SCALE": 2.5, "SOFTMAX": num_groups == 1,
+            "RENORMALIZE": True, "NUM_GROUPS": num_groups, "TOP_GROUPS": -(-num_groups // 2),
+            "BEST_TWO": num_groups > 1, "BLOCK_GROUPS": num_groups,
+            "BLOCK_EXPERTS": 1 << (size - 1).bit_length(), "DEPENDENT": True,
+        },
+        num_warps=1,
+    )  # fmt: skip
+
+
+def sort_job(block: int, num_warps: int, *, is_only_block: bool) -> AotJob:
+    counts = {} if is_only_block else {"counts_ptr": "*i32:16"}
+    return AotJob(
+        kernel=f"{MANY}:sort_pairs_kernel",
+        signature={**INDICES, **counts, "num_pairs": "i32", "tile_stride": "i32"},
+        constexprs={
+            "BLOCK_M": 16, "BLOCK": block, "BINS": 128, "DEPENDENT": True,
+            **({"counts_ptr": None} if is_only_block else {}),
+        },
+        num_warps=num_warps,
+    )  # fmt: skip
+
+
+PRODUCTS = {
+    name: job
+    for shape, tokens in (
+        ("30b-a3b", 1), ("v2-lite", 4), ("30b-a3b", 64), ("v2-lite", 256), ("30b-a3b", 512),
+        ("30b-a3b", 16384),
+    )
+    for name, job in jobs_of(shape, tokens).items()
+}  # fmt: skip
+JOBS = {
+    **PRODUCTS,
+    **jobs_of("30b-a3b", 1, dtype="fp32"),
+    **jobs_of("30b-a3b", 16384, dtype="fp32"),
+    "route-128": route_job(128, 1),
+    "route-256-in-8-groups": route_job(256, 8),
+    "sort-128": sort_job(128, 1, is_only_block=True),
+    "sort-4096": sort_job(4096, 16, is_only_block=True),
+    "sort-blocks-of-4096": sort_job(4096, 16, is_only_block=False),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, AotReport]:
+    return compile_jobs(JOBS)
+
+
+def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> None:
+    """Registers, spills and shared memory are those of the list for this version of Triton."""
+    assert_within_list(__file__, reports)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_no_kernel_spills(name: str, reports: dict[str, AotReport]) -> None:
+    """And each fits the shared memory of Hopper."""
+    assert reports[name].spills == 0
+    assert reports[name].shared <= HOPPER
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_weights_are_fetched_asynchronously_16_bytes_at_a_time(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """Steps ahead: nothing is copied before the loop and waited for at once."""
+    ptx = reports[name].ptx
+    assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", ptx)
+    assert "ld.global.v4" not in ptx
+    assert not re.search(r"ld\.global\.b16", ptx)
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if int(name.split("-")[-2]) > 16])
+def test_grouped_products_leave_a_product_running_while_they_load(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """Products of whole warp groups, of which one may still run when the next step begins."""
+    ptx = reports[name].ptx
+    assert "wgmma.mma_async" in ptx
+    assert "wgmma.wait_group.sync.aligned 1;" in ptx
+
+
+@pytest.mark.parametrize("capability", [86, 120])
+def test_every_plan_fits_the_shared_memory_of_smaller_gpus(capability: int) -> None:
+    """RTX 30, 40 and 50, A10 and L4 grant a program 99 KiB; what takes more does not start."""
+    jobs = [
+        job
+        for tokens in (1, 64, 512, 1024)
+        for job in jobs_of("30b-a3b", tokens, capability=capability, shared=GRAPHICS).values()
+    ]
+    for job, report in zip(jobs, compile_kernels(jobs), strict=True):
+        assert report.shared <= GRAPHICS, f"{report.shared} bytes: {job}"
+
+
+def test_all_regimes_are_compiled_here() -> None:
+    """Pairs that are few, and tiles of every height."""
+    plans = [
+        choose_experts(tokens, 8, 128, 2048, 768, 2, HOPPER) for tokens in (1, 64, 256, 512, 16384)
+    ]
+    assert isinstance(plans[0], FewExperts)
+    heights = [plan.gate_up.block_m for plan in plans if isinstance(plan, ManyExperts)]
+    assert heights == [16, 32, 64, 128]

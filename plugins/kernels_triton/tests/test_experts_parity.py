@@ -1,0 +1,157 @@
+"""Mixtures of experts equal the torch reference by every plan, with more tiles than programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.api import Routing
+from nanovllm_core.kernels import TorchKernels, launch_options
+from nanovllm_kernels_triton import experts
+from nanovllm_kernels_triton.experts_choice import (
+    FEW_PAIRS,
+    ExpertsPlan,
+    FewExperts,
+    FewPlan,
+    GroupedPlan,
+    ManyExperts,
+    choose_experts,
+)
+from nanovllm_kernels_triton.kernel_set import TritonKernels
+from nanovllm_kit.numerics import assert_close_report
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+# The interpreter computes bfloat16 wrongly, so it is tested on a GPU only.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
+REL_NORM = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+OPTIONS = launch_options(dependent_launch=False)
+FEW = FewExperts(FewPlan(16, 64), FewPlan(16, 32))
+PLANS: dict[str, ExpertsPlan] = {"few pairs": FEW} | {
+    f"{rows} rows": ManyExperts(
+        GroupedPlan(rows, 64, 32, 4, 2, 1), GroupedPlan(rows, 64 if rows < 64 else 16, 16, 4, 2, 1)
+    )
+    for rows in (16, 32, 64, 128)
+}
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, CHOSEN = 88, 40, 6, 3
+"""Whole tiles of nothing."""
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few that each computes several tiles, as it does at the sizes of a model."""
+    monkeypatch.setattr(experts, "PROCESSORS", 2)
+    monkeypatch.setattr(experts, "_SORT_BLOCK", 32)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def tokens_of(name: str) -> int:
+    return 6 if PLANS[name] is FEW else 20
+
+
+def mixture(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, weights and ids with gaps between their rows; expert 4 has most tokens, expert 2 none."""
+    scores = random(tokens, NUM_EXPERTS, seed=1)
+    scores[:, 4] += 2
+    scores[:, 2] = -torch.inf
+    ids = torch.full((tokens, 5), 99, dtype=torch.int32, device=DEVICE)
+    ids[:, :CHOSEN] = scores.topk(CHOSEN, dim=1).indices
+    return (
+        random(tokens, 2 * HIDDEN, dtype=dtype, seed=2)[:, :HIDDEN],
+        random(tokens, 7, seed=3)[:, :CHOSEN],
+        ids[:, :CHOSEN],
+        random(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype=dtype, seed=4) / HIDDEN**0.5,
+        random(NUM_EXPERTS, HIDDEN, INTERMEDIATE, dtype=dtype, seed=5) / INTERMEDIATE**0.5,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Of sizes in no whole tiles; and a second call has the same bits."""
+    inputs = mixture(tokens_of(name), dtype)
+    actual = experts.run_experts(*inputs, OPTIONS, PLANS[name])
+    assert_close_report(actual, TorchKernels().experts(*inputs), rel_norm=REL_NORM[dtype])
+    assert torch.equal(actual, experts.run_experts(*inputs, OPTIONS, PLANS[name]))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_bits_of_a_token_do_not_depend_on_the_others(name: str) -> None:
+    """Neither where they are padding, NaN in inputs and weights, nor where they choose anew."""
+    x, weights, ids, *matrices = mixture(tokens_of(name), torch.float32)
+    expected = experts.run_experts(x, weights, ids, *matrices, OPTIONS, PLANS[name])
+    x, weights, ids = x.clone(), weights.clone(), ids.clone()
+    others = [token for token in range(len(x)) if token % 3]
+    x[others] = torch.nan
+    weights[others[:4]] = torch.nan
+    ids[others] = torch.tensor([2, 0, 5], dtype=torch.int32, device=DEVICE)
+    actual = experts.run_experts(x, weights, ids, *matrices, OPTIONS, PLANS[name])
+    assert torch.equal(actual[::3], expected[::3])
+    assert actual[others].isnan().all()
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("spread", ["one expert", "uneven", "one pair each"])
+def test_pairs_are_sorted_by_expert_and_then_by_token(spread: str, block_m: int) -> None:
+    """Every row is in one tile, of its expert; the count of tiles is that of those in use."""
+    num_experts = 12
+    ids = torch.randint(0, 5, (70, 1), generator=torch.Generator().manual_seed(0))
+    if spread == "one expert":
+        ids = torch.full((70, 1), 7)
+    elif spread == "one pair each":
+        ids = torch.arange(num_experts).flip(0)[:, None]
+    order = experts.sort_pairs(ids.int().to(DEVICE), num_experts, block_m, OPTIONS)
+    flat = ids.flatten()
+    assert torch.equal(order.sorted_pairs.cpu().long(), flat.argsort(stable=True))
+    tiles = order.tiles[:, : int(order.num_tiles)].T.tolist()
+    rows = [
+        (expert, row)
+        for expert, first, end in tiles
+        for row in range(first, min(first + block_m, end))
+    ]
+    assert rows == [(expert, row) for row, expert in enumerate(sorted(flat.tolist()))]
+
+
+def test_rows_of_a_tile_are_twice_those_of_an_expert() -> None:
+    """So most experts have one tile; pairs are few up to the limit, whoever chooses how many."""
+    for tokens, chosen, expected in ((16, 8, 16), (256, 8, 32), (512, 8, 64), (16384, 8, 128)):
+        plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
+        assert isinstance(plan, ManyExperts)
+        assert plan.gate_up.block_m == plan.down.block_m == expected
+    for tokens, chosen in ((1, 8), (8, 8), (FEW_PAIRS, 1)):
+        plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
+        assert isinstance(plan, FewExperts)
+
+
+def test_the_router_of_many_experts_in_uneven_groups() -> None:
+    """160 in 8 groups of 20, neither of them a power of two, of logits with gaps between rows."""
+    routing = Routing(
+        top_k=6, scoring="sigmoid", num_groups=8, top_groups=3, group_score="top2", scale=2.5
+    )
+    logits, bias = random(9, 200, seed=1)[:, :160], random(160, seed=2)
+    weights, ids = TritonKernels().route(logits, routing, bias)
+    expected_weights, expected_ids = TorchKernels().route(logits, routing, bias)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", PLANS)
+def test_a_captured_mixture_follows_the_routes_of_its_replay(name: str) -> None:
+    """Captured with one choice of experts, replayed with another."""
+    x, weights, ids, *matrices = mixture(tokens_of(name), torch.bfloat16)
+    ids = ids.contiguous()
+    experts.run_experts(x, weights, ids, *matrices, OPTIONS, PLANS[name])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts.run_experts(x, weights, ids, *matrices, OPTIONS, PLANS[name])
+    ids.copy_(random(len(x), NUM_EXPERTS, seed=9).topk(CHOSEN, dim=1).indices)
+    graph.replay()
+    expected = experts.run_experts(x, weights, ids, *matrices, OPTIONS, PLANS[name])
+    assert torch.equal(out, expected)
