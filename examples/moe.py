@@ -84,7 +84,7 @@ def main() -> None:
     for name in (
         "tokens",
         "touched",
-        "(expected)",
+        "expected",
         "pairs",
         "sorted",
         f"tiles of {tile}",
