@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from contract_tables import POLICY, SCHEDULER
+from moe_tables import MOE
 from results_tables import (
     ATTENTION,
     PERFORMANCE,
@@ -44,6 +45,7 @@ from nanovllm_core.config.settings import BLOCK_SIZES, EngineConfig
 from nanovllm_core.errors import in_ranges
 from nanovllm_core.interfaces import request_labels, sampling_params
 from nanovllm_core.interfaces.attention import AttentionRequirements
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 from nanovllm_core.interfaces.scheduler import SchedulingPolicy
 from nanovllm_core.interfaces.specs import (
@@ -53,8 +55,10 @@ from nanovllm_core.interfaces.specs import (
     SamplerSpec,
     SchedulerSpec,
 )
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.registry.objects import load_object
+from nanovllm_kernels_triton.kernel_set import TritonKernels
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "benchmarks"
@@ -122,6 +126,35 @@ def capability_table() -> str:
         rows.append([f"Preferred block multiple, {phase}", *(f"{size} tokens" for size in blocks)])
         rows.append([f"Rank, {phase}", *(str(spec.rank(asked)) for spec in specs)])
     return table(["", *(f"`{spec.name}`" for spec in specs)], rows)
+
+
+CACHES: Mapping[str, str | None] = {
+    "a key and a value of each KV head": None,
+    "the same, of which a query sees the last ones (sliding window)": "sliding_window",
+    "one row for all heads (latent attention)": "latent",
+}
+"""What a layer keeps of a token, and the capability that it takes."""
+
+
+def cache_table() -> str:
+    """Which attention backend serves which cache, by the capabilities that it declares."""
+    specs = [spec for spec in shipped("attention") if isinstance(spec, AttentionSpec)]
+    rows = [
+        [what, *(in_words(not name or getattr(spec.capabilities, name, False)) for spec in specs)]
+        for what, name in CACHES.items()
+    ]
+    return table(["a token in the cache", *(f"`{spec.name}`" for spec in specs)], rows)
+
+
+def operation_table() -> str:
+    """Which operations of the kernel set `triton` have kernels, and which are the reference's."""
+    operations = [name for name, one in vars(KernelSet).items() if inspect.isfunction(one)]
+    rows = [
+        [f"`{name}`", in_words(getattr(TritonKernels, name) is not getattr(TorchKernels, name))]
+        for name in operations
+        if not name.startswith("_")
+    ]
+    return table(["operation", "`triton` has kernels"], rows)
 
 
 def words(name: str) -> str:
@@ -365,6 +398,8 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "configuration.md": CONFIGURATION,
     "capabilities.md": {
         "capabilities": capability_table,
+        "caches": cache_table,
+        "operations": operation_table,
         "providers": provider_table,
         "other kinds": other_table,
         "options": option_table,
@@ -377,6 +412,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "serving.md": SERVING,
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
+    "moe.md": MOE,
     "performance.md": {
         **measured(PERFORMANCE),
         "transformers on a cpu": partial(compare_table, CPU),
