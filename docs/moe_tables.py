@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from results_tables import table
 
@@ -43,17 +44,41 @@ class Latent:
 
     name: str
     heads: int
-    key: int = 128
-    rotated: int = 64
-    value: int = 128
-    latent: int = 512
+    key: int
+    rotated: int
+    value: int
+    latent: int
 
 
-MIXTURES = (
-    Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768),
-    Mixture("DeepSeek-V2-Lite", 64, 6, 2048, 1408),
-)
-LATENT = (Latent("DeepSeek-V2-Lite", heads=16), Latent("DeepSeek-V3", heads=128))
+def read_config(name: str) -> dict[str, Any]:
+    """The config.json of one of the benchmarks' models."""
+    file = ROOT / "benchmarks" / "configs" / name.lower() / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return config
+
+
+def read_mixture(name: str) -> Mixture:
+    """Families name the number of experts differently."""
+    config = read_config(name)
+    return Mixture(
+        name,
+        config.get("num_experts") or config["n_routed_experts"],
+        config["num_experts_per_tok"],
+        config["hidden_size"],
+        config["moe_intermediate_size"],
+    )
+
+
+def read_latent(name: str) -> Latent:
+    """A model with latent attention."""
+    config = read_config(name)
+    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    return Latent(name, config["num_attention_heads"], *(config[size] for size in sizes))
+
+
+MIXTURES = (read_mixture("Qwen3-30B-A3B"), read_mixture("DeepSeek-V2-Lite"))
+V2_LITE = read_latent("DeepSeek-V2-Lite")
+LATENT = (V2_LITE, replace(V2_LITE, name="DeepSeek-V3", heads=128))
 
 
 def touched_table() -> str:
@@ -91,8 +116,7 @@ def cache_table() -> str:
 
     Each key and value is multiplied once for every query head that shares it.
     """
-    file = ROOT / "benchmarks" / "configs" / "qwen3-8b" / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_config("Qwen3-8B")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rows = [
         [
@@ -119,7 +143,7 @@ def _per_token(numbers: int, products: int) -> tuple[str, str, str]:
 def absorption_table() -> str:
     """GFLOP of one layer of DeepSeek-V2-Lite both ways, by examples/mla.py."""
     flops = runpy.run_path(str(ROOT / "examples" / "mla.py"))["flops"]
-    one = LATENT[0]
+    one = V2_LITE
     sizes = (one.heads, one.key, one.rotated, one.value, one.latent)
     rows = []
     for queries, keys in ((1, 4096), (64, 4096), (256, 4096), (1024, 4096), (4096, 4096)):

@@ -48,7 +48,7 @@ def test_both_ways_of_latent_attention_cost_the_same_at_the_number_in_the_text(
 ) -> None:
     """With a long context and any number of heads; fewer queries are cheaper absorbed."""
     [told] = re.findall(r"which is (\d+) with DeepSeek's sizes", PAGE)
-    one = tables.LATENT[0]
+    one = tables.V2_LITE
     sizes = heads, one.key, one.rotated, one.value, one.latent
     values = one.key + one.value
     assert round(values * one.latent / (2 * one.latent - values)) == int(told)
