@@ -44,7 +44,7 @@ class Latent:
 
     name: str
     heads: int
-    key: int
+    nope: int
     rotated: int
     value: int
     latent: int
@@ -125,7 +125,7 @@ def cache_table() -> str:
         ]
     ]
     for one in LATENT:
-        apart = one.heads * (one.key + one.rotated + one.value)
+        apart = one.heads * (one.nope + one.rotated + one.value)
         absorbed = one.heads * (2 * one.latent + one.rotated)
         row = one.latent + one.rotated
         rows += [
@@ -144,7 +144,7 @@ def absorption_table() -> str:
     """GFLOP of one layer of DeepSeek-V2-Lite both ways, by examples/mla.py."""
     flops = runpy.run_path(str(ROOT / "examples" / "mla.py"))["flops"]
     one = V2_LITE
-    sizes = (one.heads, one.key, one.rotated, one.value, one.latent)
+    sizes = (one.heads, one.nope, one.rotated, one.value, one.latent)
     rows = []
     for queries, keys in ((1, 4096), (64, 4096), (256, 4096), (1024, 4096), (4096, 4096)):
         apart, absorbed = flops(queries, keys, *sizes)

@@ -49,8 +49,8 @@ def test_both_ways_of_latent_attention_cost_the_same_at_the_number_in_the_text(
     """With a long context and any number of heads; fewer queries are cheaper absorbed."""
     [told] = re.findall(r"which is (\d+) with DeepSeek's sizes", PAGE)
     one = tables.V2_LITE
-    sizes = heads, one.key, one.rotated, one.value, one.latent
-    values = one.key + one.value
+    sizes = heads, one.nope, one.rotated, one.value, one.latent
+    values = one.nope + one.value
     assert round(values * one.latent / (2 * one.latent - values)) == int(told)
     flops = runpy.run_path(str(ROOT / "examples/mla.py"))["flops"]
     for queries, absorbed_is_cheaper in ((int(told) - 1, True), (int(told) + 1, False)):

@@ -155,22 +155,22 @@ def test_both_ways_of_latent_attention_equal_a_loop_over_tokens_and_heads(
     queries: int, keys: int, heads: int, sizes: tuple[int, int, int, int]
 ) -> None:
     """Every head's own keys and values, made a token at a time, and the scale of their size."""
-    key, rotated, value, latent = sizes
+    nope, rotated, value, latent = sizes
     example = runpy.run_path(str(EXAMPLES / "mla.py"))
     torch.manual_seed(keys)
-    q_THD = torch.randn(queries, heads, key).double() * 3
-    rotated_THR = torch.randn(queries, heads, rotated).double() * 3
-    row_LX = torch.randn(keys, latent + rotated).double()
-    w_uk_HDC, w_uv_HVC = (torch.randn(heads, size, latent).double() for size in (key, value))
+    q_THN = torch.randn(queries, heads, nope).double() * 3
+    rotated_THX = torch.randn(queries, heads, rotated).double() * 3
+    rows_KR = torch.randn(keys, latent + rotated).double()
+    w_k_HNL, w_v_HVL = (torch.randn(heads, size, latent).double() for size in (nope, value))
     expected_THV = torch.empty(queries, heads, value).double()
     for i in range(queries):
-        rows = row_LX[: keys - queries + i + 1]
+        seen_KR = rows_KR[: keys - queries + i + 1]
         for head in range(heads):
-            k = torch.stack([torch.cat([w_uk_HDC[head] @ r[:latent], r[latent:]]) for r in rows])
-            v = torch.stack([w_uv_HVC[head] @ r[:latent] for r in rows])
-            q = torch.cat([q_THD[i, head], rotated_THR[i, head]])
-            expected_THV[i, head] = (k @ q / (key + rotated) ** 0.5).softmax(0) @ v
-    inputs = q_THD, rotated_THR, row_LX, w_uk_HDC, w_uv_HVC
+            k = torch.stack([torch.cat([w_k_HNL[head] @ r[:latent], r[latent:]]) for r in seen_KR])
+            v = torch.stack([w_v_HVL[head] @ r[:latent] for r in seen_KR])
+            q = torch.cat([q_THN[i, head], rotated_THX[i, head]])
+            expected_THV[i, head] = (k @ q / (nope + rotated) ** 0.5).softmax(0) @ v
+    inputs = q_THN, rotated_THX, rows_KR, w_k_HNL, w_v_HVL
     for name in ("unabsorbed", "absorbed"):
         torch.testing.assert_close(example[name](*inputs), expected_THV)
 
