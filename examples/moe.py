@@ -5,6 +5,7 @@
 A router chooses a few experts for each token. An expert is a small gated MLP, and a token's result
 is the weighted sum of its experts' results. The pairs (token, expert) can be computed in any order.
 The order decides how often weights are read, and a step of few tokens waits for little else.
+docs/moe.md has the arithmetic.
 
 Shape suffixes: T tokens, N experts, C experts of a token, E hidden size, F intermediate size,
 R rows, which are pairs of one expert.
@@ -23,8 +24,10 @@ from torch.nn.functional import silu
 
 def route(logits_TN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Weights [T, C] and ids [T, C] of each token's experts: softmax, the best, renormalised."""
-    weights_TC, ids_TC = logits_TN.softmax(dim=-1).topk(top_k)
-    return weights_TC / weights_TC.sum(dim=-1, keepdim=True), ids_TC
+    # Stable: of equal ones the first, so that every device chooses the same.
+    best_TN, ids_TN = logits_TN.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    weights_TC = best_TN[:, :top_k]
+    return weights_TC / weights_TC.sum(dim=-1, keepdim=True), ids_TN[:, :top_k]
 
 
 def expert(x_RE: Tensor, gate_up_2FE: Tensor, down_EF: Tensor) -> Tensor:
