@@ -13,14 +13,14 @@ import json
 import re
 import runpy
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any
 
+from capability_tables import CAPABILITIES, job, shipped
 from contract_tables import POLICY, SCHEDULER
+from moe_tables import MOE
 from results_tables import (
     ATTENTION,
     PERFORMANCE,
@@ -32,28 +32,17 @@ from results_tables import (
 )
 from scale_tables import SCALE
 from serving_tables import SERVING
-from settings_tables import CONFIGURATION, allowed, default
+from settings_tables import CONFIGURATION
 
-from nanovllm_attention_flash.providers import PROVIDERS
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_bench.plots import draw, series_of
 from nanovllm_core import api, layers
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
 from nanovllm_core.config import yaml_reader as config_yaml
 from nanovllm_core.config.settings import BLOCK_SIZES, EngineConfig
-from nanovllm_core.errors import in_ranges
 from nanovllm_core.interfaces import request_labels, sampling_params
-from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS
 from nanovllm_core.interfaces.scheduler import SchedulingPolicy
-from nanovllm_core.interfaces.specs import (
-    AttentionSpec,
-    KernelSetSpec,
-    PluginSpec,
-    SamplerSpec,
-    SchedulerSpec,
-)
-from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 
 FOLDER = Path(__file__).parent
@@ -81,119 +70,6 @@ def plots() -> str:
     return (
         f"![By batch](../{PLOT.relative_to(FOLDER.parent)})" if by_batch() else "Not measured yet."
     )
-
-
-# -- what the plugins declare ----------------------------------------------------------------------
-
-SHIPPED = {
-    "attention": ("sdpa", "triton", "flash"),
-    "scheduler": ("fcfs", "sjf"),
-    "sampler": ("gumbel",),
-    "kernels": ("torch", "triton"),
-}
-
-
-def shipped(kind: str) -> list[PluginSpec]:
-    """The specs of this repository's plugins of a kind."""
-    manager = get_plugin_manager()
-    return [manager.spec(kind, name) for name in SHIPPED[kind]]
-
-
-def capability_table() -> str:
-    """What each shipped attention backend declares, a row for each field."""
-    specs = [spec for spec in shipped("attention") if isinstance(spec, AttentionSpec)]
-    names = [field.name for field in fields(specs[0].capabilities)]
-    rows = [
-        [words(name), *(in_words(getattr(spec.capabilities, name)) for spec in specs)]
-        for name in names
-    ]
-    for phase in ("prefill", "decode"):
-        asked = AttentionRequirements(
-            phase=phase,
-            device="cuda",
-            dtype="bfloat16",
-            num_heads=16,
-            num_kv_heads=8,
-            head_size=128,
-            compute_capability=(9, 0),
-            cuda_graphs=True,
-        )
-        blocks = [spec.kv_layouts(asked, spec.options())[0].block_multiple for spec in specs]
-        rows.append([f"Preferred block multiple, {phase}", *(f"{size} tokens" for size in blocks)])
-        rows.append([f"Rank, {phase}", *(str(spec.rank(asked)) for spec in specs)])
-    return table(["", *(f"`{spec.name}`" for spec in specs)], rows)
-
-
-def words(name: str) -> str:
-    """A field's name as a heading: `needs_finite_tail` is "Needs finite tail"."""
-    return name.replace("_", " ").capitalize().replace("Gqa", "Grouped heads (GQA)")
-
-
-def in_words(value: object) -> str:
-    """A declared value."""
-    if value is None:
-        return "any"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, frozenset):
-        return ", ".join(map(str, in_ranges(value)))
-    if isinstance(value, tuple):
-        return ".".join(str(one) for one in value)
-    return str(value)
-
-
-def provider_table() -> str:
-    """What each provider of `flash` has, from the plugin's own list."""
-    rows = [
-        [
-            f"`{one.name}`",
-            one.distribution,
-            f"{one.capabilities[0]}.x to {one.capabilities[1]}.x",
-            f"{one.block_multiple} tokens",
-            in_words(one.sliding_window),
-            in_words(one.soft_cap),
-            in_words(one.verified),
-        ]
-        for one in PROVIDERS.values()
-    ]
-    head = "provider", "package", "compute capability", "block multiple", "sliding window"
-    return table([*head, "soft cap", "run on a GPU here"], rows)
-
-
-def other_table() -> str:
-    """What the shipped plugins of other kinds declare."""
-    rows = []
-    for kind in SHIPPED:
-        for spec in shipped(kind):
-            if not isinstance(spec, AttentionSpec):
-                rows.append([kind, f"`{spec.name}`", declarations(spec)])
-    return table(["kind", "plugin", "declares"], rows)
-
-
-def declarations(spec: PluginSpec) -> str:
-    """A spec's own fields, in words; those of attention have a table to themselves."""
-    if isinstance(spec, SamplerSpec):
-        captured = "captured in CUDA graphs" if spec.cuda_graphs else "not captured"
-        return f"{in_words(spec.devices)}; {captured}"
-    if isinstance(spec, KernelSetSpec):
-        return f"{in_words(spec.devices)}; rank {spec.rank}"
-    if isinstance(spec, SchedulerSpec) and spec.max_overtaking_steps:
-        steps = spec.max_overtaking_steps(spec.options(), job(600, 0))
-        return f"{spec.level}; {steps:.0f} steps"
-    return ""
-
-
-def option_table() -> str:
-    """Every option of the shipped plugins that have some."""
-    rows = []
-    for kind in SHIPPED:
-        for spec in shipped(kind):
-            schema = spec.options.model_json_schema()
-            for name, field in spec.options.model_fields.items():
-                one = schema["properties"][name]
-                cells = (f"`{spec.name}`", f"`{name}`", allowed(one), default(one, False))
-                rows.append([*cells, str(field.description)])
-    return table(["plugin", "option", "takes", "default", "meaning"], rows)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -355,20 +231,10 @@ def served_at(policy: SchedulingPolicy, steps: int = 10_000) -> int | None:
     return None
 
 
-def job(tokens: int, arrival_step: int) -> Any:
-    """A request as a policy sees it."""
-    return SimpleNamespace(num_tokens=tokens, num_scheduled=0, arrival_step=arrival_step)
-
-
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "../README.md": measured(README),
     "configuration.md": CONFIGURATION,
-    "capabilities.md": {
-        "capabilities": capability_table,
-        "providers": provider_table,
-        "other kinds": other_table,
-        "options": option_table,
-    },
+    "capabilities.md": CAPABILITIES,
     "limits.md": {"limits": limit_table},
     "write/policy.md": POLICY,
     "write/scheduler.md": SCHEDULER,
@@ -377,6 +243,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "serving.md": SERVING,
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
+    "moe.md": MOE,
     "performance.md": {
         **measured(PERFORMANCE),
         "transformers on a cpu": partial(compare_table, CPU),

@@ -42,6 +42,7 @@ def test_the_packages_of_all_kinds_install_and_pass_their_tests(tmp_path: Path) 
     """In one environment, from wheels, type-checked as strictly as mypy can."""
     packages = [new_plugin(kind, f"new_{kind}", tmp_path) for kind in TEMPLATES]
     packages.append(new_plugin("scheduler", "new_whole", tmp_path, "scheduler"))
+    packages.append(new_plugin("model", "new_mixture", tmp_path, "moe"))
     python = make_environment(tmp_path / "env")
     pip = (python, "-m", "pip", "--disable-pip-version-check", "-q")
     offline = ("--no-deps", "--no-index", "--no-build-isolation")

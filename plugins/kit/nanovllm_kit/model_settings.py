@@ -38,9 +38,11 @@ HARMLESS = frozenset(
         "embedding_dropout",
         "hidden_dropout",
         "initializer_range",
+        "output_router_logits",
         "pretraining_tp",
         "resid_pdrop",
         "residual_dropout",
+        "router_aux_loss_coef",
         "use_cache",
     }
 )

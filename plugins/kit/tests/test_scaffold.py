@@ -21,6 +21,7 @@ from nanovllm_kit import scaffold
 from nanovllm_kit.scaffold import (
     MAX_NAME,
     TEMPLATES,
+    VARIANTS,
     ScaffoldError,
     check_name,
     new_plugin,
@@ -29,7 +30,7 @@ from nanovllm_kit.validation import validate_package
 
 Install = Callable[..., None]
 
-PACKAGES = [*((kind, "policy") for kind in TEMPLATES), ("scheduler", "scheduler")]
+PACKAGES = [(kind, None) for kind in TEMPLATES] + [("scheduler", "scheduler"), ("model", "moe")]
 PLACEHOLDERS = ("my_plugin", "my-plugin", "MyPlugin", "my_kind", "my-kind", "MY_")
 
 
@@ -37,12 +38,18 @@ def test_every_kind_has_a_template() -> None:
     assert set(TEMPLATES) == {*KINDS, EXTENSION, KIND}
 
 
-@pytest.mark.parametrize(("kind", "level"), PACKAGES)
+def test_the_first_variant_of_a_kind_is_its_own_template() -> None:
+    """So that no variant and the first one write the same."""
+    for kind, variants in VARIANTS.items():
+        assert next(iter(variants.templates.values())) is TEMPLATES[kind]
+
+
+@pytest.mark.parametrize(("kind", "variant"), PACKAGES)
 def test_a_package_has_all_its_parts_and_no_place_holder_is_left(
-    kind: str, level: str, tmp_path: Path
+    kind: str, variant: str | None, tmp_path: Path
 ) -> None:
     """Folder, distribution, package and classes are named by one stem."""
-    folder = new_plugin(kind, "blue_moon", tmp_path, level)
+    folder = new_plugin(kind, "blue_moon", tmp_path, variant)
     assert folder == tmp_path / f"{kind}_blue_moon"
     package = f"nanovllm_{kind}_blue_moon"
     for part in (
@@ -146,9 +153,10 @@ def test_packages_of_short_and_long_names_are_linted_and_formatted(
     name: str, tmp_path: Path
 ) -> None:
     """By the settings that they are written with, not by this repository's."""
-    for kind, level in PACKAGES:
-        new_plugin(kind, name, tmp_path / level, level)
-    new_plugin("model", f"{name.upper()}LMHeadModel", tmp_path / "architecture")
+    for kind, variant in PACKAGES:
+        new_plugin(kind, name, tmp_path / str(variant), variant)
+    for variant in VARIANTS["model"].templates:
+        new_plugin("model", f"{name.upper()}LMHeadModel", tmp_path / "named" / variant, variant)
     for command in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
         result = subprocess.run(
             [sys.executable, "-m", "ruff", *command, tmp_path],
@@ -159,9 +167,11 @@ def test_packages_of_short_and_long_names_are_linted_and_formatted(
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("kind", "level"), PACKAGES)
-def test_a_package_is_valid_before_it_is_installed(kind: str, level: str, tmp_path: Path) -> None:
-    checks = validate_package(new_plugin(kind, "blue_moon", tmp_path, level))
+@pytest.mark.parametrize(("kind", "variant"), PACKAGES)
+def test_a_package_is_valid_before_it_is_installed(
+    kind: str, variant: str | None, tmp_path: Path
+) -> None:
+    checks = validate_package(new_plugin(kind, "blue_moon", tmp_path, variant))
     assert [check for check in checks if not check.ok] == []
     assert any("blue_moon" in check.name or "BlueMoon" in check.name for check in checks)
 
@@ -231,11 +241,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         new_plugin("scheduler", "fair", tmp_path / "file")
 
 
-def test_a_kind_or_level_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_a_kind_or_variant_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match=r"did you mean scheduler.*kinds: attention"):
         new_plugin("schedular", "fair", tmp_path)
-    with pytest.raises(ScaffoldError, match="policy or scheduler"):
+    with pytest.raises(ScaffoldError, match=r"--level 'boss' .* policy or scheduler"):
         new_plugin("scheduler", "fair", tmp_path, "boss")
+    with pytest.raises(ScaffoldError, match=r"--like 'llama' .* dense or moe"):
+        new_plugin("model", "fair", tmp_path, "llama")
+    with pytest.raises(ScaffoldError, match="sampler has one template, and no variant 'moe'"):
+        new_plugin("sampler", "fair", tmp_path, "moe")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -260,10 +274,34 @@ def test_the_command_writes_where_it_is_told_and_says_what_is_next(tmp_path: Pat
     assert f'pip install -e "{folder}[dev]" && pytest {folder}' in result.output
 
 
-def test_a_level_is_for_schedulers_alone(tmp_path: Path) -> None:
-    """For another kind it would go unnoticed."""
-    arguments = ["plugins", "new", "sampler", "fair", "--into", str(tmp_path)]
-    result = CliRunner().invoke(make_app(), [*arguments, "--level", "policy"])
+@pytest.mark.parametrize(
+    ("kind", "option", "problem"),
+    [
+        ("sampler", "--level policy", "--level policy: only for a scheduler, not for sampler"),
+        ("scheduler", "--like moe", "--like moe: only for a model, not for scheduler"),
+        ("model", "--level policy", "--level policy: only for a scheduler, not for model"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(
+    kind: str, option: str, problem: str, tmp_path: Path
+) -> None:
+    """It would go unnoticed."""
+    arguments = ["plugins", "new", kind, "fair", "--into", str(tmp_path)]
+    result = CliRunner().invoke(make_app(), [*arguments, *option.split()])
     assert isinstance(result.exception, ConfigError)
-    assert "--level policy: only schedulers have levels, not sampler" in str(result.exception)
+    assert problem in str(result.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_may_begin_with_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Named by an architecture, it is compared with that; else with a mixture of transformers."""
+    arguments = ["plugins", "new", "model", "--like", "moe", "--into", str(tmp_path)]
+    for name, reference in (("OlmoeForCausalLM", "OlmoeForCausalLM"), ("fair", "Qwen3Moe")):
+        result = CliRunner().invoke(make_app(), [*arguments, name])
+        assert result.exit_code == 0, result.output
+        stem = name.removesuffix("ForCausalLM").lower()
+        folder = tmp_path / f"model_{stem}"
+        assert "SparseMLP(" in (folder / f"nanovllm_model_{stem}/model.py").read_text()
+        tests = (folder / f"tests/test_{stem}.py").read_text()
+        assert f"from transformers import {reference}" in tests
+        assert tests.count("Qwen3Moe") == (0 if name == reference else 2)

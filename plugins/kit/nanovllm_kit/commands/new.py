@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nanovllm_core.errors import ConfigError
-from nanovllm_kit.scaffold import TEMPLATES, new_plugin
+from nanovllm_kit.scaffold import TEMPLATES, VARIANTS, new_plugin
 
 
 def new(
@@ -27,11 +27,18 @@ def new(
             help="For a scheduler: policy (an order; the default) or scheduler (every step)."
         ),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(help="For a model: dense (the default) or moe (a mixture of experts)."),
+    ] = None,
 ) -> None:
     """Create a working plugin package: code, options, tests, README, CI."""
-    if level is not None and kind != "scheduler":
-        raise ConfigError(f"--level {level}: only schedulers have levels, not {kind}; leave it out")
-    folder = new_plugin(kind, name, into, level or "policy")
+    chosen = {"scheduler": level, "model": like}
+    for its_kind, value in chosen.items():
+        if value is not None and kind != its_kind:
+            option = VARIANTS[its_kind].option
+            raise ConfigError(f"{option} {value}: only for a {its_kind}, not for {kind}; omit it")
+    folder = new_plugin(kind, name, into, chosen.get(kind))
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         print(path)
     print(f'\nNext: pip install -e "{folder}[dev]" && pytest {folder}')

@@ -2,6 +2,7 @@
 
     folder = new_plugin("scheduler", "fair", into=Path("."))      # ./scheduler_fair
     folder = new_plugin("model", "Phi3ForCausalLM", into=Path("."))  # ./model_phi3
+    folder = new_plugin("model", "OlmoeForCausalLM", into=Path("."), variant="moe")
 
 A template is a package that works, under the name `my_plugin`; what is written is the template with
 the author's name in the place of that one. So the templates are code, linted and tested as code.
@@ -48,7 +49,8 @@ class Template:
 
     `entry_point` is the name in the configuration, with the place-holders of the templates; `more`
     are further entry points (group, name), all into the same module. `extras` are those of
-    nanovllm-core that its tests need.
+    nanovllm-core that its tests need. `reference` is the class of transformers that a model's tests
+    compare with, unless the model is named by its architecture.
     """
 
     folder: str
@@ -56,6 +58,7 @@ class Template:
     entry_point: str = "my_plugin"
     more: tuple[tuple[str, str], ...] = ()
     extras: str = "kit"
+    reference: str = "LlamaForCausalLM"
 
 
 TEMPLATES: Mapping[str, Template] = MappingProxyType(
@@ -94,18 +97,55 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
         ),
     }
 )
-WHOLE_SCHEDULER = Template("whole_scheduler", "A scheduler for nanovllm: prompts share each step")
 
 
-def new_plugin(kind: str, name: str, into: Path, level: str = "policy") -> Path:
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """A kind with several templates: the command's option that chooses, and its values.
+
+    The first is the kind's own template, which is written where nothing was chosen.
+    """
+
+    option: str
+    templates: Mapping[str, Template]
+
+
+VARIANTS: Mapping[str, Variants] = MappingProxyType(
+    {
+        "scheduler": Variants(
+            "--level",
+            {
+                "policy": TEMPLATES["scheduler"],
+                "scheduler": Template(
+                    "whole_scheduler", "A scheduler for nanovllm: prompts share each step"
+                ),
+            },
+        ),
+        "model": Variants(
+            "--like",
+            {
+                "dense": TEMPLATES["model"],
+                "moe": Template(
+                    "mixture",
+                    "A small decoder with a mixture of experts, for nanovllm",
+                    "MyPluginForCausalLM",
+                    reference="Qwen3MoeForCausalLM",
+                ),
+            },
+        ),
+    }
+)
+
+
+def new_plugin(kind: str, name: str, into: Path, variant: str | None = None) -> Path:
     """Write the package of a new plugin into `into`; the folder that was written.
 
     A model may be named by its architecture; its tests then compare with transformers' class of
-    that name. `level` chooses among the two contracts of schedulers, and means nothing to other
-    kinds. Raises ScaffoldError for a kind without a template, a name that cannot be one or is taken
-    by what is installed, or a folder that exists.
+    that name. `variant` chooses a template of `VARIANTS`; None is the kind's own.
+    Raises ScaffoldError for a kind without a template, a variant that it does not have, a name that
+    cannot be one or is taken by what is installed, or a folder that exists.
     """
-    template = _template(kind, level)
+    template = _template(kind, variant)
     names = _names(kind, name, template)
     stem = names["my_plugin"]
     check_name(stem)
@@ -164,18 +204,24 @@ def _entries(kind: str, template: Template) -> list[tuple[str, str]]:
     return [(group, template.entry_point), *template.more]
 
 
-def _template(kind: str, level: str) -> Template:
+def _template(kind: str, variant: str | None) -> Template:
     if kind not in TEMPLATES:
         _refuse_declared(kind)
         raise ScaffoldError(
             f"there is no template for {shown(kind)}{did_you_mean(kind, TEMPLATES)}; "
             f"kinds: {', '.join(TEMPLATES)}"
         )
-    if level not in ("policy", "scheduler"):
+    if variant is None:
+        return TEMPLATES[kind]
+    if kind not in VARIANTS:
+        raise ScaffoldError(f"{kind} has one template, and no variant {shown(variant)}")
+    variants = VARIANTS[kind]
+    if variant not in variants.templates:
         raise ScaffoldError(
-            f"--level {shown(level)} is no level of a scheduler: policy or scheduler"
+            f"{variants.option} {shown(variant)} is no template of a {kind}; choose "
+            f"{' or '.join(variants.templates)}"
         )
-    return WHOLE_SCHEDULER if (kind, level) == ("scheduler", "scheduler") else TEMPLATES[kind]
+    return variants.templates[variant]
 
 
 def _refuse_declared(kind: str) -> None:
@@ -194,13 +240,13 @@ def _refuse_declared(kind: str) -> None:
 def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
     """What stands in the templates -> what is written."""
     camel = "".join(word.capitalize() for word in name.split("_"))
-    architecture, reference = f"{camel}ForCausalLM", "LlamaForCausalLM"
+    architecture, reference = f"{camel}ForCausalLM", template.reference
     if kind == "model" and (match := _ARCHITECTURE.fullmatch(name)):
         architecture = reference = name
         camel, name = match[1], match[1].lower()
     names = {
         "MyPluginForCausalLM": architecture,
-        "LlamaForCausalLM": reference,
+        template.reference: reference,
         "my_plugin": name,
         "my-plugin": name.replace("_", "-"),
         "MyPlugin": camel,

@@ -1,0 +1,1 @@
+"""A small decoder whose MLPs are mixtures of experts."""
