@@ -121,8 +121,7 @@ class Desk:
             theirs,
         )
         captured = self.captured.logprobs(np.array(rows))
-        by_eager = records([eager] if eager is not None else [])
-        return ours.tolist(), records(captured), theirs.tolist(), by_eager
+        return ours.tolist(), records(captured), theirs.tolist(), records(eager)
 
     def check(self, logits: Tensor, rows: list[int], finished: set[int] = frozenset()) -> list[int]:
         """Both agree (NaN where a row has no id above -inf); returns the tokens."""
