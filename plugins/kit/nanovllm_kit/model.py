@@ -307,7 +307,7 @@ class ModelConformance(
             model = load_model(model_class, reference.folder, reference.config, tp=tp)
             run_model(model, ids)  # which binds its attention layers
             hidden_TE = model(ids, torch.arange(len(ids), dtype=torch.int32))
-            out_TX = hidden_TE.new_empty(len(ids), vocab_per_rank(vocab_size, tp.size))
+            out_TX: Tensor = hidden_TE.new_empty(len(ids), vocab_per_rank(vocab_size, tp.size))
             assert model.compute_logits(hidden_TE, out_TX).data_ptr() == out_TX.data_ptr()
             return out_TX
 
