@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
@@ -29,6 +29,7 @@ from nanovllm_core.worker.sampler_tail import NOTHING_ASKED, SamplerTail
 from nanovllm_core.worker.sharded import over_ranks
 from nanovllm_kit.ranks import SimulatedRank, run_ranks
 
+from .counted_rank import Counted
 from .row_sampling import row_sampling
 
 CPU = torch.device("cpu")
@@ -45,29 +46,6 @@ class LockedTail(TailSampler):
     def sample(self, logits_BV: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
         with INTERPRETER:
             super().sample(logits_BV, inputs, out_B, skip)
-
-
-@dataclass
-class Counted:
-    """A group that notes the bytes of each gathering that this rank sends."""
-
-    group: SimulatedRank
-    sent: list[int] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        self.sent.append(x.nbytes)
-        return self.group.all_gather(x)
 
 
 @dataclass
