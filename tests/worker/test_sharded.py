@@ -31,8 +31,9 @@ from nanovllm_kit.ranks import SimulatedRank, run_ranks
 
 from .counted_rank import Counted
 from .row_sampling import row_sampling
+from .tail_step import ints
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_LEN = 32
 INTERPRETER = threading.Lock()
 """Triton's interpreter runs one kernel at a time; ranks are threads here."""
@@ -63,7 +64,7 @@ class Step:
         self.rows = tuple(reversed(range(len(self.params))))
 
     def make_tables(self) -> RowTables:
-        tables = RowTables.allocate(len(self.rows), MAX_LEN, 16, CPU)
+        tables = RowTables.allocate(len(self.rows), MAX_LEN, 16, DEVICE)
         updates = RowUpdates(tables)
         for row, sampling, ids in zip(self.rows, self.params, self.ids, strict=True):
             updates.admit(
@@ -79,11 +80,11 @@ class Step:
             )
         packed = updates.take()
         assert packed is not None
-        scatter_updates(tables.arena, torch.from_numpy(packed))
+        scatter_updates(tables.arena, torch.from_numpy(packed).to(DEVICE))
         return tables
 
     def inputs(self, tables: RowTables) -> StepInputs:
-        inputs = StepInputs.allocate(len(self.rows), len(self.rows), 1, CPU)
+        inputs = StepInputs.allocate(len(self.rows), len(self.rows), 1, DEVICE)
         live = [-1 if i == self.finished else row for i, row in enumerate(self.rows)]
         inputs.rows.copy_(torch.tensor(live))
         inputs.seq_lens.copy_(torch.tensor([len(ids) for ids in self.ids]))
@@ -95,9 +96,10 @@ class Step:
     ) -> Any:
         """What `over_ranks` makes, and what it is given."""
         vocab, size = self.vocab_size, len(self.rows)
-        sampler = kind(NoOptions(), SamplerContext(device=CPU, vocab_size=vocab, max_entries=size))
-        masks = MaskTable(size, vocab, CPU)
-        tail = SamplerTail(CPU, vocab, sampler, RowProcessors({}), masks)
+        context = SamplerContext(device=DEVICE, vocab_size=vocab, max_entries=size)
+        sampler = kind(NoOptions(), context)
+        masks = MaskTable(size, vocab, DEVICE)
+        tail = SamplerTail(DEVICE, vocab, sampler, RowProcessors({}), masks)
         captured = CapturedSampler(sampler, tables)
         if self.captured_tail is not None:
             kernels = self.captured_tail.TritonTail(tail_tables(tables), vocab, size)
@@ -107,8 +109,8 @@ class Step:
 
     def columns(self, tp: TensorParallel, num_columns: int) -> Tensor:
         """The logits of this rank's ids, and padding."""
-        here_BX = self.logits[:, tp.rank * num_columns :][:, :num_columns]
-        padding = torch.zeros(len(self.rows), num_columns - here_BX.shape[1])
+        here_BX = self.logits.to(DEVICE)[:, tp.rank * num_columns :][:, :num_columns]
+        padding = here_BX.new_zeros(len(self.rows), num_columns - here_BX.shape[1])
         return torch.cat([here_BX, padding], dim=1)
 
     def on_rank(self, tp: TensorParallel) -> tuple[list[int], dict[int, Any]]:
@@ -116,12 +118,12 @@ class Step:
         tables, size = self.make_tables(), len(self.rows)
         (sampling, after, num_columns), _ = self.samplers(tp, tables)
         logits_BX = self.columns(tp, num_columns)
-        inputs, out_B = self.inputs(tables), torch.full((size,), -7, dtype=torch.int32)
+        inputs, out_B = self.inputs(tables), ints(size, -7, DEVICE)
         asked = []
         for row, one in zip(self.rows, self.params, strict=True):
             sampling.admit(row, one)
             asked.append(one if sampling.needs_tail(one) else NOTHING_ASKED)
-        sampling.sample(logits_BX, inputs, out_B, torch.zeros(1, dtype=torch.int32))
+        sampling.sample(logits_BX, inputs, out_B, ints(1, 0, DEVICE))
         logprobs = list(sampling.logprobs(np.array(self.rows)))
         if asked != [NOTHING_ASKED] * size:
             logprobs += after(logits_BX, self.rows, asked, inputs, tables, out_B)
@@ -238,9 +240,9 @@ def test_a_model_that_ignores_the_width_of_its_output_is_named() -> None:
     tables = step.make_tables()
     (sharded, _, num_columns), _ = step.samplers(SingleRank(size=2), tables)
     assert num_columns == 6
-    out, skip = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    out, skip = ints(1, 0, DEVICE), ints(1, 0, DEVICE)
     with pytest.raises(UnsupportedError, match=r"11 columns .* 6, .*ParallelLMHead"):
-        sharded.sample(step.logits, step.inputs(tables), out, skip)
+        sharded.sample(step.logits.to(DEVICE), step.inputs(tables), out, skip)
 
 
 @pytest.mark.parametrize("size", [2, 4])
