@@ -47,6 +47,11 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int
     return num_heads // tp_size, max(num_kv_heads // tp_size, 1)
 
 
+def vocab_per_rank(vocab_size: int, tp_size: int) -> int:
+    """The ids of each rank, in order; where they do not divide, the last ones have padding."""
+    return -(-vocab_size // tp_size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentHeads:
     """The heads of latent attention (MLA, DeepSeek-V2, arXiv:2405.04434).
@@ -205,5 +210,7 @@ class CausalLM(Protocol):
         """Hidden states -> logits [T, V] in the model's dtype, in `out_TV` where given.
 
         T is the entries of the batch, the last token of each and padding, not all tokens. `out_TV`
-        is the buffer that all steps share.
+        is the buffer that all steps share. With several ranks it may have `vocab_per_rank` columns:
+        then the logits are those of this rank's ids alone, and of padding, as `ParallelLMHead`
+        gives them. All ranks then ask for the same.
         """

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class TensorParallel(Protocol):
     """The group of ranks that share every layer. All ranks call the same collectives in order.
 
-    Called inside a layer's forward, so captured in decode steps on CUDA.
+    Called in a layer's forward and by the sampler, so captured in decode steps on CUDA; and after a
+    step, where a row needs the eager tail.
     """
 
     @property
@@ -28,7 +29,10 @@ class TensorParallel(Protocol):
         """The sum over ranks, on every rank; `x` may be overwritten."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' tensors, of equal shapes, side by side along the last dimension."""
+        """The ranks' tensors, of equal shapes, side by side along the last dimension.
+
+        In the model's dtype, float32 or int32, and bit by bit: ranks compare what they get.
+        """
 
 
 @dataclass(frozen=True, slots=True)

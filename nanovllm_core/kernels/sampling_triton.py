@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_core.interfaces.tail import NUM_ROW_COLUMNS
-from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2
+from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2, NO_ID
 
 C1, C2 = tl.constexpr(LOWBIAS_1), tl.constexpr(LOWBIAS_2)
 K1, K2 = tl.constexpr(KEY_1), tl.constexpr(KEY_2)
+NONE = tl.constexpr(NO_ID)
 
 TILE = 2048
 NUM_WARPS = 8
@@ -69,13 +70,50 @@ def sample_tokens(
     inputs = (logits_BV, rows_B, temperature_R, seed_R, output_index_B)
     splits = launch_partial(*inputs, workspace=workspace, skip_flag=skip_flag)
     sample_reduce_kernel[(len(rows_B),)](
-        rows_B, skip_flag, workspace.scores, workspace.ids, out_B, splits,
-        MAX_SPLITS=MAX_SPLITS, num_warps=1,
+        rows_B, skip_flag, workspace.scores, workspace.ids, out_B, splits, MAX_SPLITS,
+        STEP=1, LANES=MAX_SPLITS, num_warps=1,
+    )  # fmt: skip
+
+
+def best_pairs(
+    logits_BX: Tensor,
+    rows_B: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    output_index_B: Tensor,
+    first_id: int,
+    num_ids: int,
+    out_B2: Tensor,
+    *,
+    workspace: SamplingWorkspace,
+    skip_flag: Tensor,
+) -> None:
+    """As `sampling_reference.best_pairs`, into `out_B2`, and as `sample_tokens` otherwise.
+
+    The pair of padding, and every pair while `skip_flag` is not 0, may be any.
+    """
+    inputs = (logits_BX, rows_B, temperature_R, seed_R, output_index_B)
+    splits = launch_partial(
+        *inputs, workspace=workspace, skip_flag=skip_flag, first_id=first_id, num_ids=num_ids
+    )
+    best_pair_kernel[(len(rows_B),)](
+        skip_flag, workspace.scores, workspace.ids, out_B2, splits,
+        LANES=MAX_SPLITS, num_warps=1,
+    )  # fmt: skip
+
+
+def choose_pair(pairs_BP: Tensor, rows_B: Tensor, out_B: Tensor, *, skip_flag: Tensor) -> None:
+    """As `sampling_reference.choose_pair`, and as `sample_tokens` otherwise."""
+    row_size = pairs_BP.shape[1]
+    sample_reduce_kernel[(len(rows_B),)](
+        rows_B, skip_flag, pairs_BP.view(torch.float32), pairs_BP[:, 1:], out_B,
+        row_size // 2, row_size,
+        STEP=2, LANES=triton.next_power_of_2(row_size // 2), num_warps=1,
     )  # fmt: skip
 
 
 def launch_partial(
-    logits_BV: Tensor,
+    logits_BX: Tensor,
     rows_B: Tensor,
     temperature_R: Tensor,
     seed_R: Tensor,
@@ -84,16 +122,20 @@ def launch_partial(
     workspace: SamplingWorkspace,
     skip_flag: Tensor,
     asked: Tensor | None = None,
+    first_id: int = 0,
+    num_ids: int | None = None,
 ) -> int:
     """Leave the best of each split in the workspace, and return how many splits there are.
 
-    Rows whose flags in `asked` (`TailTables.parameters`) are not 0 are left out.
+    Rows whose flags in `asked` (`TailTables.parameters`) are not 0 are left out. The first
+    `num_ids` columns, all without it, are the ids from `first_id` on.
     """
-    batch, vocab_size = logits_BV.shape
-    splits = num_splits(batch, vocab_size)
+    batch, row_size = logits_BX.shape
+    splits = num_splits(batch, row_size)
     sample_partial_kernel[(batch, splits)](
-        logits_BV, rows_B, temperature_R, seed_R, output_index_B, skip_flag, asked,
-        workspace.scores, workspace.ids, vocab_size, tiles_per_split(batch, vocab_size),
+        logits_BX, rows_B, temperature_R, seed_R, output_index_B, skip_flag, asked,
+        workspace.scores, workspace.ids, row_size if num_ids is None else num_ids,
+        tiles_per_split(batch, row_size), row_size, first_id,
         MAX_SPLITS=MAX_SPLITS, NUM_COLUMNS=NUM_ROW_COLUMNS, TILE=TILE,
         APPROXIMATE=not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
         num_warps=NUM_WARPS,
@@ -159,11 +201,12 @@ def score_of(logits, ids, scale, key_1, key_2, APPROXIMATE: tl.constexpr):
     return logits * scale + gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
 
 
-# One variant for every batch size: a graph's capture must not meet one that is not compiled yet.
-@triton.jit(do_not_specialize=["num_tiles"])
+# One variant for every batch size and rank: a graph's capture must not meet one that is not
+# compiled yet.
+@triton.jit(do_not_specialize=["num_tiles", "first_id"])
 def sample_partial_kernel(
     logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, skip_ptr, asked_ptr,
-    scores_ptr, ids_ptr, vocab_size, num_tiles,
+    scores_ptr, ids_ptr, num_ids, num_tiles, row_size, first_id,
     MAX_SPLITS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
@@ -183,11 +226,12 @@ def sample_partial_kernel(
     first = split * num_tiles * TILE
     lanes = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_ids = first + lanes
-    logits_ptr += entry.to(tl.int64) * vocab_size
+    best_ids = first_id + first + lanes
+    logits_ptr += entry.to(tl.int64) * row_size
     for tile in range(num_tiles):
-        ids = first + tile * TILE + lanes
-        scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        columns = first + tile * TILE + lanes
+        ids = first_id + columns
+        scores = tl.load(logits_ptr + columns, mask=columns < num_ids, other=float("-inf"))
         scores = scores.to(tl.float32)
         if temperature != 0.0:
             scores = score_of(scores, ids, scale, key_1, key_2, APPROXIMATE)
@@ -198,20 +242,37 @@ def sample_partial_kernel(
     score = tl.max(best, axis=0)
     slot = entry * MAX_SPLITS + split
     tl.store(scores_ptr + slot, score)
-    tl.store(ids_ptr + slot, tl.min(tl.where(best == score, best_ids, 0x7FFFFFFF), axis=0))
+    tl.store(ids_ptr + slot, tl.min(tl.where(best == score, best_ids, NONE), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
+def best_of(scores_ptr, ids_ptr, count, STEP: tl.constexpr, LANES: tl.constexpr):
+    """The best of `count` scores and its id; of equal ones the lowest."""
+    lanes = tl.arange(0, LANES)
+    scores = tl.load(scores_ptr + lanes * STEP, mask=lanes < count, other=float("-inf"))
+    ids = tl.load(ids_ptr + lanes * STEP, mask=lanes < count, other=NONE)
+    best = tl.max(scores, axis=0)
+    return best, tl.min(tl.where(scores == best, ids, NONE), axis=0)
+
+
+@triton.jit(do_not_specialize=["count", "row_size"])
 def sample_reduce_kernel(
-    rows_ptr, skip_ptr, scores_ptr, ids_ptr, out_ptr, num_splits, MAX_SPLITS: tl.constexpr
-):
+    rows_ptr, skip_ptr, scores_ptr, ids_ptr, out_ptr, count, row_size,
+    STEP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     entry = tl.program_id(0)
     if tl.load(skip_ptr) != 0:
         return
-    splits = tl.arange(0, MAX_SPLITS)
-    slots = entry * MAX_SPLITS + splits
-    scores = tl.load(scores_ptr + slots, mask=splits < num_splits, other=float("-inf"))
-    ids = tl.load(ids_ptr + slots, mask=splits < num_splits, other=0x7FFFFFFF)
-    best = tl.max(scores, axis=0)
-    token = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0)
+    slots = entry * row_size
+    _, token = best_of(scores_ptr + slots, ids_ptr + slots, count, STEP, LANES)
     tl.store(out_ptr + entry, tl.where(tl.load(rows_ptr + entry) < 0, -1, token))
+
+
+@triton.jit(do_not_specialize=["count"])
+def best_pair_kernel(skip_ptr, scores_ptr, ids_ptr, out_ptr, count, LANES: tl.constexpr):
+    entry = tl.program_id(0)
+    if tl.load(skip_ptr) != 0:
+        return
+    score, token = best_of(scores_ptr + entry * LANES, ids_ptr + entry * LANES, count, 1, LANES)
+    tl.store(out_ptr + 2 * entry, score.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 2 * entry + 1, token)

@@ -6,7 +6,10 @@ A model written only from these never sees a kernel, a cache or a process group,
 change under it.
 """
 
-from nanovllm_core.interfaces.model import heads_per_rank as heads_per_rank
+from nanovllm_core.interfaces.model import (
+    heads_per_rank as heads_per_rank,
+    vocab_per_rank as vocab_per_rank,
+)
 from nanovllm_core.interfaces.parallel import (
     SingleRank as SingleRank,
     TensorParallel as TensorParallel,

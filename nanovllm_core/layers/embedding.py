@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.interfaces.model import vocab_per_rank
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.matrix import Piece, Pieces, WeightMatrix
 from nanovllm_core.layers.module import Layer
@@ -19,7 +20,7 @@ class _VocabParallel(Layer):
     def __init__(self, context: LayerContext, vocab_size: int) -> None:
         super().__init__(context)
         self.vocab_size = vocab_size
-        self.rows = -(-vocab_size // context.tp.size)
+        self.rows = vocab_per_rank(vocab_size, context.tp.size)
         self.first = context.tp.rank * self.rows
 
     def _make_matrix(self, size: int) -> WeightMatrix:
@@ -49,7 +50,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """Hidden states [T, size] -> logits [T, vocab_size], whole on every rank.
+    """Hidden states [T, size] -> logits [T, vocab_size], of all ids or of this rank's.
 
     With `tied_to`, it shares that embedding's weight, and the checkpoint has none for it.
     """
@@ -81,11 +82,13 @@ class ParallelLMHead(_VocabParallel):
             self.matrix.finalize()
 
     def forward(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        """Hidden states [T, size] -> logits [T, vocab_size].
+        """Hidden states [T, size] -> logits [T, vocab_size], whole on every rank.
 
-        `out_TV`: where the logits go; captured graphs share one buffer instead of one each.
+        `out_TV`: where the logits go; captured graphs share one buffer instead of one each. Where
+        it has `rows` columns it gets this rank's alone, and nothing is gathered.
         """
-        if self.context.tp.size == 1:
+        gets_own = out_TV is not None and out_TV.shape[1] == self.rows
+        if gets_own or self.context.tp.size == 1:
             return self.matrix.linear(hidden_TE, out_TX=out_TV)
         gathered_TV = self.context.tp.all_gather(self.matrix.linear(hidden_TE))
         logits_TV = gathered_TV[:, : self.vocab_size]

@@ -55,16 +55,16 @@ def add_bias(
     logits_SV.index_put_((which_K, token_ids_K), values)
 
 
-def check_logits(logits_BV: Tensor, rows_B: Tensor, step: int) -> None:
+def check_logits(largest_B: Tensor, rows_B: Tensor, step: int) -> None:
     """Raise ModelOutputError for logits that no model may give; waits for the device.
 
     With NaN or +inf a sampler takes the same id for ever. -inf forbids an id, but never all of a
-    row. `rows_B` are the entries' rows in the tables, -1 for padding, which may hold anything;
-    `step` is the step's number.
+    row. `largest_B` are the largest logits, NaN where one is. `rows_B` are the entries' rows in the
+    tables, -1 for padding, which may hold anything; `step` is the step's number.
     """
     live = rows_B >= 0
     rows = rows_B[live].tolist()
-    largest = logits_BV[live].amax(dim=1).tolist()  # NaN where one of the row is
+    largest = largest_B[live].tolist()
     wrong = {row: one for row, one in zip(rows, largest, strict=True) if not math.isfinite(one)}
     if wrong:
         shown = ", ".join(f"row {row}: {one}" for row, one in [*wrong.items()][:MAX_SHOWN])

@@ -25,6 +25,7 @@ from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import CausalLM
+from nanovllm_core.interfaces.parallel import TensorParallel
 from nanovllm_core.interfaces.plan import (
     PrefillChunk,
     RowSampling,
@@ -46,10 +47,8 @@ from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.results import LogprobTensors, ResultRing
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
 from nanovllm_core.worker.sampler import make_captured_sampler
-from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, SamplerTail
-
-NEUTRAL = RowSampling()
-"""What a row asks of the eager tail that does not need it."""
+from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, NOTHING_ASKED, SamplerTail
+from nanovllm_core.worker.sharded import over_ranks
 
 
 class ModelRunner:
@@ -61,7 +60,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, setup: WorkerSetup, kernels: KernelSet, model: LoadedModel, attention: PagedAttention
+        self,
+        setup: WorkerSetup,
+        kernels: KernelSet,
+        model: LoadedModel,
+        attention: PagedAttention,
+        tp: TensorParallel,
     ) -> None:
         config, device, vocab_size = setup.config, model.device, model.shape.vocab_size
         self.device = device
@@ -90,7 +94,6 @@ class ModelRunner:
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
         num_tokens = max(key.total_tokens for key in self.keys)
         self._inputs = self._allocate_inputs(num_tokens, num_entries)
-        self.logits = torch.zeros((num_entries, vocab_size), dtype=model.dtype, device=device)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
         self._chunks = {
             num_rows: ChunkTable.allocate(num_rows, device)
@@ -100,11 +103,14 @@ class ModelRunner:
         self._entries = torch.arange(num_entries, device=device)
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
         self._masks = MaskTable(max_rows, vocab_size, device)
-        self._tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
-        self._captured = make_captured_sampler(
-            kernels, self.sampler, self.tables, vocab_size, num_entries
+        tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
+        sizes = vocab_size, num_entries
+        captured = make_captured_sampler(kernels, self.sampler, self.tables, *sizes)
+        self._captured, self._tail, num_columns = over_ranks(
+            tp, self.sampler, captured, tail, self.tables, *sizes
         )
-        self._row_sampling = [NEUTRAL] * (max_rows + 1)
+        self.logits = torch.zeros((num_entries, num_columns), dtype=model.dtype, device=device)
+        self._row_sampling = [NOTHING_ASKED] * (max_rows + 1)
         """What the eager tail does for a row; the last is that of row -1, which marks padding."""
         self._row_needs_tail = np.zeros(max_rows + 1, dtype=np.bool_)
         self._epoch = 0
@@ -206,9 +212,10 @@ class ModelRunner:
         for admission in plan.admissions:
             self._updates.admit(admission)
             self._processors.admit(admission.row, admission.sampling.logits_processors)
-            needs_tail = self._captured.admit(admission.row, admission.sampling)
+            self._captured.admit(admission.row, admission.sampling)
+            needs_tail = self._captured.needs_tail(admission.sampling)
             self._row_needs_tail[admission.row] = needs_tail
-            self._row_sampling[admission.row] = admission.sampling if needs_tail else NEUTRAL
+            self._row_sampling[admission.row] = admission.sampling if needs_tail else NOTHING_ASKED
         if plan.appends is not None:
             self._updates.append_blocks(plan.appends)
         if plan.decode_rows is not None:
@@ -410,17 +417,17 @@ class ModelRunner:
     def _sample_tail(self, launched: ForwardPass) -> None:
         num_rows, logprobs = launched.num_rows, launched.logprobs
         if self._debug:  # Here, for it waits, and a start captures `_after`.
-            check_logits(self.logits[:num_rows], launched.inputs.rows[:num_rows], self._num_steps)
+            largest = self._captured.largest(self.logits[:num_rows])
+            check_logits(largest, launched.inputs.rows[:num_rows], self._num_steps)
         if launched.sampling:
             inputs = launched.inputs.slice(slice(None), slice(num_rows))
-            eager = self._after(inputs, launched.rows, launched.sampling)
-            logprobs = [*logprobs, *([] if eager is None else [eager])]
+            logprobs = [*logprobs, *self._after(inputs, launched.rows, launched.sampling)]
         self._results.push(num_rows, launched.entries, logprobs)
 
     @torch.inference_mode()
     def _after(
         self, inputs: StepInputs, rows: tuple[int, ...], sampling: tuple[RowSampling, ...]
-    ) -> LogprobTensors | None:
+    ) -> Sequence[LogprobTensors]:
         """Run the eager tail for `sampling`.
 
         The captured sampler, launched here, chooses for the rows that do not need it.

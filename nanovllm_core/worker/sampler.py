@@ -70,9 +70,12 @@ class CapturedSampler:
         self._sampler = sampler
         self._tables = tables
 
-    def admit(self, row: int, sampling: RowSampling) -> bool:
-        """A row is given to a request that asks for this. Returns if it needs the eager tail."""
+    def needs_tail(self, sampling: RowSampling) -> bool:
+        """True where it does not do all that a row asks for."""
         return sampling.needs_tail
+
+    def admit(self, row: int, sampling: RowSampling) -> None:
+        """A row is given to a request that asks for this."""
 
     def sample(self, logits_BV: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
         """Choose a token per entry into `out_B` (int32), unless the flag `skip` [1] is 1."""
@@ -88,6 +91,10 @@ class CapturedSampler:
         """
         return ()
 
+    def largest(self, logits_BV: Tensor) -> Tensor:
+        """The largest logit of each entry [B], NaN where one is."""
+        return logits_BV.amax(dim=1)
+
     def captured_tensors(self) -> Mapping[str, Tensor]:
         """The tensors that captured calls use, but for the row tables, by name."""
         return self._sampler.captured_tensors()
@@ -102,11 +109,12 @@ class TailSampler(CapturedSampler):
         self._num_top = np.full(num_rows + 1, -1, np.int32)
         """By row, -1 where it asks for no log-probabilities; the last is that of padding."""
 
-    def admit(self, row: int, sampling: RowSampling) -> bool:
-        captured, asked = is_captured(sampling), sampling.logprobs
-        reported = captured and asked is not None
-        self._num_top[row] = min(asked or 0, self._vocab_size) if reported else -1
-        return not captured
+    def needs_tail(self, sampling: RowSampling) -> bool:
+        return not is_captured(sampling)
+
+    def admit(self, row: int, sampling: RowSampling) -> None:
+        reported = is_captured(sampling) and sampling.logprobs is not None
+        self._num_top[row] = min(sampling.logprobs or 0, self._vocab_size) if reported else -1
 
     def sample(self, logits_BV: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
         num_known_B, index_B = inputs.seq_lens, inputs.output_index

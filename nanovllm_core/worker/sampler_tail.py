@@ -37,6 +37,9 @@ from nanovllm_core.worker.rows import RowTables
 TRANSIENT_BYTES = 256 << 20
 """The memory of the tail beyond its inputs: it computes as many rows at a time as fit."""
 
+NOTHING_ASKED = RowSampling()
+"""What a row asks of the tail that does not need it."""
+
 EVERYTHING_ASKED = RowSampling(
     temperature=1.0,
     top_k=2,
@@ -95,10 +98,10 @@ class SamplerTail:
         inputs: StepInputs,
         tables: RowTables,
         out_B: Tensor,
-    ) -> LogprobTensors | None:
+    ) -> Sequence[LogprobTensors]:
         """Choose for the entries that ask, into `out_B` (int32), which has the choice of the rest.
 
-        Returns log-probabilities if any asked.
+        Returns the log-probabilities of those that asked, none if none did.
 
         `rows` and `params` say on the host which row each entry is and what it wants; what they
         mean on the device is kept while they are the same objects. `inputs.rows` is -1 where the
@@ -126,11 +129,11 @@ class SamplerTail:
             self._sample(*choice, out_S, self._never)
             out_B.index_copy_(0, entries_S, out_S)
         if not self._asked:
-            return None
+            return ()
         k = max(self._num_top)
         parts = [raw_logprobs(logits_BV, group, out_B, k) for group in self._asked_groups]
         places = range(len(self._asked))
-        return LogprobTensors(self._asked, self._num_top, places, torch.cat(parts))
+        return (LogprobTensors(self._asked, self._num_top, places, torch.cat(parts)),)
 
     def plan(self, rows: Sequence[int], params: Sequence[RowSampling], max_model_len: int) -> None:
         """Gather what each row needs, in groups of rows that fit in memory, and upload it."""
@@ -257,7 +260,7 @@ def _upload(
     arrays = [array for group in groups for array in group]
     if not arrays:
         return iter(())
-    packed = _to_device(np.concatenate([array.view(np.int64) for array in arrays]), device)
+    packed = to_device(np.concatenate([array.view(np.int64) for array in arrays]), device)
     pieces = (
         piece if array.dtype == np.int64 else piece.view(torch.float64).float()
         for array, piece in zip(arrays, packed.split([array.size for array in arrays]), strict=True)
@@ -265,7 +268,7 @@ def _upload(
     return iter([[next(pieces) for _ in group] for group in groups])
 
 
-def _to_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
+def to_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
     """Copy through pinned memory without waiting; torch keeps it until the copy is done."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":

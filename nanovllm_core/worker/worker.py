@@ -81,7 +81,9 @@ class Worker:
         with _memory_for(device, *_steps_and_remedy(setup)):
             attention = PagedAttention(setup, kernels, model)
             laps.end("attention")
-            runner = self._runner = ModelRunner(setup, kernels, model, attention)
+            runner = self._runner = ModelRunner(
+                setup, kernels, model, attention, parallel.tensor_parallel
+            )
             is_captured_at_once = setup.cuda_graphs and not setup.needs_warm_up
             if is_captured_at_once and isinstance(kernels, CompilingKernels):
                 attention.allocate_cache(1)

@@ -244,6 +244,15 @@ MUTATIONS = [
         ("self.lm_head(hidden_TE, out_TV)", "self.lm_head(hidden_TE)"),
     ),
     model(
+        "the logits of all ranks, whatever the width that is asked for",
+        "test_each_rank_gives_the_logits_of_its_own_ids_where_they_are_asked",
+        (
+            "self.lm_head(hidden_TE, out_TV)",
+            "self.lm_head(hidden_TE, out_TV if out_TV is not None "
+            "and out_TV.shape[1] == self.lm_head.vocab_size else None)",
+        ),
+    ),
+    model(
         "a model that remembers",
         "test_a_second_run_is_bitwise_equal",
         (

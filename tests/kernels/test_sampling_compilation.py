@@ -18,6 +18,22 @@ POINTERS = {
 }
 
 
+def reduce_job(step: int, lanes: int) -> AotJob:
+    """Splits of one rank lie in two tensors, pairs of two ranks in one."""
+    return AotJob(
+        kernel=f"{MODULE}:sample_reduce_kernel",
+        signature={
+            **POINTERS,
+            "ids_ptr": "*i32:16" if step == 1 else "*i32",
+            "out_ptr": "*i32:16",
+            "count": "i32",
+            "row_size": "i32",
+        },
+        constexprs={"STEP": step, "LANES": lanes},
+        num_warps=1,
+    )
+
+
 def partial_job(dtype: str, asked: bool = False) -> AotJob:
     """With `asked` it leaves out the rows that a captured tail samples."""
     return AotJob(
@@ -28,8 +44,10 @@ def partial_job(dtype: str, asked: bool = False) -> AotJob:
             "seed_ptr": "*i64:16",
             "output_index_ptr": "*i32:16",
             "logits_ptr": f"*{dtype}:16",
-            "vocab_size": "i32:16",
+            "num_ids": "i32:16",
             "num_tiles": "i32",
+            "row_size": "i32:16",
+            "first_id": "i32",
             **({"asked_ptr": "*i32:16"} if asked else {}),
         },
         constexprs={
@@ -46,10 +64,16 @@ def partial_job(dtype: str, asked: bool = False) -> AotJob:
 JOBS = {
     **{f"partial-{dtype}": partial_job(dtype) for dtype in ("bf16", "fp16", "fp32")},
     "partial-asked-bf16": partial_job("bf16", asked=True),
-    "reduce": AotJob(
-        kernel=f"{MODULE}:sample_reduce_kernel",
-        signature={**POINTERS, "out_ptr": "*i32:16", "num_splits": "i32"},
-        constexprs={"MAX_SPLITS": sampling.MAX_SPLITS},
+    "reduce": reduce_job(step=1, lanes=sampling.MAX_SPLITS),
+    "choose-pair": reduce_job(step=2, lanes=2),
+    "best-pair": AotJob(
+        kernel=f"{MODULE}:best_pair_kernel",
+        signature={
+            **{name: POINTERS[name] for name in ("skip_ptr", "scores_ptr", "ids_ptr")},
+            "out_ptr": "*i32:16",
+            "count": "i32",
+        },
+        constexprs={"LANES": sampling.MAX_SPLITS},
         num_warps=1,
     ),
     "top-k-top-p": AotJob(

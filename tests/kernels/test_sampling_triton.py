@@ -74,6 +74,38 @@ def test_nan_and_infinite_logits_behave_as_in_the_reference(temperature):
     assert case.triton() == case.reference() == [0, 0, 2999]
 
 
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 4097), (3, 61), (4, 9)])
+def test_pairs_of_parts_of_the_vocabulary_choose_the_token_of_the_whole(ranks, vocab):
+    """Pairs are those of the reference, ids and scores; parts have columns of padding."""
+    case = Case(5, vocab)
+    case.logits.round_()  # for ties within a part and across
+    case.logits[4] = -math.inf
+    columns = -(-vocab // ranks)
+    pairs = []
+    for first in range(0, ranks * columns, columns):
+        num_ids = min(columns, max(vocab - first, 0))
+        part = torch.full((5, columns), 99.0, device=DEVICE)
+        part[:, :num_ids] = case.logits[:, first : first + num_ids]
+        inputs = (part, *case.inputs()[1:], first, num_ids)
+        own = torch.full((5, 2), -7, dtype=torch.int32, device=DEVICE)
+        sampling.best_pairs(*inputs, own, workspace=case.workspace, skip_flag=case.skip_flag)
+        expected = sampling_reference.best_pairs(*inputs)
+        assert torch.equal(own[:, 1], expected[:, 1])
+        greedy = case.temperature[case.rows] == 0
+        scores, its_scores = (one[greedy, 0].view(torch.float32) for one in (own, expected))
+        assert torch.equal(scores, its_scores), "other scores are in base 2"
+        pairs.append(own)
+    gathered = torch.cat(pairs, dim=1)
+    for rows in (case.rows, torch.where(case.rows == case.rows[2], -1, case.rows)):
+        case.rows = rows
+        sampling.choose_pair(gathered, rows, case.out, skip_flag=case.skip_flag)
+        assert case.out.tolist() == case.reference()
+    case.skip_flag.fill_(1)
+    case.out.fill_(-7)
+    sampling.choose_pair(gathered, case.rows, case.out, skip_flag=case.skip_flag)
+    assert case.out.tolist() == [-7] * 5
+
+
 def test_padded_entries_get_minus_one_and_the_others_their_token():
     case = Case(4, 500)
     expected = case.reference()

@@ -26,6 +26,7 @@ from nanovllm_core.layers import (
     heads_per_rank,
     linear_add,
     norm_linear,
+    vocab_per_rank,
 )
 from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers
 from nanovllm_kit.kernel_watch import KernelWatch
@@ -173,22 +174,31 @@ def test_a_row_parallel_linear_adds_its_bias_once(size: int, bias: bool) -> None
 @pytest.mark.parametrize("vocab_size", [16, 13, 5])
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_split_the_vocabulary(size: int, vocab_size: int, tied: bool) -> None:
-    """Also one that the ranks do not divide, down to a rank with nothing but padding."""
+    """Also one that the ranks do not divide, down to a rank with nothing but padding.
+
+    The head gathers the logits of all ranks, or gives a rank its own.
+    """
     ids_T = torch.arange(vocab_size, dtype=torch.int32)
     hidden_TE = random(3, 8)
 
-    def on_rank(tp: TensorParallel) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    def on_rank(tp: TensorParallel) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
         embedding = VocabParallelEmbedding(context(tp), vocab_size, 8)
         head = ParallelLMHead(context(tp), vocab_size, 8, tied_to=embedding if tied else None)
         tensors = fill(embedding, seed=1) + fill(head, seed=1 if tied else 2)
         given = torch.full((3, vocab_size), float("nan"))
         assert head(hidden_TE, given) is given
-        return embedding(ids_T), head(hidden_TE), given, tensors
+        own = torch.full((3, vocab_per_rank(vocab_size, size)), float("nan"))
+        assert head(hidden_TE, own) is own
+        return embedding(ids_T), head(hidden_TE), given, own, tensors
 
-    for embedded, logits, given, (table, head_weight) in run_ranks(size, on_rank):
+    results = run_ranks(size, on_rank)
+    side_by_side = torch.cat([own for *_, own, _ in results], dim=1)
+    assert not side_by_side[:, vocab_size:].any()
+    for embedded, logits, given, _, (table, head_weight) in results:
         assert_close_report(embedded, table, rel_norm=1e-6)
         assert_close_report(logits, hidden_TE @ head_weight.T, rel_norm=1e-6)
         assert torch.equal(given, logits)
+        assert torch.equal(side_by_side[:, :vocab_size], logits)
 
 
 @pytest.mark.parametrize("size", RANKS)

@@ -39,6 +39,7 @@ from nanovllm_core.worker.sampler import (
 from nanovllm_core.worker.sampler_tail import SamplerTail
 
 from ..e2e.tiny import open_tiny, write_checkpoint
+from .row_sampling import row_sampling
 
 captured_tail = pytest.importorskip(
     "nanovllm_kernels_triton.captured_tail", reason="needs the plugin kernels_triton and Triton"
@@ -121,8 +122,7 @@ class Desk:
             theirs,
         )
         captured = self.captured.logprobs(np.array(rows))
-        by_eager = records([eager] if eager is not None else [])
-        return ours.tolist(), records(captured), theirs.tolist(), by_eager
+        return ours.tolist(), records(captured), theirs.tolist(), records(eager)
 
     def check(self, logits: Tensor, rows: list[int], finished: set[int] = frozenset()) -> list[int]:
         """Both agree (NaN where a row has no id above -inf); returns the tokens."""
@@ -148,29 +148,6 @@ class Desk:
 
 def records(tensors: Sequence[LogprobTensors]) -> dict[int, Any]:
     return {k: v for part in tensors for k, v in part.to_host().to_records().items()}
-
-
-def row_sampling(vocab: int) -> st.SearchStrategy[RowSampling]:
-    return st.builds(
-        RowSampling,
-        temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-        seed=st.integers(-(2**63), 2**63 - 1),
-        top_k=st.sampled_from([0, 0, 1, 4, 20, 64, 65, vocab, 10 * vocab]),
-        # Away from what equal shares add up to, where rounding would decide.
-        top_p=st.sampled_from([1.0, 1.0, 0.31234567, 0.9515151, 1e-6]),
-        min_p=st.sampled_from([0.0, 0.0, 0.1, 0.001]),
-        repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
-        presence_penalty=st.sampled_from([0.0, 0.0, 0.7]),
-        frequency_penalty=st.sampled_from([0.0, 0.0, 0.4, -0.2]),
-        min_tokens=st.sampled_from([0, 0, 3, 20]),
-        logprobs=st.sampled_from([None, None, 0, 3, 20]),
-        stop_token_ids=st.sampled_from([(), (vocab - 1,), (0, 1, 2)]),
-        logit_bias=st.dictionaries(
-            st.integers(0, vocab - 1), st.floats(-20, 20, width=16), max_size=6
-        )
-        .map(dict.items)
-        .map(tuple),
-    )
 
 
 # Without shrinking: an example takes long, and says what it drew.

@@ -482,7 +482,7 @@ def test_no_part_of_a_trial_copies_from_the_host_or_looks_at_logits(
     started = Started(folder, max_num_seqs=16, cache={"num_blocks": 40}, debug=debug)
     copied: list[str] = []
     monkeypatch.setattr(runner_module, "check_logits", lambda *_: pytest.fail("it waits"))
-    for owner, name in ((StagingRing, "copy"), (sampler, "_to_device")):
+    for owner, name in ((StagingRing, "copy"), (sampler, "to_device")):
         real = getattr(owner, name)
 
         def seen(*arguments: Any, name: str = name, real: Any = real) -> Tensor:
@@ -495,7 +495,7 @@ def test_no_part_of_a_trial_copies_from_the_host_or_looks_at_logits(
             before = copied[:]
             launch()
             assert copied == before
-    assert sorted(set(copied)) == ["_to_device", "copy"]
+    assert sorted(set(copied)) == ["copy", "to_device"]
     started.executor.close()
 
 

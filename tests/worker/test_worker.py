@@ -27,11 +27,13 @@ from nanovllm_kit.plans import decode_plan
 from nanovllm_kit.ranks import SimulatedRank, run_ranks
 
 from ..e2e.tiny import Reference, write_checkpoint
+from .counted_rank import Counted
 
 for plugin in ("model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
 
 PROMPT = [9, 8, 7, 6, 5, 4]
+ASKING = RowSampling(logprobs=2)
 SETTINGS = {"device": "cpu", "attention": "sdpa", "max_model_len": 64, "max_num_seqs": 4}
 
 
@@ -50,7 +52,7 @@ def with_blocks(setup: WorkerSetup, num_blocks: int) -> WorkerSetup:
     return replace(setup, config=setup.config.model_copy(update={"cache": cache}))
 
 
-def plans() -> Iterator[StepPlan]:
+def plans(sampling: RowSampling) -> Iterator[StepPlan]:
     """A prompt, then five decode steps."""
     admission = Admission(
         row=2,
@@ -59,7 +61,7 @@ def plans() -> Iterator[StepPlan]:
         num_computed=0,
         block_ids=np.array([(3, 1)], np.int32),
         max_length=20,
-        sampling=RowSampling(logprobs=2),
+        sampling=sampling,
     )
     chunk = PrefillChunk(2, 0, len(PROMPT), samples=True)
     yield StepPlan(admissions=(admission,), prefill=(chunk,))
@@ -67,9 +69,9 @@ def plans() -> Iterator[StepPlan]:
     yield from [replace(first, decode_rows=None)] * 4
 
 
-def run(worker: Worker) -> list[StepResult]:
+def run(worker: Worker, sampling: RowSampling = ASKING) -> list[StepResult]:
     results = []
-    for plan in plans():
+    for plan in plans(sampling):
         worker.submit(plan)
         results.append(worker.collect())
     return results
@@ -87,7 +89,7 @@ def test_a_worker_runs_plans_and_closes(setup: WorkerSetup, folder: Path) -> Non
     worker.close()
     worker.close()
     with pytest.raises(EngineClosedError, match="not started, or is closed"):
-        worker.submit(next(plans()))
+        worker.submit(next(plans(ASKING)))
 
 
 def test_two_ranks_give_the_results_of_one(setup: WorkerSetup, folder: Path) -> None:
@@ -108,6 +110,29 @@ def test_two_ranks_give_the_results_of_one(setup: WorkerSetup, folder: Path) -> 
     assert results == its_results
     tokens = [int(result.token_ids[0]) for result in results]
     assert tokens == Reference.of(folder).tokens(PROMPT, 6)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_step_of_plain_rows_gathers_no_logits(folder: Path, debug: bool) -> None:
+    """A score and an id cross; in debug mode the largest logit too. A trial gathers whole rows."""
+    setup = start(load_config(str(folder), overrides={**SETTINGS, "debug": debug})).setup
+
+    def on_rank(rank: SimulatedRank) -> tuple[list[int], list[int], list[int]]:
+        counted = Counted(rank)
+        worker = Worker(setup, counted.context())
+        worker.start()
+        assert worker._runner is not None
+        assert worker._runner.logits.shape[1] == 49, "of 97 ids"
+        worker._runner.trial_step(20)
+        trial, counted.sent = counted.sent, []
+        results = run(worker, RowSampling())
+        worker.close()
+        return trial, counted.sent, [int(result.token_ids[0]) for result in results]
+
+    for trial, sent, tokens in run_ranks(2, on_rank):
+        assert 4 * 49 * 4 in trial, "four rows ask for everything"
+        assert sent == ([8, 4] if debug else [8]) * 6
+        assert tokens == Reference.of(folder).tokens(PROMPT, 6)
 
 
 @pytest.mark.parametrize("blocks", [(9, 7), (5, 8)])

@@ -64,14 +64,6 @@ class Gpu:
             return None
         return 2 * (num_gpus - 1) / num_gpus * num_bytes / self.link_bytes_per_s
 
-    def all_gather_seconds(self, num_bytes: int, num_gpus: int) -> float | None:
-        """Every GPU receives `num_bytes` of each other one; None where links are unknown."""
-        if num_gpus == 1:
-            return 0.0
-        if self.link_bytes_per_s is None:
-            return None
-        return (num_gpus - 1) * num_bytes / self.link_bytes_per_s
-
 
 def find_gpu(name: str) -> Gpu:
     """A GPU of the table by its name in any case, or the one that is here (`local`).

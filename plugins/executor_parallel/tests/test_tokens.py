@@ -29,6 +29,10 @@ PARAMS = [
     SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=16),
     SamplingParams(temperature=0.7, seed=6, n=2, logit_bias={7: 2.0}, max_tokens=16),
 ]
+PLAIN = [
+    SamplingParams(temperature=0, max_tokens=9),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=7),
+]
 
 
 def generate(
@@ -38,11 +42,14 @@ def generate(
     params: Sequence[SamplingParams] = PARAMS,
     **settings: Any,
 ) -> list[RequestOutput]:
-    """Every prompt with all of `params`."""
+    """Every prompt with all of `params`, then with those alone that need no logits of others."""
     with LLM(model, tensor_parallel_size=num_ranks, **{**SETTINGS, **settings}) as llm:
         assert llm.info.device.startswith(f"{num_ranks} x ") == (num_ranks > 1)
-        every = [prompt for prompt in prompts for _ in params]
-        return llm.generate(every, [*params] * len(prompts), use_tqdm=False)
+        outputs = []
+        for asked in (params, PLAIN):
+            every = [prompt for prompt in prompts for _ in asked]
+            outputs += llm.generate(every, [*asked] * len(prompts), use_tqdm=False)
+        return outputs
 
 
 def assert_same(actual: list[RequestOutput], expected: list[RequestOutput]) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.layers import TensorParallel, finalize_layers
+from nanovllm_core.layers import TensorParallel, finalize_layers, vocab_per_rank
 from nanovllm_core.worker import init_dummy_weights
 from nanovllm_kit.conformance import SpecConformance
 from nanovllm_kit.kernel_watch import KernelWatch
@@ -295,6 +295,24 @@ class ModelConformance(
 
         for logits in run_ranks(size, on_rank):
             assert_same_logits(logits, reference.logits(ids))
+
+    def test_each_rank_gives_the_logits_of_its_own_ids_where_they_are_asked(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """`compute_logits(hidden, out)` with an `out` of `vocab_per_rank` columns, then padding."""
+        vocab_size = model_class.shape(reference.config).vocab_size
+
+        @torch.inference_mode()
+        def on_rank(tp: TensorParallel) -> Tensor:
+            model = load_model(model_class, reference.folder, reference.config, tp=tp)
+            run_model(model, ids)  # which binds its attention layers
+            hidden_TE = model(ids, torch.arange(len(ids), dtype=torch.int32))
+            out_TX: Tensor = hidden_TE.new_empty(len(ids), vocab_per_rank(vocab_size, tp.size))
+            assert model.compute_logits(hidden_TE, out_TX).data_ptr() == out_TX.data_ptr()
+            return out_TX
+
+        logits_TV = torch.cat(run_ranks(2, on_rank), dim=1)[:, :vocab_size]
+        assert_same_logits(logits_TV, reference.logits(ids))
 
     @pytest.mark.parametrize("size", [1, 2])
     def test_the_kernel_set_alone_reads_the_weight_matrices(
