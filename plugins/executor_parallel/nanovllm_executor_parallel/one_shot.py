@@ -3,11 +3,11 @@
 The data is its own flag, as in the LL protocol of NCCL and in the Lamport kernels of TensorRT-LLM.
 There is no barrier and no fence: a reader polls its own memory until no word holds the sentinel.
 
-Memory. Each rank has three slots, used in turn. A slot has room for one part of each rank, and holds
-the sentinel in every word while it is not in use. In call c a rank stores its x into slot c of all
-ranks, itself included; fills slot c - 1 of its own memory with the sentinel; polls slot c of its own
-memory; and stores the sum. Why that is enough: slot c - 1 is next written in call c + 2, by a rank
-that has seen this rank's part of call c + 1, and this rank sends that part after call c has ended.
+Memory. Each rank has three slots, used in turn. A slot has room for one part of each rank. Every
+word of it holds the sentinel while it is not in use. In call c a rank stores its x into slot c of
+all ranks, itself included; fills slot c - 1 of its own memory with the sentinel; polls slot c of
+its own memory; and stores the sum. Why three are enough: slot c - 1 is next written in call c + 2, by a
+rank that has seen this rank's part of call c + 1, which this rank sends after call c has ended.
 
 Words. The unit is a word of 32 bits, because a GPU never tears one: a float32, or two numbers of 16
 bits. The sentinel is two negative zeros of 16 bits (as a float32, a denormal of -4.6e-41). Where x
@@ -19,7 +19,7 @@ result has equal bits on all ranks.
 The number of the call lies in device memory and the kernel advances it: a captured graph replays.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 # Reason: Triton compiles these functions; their arguments have no Python types.
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SLOTS = tl.constexpr(NUM_SLOTS)
 EMPTY = tl.constexpr(SENTINEL)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_units"])
 def one_shot_kernel(
     x_ptr, residual_ptr, slots_ptr, peers_ptr, state_ptr, failure_ptr, rank, num_units,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
@@ -171,7 +171,7 @@ def read_clock(polls, INTERPRETED: tl.constexpr):
 @triton.jit
 def add(received, residual, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr):
     """The sum of words [ranks, BLOCK] over ranks, plus the residual's [BLOCK], as words [BLOCK]."""
-    if DTYPE == tl.float32:
+    if DTYPE.is_fp32():
         total = tl.sum(received.to(tl.float32, bitcast=True), 0)
         if HAS_RESIDUAL:
             total += residual.to(tl.float32, bitcast=True)
@@ -219,7 +219,7 @@ class OneShotAllReduce:
         self.bound(seconds)
 
     def accepts(self, x: Tensor) -> bool:
-        """True where x has a known dtype, a size up to the capacity, and whole units of 16 bytes."""
+        """True for a known dtype, whole units of 16 bytes, and no more than the capacity."""
         return (
             x.dtype in DTYPES
             and 0 < x.nbytes <= self.capacity

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled where a GPU is found", allow_module_level=True)
 
-from nanovllm_executor_parallel import one_shot
 from nanovllm_executor_parallel.one_shot import NUM_SLOTS, SENTINEL, OneShotAllReduce
 
 CAPACITY = 8192
