@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 
 from nanovllm_core.kernels import launch_options
 from nanovllm_executor_parallel.process import ENVIRONMENT
@@ -81,7 +81,8 @@ class Ways:
         def torch_one_shot(x: Tensor, residual: Tensor) -> Tensor:
             sent = buffer[: x.nbytes].view(x.dtype)
             name = group.group_name
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(sent, x, "sum", name)
+            out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(sent, x, "sum", name)
+            return out
 
         def two_shot_in_place(x: Tensor, residual: Tensor) -> Tensor:
             sent = buffer[: x.nbytes].view(x.dtype).copy_(x)
@@ -235,7 +236,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(run, (size, port, arguments.out), nprocs=size)  # type: ignore[no-untyped-call]
+    spawn(run, (size, port, arguments.out), nprocs=size)
 
 
 if __name__ == "__main__":
