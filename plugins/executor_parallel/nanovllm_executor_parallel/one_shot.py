@@ -7,7 +7,7 @@ Memory. Each rank has three slots, used in turn. A slot has room for one part of
 word of it holds the sentinel while it is not in use. In call c a rank stores its x into slot c of
 all ranks, itself included; fills slot c - 1 of its own memory with the sentinel; polls slot c of
 its own memory; and stores the sum. Why three are enough: slot c - 1 is next written in call c + 2,
-by a rank that has seen this rank's part of call c + 1, which this rank sends after call c has ended.
+by a rank that has seen this rank's part of call c + 1, which it sends after call c has ended.
 
 Words. The unit is a word of 32 bits, because a GPU never tears one: a float32, or two numbers of 16
 bits. The sentinel is two negative zeros of 16 bits (as a float32, a denormal of -4.6e-41). Where x
@@ -247,7 +247,7 @@ class OneShotAllReduce:
     def missing(self) -> tuple[int, int] | None:
         """A rank that did not come, and the number of the call, from 0; None where all came.
 
-        Says what is known of the calls that the device has run.
+        Of the calls that the device has run so far.
         """
         code = int(self._failure)
         return ((code - 1) % self.size, (code - 1) // self.size) if code else None

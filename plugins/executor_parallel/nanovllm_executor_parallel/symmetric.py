@@ -69,6 +69,7 @@ class TwoShotAllReduce:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int) -> None:
+        self.capacity = capacity
         self._group_name = group.group_name
         self._buffer = _empty((capacity,), torch.uint8, device)
         _rendezvous(self._buffer, group)
@@ -77,7 +78,7 @@ class TwoShotAllReduce:
         """True for a known dtype, whole units of 16 bytes, and no more than the capacity."""
         return (
             x.dtype in TWO_SHOT_DTYPES
-            and 0 < x.nbytes <= self._buffer.nbytes
+            and 0 < x.nbytes <= self.capacity
             and x.nbytes % 16 == 0
             and x.data_ptr() % 16 == 0
             and x.is_contiguous()
@@ -108,6 +109,11 @@ class SymmetricAllReduce:
                 TwoShotAllReduce(group, device, limits.two_shot) if has_two_shot else None
             )
             torch.cuda.synchronize()
+
+    def __str__(self) -> str:
+        one_shot = f"one-shot kernel to {self.one_shot.capacity >> 10} KiB"
+        two_shot = f", two-shot to {self.two_shot.capacity >> 10} KiB" if self.two_shot else ""
+        return f"{one_shot}{two_shot}, nccl above"
 
     def find(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The way for x; None: NCCL's."""
