@@ -87,7 +87,7 @@ def one_shot_kernel(
     slot = (call % SLOTS).to(tl.int32)
     before = (slot + SLOTS - 1) % SLOTS
     num_old_units = tl.load(state_ptr + UNITS + before, volatile=True).to(tl.int32)
-    words = tl.where(words == EMPTY, 0, words)
+    words = mark_as_sent(words)
     part = (slot * SIZE + rank) * CAPACITY
     for step in tl.static_range(SIZE):
         tl.store(peer_ptrs[step] + part + columns, words, mask=mask)
@@ -109,6 +109,12 @@ def one_shot_kernel(
     out = add(received, residual, HAS_RESIDUAL, x_ptr.dtype.element_ty)
     out_words_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(out_words_ptr + columns, out, mask=mask)
+
+
+@triton.jit
+def mark_as_sent(words):
+    """No word of what is sent is the sentinel."""
+    return tl.where(words == EMPTY, 0, words)
 
 
 @triton.jit
