@@ -76,6 +76,13 @@ class TensorParallelGroup:
             dist.all_reduce(x)
         return x
 
+    def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual plus the sum over ranks, in its place; one kernel for few rows."""
+        if self.symmetric is None or not self.symmetric.adds(x, residual):
+            return residual.add_(self.all_reduce(x))
+        with self._progress.collective("all_reduce"):
+            return self.symmetric.one_shot(x, residual)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., X] of each rank -> [..., size * X]."""
         gathered = x.new_empty((self.size, *x.shape))

@@ -115,6 +115,11 @@ class SymmetricAllReduce:
         two_shot = f", two-shot to {self.two_shot.capacity >> 10} KiB" if self.two_shot else ""
         return f"{one_shot}{two_shot}, nccl above"
 
+    def adds(self, x: Tensor, residual: Tensor) -> bool:
+        """True where the one-shot kernel sums x and adds the residual."""
+        accepts = self.one_shot.accepts
+        return accepts(x) and accepts(residual) and x.dtype == residual.dtype
+
     def find(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The way for x; None: NCCL's."""
         if self.one_shot.accepts(x):

@@ -61,6 +61,10 @@ for dtype in torch.bfloat16, torch.float16, torch.float32:
         fill(draw)
         for x in xs:
             check(group.all_reduce(x), x.numel(), dtype, draw)
+        fill(draw)
+        for x in xs:
+            added = group.all_reduce_add(x, torch.ones_like(x))
+            check(added - 1, x.numel(), dtype, draw)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for x in xs:
