@@ -34,15 +34,13 @@ from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
 NUM_SLOTS = 3
 UNIT = 16
-"""Bytes that a thread loads and stores at a time. Sizes and addresses are multiples of it."""
+"""Bytes that a thread loads and stores at a time."""
 
 BLOCK = 256
 """Words of a program."""
 
 SENTINEL = -0x7FFF8000
 """0x80008000 as an int32."""
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 MAX_PROGRAMS = 4096
 """A call counts as this many arrivals, whatever its grid."""
@@ -224,18 +222,12 @@ class OneShotAllReduce:
         self._options = launch_options(supports_dependent_launch(slots.device))
         self.bound(seconds)
 
-    def accepts(self, x: Tensor) -> bool:
-        """True for a known dtype, whole units of 16 bytes, and no more than the capacity."""
-        return (
-            x.dtype in DTYPES
-            and 0 < x.nbytes <= self.capacity
-            and x.nbytes % UNIT == 0
-            and x.data_ptr() % UNIT == 0
-            and x.is_contiguous()
-        )
-
     def __call__(self, x: Tensor, residual: Tensor | None = None, block: int = BLOCK) -> Tensor:
-        """The sum over ranks, in place; added to the residual in place where there is one."""
+        """The sum over ranks, in place; added to the residual in place where there is one.
+
+        Both are bfloat16, float16 or float32, contiguous, in whole units, and at multiples of a
+        unit: see `symmetric.fits`.
+        """
         out = x if residual is None else residual
         num_units = x.nbytes // UNIT
         one_shot_kernel[(triton.cdiv(num_units * 4, block),)](

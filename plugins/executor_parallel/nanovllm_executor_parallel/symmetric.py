@@ -22,6 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nanovllm_executor_parallel.one_shot import OneShotAllReduce
 
+ONE_SHOT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 TWO_SHOT_SIZES = (2, 4, 8)
 """Of torch's kernel."""
@@ -62,6 +63,17 @@ def find_obstacle(devices: Sequence[torch.device], rank: int) -> str:
     return ""
 
 
+def fits(x: Tensor, dtypes: Sequence[torch.dtype], capacity: int) -> bool:
+    """True for these dtypes, up to the capacity in bytes, in whole units of 16 bytes."""
+    return (
+        x.dtype in dtypes
+        and 0 < x.nbytes <= capacity
+        and x.nbytes % 16 == 0
+        and x.data_ptr() % 16 == 0
+        and x.is_contiguous()
+    )
+
+
 class TwoShotAllReduce:
     """torch's two-shot all-reduce: each rank sums a part, and reads the parts of the others.
 
@@ -73,16 +85,6 @@ class TwoShotAllReduce:
         self._group_name = group.group_name
         self._buffer = _empty((capacity,), torch.uint8, device)
         _rendezvous(self._buffer, group)
-
-    def accepts(self, x: Tensor) -> bool:
-        """True for a known dtype, whole units of 16 bytes, and no more than the capacity."""
-        return (
-            x.dtype in TWO_SHOT_DTYPES
-            and 0 < x.nbytes <= self.capacity
-            and x.nbytes % 16 == 0
-            and x.data_ptr() % 16 == 0
-            and x.is_contiguous()
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -115,18 +117,18 @@ class SymmetricAllReduce:
         two_shot = f", two-shot to {self.two_shot.capacity >> 10} KiB" if self.two_shot else ""
         return f"{one_shot}{two_shot}, nccl above"
 
-    def adds(self, x: Tensor, residual: Tensor) -> bool:
-        """True where the one-shot kernel sums x and adds the residual."""
-        accepts = self.one_shot.accepts
-        return accepts(x) and accepts(residual) and x.dtype == residual.dtype
-
     def find(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The way for x; None: NCCL's."""
-        if self.one_shot.accepts(x):
+        """The way for x; None: NCCL's. Sizes and dtypes decide, which are those of all ranks."""
+        if fits(x, ONE_SHOT_DTYPES, self.one_shot.capacity):
             return self.one_shot
-        if self.two_shot is not None and self.two_shot.accepts(x):
+        if self.two_shot is not None and fits(x, TWO_SHOT_DTYPES, self.two_shot.capacity):
             return self.two_shot
         return None
+
+    def adds(self, x: Tensor, residual: Tensor) -> bool:
+        """True where the one-shot kernel sums x and adds the residual."""
+        capacity = self.one_shot.capacity
+        return fits(x, ONE_SHOT_DTYPES, capacity) and fits(residual, (x.dtype,), capacity)
 
 
 def _open_one_shot(

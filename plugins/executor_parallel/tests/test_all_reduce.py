@@ -9,9 +9,16 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from nanovllm_executor_parallel.process import ENVIRONMENT
-from nanovllm_executor_parallel.symmetric import Limits, find_obstacle, read_limits
+from nanovllm_executor_parallel.symmetric import (
+    ONE_SHOT_DTYPES,
+    Limits,
+    find_obstacle,
+    fits,
+    read_limits,
+)
 
 PROGRAM = """
 import sys, time
@@ -167,3 +174,24 @@ def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
     devices = [torch.device("cuda", index) for index in range(4)]
     obstacle = find_obstacle(devices, 1)
     assert obstacle == "cuda:1 cannot access the memory of rank 2's cuda:2"
+
+
+CAPACITY = 8192
+
+
+@pytest.mark.parametrize(
+    ("x", "is_taken"),
+    [
+        (torch.zeros(CAPACITY // 2, dtype=torch.bfloat16), True),
+        (torch.zeros(CAPACITY // 2 + 8, dtype=torch.bfloat16), False),
+        (torch.zeros(7, dtype=torch.float16), False),
+        (torch.zeros(9, dtype=torch.float32)[1:], False),
+        (torch.zeros(4, dtype=torch.float32)[None, :], True),
+        (torch.zeros(4, 8, dtype=torch.float32).T, False),
+        (torch.zeros(4, dtype=torch.int32), False),
+        (torch.zeros(0), False),
+    ],
+)
+def test_what_the_one_shot_kernel_takes(x: Tensor, is_taken: bool) -> None:
+    """Floats of 16 and 32 bits, in whole units of 16 bytes, side by side, up to the capacity."""
+    assert fits(x, ONE_SHOT_DTYPES, CAPACITY) == is_taken

@@ -161,24 +161,6 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "is_accepted"),
-    [
-        (torch.zeros(CAPACITY // 2, dtype=torch.bfloat16), True),
-        (torch.zeros(CAPACITY // 2 + 8, dtype=torch.bfloat16), False),
-        (torch.zeros(7, dtype=torch.float16), False),
-        (torch.zeros(9, dtype=torch.float32)[1:], False),
-        (torch.zeros(4, dtype=torch.float32)[None, :], True),
-        (torch.zeros(4, 8, dtype=torch.float32).T, False),
-        (torch.zeros(4, dtype=torch.int32), False),
-        (torch.zeros(0), False),
-    ],
-)
-def test_what_it_accepts(x: Tensor, is_accepted: bool) -> None:
-    """Floats of 16 and 32 bits, in whole units of 16 bytes, side by side, up to the capacity."""
-    assert SharedSlots(2).reduce_of(0).accepts(x) == is_accepted
-
-
-@pytest.mark.parametrize(
     ("name", "fault"), [("clear", lambda *_: None), ("mark_as_sent", lambda words: words)]
 )
 def test_a_kernel_that_does_less_is_found(
