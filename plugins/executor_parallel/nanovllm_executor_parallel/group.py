@@ -62,8 +62,8 @@ class TensorParallelGroup:
         self.rank = rank
         self.size = size
         self.symmetric: SymmetricAllReduce | None = None
-        self.all_reduces = ""
-        """How all-reduces are done, in words."""
+        self.all_reduces = "all-reduces: gloo, on CPUs"
+        """Who does them, in words; on GPUs known once they are open."""
         self._progress = progress
         self._seconds = 0.0
 
@@ -98,9 +98,9 @@ class TensorParallelGroup:
         return int(numbers)
 
     def open(self, devices: Sequence[torch.device], seconds: float) -> None:
-        """Take the memory that collectives need on the device, which no capture may do.
+        """Take the memory that collectives need on GPUs, which no capture may do.
 
-        `devices` are those of all ranks. All ranks use symmetric memory, or none does. `seconds`
+        `devices` are the GPUs of all ranks. All ranks use symmetric memory, or none does. `seconds`
         bounds the waits in it.
         """
         with self._progress.collective("open"):
@@ -117,9 +117,8 @@ class TensorParallelGroup:
         if not self.min_over_ranks(int(self.symmetric is not None)):
             self.symmetric = None
             reason = obstacle or "another rank cannot use symmetric memory"
-            self.all_reduces = f"all-reduces: {'nccl' if probe.is_cuda else 'gloo'}; {reason}"
-            if probe.is_cuda:
-                logger.warning("%s", self.all_reduces)
+            self.all_reduces = f"all-reduces: nccl; {reason}"
+            logger.warning("%s", self.all_reduces)
         else:
             self.all_reduces = f"all-reduces: {self.symmetric}"
 

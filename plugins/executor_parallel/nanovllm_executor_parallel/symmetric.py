@@ -51,10 +51,8 @@ def read_limits(size: int) -> Limits:
 
 
 def find_obstacle(devices: Sequence[torch.device], rank: int) -> str:
-    """Why this rank cannot write the memory of the others, whose devices these are; else empty."""
+    """Why this rank cannot write the memory of the others, whose GPUs these are; else empty."""
     own = devices[rank]
-    if own.type != "cuda":
-        return f"its device is {own}"
     if find_spec("triton") is None:
         return "Triton is not installed"
     for peer, other in enumerate(devices):
