@@ -206,8 +206,8 @@ class OneShotAllReduce:
 
     `slots` is this rank's memory, int32 [3, size, capacity / 4], filled with SENTINEL before any
     rank calls; `peers` are the addresses of all ranks' slots, int64 [size]. `capacity` is the
-    largest x in bytes. `seconds` bounds each wait on the device. All calls must run in one stream,
-    and all ranks must make the same calls in the same order.
+    largest x in bytes, in whole blocks. `seconds` bounds each wait on the device. All calls must
+    run in one stream, and all ranks must make the same calls in the same order.
     """
 
     def __init__(self, rank: int, slots: Tensor, peers: Tensor, seconds: float) -> None:
