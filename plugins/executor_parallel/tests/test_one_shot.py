@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -161,7 +162,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [("clear", lambda *_: None), ("mark_as_sent", lambda words: words)]
+    ("name", "fault"),
+    [("clear", lambda *_: None), ("mark_as_sent", lambda words: words)],
+    ids=["clear", "mark_as_sent"],
 )
 def test_a_kernel_that_does_less_is_found(
     name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
@@ -181,3 +184,21 @@ def test_a_kernel_that_does_less_is_found(
     expected = [total([drawn(r, i, torch.float16, 512) for r in (0, 1)]) for i in range(4)]
     are_right = [torch.equal(one, right) for one, right in zip(sums, expected, strict=True)]
     assert not (has_all and all(are_right))
+
+
+def test_an_order_that_differs_between_ranks_is_found() -> None:
+    """Such as the order of arrival: three numbers have other sums in float32."""
+    poll = one_shot.poll
+
+    def part(reduce: OneShotAllReduce, rank: int) -> list[Tensor]:
+        def poll_from_own(*arguments: object) -> object:
+            words = poll(*arguments)
+            words.handle.data[:3] = np.roll(words.handle.data[:3], rank, axis=0)
+            return words
+
+        one_shot.poll = poll_from_own  # in this rank's process alone
+        return [reduce(drawn(rank, 2, torch.float32, 700))]
+
+    results = [result for (result,) in run_ranks(3, part)]
+    assert not torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
