@@ -35,13 +35,13 @@ class SharedSlots:
         self.slots = torch.frombuffer(self._memory, dtype=torch.int32).view(shape)
         self.slots.fill_(SENTINEL)
 
-    def reduce_of(self, rank: int, polls: int = 10**6) -> OneShotAllReduce:
+    def reduce_of(self, rank: int, polls: int = 10**5) -> OneShotAllReduce:
         """The all-reduce of a rank. Its bound counts polls: the interpreter has no clock."""
         peers = torch.tensor([one.data_ptr() for one in self.slots])
         return OneShotAllReduce(rank, self.slots[rank], peers, polls * 1e-9)
 
 
-def run_ranks(size: int, part: Part, polls: int = 10**6) -> list[list[Tensor]]:
+def run_ranks(size: int, part: Part, polls: int = 10**5) -> list[list[Tensor]]:
     """What `part` returns on each rank, all of them at once."""
     shared = SharedSlots(size)
     context = multiprocessing.get_context("fork")
@@ -58,9 +58,12 @@ def run_ranks(size: int, part: Part, polls: int = 10**6) -> list[list[Tensor]]:
         process.start()
     for _, sender in pipes:
         sender.close()
-    received = [receiver.recv() for receiver, _ in pipes]
-    for process in processes:
-        process.join()
+    try:
+        received = [receiver.recv() for receiver, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     return [[torch.from_numpy(x).view(dtype) for dtype, x in results] for results in received]
 
 
