@@ -114,7 +114,7 @@ class EngineLoop:
             planned = perf_counter() - began
             info = startup.executor.start(startup.setup)
             seconds = {"plan": planned, **info.start_seconds}
-            info = replace(info, choices=startup.choices, start_seconds=seconds)
+            info = replace(info, choices=(*startup.choices, *info.choices), start_seconds=seconds)
             self.engine = make_engine(self.config, startup, info, eos, constraints, observation)
             freeze_objects()
             self._is_ready = True

@@ -28,6 +28,10 @@ class TensorParallel(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, on every rank; `x` may be overwritten."""
 
+    def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual plus the sum over ranks; both may be overwritten. Rounds once or twice."""
+        return residual.add_(self.all_reduce(x))
+
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, of equal shapes, side by side along the last dimension.
 
@@ -36,7 +40,7 @@ class TensorParallel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SingleRank:
+class SingleRank(TensorParallel):
     """A group of one."""
 
     rank: int = 0

@@ -253,7 +253,7 @@ class StepResult(ArrayEquality):
 class WorkerInfo:
     """The state of the workers once started.
 
-    `attention` and `kernels` name what runs; `choices`, which the engine's front adds, says why
+    `attention` and `kernels` name what runs; `choices`, to which the engine's front adds, says why
     these and not others, a line for each. `start_seconds` says where the time of the start went, by
     part, in the order of the parts. The front adds `plan` before them: the choice of plugins, and
     the imports. What it does after them (the engine's own tables, a garbage collection) is in none.

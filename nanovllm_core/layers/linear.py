@@ -110,11 +110,13 @@ class RowParallelLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's inputs [T, in / ranks] -> the sum over ranks [T, out], whole on each."""
-        tp = self.context.tp
-        return tp.all_reduce(self.matrix.linear(x, self.bias if tp.rank == 0 else None))
+        return self.context.tp.all_reduce(self._part(x))
 
     def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b. The residual is overwritten: use only what is returned."""
         if self.context.tp.size == 1:
             return self.matrix.linear_add(x, residual, self.bias)
-        return residual.add_(self(x))
+        return self.context.tp.all_reduce_add(self._part(x), residual)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return self.matrix.linear(x, self.bias if self.context.tp.rank == 0 else None)

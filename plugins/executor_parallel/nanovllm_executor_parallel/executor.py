@@ -116,6 +116,7 @@ def spawn(ranks: Ranks, setup: WorkerSetup, size: int, bounds: ParallelOptions) 
                 port=listening.getsockname()[1],
                 listening=inherited,
                 timeout_seconds=timeout_seconds,
+                stall_seconds=bounds.stall_seconds,
                 log_level=logging.getLogger("nanovllm_core").getEffectiveLevel(),
             )
             one.messages.send(encode(start))

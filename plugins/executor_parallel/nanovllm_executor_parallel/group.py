@@ -1,9 +1,10 @@
-"""The ranks as a torch.distributed group: gloo between CPUs, NCCL between GPUs."""
+"""The ranks as a torch.distributed group: gloo between CPUs, NCCL and `symmetric` between GPUs."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from nanovllm_core.api import ParallelContext
 from nanovllm_executor_parallel.messages import HOST, LostPeerError, Start, Status
+from nanovllm_executor_parallel.symmetric import SymmetricAllReduce, find_obstacle, read_limits
+
+logger = logging.getLogger(__name__)
 
 # torch renames it; the older versions know the first name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,13 +61,27 @@ class TensorParallelGroup:
     def __init__(self, rank: int, size: int, progress: Progress) -> None:
         self.rank = rank
         self.size = size
+        self.symmetric: SymmetricAllReduce | None = None
+        self.all_reduces = "all-reduces: gloo, on CPUs"
+        """Who does them, in words; on GPUs known once they are open."""
         self._progress = progress
+        self._seconds = 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
         with self._progress.collective("all_reduce"):
+            way = None if self.symmetric is None else self.symmetric.find(x)
+            if way is not None:
+                return way(x)
             dist.all_reduce(x)
         return x
+
+    def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual plus the sum over ranks, in its place; one kernel for few rows."""
+        if self.symmetric is None or not self.symmetric.adds(x, residual):
+            return residual.add_(self.all_reduce(x))
+        with self._progress.collective("all_reduce"):
+            return self.symmetric.one_shot(x, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., X] of each rank -> [..., size * X]."""
@@ -79,6 +97,53 @@ class TensorParallelGroup:
             dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers)
 
+    def open(self, devices: Sequence[torch.device], seconds: float) -> None:
+        """Take the memory that collectives need on GPUs, which no capture may do.
+
+        `devices` are the GPUs of all ranks. All ranks use symmetric memory, or none does. `seconds`
+        bounds the waits in it.
+        """
+        with self._progress.collective("open"):
+            probe = torch.zeros(1, device=devices[self.rank])
+            dist.all_reduce(probe)
+        self.all_gather(probe)
+        obstacle = find_obstacle(devices, self.rank)
+        if self.min_over_ranks(int(not obstacle)):
+            try:
+                self.symmetric = self._open_symmetric(devices[self.rank], seconds)
+            except RuntimeError as error:
+                obstacle = str(error)
+        # Also the barrier before the first call.
+        if not self.min_over_ranks(int(self.symmetric is not None)):
+            self.symmetric = None
+            reason = obstacle or "another rank cannot use symmetric memory"
+            self.all_reduces = f"all-reduces: nccl; {reason}"
+            logger.warning("%s", self.all_reduces)
+        else:
+            self.all_reduces = f"all-reduces: {self.symmetric}"
+
+    def _open_symmetric(self, device: torch.device, seconds: float) -> SymmetricAllReduce | None:
+        assert dist.group.WORLD is not None
+        self._seconds = seconds
+        limits = read_limits(self.size)
+        return SymmetricAllReduce(dist.group.WORLD, device, limits, seconds)
+
+    def bound(self, seconds: float) -> None:
+        """Bound the waits on the device from here on; those of NCCL and two-shot have no bound."""
+        if self.symmetric is not None:
+            self._seconds = seconds
+            self.symmetric.one_shot.bound(seconds)
+
+    def check(self) -> None:
+        """LostPeerError if the device has waited in vain in a step that has ended."""
+        missing = None if self.symmetric is None else self.symmetric.one_shot.missing()
+        if missing is not None:
+            rank, call = missing
+            raise LostPeerError(
+                f"all_reduce {call + 1} on the device: rank {rank} did not come within "
+                f"{self._seconds:g} s; raise stall_seconds if it was only slow"
+            )
+
 
 def rank_device(device: str, rank: int) -> str:
     """`cuda:1` and rank 2 -> `cuda:3`; all ranks share a CPU."""
@@ -88,15 +153,16 @@ def rank_device(device: str, rank: int) -> str:
 
 def connect(start: Start, device: str, progress: Progress) -> ParallelContext:
     """This rank's context, once it has met the others; LostPeerError if they do not come."""
-    device = rank_device(device, start.rank)
+    devices = [rank_device(device, rank) for rank in range(start.world_size)]
     if start.world_size == 1:
-        return ParallelContext(device=device)
-    return join(start, device, progress)
+        return ParallelContext(device=devices[0])
+    return join(start, devices, progress)
 
 
-def join(start: Start, device: str, progress: Progress) -> ParallelContext:
+def join(start: Start, devices: Sequence[str], progress: Progress) -> ParallelContext:
     """Meet the other ranks at the port of rank 0, which listens there already."""
     group = TensorParallelGroup(start.rank, start.world_size, progress)
+    device = devices[start.rank]
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=start.timeout_seconds)
     with progress.collective("connect"):
@@ -114,8 +180,7 @@ def join(start: Start, device: str, progress: Progress) -> ParallelContext:
         )
 
     def open_connections() -> None:
-        """The first collectives: in them NCCL takes its memory, which no capture may do."""
-        group.all_gather(group.all_reduce(torch.zeros(1, device=device)))
+        group.open([*map(torch.device, devices)], start.timeout_seconds)
 
     return ParallelContext(
         rank=start.rank,

@@ -37,7 +37,8 @@ class Start:
     """The first message.
 
     `setup` is a pickled WorkerSetup: reading it imports plugins, which may fail. The ranks meet at
-    `port` of this host, where rank 0 listens on the socket `listening`, which it inherits.
+    `port` of this host, where rank 0 listens on the socket `listening`, which it inherits. They
+    wait for each other for `timeout_seconds`; on devices, after the start, for `stall_seconds`.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Start:
     port: int
     listening: int | None
     timeout_seconds: float
+    stall_seconds: float
     log_level: int
 
 

@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from socket import socket
 from threading import Thread
 from traceback import format_exception
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 PARENT_SECONDS = 1.0
 """How often a rank looks whether the engine's process is still there."""
+
+DEVICE_SHARE = 0.9
+"""Of the engine's bound of a step: the wait on a device ends first, because its error says more."""
 
 
 def main() -> None:
@@ -98,17 +102,22 @@ def run(sock: socket, start: Start, watcher: Watcher, stack: ExitStack) -> None:
     setup = load_setup(start)
 
     from nanovllm_core.worker import Worker
-    from nanovllm_executor_parallel.group import Progress, connect, disconnect
+    from nanovllm_executor_parallel.group import Progress, TensorParallelGroup, connect, disconnect
 
     progress = watcher.progress = Progress()
     sock.sendall(encode(READY))
     stack.callback(disconnect)
-    worker = Worker(setup, connect(start, setup.device, progress))
+    context = connect(start, setup.device, progress)
+    worker = Worker(setup, context)
     stack.callback(worker.close)
     info = worker.start()
     gc.collect()
     gc.freeze()
     gc.enable()
+    group = context.tensor_parallel
+    if isinstance(group, TensorParallelGroup):  # there is more than one rank
+        group.bound(DEVICE_SHARE * start.stall_seconds)
+        info = replace(info, choices=(group.all_reduces,))
     sock.sendall(encode(info))
     submitted = collected = 0
     while True:
@@ -120,6 +129,8 @@ def run(sock: socket, start: Start, watcher: Watcher, stack: ExitStack) -> None:
             collected += 1
             progress.begin(f"waits for the result of step {collected}")
             result = worker.collect()
+            if isinstance(group, TensorParallelGroup):
+                group.check()
             if start.rank == 0:
                 sock.sendall(encode(result))
         elif isinstance(message, TokenMasks):

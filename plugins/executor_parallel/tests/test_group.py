@@ -1,12 +1,17 @@
-"""Errors in a collective: another rank's end, or this rank's own."""
+"""Errors in a collective: another rank's end, or this rank's own; and who sums."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nanovllm_executor_parallel.group import Progress
+from nanovllm_executor_parallel import group as group_module
+from nanovllm_executor_parallel.group import Progress, TensorParallelGroup
 from nanovllm_executor_parallel.messages import LostPeerError
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
@@ -30,3 +35,46 @@ def test_other_errors_are_the_rank_s_own(error: RuntimeError) -> None:
     with pytest.raises(type(error)) as caught, Progress().collective("all_reduce"):
         raise error
     assert caught.value is error
+
+
+@pytest.fixture
+def group() -> Iterator[TensorParallelGroup]:
+    """A group of one over gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield TensorParallelGroup(0, 1, Progress())
+    dist.destroy_process_group()
+
+
+def test_a_group_adds_the_residual_behind_the_sum(group: TensorParallelGroup) -> None:
+    """In place, if no kernel of its own does both."""
+    residual = torch.ones(4)
+    assert group.all_reduce_add(torch.arange(4.0), residual) is residual
+    assert residual.tolist() == [1, 2, 3, 4]
+
+
+def test_a_group_without_symmetric_memory_goes_on_and_says_why(
+    group: TensorParallelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If torch cannot have it."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the driver has no handles to share")
+
+    monkeypatch.setattr(group_module, "find_obstacle", lambda *_: "")
+    monkeypatch.setattr(group_module, "SymmetricAllReduce", fail)
+    group.open([torch.device("cpu")], 1)
+    assert group.symmetric is None
+    assert group.all_reduces == "all-reduces: nccl; the driver has no handles to share"
+
+
+def test_a_wait_in_vain_on_the_device_is_a_lost_rank() -> None:
+    """With the rank, the number of the all-reduce, the bound, and the option that changes it."""
+    group, bounds = TensorParallelGroup(0, 2, Progress()), []
+    one_shot = SimpleNamespace(missing=lambda: None, bound=bounds.append)
+    group.symmetric = SimpleNamespace(one_shot=one_shot)  # type: ignore[assignment]
+    group.bound(27)
+    group.check()
+    one_shot.missing = lambda: (1, 7)
+    with pytest.raises(LostPeerError, match=r"^all_reduce 8 .*: rank 1 .* within 27 s; .*stall_se"):
+        group.check()
+    assert bounds == [27]

@@ -45,6 +45,8 @@ def generate(
     """Every prompt with all of `params`, then with those alone that need no logits of others."""
     with LLM(model, tensor_parallel_size=num_ranks, **{**SETTINGS, **settings}) as llm:
         assert llm.info.device.startswith(f"{num_ranks} x ") == (num_ranks > 1)
+        says_who_sums = any(one.startswith("all-reduces: ") for one in llm.info.choices)
+        assert says_who_sums == (num_ranks > 1)
         outputs = []
         for asked in (params, PLAIN):
             every = [prompt for prompt in prompts for _ in asked]

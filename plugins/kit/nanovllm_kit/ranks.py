@@ -48,6 +48,9 @@ class SimulatedRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange.swap(self.rank, x.clone())).sum(dim=0)
 
+    def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_(self.all_reduce(x))
+
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.exchange.swap(self.rank, x.clone()), dim=-1)
 
