@@ -89,7 +89,7 @@ def test_doors_have_ids_of_their_own_and_refusals_reach_the_one_at_fault(
 ) -> None:
     with door(share, settings) as one, door(share, settings) as other:
         assert one._client.new_request_id() != other._client.new_request_id()
-        with pytest.raises(InvalidSamplingError, match="^logits_processors cannot be sent"):
+        with pytest.raises(InvalidSamplingError, match=r"^logits_processors cannot be sent"):
             one.generate([[5]], SamplingParams(logits_processors={"x": {"a": object()}}))
         assert len(other.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
 from nanovllm_server.guard.deadlines import Deadlines
+from nanovllm_server.guard.ledger import REQUESTS, Ledger
 
 log = logging.getLogger("nanovllm_server")
 
@@ -35,15 +36,23 @@ def sigterm_as_exit() -> Iterator[None]:
 class Drain:
     """Middleware: counts the requests that run, and refuses new ones with 503 once it drains.
 
-    `drain_s` is what the running ones may still take; the deadlines end those that need longer.
+    `drain_s` is what the running ones may still take; the deadlines end those that need longer. The
+    fronts of one `ledger` count together.
     """
 
-    def __init__(self, app: ASGIApp, deadlines: Deadlines, drain_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, deadlines: Deadlines, drain_s: float, ledger: Ledger | None = None
+    ) -> None:
         self._app = app
         self._deadlines = deadlines
         self._drain_s = drain_s
         self.is_draining = False
-        self.running = 0
+        self._ledger = Ledger.create() if ledger is None else ledger
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return self._ledger.total(REQUESTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
@@ -59,11 +68,11 @@ class Drain:
             await send_error(send, refusal, close=True)
             await send({"type": "http.response.body"})
             return
-        self.running += 1
+        self._ledger.add(REQUESTS, 1)
         try:
             await self._app(scope, receive, send)
         finally:
-            self.running -= 1
+            self._ledger.add(REQUESTS, -1)
 
     def begin(self, seconds: float | None = None) -> None:
         """Refuse new requests; end the running ones after `seconds`, by default `drain_s`."""
