@@ -112,6 +112,10 @@ class EngineShare:
         """For the state, and for the doors' sockets: one of zmq is for one thread at a time."""
         self._doors: dict[str, Door] = {}
         self._client: EngineClient | None = None
+        self.failure: BaseException | None = None
+        """The error that ended the engine; None while there is one, and before."""
+        self.has_answered = False
+        """The engine has given a token."""
         self._is_closed = False
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
@@ -124,7 +128,7 @@ class EngineShare:
         """Doors that wait, and later ones, use this engine. Open ones keep that which they have."""
         client.subscribe(partial(self._note_end, client))
         with self._lock:
-            self._client = client
+            self._client, self.failure, self.has_answered = client, None, False
             for name, door in self._doors.items():
                 if door.client is None:
                     self._tell_start(name, door)
@@ -230,6 +234,7 @@ class EngineShare:
         message = wire.encode(name, subscriber, content)
         with self._lock:
             if isinstance(answer, list):
+                self.has_answered = True
                 for delta in answer:
                     if delta.finish_reason is not None:
                         door.note_end(delta.request_id, by_door=False)
@@ -241,4 +246,4 @@ class EngineShare:
         """The engine has ended: doors that are opened from now on wait for another one."""
         with self._lock:
             if isinstance(answer, Ended) and self._client is client:
-                self._client = None
+                self._client, self.failure = None, answer.error

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from nanovllm_core import AsyncLLM, load_config
-from nanovllm_server.command import address, make_watched_server
+from nanovllm_server.server import address, make_watched_server
 from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch.watch import observed
 

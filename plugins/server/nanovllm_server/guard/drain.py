@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -94,14 +95,20 @@ class DrainingServer(uvicorn.Server):
     """A uvicorn server that drains on the first SIGTERM or Ctrl-C, and exits with status 0.
 
     It listens until the last request has ended, so that load balancers see `/ready` fail. The
-    second signal ends the running requests at once.
+    second signal ends the running requests at once. `announce` is called once it listens.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
         super().__init__(config)
+        self.announce: Callable[[], None] = lambda: None
         self._drain = drain
         self._num_signals = 0
         self._num_handled = 0
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called between any two lines, so it only counts. uvicorn's would raise the signal again

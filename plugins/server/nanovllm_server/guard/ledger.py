@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-QUEUE, REQUESTS, CONNECTIONS = range(3)
+QUEUE, REQUESTS, CONNECTIONS, PROCESS_ID = range(4)
 """The server's own rows: samples that run or wait; requests, without those of safe methods; open
-connections."""
-NUM_OWN = 3
+connections; the process id of each front, 0 where there is none."""
+NUM_OWN = 4
 MAX_CLIENTS = 10_000
 """Clients that are remembered; beyond it, those are forgotten that have used nothing lately."""
 
@@ -65,6 +65,10 @@ class Ledger:
     def total(self, row: int) -> int:
         """The sum over all fronts."""
         return int(self._held[row].sum())
+
+    def each(self, row: int) -> list[int]:
+        """The counts of all fronts."""
+        return [int(one) for one in self._held[row]]
 
     def add(self, row: int, amount: int) -> None:
         """Change the count of this front."""
