@@ -85,6 +85,10 @@ class Server:
         request.close()
         return sum(map(float, re.findall(rf"^nanovllm:{pattern} (.*)$", text, re.MULTILINE)))
 
+    def stream(self) -> Stream:
+        """A long one, which a thread reads."""
+        return Stream(self.url, LONG, self.headers)
+
     def statuses(self, body: dict[str, Any], count: int, key: str = "big") -> list[int]:
         """Of requests one after the other, each on a connection of its own."""
         found = []
@@ -131,12 +135,10 @@ def running(**values: Any) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """For tests that leave it running; the engine has a process, and the keys have limits."""
+    """For tests in their order: the last one ends it. Its keys have limits."""
     keys = [{**one, "sha256": hash_key(str(one["name"]))} for one in KEYS]
     with running(serve={"keys": keys}) as server:
         yield server
-        server.process.terminate()
-        assert server.end() == 0
 
 
 def client_of(url: str, key: str) -> OpenAI:
@@ -212,41 +214,41 @@ def test_metrics_plugins_and_prefixes_are_the_same_whichever_front_answers(serve
     assert [cached("big"), *(cached("big") for _ in range(4)), cached("acme")] == [0, *[48] * 4, 0]
 
 
-def test_a_front_that_is_killed_takes_its_own_requests_along_and_is_started_again() -> None:
+def test_a_front_that_is_killed_takes_its_own_requests_along_and_is_started_again(
+    server: Server,
+) -> None:
     """Its clients see their connections end; the streams of the other one go on, bit for bit."""
-    with running(engine_client="thread") as server:
-        whole = Stream(server.url, LONG).wait()
-        first, second = server.children["front"]
-        streams = [Stream(server.url, LONG) for _ in range(ROWS)]
-        wait_for(lambda: all(stream.text for stream in streams))
-        os.kill(first, signal.SIGKILL)
-        for stream in streams:
-            stream.wait()
-        left = [stream for stream in streams if stream.is_done]
-        assert [stream.text for stream in left] == [whole.text] * len(left)
-        assert all(whole.text.startswith(stream.text) for stream in streams)
-        wait_for(lambda: len(server.children["front"]) == FRONTS)
-        assert first not in server.children["front"]
-        assert second in server.children["front"]
-        assert f"front 0 (process {first}) ended with status -9" in server.log()
-        server.wait_idle()
-        assert server.statuses({**SHORT, "n": ROWS + QUEUE}, 4) == [200] * 4
-        total = 'http_requests_total{handler="/v1/completions",method="POST",status="200"}'
-        assert server.metric(total) == len(left) + 1 + 4, "its counts outlive a front"
+    total = 'http_requests_total{handler="/v1/completions",method="POST",status="200"}'
+    whole, before = server.stream().wait(), server.metric(total)
+    first, second = server.children["front"]
+    streams = [server.stream() for _ in range(ROWS)]
+    wait_for(lambda: all(stream.text for stream in streams))
+    os.kill(first, signal.SIGKILL)
+    for stream in streams:
+        stream.wait()
+    left = [stream for stream in streams if stream.is_done]
+    assert [stream.text for stream in left] == [whole.text] * len(left)
+    assert all(whole.text.startswith(stream.text) for stream in streams)
+    wait_for(lambda: len(server.children["front"]) == FRONTS)
+    assert first not in server.children["front"]
+    assert second in server.children["front"]
+    assert f"front 0 (process {first}) ended with status -9" in server.log()
+    server.wait_idle()
+    assert server.statuses({**SHORT, "n": ROWS + QUEUE}, 4) == [200] * 4
+    wait_for(lambda: server.metric(total) == before + len(left) + 4)  # counts outlive a front
 
 
-def test_sigterm_drains_all_fronts_together() -> None:
+def test_sigterm_drains_all_fronts_together(server: Server) -> None:
     """Running streams finish, new requests are refused whichever front gets them, status 0."""
-    with running(engine_client="thread") as server:
-        stream = Stream(server.url, LONG)
-        wait_for(lambda: stream.text)
-        for pid in (*server.children["front"], server.process.pid):  # as service managers send it
-            os.kill(pid, signal.SIGTERM)
-        wait_for(lambda: get(f"{server.url}/ready")[0] == 503)
-        wait_for(lambda: server.statuses(SHORT, 6) == [503] * 6)
-        assert not stream.is_done, "the front without a request listens for as long as the other"
-        assert stream.wait().is_done
-        assert server.end() == 0
+    stream = server.stream()
+    wait_for(lambda: stream.text)
+    for pid in (*server.children["front"], server.process.pid):  # as service managers send it
+        os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: get(f"{server.url}/ready")[0] == 503)
+    wait_for(lambda: server.statuses(SHORT, 6) == [503] * 6)
+    assert not stream.is_done, "the front without a request listens for as long as the other"
+    assert stream.wait().is_done
+    assert server.end() == 0
 
 
 @pytest.mark.slow
@@ -254,8 +256,9 @@ def test_a_second_signal_ends_running_requests_at_once() -> None:
     with running(engine_client="thread") as server:
         stream = Stream(server.url, LONG)
         wait_for(lambda: stream.text)
-        for _ in range(2):
-            server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)
+        wait_for(lambda: get(f"{server.url}/ready")[0] == 503)
+        server.process.send_signal(signal.SIGINT)
         error = stream.wait().error
         assert error is not None
         assert error["code"] == "shutting_down"
@@ -304,6 +307,7 @@ def test_a_dead_front_ends_the_server_where_that_is_set_and_a_dead_server_its_fr
         wait_for(lambda: all(map(is_gone, children)))
 
 
+@pytest.mark.slow
 def test_what_a_front_cannot_start_with_ends_the_server_with_its_reason() -> None:
     command = [sys.executable, "-m", "nanovllm_core", "serve", "--port", "0", "--device", "cpu"]
     words = ["--processes", "2", "--engine-client", "thread", "--set", "serve.routes=[nobody]"]
