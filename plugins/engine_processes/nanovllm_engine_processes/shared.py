@@ -38,9 +38,8 @@ from nanovllm_core.frontend import (
 )
 from nanovllm_engine_processes import wire
 from nanovllm_engine_processes.plugin import SharedOptions
-from nanovllm_engine_processes.sharing import LOOK_MS, door_of, is_running, share_of
+from nanovllm_engine_processes.sharing import LINGER_MS, LOOK_MS, door_of, is_running, share_of
 
-LINGER_MS = 1000
 _lines = count()
 
 
@@ -161,6 +160,9 @@ class Line:
                     error = self._pass_on(inbox, out) or error
         except NanoVLLMError as fault:
             error = fault
+        except Exception as fault:
+            error = EngineError(f"the way to the shared engine failed: {fault!r}")
+            error.__cause__ = fault
         self.is_open = False
         if not self.started.done():
             self.started.set_exception(error)

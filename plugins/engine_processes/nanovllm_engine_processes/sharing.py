@@ -6,6 +6,7 @@ for one subscriber in one message, as an engine's process sends them.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from nanovllm_core.api import EngineClosedError
+from nanovllm_core.api import EngineClosedError, EngineError, NanoVLLMError
 from nanovllm_core.frontend import (
     Abort,
     AddRequests,
@@ -35,6 +36,9 @@ from nanovllm_core.frontend import (
 )
 from nanovllm_engine_processes import wire
 
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 1000
 LOOK_MS = 200
 """How often doors are looked for whose processes have ended."""
 
@@ -140,10 +144,9 @@ class EngineShare:
                 return
             self._is_closed = True
         self._thread.join()
-        error = wire.error_row(EngineClosedError("the process that shares the engine closed it"))
-        for name in tuple(self._doors):
-            self._doors[name].socket.send(wire.encode(wire.CLOSED, 0, error))
-            self._drop(name, linger=1000)
+        with self._lock:
+            for name in tuple(self._doors):
+                self._end(name, EngineClosedError("the process that shares the engine closed it"))
         self._inbox.close(linger=0)
         self._context.term()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -154,9 +157,14 @@ class EngineShare:
         while not self._is_closed:
             if self._inbox.poll(LOOK_MS):
                 door, name, content = wire.decode(self._inbox.recv())
-                message = wire.read_message(name, content) if name in wire.MESSAGES else None
-                with self._lock:
-                    self._handle(door, name, content, message)
+                try:
+                    message = wire.read_message(name, content) if name in wire.MESSAGES else None
+                    with self._lock:
+                        self._handle(door, name, content, message)
+                except Exception as error:
+                    logger.exception("a message of the door %s failed", door)
+                    with self._lock:
+                        self._end(door, EngineError(f"the shared engine failed: {error!r}"))
             with self._lock:
                 for door in [one for one in self._doors if not is_running(self._doors[one].pid)]:
                     self._drop(door)
@@ -172,7 +180,8 @@ class EngineShare:
             deliver = partial(self._deliver, door, content)
             door.numbers[content] = door.client.subscribe(deliver)
         elif what in (wire.UNSUBSCRIBE, wire.LOST):
-            door.client.unsubscribe(door.numbers.pop(content))
+            if (number := door.numbers.pop(content, None)) is not None:
+                door.client.unsubscribe(number)
             if what == wire.LOST:
                 lost = [k for k, one in door.unfinished.items() if one.subscriber == content]
                 self._post(door, door.client, Abort(tuple(lost)))
@@ -207,6 +216,8 @@ class EngineShare:
                 client.post(message)
             case AddRequests() | GetStats() | WaitIdle() | ResetPrefixCache():
                 number = message.subscriber
+                if number not in door.numbers:
+                    return  # it could take no answer, and was forgotten
                 if isinstance(message, AddRequests):
                     for new in message.requests:
                         under_way = UnderWay(number, new.params.n, bool(new.params.stop))
@@ -216,6 +227,12 @@ class EngineShare:
                 except EngineClosedError as error:
                     row = wire.error_row(error)
                     door.socket.send(wire.encode(wire.ENDED, number, row))
+
+    def _end(self, name: str, error: NanoVLLMError) -> None:
+        """Tell a door that nothing more comes, and forget it."""
+        if (door := self._doors.get(name)) is not None:
+            door.socket.send(wire.encode(wire.CLOSED, 0, wire.error_row(error)))
+            self._drop(name, linger=LINGER_MS)
 
     def _drop(self, name: str, linger: int = 0) -> None:
         """Forget a door, and end what it has under way."""

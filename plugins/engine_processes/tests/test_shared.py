@@ -15,7 +15,7 @@ import pytest
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import EngineClosedError, EngineConfig, EngineError, InvalidSamplingError
-from nanovllm_core.frontend import Ended, Mailbox, NewRequest, ThreadClient
+from nanovllm_core.frontend import AddRequests, Ended, Mailbox, NewRequest, ThreadClient
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.registry import get_plugin_manager
 from nanovllm_engine_processes.plugin import SHARED
@@ -113,6 +113,38 @@ def test_a_door_whose_process_is_killed_leaves_nothing_running(
         wait_for(lambda: len(share._doors) == 1)
         wait_for(lambda: thread.stats.free_blocks == thread.stats.blocks)
         assert thread.stats.running == thread.stats.waiting == 0
+
+
+def test_requests_of_a_caller_that_can_take_no_answer_are_aborted(
+    share: EngineShare, thread: LLM, settings: dict[str, Any]
+) -> None:
+    """As those of an event loop that is closed. Later ones of it are not run, and others go on."""
+
+    def broken(_: object) -> None:
+        raise RuntimeError("closed")
+
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    with door(share, settings) as llm:
+        client = llm._client
+        number = client.subscribe(broken)
+        for name in "ab":
+            new = NewRequest(request_id=name, prompt_token_ids=[5], params=params, stream=True)
+            client.send(AddRequests(number, (new,)))
+        wait_for(lambda: not any(one.numbers for one in share._doors.values()))
+        client.send(AddRequests(number, (new,)))
+        wait_for(lambda: thread.stats.running == thread.stats.waiting == 0)
+        assert len(llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+
+
+def test_a_message_that_cannot_be_read_ends_its_door_alone(
+    share: EngineShare, settings: dict[str, Any]
+) -> None:
+    with door(share, settings) as one, door(share, settings) as other:
+        one._client._line.put("AddRequests", {"subscriber": 0})  # type: ignore[attr-defined]
+        wait_for(lambda: not one._client.is_open)
+        with pytest.raises(EngineClosedError):
+            one.generate([[5]], use_tqdm=False)
+        assert len(other.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
 
 
 def test_the_end_of_an_engine_reaches_every_door_and_new_ones_wait_for_another(
