@@ -15,9 +15,7 @@ import pytest
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import EngineClosedError, EngineConfig, EngineError, InvalidSamplingError
-from nanovllm_core.frontend import AddRequests, Ended, Mailbox, NewRequest, ThreadClient
-from nanovllm_core.interfaces.specs import NoOptions
-from nanovllm_core.registry import get_plugin_manager
+from nanovllm_core.frontend import AddRequests, Ended, Mailbox, NewRequest
 from nanovllm_engine_processes.plugin import SHARED
 from nanovllm_engine_processes.sharing import EngineShare
 from nanovllm_kit import EngineClientConformance, PluginUnderTest, plugin_under_test
@@ -61,13 +59,11 @@ def door(share: EngineShare, settings: dict[str, Any]) -> LLM:
 class TestShared(EngineClientConformance):
     @pytest.fixture
     def plugin(self, config: EngineConfig) -> Iterator[PluginUnderTest]:
-        client = ThreadClient(NoOptions(), config, "engine", get_plugin_manager())
-        client.start()
-        share = EngineShare()
-        share.serve(client)
-        yield plugin_under_test(SHARED, folder=share.folder)
-        share.close()
-        client.close()
+        with LLM.from_config(config) as llm:
+            share = EngineShare()
+            share.serve(llm._client)
+            yield plugin_under_test(SHARED, folder=share.folder)
+            share.close()
 
 
 @pytest.mark.parametrize("params", ASKED.values(), ids=ASKED)
