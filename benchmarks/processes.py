@@ -67,15 +67,20 @@ def nanovllm_executors() -> Sequence[ExecutorSpec]:
     ]
 
 
+def write_clock(folder: Path) -> None:
+    """A model's folder, which as a path of Python's also has the clock installed."""
+    metadata = folder / "clock_executor-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(METADATA)
+    (metadata / "entry_points.txt").write_text("[nanovllm.executors]\nclock = processes\n")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+
+
 @contextmanager
 def clock_engine(client: str, step_ms: float) -> Iterator[AsyncLLM]:
     """A door whose engine runs on the clock."""
     with tempfile.TemporaryDirectory() as folder:
-        metadata = Path(folder) / "clock_executor-1.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(METADATA)
-        (metadata / "entry_points.txt").write_text("[nanovllm.executors]\nclock = processes\n")
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        write_clock(Path(folder))
         sys.path.append(folder)  # an engine's process gets this path too
         try:
             llm = AsyncLLM(

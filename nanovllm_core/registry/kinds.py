@@ -156,7 +156,7 @@ _OURS = (
         specs.EngineClientSpec,
         "nanovllm_core.frontend.client:EngineClient",
         choice="engine_client",
-        extras={"processes": "data-parallel"},
+        extras={"processes": "data-parallel", "shared": "data-parallel"},
     ),
     Kind(
         "observer",

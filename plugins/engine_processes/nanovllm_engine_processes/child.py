@@ -24,10 +24,10 @@ from nanovllm_core.api import EngineConfig
 from nanovllm_core.frontend import (
     Answer,
     Close,
+    Ended,
     EngineLoop,
     EngineStats,
     GetStats,
-    Refused,
     ResetPrefixCache,
     Started,
     WaitIdle,
@@ -120,14 +120,11 @@ class EngineServer:
         self._send(wire.STARTED, [wire.info_row(facts.info), tokenizer, facts.sampling_defaults])
 
     def _deliver(self, answer: Answer) -> None:
-        """All deltas of a step are one message."""
-        if isinstance(answer, list):
-            self._send(wire.DELTAS, [*map(wire.delta_row, answer)])
-        elif isinstance(answer, Refused):
-            error = wire.error_row(answer.error)
-            self._send(wire.REFUSED, [error, answer.request_ids, answer.index])
-        elif not isinstance(answer, EngineStats):
+        """Questions have subscribers of their own."""
+        if isinstance(answer, Ended):
             self._send(wire.ENDED, self._error_row(answer.error))
+        else:
+            self._send(*wire.answer_row(answer))
 
     def _answer(self, number: int, answer: Answer) -> None:
         """A question was answered; an engine that ended says so by `_deliver`."""

@@ -1,4 +1,4 @@
-"""What this distribution brings: an engine client, the kind `router`, and two routers.
+"""What this distribution brings: two engine clients, the kind `router`, and two routers.
 
 Importing this module imports no torch, and no code of the client or of a router.
 """
@@ -6,6 +6,7 @@ Importing this module imports no torch, and no code of the client or of a router
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -66,6 +67,14 @@ class ProcessesOptions(BaseModel):
         return {"name": value} if isinstance(value, str) else value
 
 
+class SharedOptions(BaseModel):
+    """Options of `engine_client: {name: shared}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: Path = Field(description="The folder of the `EngineShare` whose engine is used.")
+
+
 class PrefixOptions(BaseModel):
     """Options of the router `prefix`."""
 
@@ -91,6 +100,14 @@ PROCESSES = EngineClientSpec(
     contract=1,
     max_data_parallel_size=1024,
 )
+SHARED = EngineClientSpec(
+    name="shared",
+    impl="nanovllm_engine_processes.shared:SharedClient",
+    summary="The engine of another process, which shares it with further doors.",
+    options=SharedOptions,
+    contract=1,
+    max_data_parallel_size=1024,
+)
 LOAD = RouterSpec(
     name="load",
     impl="nanovllm_engine_processes.routers:LoadRouter",
@@ -108,8 +125,8 @@ PREFIX = RouterSpec(
 
 @hookimpl
 def nanovllm_engine_clients() -> Sequence[EngineClientSpec]:
-    """Engines in processes."""
-    return [PROCESSES]
+    """Engines in processes, and those of other processes."""
+    return [PROCESSES, SHARED]
 
 
 @hookimpl

@@ -3,6 +3,9 @@
 To an engine go pairs (name, content): those of `nanovllm_core.frontend` by the name of their class,
 and `START` and `PING`. From an engine come triples (engine, name, content): the names below. The
 deltas of a step are one message, a short row for each delta.
+
+To a process that shares its engine go triples (door, name, content), the messages among them. From
+it come triples (name, subscriber, content): `STARTED`, answers, and `CLOSED`.
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ from nanovllm_core.api import (
 )
 from nanovllm_core.frontend import (
     AddRequests,
+    Answer,
+    Ended,
     EngineStats,
     Message,
     NewRequest,
     OutputDelta,
+    Refused,
 )
 
 START, PING = "start", "ping"
@@ -39,7 +45,9 @@ STARTED, FAILED = "started", "failed"
 """The facts of the engine; the error of its start."""
 DELTAS, REFUSED, ENDED, STATS, PONG = "deltas", "refused", "ended", "stats", "pong"
 CLOSED = "closed"
-"""The last counters, and the error of closing, if any."""
+"""The last counters, and the error of closing, if any; of a share, the error for its doors."""
+OPEN, SUBSCRIBE, UNSUBSCRIBE, LOST = "open", "subscribe", "unsubscribe", "lost"
+"""A door's process id; the number of its subscriber, and of one that can take nothing more."""
 
 MESSAGES: Mapping[str, Any] = {message.__name__: message for message in get_args(Message)}
 
@@ -120,7 +128,30 @@ def _read_request(content: dict[str, Any]) -> NewRequest:
     return NewRequest(**content)
 
 
-# -- deltas
+# -- answers
+
+
+def answer_row(answer: Answer) -> tuple[str, Any]:
+    """The name and the content of an answer: all deltas of a step are one message."""
+    if isinstance(answer, list):
+        return DELTAS, [*map(delta_row, answer)]
+    if isinstance(answer, Refused):
+        return REFUSED, [error_row(answer.error), answer.request_ids, answer.index]
+    if isinstance(answer, Ended):
+        return ENDED, error_row(answer.error)
+    return STATS, stats_row(answer)
+
+
+def read_answer(name: str, content: Any) -> Answer:
+    """That of `answer_row`."""
+    if name == DELTAS:
+        return [read_delta(row, row[0], row[1]) for row in content]
+    if name == REFUSED:
+        error, request_ids, index = content
+        return Refused(read_error(error), tuple(request_ids), index)
+    if name == ENDED:
+        return Ended(read_error(content))
+    return read_stats(content)
 
 
 def delta_row(delta: OutputDelta) -> tuple[Any, ...]:
@@ -223,13 +254,13 @@ def _error_types() -> dict[str, type[NanoVLLMError]]:
 
 
 def stats_row(stats: EngineStats) -> dict[str, Any]:
-    """The counters of one engine."""
+    """The counters of one engine, or of several with those of each."""
     return asdict(stats)
 
 
 def read_stats(content: dict[str, Any]) -> EngineStats:
     """Those of `stats_row`."""
-    return EngineStats(**{**content, "engines": ()})
+    return EngineStats(**{**content, "engines": tuple(map(read_stats, content["engines"]))})
 
 
 def info_row(info: WorkerInfo) -> dict[str, Any]:

@@ -7,18 +7,22 @@ from fastapi import FastAPI
 from nanovllm_core import AsyncLLM, __version__
 from nanovllm_server import chat, completions, models, page, tokens
 from nanovllm_server.errors import add_handlers
+from nanovllm_server.fronts.facts import FrontFacts
+from nanovllm_server.guard.assemble import make_ledger
 from nanovllm_server.service import Service
 from nanovllm_server.settings import ServerSettings
 from nanovllm_server.watch.watch import Watch
 
 
-def make_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+def make_app(llm: AsyncLLM, settings: ServerSettings, front: FrontFacts | None = None) -> FastAPI:
     """The application for a started engine, which stays its caller's to close.
 
+    `front` is what it has in common with those of other processes, if it is one of several.
     `app.state.service` is what the routes share, `app.state.watch` what watches the engine.
     """
-    service = Service(llm, settings)
-    watch = Watch(service)
+    front = front or FrontFacts(make_ledger(settings))
+    service = Service(llm, settings, front.ledger)
+    watch = Watch(service, front)
     app = FastAPI(
         title="nanovllm",
         version=__version__,

@@ -13,6 +13,7 @@ from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.isolation import cache_salt
 from nanovllm_server.guard.keys import api_key
+from nanovllm_server.guard.ledger import Ledger
 from nanovllm_server.guard.prompts import PromptLimits, check_template_kwargs
 from nanovllm_server.logprobs import TokenTexts
 from nanovllm_server.protocol import ChatMessage
@@ -25,7 +26,9 @@ LONG_TEXT = 20_000
 class Service:
     """The engine behind the routes. `llm` is read anew for each request: it may be replaced."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+    def __init__(
+        self, llm: AsyncLLM, settings: ServerSettings, ledger: Ledger | None = None
+    ) -> None:
         self.llm = llm
         self.settings = settings
         self.names = settings.served_model_name or (llm.config.model,)
@@ -33,7 +36,7 @@ class Service:
         self.token_texts = TokenTexts(llm.tokenizer)
         limits = settings.limits
         rows = llm.config.limits.max_num_seqs * llm.config.data_parallel_size
-        self.admission = Admission(rows, limits.max_queue)
+        self.admission = Admission(rows, limits.max_queue, ledger=ledger)
         self.prompt_limits = PromptLimits.of(llm.info.max_model_len, limits.max_prompt_characters)
 
     def check_model(self, name: str | None) -> str:

@@ -42,6 +42,9 @@ class ServerSettings(ServerSection):
     """The address to listen on. The default can be reached from this machine alone."""
     port: int = Field(default=8000, ge=0, le=65535)
     """The port to listen on; 0 takes a free one, which the server prints."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Processes that speak HTTP, tokenise and make text, the fronts; they share the engine and the
+    address. More than one needs Linux, and at least as many cores beside the engine's."""
     served_model_name: Names = ()
     """The names of the model, one or a list: requests may use any, answers carry the first. Left
     out, `model` as it was given."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanovllm_core import AsyncLLM, load_config
-from nanovllm_server.command import address, make_watched_server
+from nanovllm_server.server import address, make_watched_server
 from nanovllm_server.settings import ServerSettings
 from nanovllm_server.watch.watch import observed
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from nanovllm_core import AsyncLLM, load_config
-from nanovllm_server.command import address, make_watched_server
+from nanovllm_server.server import address, make_watched_server
 from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch.watch import observed
 
@@ -64,11 +64,16 @@ def post(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) 
 class Stream:
     """A stream that a thread reads: the text so far, and how it ended."""
 
-    def __init__(self, url: str, body: dict[str, Any] = LONG) -> None:
+    def __init__(
+        self,
+        url: str,
+        body: dict[str, Any] = LONG,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         self.text = ""
         self.error: dict[str, Any] | None = None
         self.is_done = False
-        self._answer = post(url, {**body, "stream": True})
+        self._answer = post(url, {**body, "stream": True}, headers)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 

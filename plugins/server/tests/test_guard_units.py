@@ -6,8 +6,11 @@ import asyncio
 import io
 import json
 import logging
+import os
 import re
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +31,10 @@ from nanovllm_server.guard.drain import Drain
 from nanovllm_server.guard.hosts import LocalOnly, check_exposure, is_loopback
 from nanovllm_server.guard.isolation import cache_salt
 from nanovllm_server.guard.keys import ApiKey, Keys, api_key, hash_key, make_key, read_keys
+from nanovllm_server.guard.ledger import MAX_CLIENTS, NUM_OWN, Ledger
 from nanovllm_server.guard.logs import AccessLog, JsonFormatter, TextFormatter
 from nanovllm_server.guard.prompts import PromptLimits, check_stops, check_template_kwargs
-from nanovllm_server.guard.rates import Rates, TokenBucket
+from nanovllm_server.guard.rates import Allowance, Rates
 from nanovllm_server.guard.request_ids import RequestIds
 from nanovllm_server.guard.settings import CorsSettings
 from nanovllm_server.settings import ServerSettings
@@ -138,9 +142,9 @@ def test_made_keys_differ_and_have_256_bits() -> None:
 def test_a_bucket_never_gives_more_than_rate_and_burst(
     times: list[float], rate: float, burst: int
 ) -> None:
-    bucket, taken = TokenBucket(rate, burst, 0.0), []
+    allowance, full_at, taken = Allowance(rate, burst, None), 0.0, []
     for now in sorted(times):
-        wait = bucket.take(now)
+        full_at, wait = allowance.take(full_at, now)
         if wait == 0:
             taken.append(now)
         else:
@@ -215,6 +219,62 @@ def test_places_are_given_back_where_a_request_fails() -> None:
     with pytest.raises(ValueError, match="x"), admission.enter():
         raise ValueError("x")
     assert admission.taken == 0
+
+
+# -- several fronts
+
+
+def second_front(ledger: Ledger) -> Ledger:
+    """As another process maps it."""
+    return Ledger(os.dup(ledger.fd), ledger.columns, 1)
+
+
+def test_fronts_share_places_and_rates_and_a_dead_one_gives_its_places_back() -> None:
+    first = Ledger.create(columns=2)
+    second = second_front(first)
+    one, other = Admission(2, 1, ledger=first), Admission(2, 1, ledger=second)
+    with one.enter(2), other.enter():
+        assert one.taken == other.taken == 3
+        with pytest.raises(ApiError), one.enter():
+            pass
+        first.clear(1)  # the other has ended
+        assert one.taken == 2
+    fronts = [Rates(echo, 6, 3, clock=lambda: 0.0, ledger=ledger) for ledger in (first, second)]
+    assert [ask(app).status for app in (*fronts, *fronts)] == [200, 200, 200, 429]
+
+
+def test_no_two_fronts_look_and_add_at_one_time() -> None:
+    """Each of two processes takes what is free, as often as it can: never more than there is."""
+    ledger = Ledger.create(columns=2)
+    program = """
+import sys
+from nanovllm_server.guard.ledger import QUEUE, Ledger
+ledger, most = Ledger(int(sys.argv[1]), 2, int(sys.argv[2])), 0
+for _ in range(20_000):
+    with ledger.lock():
+        if ledger.total(QUEUE) < 1:
+            ledger.add(QUEUE, 1)
+    most = max(most, ledger.total(QUEUE))
+    ledger.put(QUEUE, 0)
+print(most)
+"""
+    commands = [[sys.executable, "-c", program, str(ledger.fd), str(n)] for n in range(2)]
+    running = [
+        subprocess.Popen(one, stdout=subprocess.PIPE, pass_fds=[ledger.fd]) for one in commands
+    ]
+    assert [one.communicate()[0] for one in running] == [b"1\n"] * 2
+
+
+def test_a_client_that_comes_beyond_the_table_takes_the_row_of_one_that_is_idle() -> None:
+    """The one whose burst is whole the soonest; rows of requests under way stay."""
+    ledger = Ledger.create()
+    for number in range(MAX_CLIENTS):
+        row = ledger.client(str(number), 0.0)
+        ledger.set_full_at(row, 1000.0 + number)
+    ledger.add(ledger.client("0", 0.0), 1)
+    assert ledger.client("new", 5.0) == ledger.client("new", 6.0) == NUM_OWN + 1
+    assert ledger.full_at(NUM_OWN + 1) == 5.0
+    assert ledger.client("0", 0.0) == NUM_OWN
 
 
 # -- bodies

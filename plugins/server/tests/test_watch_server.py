@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_core import AsyncLLM, load_config
-from nanovllm_server.command import address, make_watched_server
+from nanovllm_server.server import address, make_watched_server
 from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch.watch import observed
 

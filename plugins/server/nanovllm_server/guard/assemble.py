@@ -14,6 +14,7 @@ from nanovllm_server.guard.deadlines import Deadlines
 from nanovllm_server.guard.drain import Drain
 from nanovllm_server.guard.hosts import LocalOnly, check_exposure, is_loopback
 from nanovllm_server.guard.keys import ApiKey, Keys
+from nanovllm_server.guard.ledger import Ledger
 from nanovllm_server.guard.logs import AccessLog
 from nanovllm_server.guard.rates import Rates
 from nanovllm_server.guard.request_ids import RequestIds
@@ -30,16 +31,19 @@ def guarded(
     settings: ServerSettings,
     keys: Sequence[ApiKey],
     watched: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    ledger: Ledger | None = None,
 ) -> tuple[RequestIds, Drain]:
     """The application behind all guards, and the one that ends it.
 
-    `watched` adds what counts and traces every request, those that are refused too. Raises
-    ConfigError for a server that everybody on the network could use unasked.
+    `watched` adds what counts and traces every request, those that are refused too. Without
+    `ledger` nobody else counts. Raises ConfigError for a server that everybody on the network could
+    use unasked.
     """
     check_exposure(settings.host, bool(keys), settings.allow_anonymous)
     limits, cors = settings.limits, settings.cors
+    ledger = ledger or make_ledger(settings)
     app = BodyLimit(app, limits.max_body_bytes, limits.max_json_depth, limits.body_timeout_s)
-    app = Rates(app, limits.requests_per_minute, limits.burst, limits.max_concurrent)
+    app = Rates(app, limits.requests_per_minute, limits.burst, limits.max_concurrent, ledger=ledger)
     app = Keys(app, keys, settings.public_paths)
     app = deadlines = Deadlines(app, limits.timeout_s, limits.max_timeout_s)
     if not keys and is_loopback(settings.host):
@@ -52,16 +56,24 @@ def guarded(
             allow_headers=cors.allow_headers,
             expose_headers=EXPOSED_HEADERS,
         )
-    drain = Drain(app, deadlines, settings.drain_s)
+    drain = Drain(app, deadlines, settings.drain_s, ledger)
     return RequestIds(AccessLog(watched(drain))), drain
 
 
-def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
+def make_ledger(settings: ServerSettings, fronts: int = 1) -> Ledger:
+    """A new ledger for a server of so many front processes."""
+    return Ledger.create(fronts, settings.limits.max_connections)
+
+
+def uvicorn_options(settings: ServerSettings, ledger: Ledger | None = None) -> dict[str, Any]:
     """The arguments of `uvicorn.Config` that the guards need."""
     limits = settings.limits
     return {
         "http": connection_class(
-            limits.max_header_bytes, limits.header_timeout_s, limits.max_connections
+            limits.max_header_bytes,
+            limits.header_timeout_s,
+            limits.max_connections,
+            ledger or make_ledger(settings),
         ),
         # A websocket would go around the guards, which are for HTTP.
         "ws": "none",

@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import encode, retry_after, send_error
+from nanovllm_server.guard.ledger import CONNECTIONS, Ledger
 from nanovllm_server.guard.logs import AccessLog
 from nanovllm_server.guard.request_ids import RequestIds
 
@@ -18,7 +19,7 @@ MAX_HEADER_BYTES = 32_768
 HEADER_SECONDS = 10.0
 """From the start of a connection or a request to the end of its headers."""
 MAX_CONNECTIONS = 4096
-"""Of one server; requests on further ones are answered by `full`."""
+"""Of one server, over all its fronts; requests on further ones are answered by `full`."""
 
 
 async def full(scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +50,7 @@ class Connection(HttpToolsProtocol):
     max_header_bytes = MAX_HEADER_BYTES
     header_seconds = HEADER_SECONDS
     max_connections = MAX_CONNECTIONS
+    ledger: Ledger
     _header_timer: asyncio.TimerHandle | None = None
     _raw_bytes = 0
     """That came while the headers were incomplete: one that never ends reaches no callback."""
@@ -58,11 +60,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.ledger.put(CONNECTIONS, len(self.connections))
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self.ledger.put(CONNECTIONS, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
         if not self._has_headers:
@@ -88,7 +92,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_headers = True
         self._stop_timer()
-        if len(self.connections) > self.max_connections:
+        if self.ledger.total(CONNECTIONS) > self.max_connections:
             self.app = logged_full
         super().on_headers_complete()
 
@@ -143,12 +147,13 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_class(
-    max_header_bytes: int, header_seconds: float, max_connections: int
+    max_header_bytes: int, header_seconds: float, max_connections: int, ledger: Ledger
 ) -> type[Connection]:
-    """The class of connections with these limits, as uvicorn takes one."""
+    """The class of connections with these limits, as uvicorn takes one. `ledger` counts them."""
     limits: dict[str, Any] = {
         "max_header_bytes": max_header_bytes,
         "header_seconds": header_seconds,
         "max_connections": max_connections,
+        "ledger": ledger,
     }
     return type("LimitedConnection", (Connection,), limits)

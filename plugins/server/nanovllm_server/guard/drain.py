@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
 from nanovllm_server.guard.deadlines import Deadlines
+from nanovllm_server.guard.ledger import REQUESTS, Ledger
 
 log = logging.getLogger("nanovllm_server")
 
@@ -35,15 +37,23 @@ def sigterm_as_exit() -> Iterator[None]:
 class Drain:
     """Middleware: counts the requests that run, and refuses new ones with 503 once it drains.
 
-    `drain_s` is what the running ones may still take; the deadlines end those that need longer.
+    `drain_s` is what the running ones may still take; the deadlines end those that need longer. The
+    fronts of one `ledger` count together.
     """
 
-    def __init__(self, app: ASGIApp, deadlines: Deadlines, drain_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, deadlines: Deadlines, drain_s: float, ledger: Ledger | None = None
+    ) -> None:
         self._app = app
         self._deadlines = deadlines
         self._drain_s = drain_s
         self.is_draining = False
-        self.running = 0
+        self._ledger = Ledger.create() if ledger is None else ledger
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return self._ledger.total(REQUESTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
@@ -59,11 +69,11 @@ class Drain:
             await send_error(send, refusal, close=True)
             await send({"type": "http.response.body"})
             return
-        self.running += 1
+        self._ledger.add(REQUESTS, 1)
         try:
             await self._app(scope, receive, send)
         finally:
-            self.running -= 1
+            self._ledger.add(REQUESTS, -1)
 
     def begin(self, seconds: float | None = None) -> None:
         """Refuse new requests; end the running ones after `seconds`, by default `drain_s`."""
@@ -85,14 +95,20 @@ class DrainingServer(uvicorn.Server):
     """A uvicorn server that drains on the first SIGTERM or Ctrl-C, and exits with status 0.
 
     It listens until the last request has ended, so that load balancers see `/ready` fail. The
-    second signal ends the running requests at once.
+    second signal ends the running requests at once. `announce` is called once it listens.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
         super().__init__(config)
+        self.announce: Callable[[], None] = lambda: None
         self._drain = drain
         self._num_signals = 0
         self._num_handled = 0
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called between any two lines, so it only counts. uvicorn's would raise the signal again

@@ -33,26 +33,42 @@ def check_exposure(host: str, has_keys: bool, allow_anonymous: bool) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises ConfigError where a server cannot listen. It asks early: a model takes long to load.
+    """Raises ConfigError where a server cannot listen: early, for a model takes long to load."""
+    for one in bound_sockets(host, port):
+        one.close()
 
-    The options are asyncio's: an address may be used at once after another server has left it.
+
+def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
+    """Sockets on each address of a host, which do not listen yet; with port 0 all on one free port.
+
+    The options are asyncio's: an address may be used at once after another server has left it. A
+    shared one may have several sockets of this user, among which Linux spreads the connections.
+    Raises ConfigError where an address cannot be had.
     """
+    bound: list[socket.socket] = []
     try:
         for family, kind, _, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
             if family == socket.AF_INET6 and not socket.has_ipv6:
                 continue
-            with socket.socket(family, kind) as one:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                one.bind(address)
+            one = socket.socket(family, kind)
+            bound.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind((address[0], port, *address[2:]))
+            port = one.getsockname()[1]
     except OSError as error:
+        for one in bound:
+            one.close()
         raise ConfigError(
             f"the server cannot listen on {host!r}, port {port}: {error.strerror}; choose others "
             "with --host and --port (0 takes a free one)"
         ) from None
+    return bound
 
 
 class LocalOnly:

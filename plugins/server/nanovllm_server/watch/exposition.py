@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from asyncio import to_thread
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ from prometheus_client.core import (
     Metric as Family,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -86,9 +89,13 @@ def family(metric: Metric, numbers: Sequence[float], model_name: str) -> Family:
 
 
 class HttpMetrics:
-    """The metrics of HTTP requests, counted by `HttpMetricsMiddleware`."""
+    """The metrics of HTTP requests, counted by `HttpMetricsMiddleware`.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Without a registry they are those of one of several processes: each writes them to files, which
+    `make_registry` reads.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
         self.requests = HttpCounter(
             f"{PREFIX}http_requests",
             "HTTP requests that are over, by route and status.",
@@ -113,6 +120,7 @@ class HttpMetrics:
             f"{PREFIX}http_requests_in_progress",
             "HTTP requests whose answer is not complete.",
             registry=registry,
+            multiprocess_mode="livesum",
         )
 
 
@@ -178,12 +186,43 @@ class AnswerWatch:
         return self._send(message)
 
 
-def make_registry(engine: EngineCollector) -> CollectorRegistry:
-    """The metrics of one server: its engine, its process, its Python."""
+class ProcessesCollector(Collector):
+    """The metrics of several processes as if they were one; the start is that of the first."""
+
+    def __init__(self, process_ids: Callable[[], Iterable[int]]) -> None:
+        self._process_ids = process_ids
+
+    def collect(self) -> Iterator[Family]:
+        values: dict[str, list[float]] = {}
+        families: dict[str, Family] = {}
+        for process_id in self._process_ids():
+            for one in ProcessCollector(pid=partial(int, process_id), registry=None).collect():
+                families.setdefault(one.name, one)
+                values.setdefault(one.name, []).extend(each.value for each in one.samples)
+        for name, one in families.items():
+            total = min(values[name]) if name == "process_start_time_seconds" else sum(values[name])
+            yield type(one)(name, one.documentation, value=total)  # type: ignore[call-arg]
+
+    def describe(self) -> list[Family]:
+        """Nothing, so that registering reads no file."""
+        return []
+
+
+def make_registry(
+    engine: EngineCollector,
+    http_folder: Path | None = None,
+    process_ids: Callable[[], Iterable[int]] = lambda: (os.getpid(),),
+) -> CollectorRegistry:
+    """The metrics of one server: its engine, its processes but the engine's, its Python.
+
+    Of several front processes, `http_folder` has the files of their HTTP requests.
+    """
     registry = CollectorRegistry()
     registry.register(engine)
-    ProcessCollector(registry=registry)
+    registry.register(ProcessesCollector(process_ids))
     PlatformCollector(registry=registry)
+    if http_folder is not None:
+        MultiProcessCollector(registry, str(http_folder))  # type: ignore[no-untyped-call]
     return registry
 
 

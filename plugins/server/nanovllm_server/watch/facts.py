@@ -18,7 +18,13 @@ from nanovllm_core.api import ResolvedPlugin
 from nanovllm_core.selection import Decisions
 from nanovllm_server.watch import metrics
 from nanovllm_server.watch.health import EngineMonitor
-from nanovllm_server.watch.used_plugins import CLIENT, describe, engine_plugins, read_plugins
+from nanovllm_server.watch.used_plugins import (
+    CLIENT,
+    UsedPlugin,
+    describe,
+    engine_plugins,
+    read_plugins,
+)
 from nanovllm_server.watch.values import Histogram, quantile, read_values
 
 if TYPE_CHECKING:
@@ -93,15 +99,19 @@ def versions() -> dict[str, str]:
 
 
 def plugins_in_use(
-    llm: AsyncLLM, folder: Path | None, routes: Sequence[ResolvedPlugin] = ()
+    llm: AsyncLLM,
+    folder: Path | None,
+    routes: Sequence[ResolvedPlugin] = (),
+    clients: Sequence[UsedPlugin] = (),
 ) -> dict[str, Any]:
     """What /plugins answers: the plugins that serve, and why these attention and kernels.
 
     `folder` is where the engine's observer noted its plugins; None where it has no such observer.
+    `clients` are the engine clients of the process that has the engine, where that is another one.
     """
     choices = llm.info.choices
     used = engine_plugins(llm.config) if folder is None else read_plugins(folder)
-    used += describe(CLIENT, Decisions(llm.config).named(CLIENT))
+    used += [*describe(CLIENT, Decisions(llm.config).named(CLIENT)), *clients]
     used += describe("route", routes)
     reasons = {line.partition(":")[0]: line for line in reversed(choices)}
     plugins = [{**one, "reason": reasons.get(one["kind"], "")} for one in used]

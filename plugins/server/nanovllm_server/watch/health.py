@@ -22,6 +22,7 @@ from nanovllm_server.watch.settings import HealthSettings
 
 if TYPE_CHECKING:
     from nanovllm_core.engine import EngineStats
+    from nanovllm_core.frontend import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def _is_stalled(before: EngineStats, now: EngineStats) -> bool:
     )
 
 
-def close_within(llm: AsyncLLM, seconds: float) -> bool:
+def close_within(llm: AsyncLLM | EngineClient, seconds: float) -> bool:
     """Close an engine, which waits for the step under way; False where it takes longer."""
     closing = threading.Thread(target=llm.close, name="nanovllm-close", daemon=True)
     closing.start()

@@ -1,6 +1,6 @@
 """The contract of a plugin with routes, version 1: what authors of the kind `route` import.
 
-Who calls what, and when, once for each server:
+Who calls what, and when, once in each front process of a server (`serve.processes`):
 
     Plugin(options, context)   once the engine has started, before the server listens
     routes()                   once after it; they are added behind the server's own

@@ -19,6 +19,9 @@ class HealthSettings(ServerSection):
     on_engine_death: Literal["exit", "restart"] = "exit"
     """When an error ends the engine: `exit` ends the server with status 1, `restart` starts another
     engine. Running requests get an error in both cases."""
+    on_front_death: Literal["restart", "exit"] = "restart"
+    """When one of several front processes ends: `restart` starts another one, `exit` ends the
+    server with status 1. The requests of that front are aborted in both cases."""
 
     @field_validator("stuck_after_s")
     @classmethod

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from starlette.types import ASGIApp
 
+    from nanovllm_server.fronts.facts import FrontFacts
     from nanovllm_server.service import Service
     from nanovllm_server.watch.settings import TracingSettings
 
@@ -57,10 +58,11 @@ def folder_of(config: EngineConfig) -> Path | None:
 class Watch:
     """What watches the engine of `service`, and the plugins with routes.
 
-    `connect` tells it of the server that runs the application.
+    `front` is what this process has in common with others of the same server. `connect` tells it of
+    the server that runs the application.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, front: FrontFacts) -> None:
         llm, settings = service.llm, service.settings
         folder, model_name = folder_of(llm.config), service.names[0]
         self._service = service
@@ -74,13 +76,15 @@ class Watch:
             replace=self._replace,
             end=lambda error: self._stop_server(),
         )
-        registry = make_registry(EngineCollector(folder, model_name, self._gauges))
-        self._http = HttpMetrics(registry)
+        registry = make_registry(
+            EngineCollector(folder, model_name, self._gauges), front.http_folder, front.process_ids
+        )
+        self._http = HttpMetrics(registry if front.http_folder is None else None)
         self._metrics = MetricsEndpoint(registry)
         self._health = HealthEndpoints(self.monitor)
         context = RouteContext(engine=lambda: service.llm, model_name=model_name)
         self._plugins = RoutePlugins(settings.routes, context, llm.config.plugins.disable)
-        plugins = plugins_in_use(llm, folder, self._plugins.resolved)
+        plugins = plugins_in_use(llm, folder, self._plugins.resolved, front.clients)
         self._facts = FactsEndpoints(live, self.monitor, plugins)
         self._provider = make_tracing(settings.tracing)
         self._paths: frozenset[str] = frozenset()

@@ -1,0 +1,1 @@
+"""Several front processes of one server, and the process that starts and watches them."""
