@@ -61,6 +61,23 @@ def pack_chunks(
     return packed
 
 
+def trial_chunks(
+    num_tokens: int, max_rows: int, max_model_len: int, context: int
+) -> tuple[PrefillChunk, ...]:
+    """The largest chunks of a step of at most so many prompt tokens; none gives a token.
+
+    With a `context` the chunks are half as long as a sequence at most, and follow up to `context`
+    tokens each.
+    """
+    longest = -(-max_model_len // 2) if context else max_model_len
+    num_tokens = min(num_tokens, max_rows * longest)
+    start = min(context, max_model_len - min(num_tokens, longest))
+    return tuple(
+        PrefillChunk(row, start, min(longest, num_tokens - place), samples=False)
+        for row, place in enumerate(range(0, num_tokens, longest))
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
     """S prompt chunks on the device, as `pack_chunks` laid them out."""

@@ -40,7 +40,7 @@ from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.masks import ForwardPass, MaskTable, unexpected
-from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks
+from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks, trial_chunks
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.processors import make_processors
 from nanovllm_core.worker.progress import Laps
@@ -186,20 +186,10 @@ class ModelRunner:
         nothing = self._staging.copy(np.zeros((2, 0), np.int32))
         yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
         if num_tokens:
-            yield self._trial_prompts(num_tokens, context=0)
-            if self.attention.context_part:
-                yield self._trial_prompts(num_tokens, self.attention.context_part)
-
-    def _trial_prompts(self, num_tokens: int, context: int) -> partial[None]:
-        """A step of as many prompt tokens, whose chunks follow up to `context` tokens each."""
-        most = self.max_model_len if context == 0 else -(-self.max_model_len // 2)
-        num_tokens = min(num_tokens, self.bucket_sizes[-1] * most)
-        start = min(context, self.max_model_len - min(num_tokens, most))
-        chunks = tuple(
-            PrefillChunk(row, start, min(most, num_tokens - place), samples=False)
-            for row, place in enumerate(range(0, num_tokens, most))
-        )
-        return partial(self._mixed, self._eager_step(chunks, num_decode=0, needs_tail=True))
+            for context in dict.fromkeys((0, self.attention.context_part)):
+                chunks = trial_chunks(num_tokens, max_rows, self.max_model_len, context)
+                step = self._eager_step(chunks, num_decode=0, needs_tail=True)
+                yield partial(self._mixed, step)
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
