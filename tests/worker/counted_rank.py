@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from nanovllm_core.interfaces.parallel import ParallelContext
+from nanovllm_core.interfaces.parallel import ParallelContext, TensorParallel
 from nanovllm_kit.ranks import SimulatedRank
 
 
 @dataclass
-class Counted:
+class Counted(TensorParallel):
     """A group that notes the bytes of each gathering that this rank sends."""
 
     group: SimulatedRank
