@@ -4,7 +4,7 @@
 # make test-full   the slow tests, which `make test` leaves out
 # make test-speed  comparisons of time, with nothing else on the machine
 # make mutants     change 200 lines, one at a time, and see whether the tests notice (half an hour)
-# make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests.json
+# make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests_*.json
 # make bench-gpu   measure the committed throughputs again on a GPU and compare
 # make lint        ruff, mypy, import-linter
 # make wheels      every distribution, into dist/
@@ -128,8 +128,17 @@ test-full: $(DEV_ENV)
 test-speed: $(DEV_ENV)
 	$(PY) -m pytest -m alone
 
+# Most of their time is compilation, so the tests that can share a GPU run side by side.
+GPU_JOBS ?= 12
+PYTEST_GPU := $(ONE_THREAD) $(PY) -m pytest -q -rfE
+
 test-gpu: $(DEV_ENV)
-	$(PY) -m pytest -m gpu --report-json benchmarks/results/gpu_tests.json
+	failed=0; \
+	$(PYTEST_GPU) -m "gpu and not whole_gpu" -n $(GPU_JOBS) --dist worksteal \
+		--report-json benchmarks/results/gpu_tests_shared.json || failed=1; \
+	$(PYTEST_GPU) -m "gpu and whole_gpu" \
+		--report-json benchmarks/results/gpu_tests_whole.json || failed=1; \
+	exit $$failed
 
 # Another seed draws other lines.
 SEED ?= 0

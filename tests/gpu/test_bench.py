@@ -12,7 +12,7 @@ from nanovllm_bench.launches import count_launches
 from nanovllm_bench.rates import measure_rates
 from nanovllm_core.interfaces.attention import Phase
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 
 
 def test_a_gpu_copies_and_multiplies_at_a_plausible_rate() -> None:

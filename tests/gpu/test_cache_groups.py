@@ -13,6 +13,8 @@ from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from tests.e2e.alternating import NAME, choices, install_alternating
 from tests.e2e.tiny import CONFIG, VOCAB_SIZE, open_tiny, write_checkpoint
 
+pytestmark = pytest.mark.whole_gpu
+
 LENGTHS = (3, 40, 129, 300, 700, 511)
 
 

@@ -15,6 +15,8 @@ from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from tests.gpu.test_graphs import BACKENDS
 
+pytestmark = pytest.mark.whole_gpu
+
 SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 512, "device": "cuda"}
 BLOCKS = {"cache.num_blocks": 2048, "cache.block_size": 16}
 

@@ -14,6 +14,8 @@ from nanovllm_core.worker import latent
 from tests.e2e.tiny import open_tiny
 from tests.latent import install_latent, naive_logits, random_weights, write_latent
 
+pytestmark = pytest.mark.whole_gpu
+
 LENGTHS = (3, 40, 129, 300, 900, 511)
 SIZES = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 

@@ -9,6 +9,8 @@ import torch
 
 from nanovllm_core import LLM, SamplingParams
 
+pytestmark = pytest.mark.whole_gpu
+
 SMALL: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_model_len": 256,

@@ -13,6 +13,8 @@ from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.errors import OutOfMemoryError
 from tests.gpu.conftest import write_config
 
+pytestmark = pytest.mark.whole_gpu
+
 GIB = 1 << 30
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 PROMPTS = [[3 + row, 5, 7] * (2 + row) for row in range(12)]

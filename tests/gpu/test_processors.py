@@ -12,6 +12,8 @@ import torch
 from nanovllm_core import LLM, SamplingParams
 from tests.gpu.conftest import write_config
 
+pytestmark = pytest.mark.whole_gpu
+
 Install = Callable[..., None]
 PROMPTS = [[(7 * i + j) % 4096 for j in range(20 + i)] for i in range(6)]
 

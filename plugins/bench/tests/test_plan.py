@@ -30,6 +30,8 @@ from nanovllm_core.selection import start
 from nanovllm_core.worker import Worker
 from nanovllm_core.worker.runner import ModelRunner
 
+pytestmark = pytest.mark.whole_gpu
+
 for plugin in ("checkpoint_demo", "model_qwen3", "attention_sdpa"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
 

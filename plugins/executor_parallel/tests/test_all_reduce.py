@@ -20,6 +20,8 @@ from nanovllm_executor_parallel.symmetric import (
     read_limits,
 )
 
+pytestmark = pytest.mark.whole_gpu
+
 PROGRAM = """
 import sys, time
 import torch

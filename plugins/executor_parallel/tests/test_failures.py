@@ -19,6 +19,8 @@ from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ExecutorError, NanoVLLMError, PluginLoadError
 from nanovllm_executor_parallel import executor
 
+pytestmark = pytest.mark.whole_gpu
+
 demo = pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
 pytest.importorskip("nanovllm_model_qwen3", reason="needs the plugin model_qwen3")
 

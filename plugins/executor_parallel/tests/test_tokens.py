@@ -14,6 +14,8 @@ from nanovllm_core import LLM, RequestOutput, SamplingParams
 from nanovllm_kit.model_settings import LLAMA_LIKE
 from nanovllm_kit.reference_model import ReferenceCheckpoint
 
+pytestmark = pytest.mark.whole_gpu
+
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "attention": "sdpa",

@@ -17,6 +17,8 @@ import torch
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ExecutorError, WeightsError
 
+pytestmark = pytest.mark.whole_gpu
+
 demo = pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
 
 PROMPTS = ["Write a story about a fox named Mia.", "What is 27 + 15?"]

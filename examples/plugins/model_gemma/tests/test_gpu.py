@@ -16,6 +16,7 @@ from nanovllm_kit.reference_model import ReferenceCheckpoint
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.whole_gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
