@@ -98,9 +98,7 @@ class TensorParallelGroup:
             dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers)
 
-    def open(
-        self, devices: Sequence[torch.device], seconds: float, all_reduce: AllReduce
-    ) -> None:
+    def open(self, devices: Sequence[torch.device], seconds: float, all_reduce: AllReduce) -> None:
         """Take the memory that collectives need on GPUs, which no capture may do.
 
         `devices` are the GPUs of all ranks. Where `all_reduce` asks for symmetric memory, all ranks

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm_core.api import ExecutorSpec, hookimpl
 
-
 AllReduce = Literal["nccl", "symmetric"]
 """What sums over the GPUs of all ranks."""
 
