@@ -359,8 +359,8 @@ MUTATIONS = [
         "a split product takes torch's own",
         KERNELS,
         (
-            "tp.all_reduce(self.matrix.linear(x, self.bias if tp.rank == 0 else None))",
-            "tp.all_reduce(x @ self.weight.t())",
+            "self.matrix.linear(x, self.bias if self.context.tp.rank == 0 else None)",
+            "x @ self.weight.t()",
         ),
     ),
     embedding(
