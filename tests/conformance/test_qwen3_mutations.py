@@ -132,7 +132,7 @@ MUTATIONS = [
     linear(
         "the bias of the row-parallel layer added on every rank",
         SPLIT,
-        ("self.bias if tp.rank == 0 else None", "self.bias"),
+        ("self.bias if self.context.tp.rank == 0 else None", "self.bias"),
         peers=16,
     ),
     model(
