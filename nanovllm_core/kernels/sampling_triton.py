@@ -104,11 +104,11 @@ def best_pairs(
 
 def choose_pair(pairs_BP: Tensor, rows_B: Tensor, out_B: Tensor, *, skip_flag: Tensor) -> None:
     """As `sampling_reference.choose_pair`, and as `sample_tokens` otherwise."""
-    row_size = pairs_BP.shape[1]
+    num_pairs = pairs_BP.shape[1] // 2
     sample_reduce_kernel[(len(rows_B),)](
         rows_B, skip_flag, pairs_BP.view(torch.float32), pairs_BP[:, 1:], out_B,
-        row_size // 2, row_size,
-        STEP=2, LANES=triton.next_power_of_2(row_size // 2), num_warps=1,
+        num_pairs, pairs_BP.stride(0),
+        STEP=2, LANES=triton.next_power_of_2(num_pairs), num_warps=1,
     )  # fmt: skip
 
 

@@ -147,7 +147,7 @@ _OURS = (
         changed="state contract=4, and add sample(masks): a step whose plan samples_later is "
         "submitted in two parts; a plan has a block table for each cache group, so block_ids are "
         "[G, n] and appends (row, group, index, block id). Pass every plan and all masks to "
-        "nanovllm_core.worker.Worker, in order",
+        "nanovllm_core.worker.Worker, in order; derive a group of ranks from TensorParallel",
         choice="executor",
         extras={"parallel": "parallel"},
     ),

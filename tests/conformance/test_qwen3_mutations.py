@@ -132,7 +132,7 @@ MUTATIONS = [
     linear(
         "the bias of the row-parallel layer added on every rank",
         SPLIT,
-        ("self.bias if tp.rank == 0 else None", "self.bias"),
+        ("self.bias if self.context.tp.rank == 0 else None", "self.bias"),
         peers=16,
     ),
     model(
@@ -359,8 +359,8 @@ MUTATIONS = [
         "a split product takes torch's own",
         KERNELS,
         (
-            "tp.all_reduce(self.matrix.linear(x, self.bias if tp.rank == 0 else None))",
-            "tp.all_reduce(x @ self.weight.t())",
+            "self.matrix.linear(x, self.bias if self.context.tp.rank == 0 else None)",
+            "x @ self.weight.t()",
         ),
     ),
     embedding(

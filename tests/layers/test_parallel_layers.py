@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     ColumnParallelLinear,
@@ -20,6 +21,7 @@ from nanovllm_core.layers import (
     RMSNorm,
     RowParallelLinear,
     SingleRank,
+    SparseMLP,
     TensorParallel,
     VocabParallelEmbedding,
     gated_mlp,
@@ -221,6 +223,29 @@ def test_block_operations_equal_their_formulas(size: int) -> None:
     for projected, out, _ in results:
         assert projected.shape == (3, 24 // size)
         assert_close_report(out, x_TE + hidden @ down.T, rel_norm=1e-6)
+
+
+class FusedRank(SingleRank):
+    """One of two ranks, with one kernel for the sum and the residual."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("the residual would take a kernel of its own")
+
+    def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_(x)
+
+
+def test_blocks_leave_their_residual_to_the_all_reduce() -> None:
+    """Dense MLPs and mixtures."""
+    here = context(FusedRank(size=2))
+    norm, x_TE = RMSNorm(here, 8, 1e-6), torch.ones(3, 8)
+    gate_up = MergedColumnParallelLinear(here, 8, (12, 12))
+    down = RowParallelLinear(here, 12, 8)
+    mixture = SparseMLP(here, 8, 12, 4, Routing(top_k=2))
+    for layer in (norm, gate_up, down, mixture.gate, mixture.experts):
+        fill(layer)
+    assert gated_mlp(x_TE, norm, gate_up, down) is x_TE
+    assert mixture(x_TE, norm) is x_TE
 
 
 @pytest.mark.parametrize("size", RANKS)

@@ -117,6 +117,7 @@ def spawn(ranks: Ranks, setup: WorkerSetup, size: int, bounds: ParallelOptions) 
                 listening=inherited,
                 timeout_seconds=timeout_seconds,
                 stall_seconds=bounds.stall_seconds,
+                all_reduce=bounds.all_reduce,
                 log_level=logging.getLogger("nanovllm_core").getEffectiveLevel(),
             )
             one.messages.send(encode(start))

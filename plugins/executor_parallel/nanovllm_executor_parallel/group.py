@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm_core.api import ParallelContext
 from nanovllm_executor_parallel.messages import HOST, LostPeerError, Start, Status
+from nanovllm_executor_parallel.plugin import AllReduce
 from nanovllm_executor_parallel.symmetric import SymmetricAllReduce, find_obstacle, read_limits
 
 logger = logging.getLogger(__name__)
@@ -97,20 +98,27 @@ class TensorParallelGroup:
             dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers)
 
-    def open(self, devices: Sequence[torch.device], seconds: float) -> None:
+    def open(self, devices: Sequence[torch.device], seconds: float, all_reduce: AllReduce) -> None:
         """Take the memory that collectives need on GPUs, which no capture may do.
 
-        `devices` are the GPUs of all ranks. All ranks use symmetric memory, or none does. `seconds`
-        bounds the waits in it.
+        `devices` are the GPUs of all ranks. Where `all_reduce` asks for symmetric memory, all ranks
+        use it, or none does; `seconds` bounds the waits in it.
         """
         with self._progress.collective("open"):
             probe = torch.zeros(1, device=devices[self.rank])
             dist.all_reduce(probe)
         self.all_gather(probe)
+        if all_reduce == "nccl":
+            self.all_reduces = "all-reduces: nccl"
+            return
+        self._open_symmetric(devices, seconds)
+
+    def _open_symmetric(self, devices: Sequence[torch.device], seconds: float) -> None:
+        """Take symmetric memory on all ranks, or on none with a warning that says why."""
         obstacle = find_obstacle(devices, self.rank)
         if self.min_over_ranks(int(not obstacle)):
             try:
-                self.symmetric = self._open_symmetric(devices[self.rank], seconds)
+                self.symmetric = self._make_symmetric(devices[self.rank], seconds)
             except RuntimeError as error:
                 obstacle = str(error)
         # Also the barrier before the first call.
@@ -122,7 +130,7 @@ class TensorParallelGroup:
         else:
             self.all_reduces = f"all-reduces: {self.symmetric}"
 
-    def _open_symmetric(self, device: torch.device, seconds: float) -> SymmetricAllReduce | None:
+    def _make_symmetric(self, device: torch.device, seconds: float) -> SymmetricAllReduce:
         assert dist.group.WORLD is not None
         self._seconds = seconds
         limits = read_limits(self.size)
@@ -180,7 +188,7 @@ def join(start: Start, devices: Sequence[str], progress: Progress) -> ParallelCo
         )
 
     def open_connections() -> None:
-        group.open([*map(torch.device, devices)], start.timeout_seconds)
+        group.open([*map(torch.device, devices)], start.timeout_seconds, start.all_reduce)
 
     return ParallelContext(
         rank=start.rank,

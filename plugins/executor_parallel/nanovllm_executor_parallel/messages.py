@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from nanovllm_core.api import ExecutorError
+from nanovllm_executor_parallel.plugin import AllReduce
 
 HOST = "127.0.0.1"
 """All ranks are on one host."""
@@ -48,6 +49,7 @@ class Start:
     listening: int | None
     timeout_seconds: float
     stall_seconds: float
+    all_reduce: AllReduce
     log_level: int
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm_core.api import ExecutorSpec, hookimpl
 
+AllReduce = Literal["nccl", "symmetric"]
+"""What sums over the GPUs of all ranks."""
+
 
 class ParallelOptions(BaseModel):
-    """Options of `executor: {name: parallel}`: the bounds of every wait, in seconds.
+    """Options of `executor: {name: parallel}`: what sums, and the bounds of every wait, in seconds.
 
     The number of ranks is the engine's `tensor_parallel_size`.
     """
@@ -28,6 +32,12 @@ class ParallelOptions(BaseModel):
     )
     close_seconds: float = Field(
         10, gt=0, description="The longest wait for ranks to close; then they are killed."
+    )
+    all_reduce: AllReduce = Field(
+        "nccl",
+        description="What sums over the GPUs of all ranks. symmetric: by the size of the sum, with "
+        "the limits of a committed table, a one-shot kernel, torch's two-shot kernel, or NCCL; it "
+        "has not been verified on GPUs yet. CPUs use gloo.",
     )
 
 

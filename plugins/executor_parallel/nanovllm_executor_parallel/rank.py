@@ -117,7 +117,7 @@ def run(sock: socket, start: Start, watcher: Watcher, stack: ExitStack) -> None:
     group = context.tensor_parallel
     if isinstance(group, TensorParallelGroup):  # there is more than one rank
         group.bound(DEVICE_SHARE * start.stall_seconds)
-        info = replace(info, choices=(group.all_reduces,))
+        info = replace(info, choices=(*info.choices, group.all_reduces))
     sock.sendall(encode(info))
     submitted = collected = 0
     while True:

@@ -33,7 +33,10 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest x of each way, in bytes; 0: not used. NCCL takes what is larger."""
+    """The largest x of each way, in bytes. NCCL takes what is larger.
+
+    Two-shot is not used where its limit is not above the other. `one_shot` 0: NCCL takes all.
+    """
 
     one_shot: int
     two_shot: int
@@ -51,10 +54,15 @@ def read_limits(size: int) -> Limits:
 
 
 def find_obstacle(devices: Sequence[torch.device], rank: int) -> str:
-    """Why this rank cannot write the memory of the others, whose GPUs these are; else empty."""
+    """Why symmetric memory does not serve this rank and the others, whose GPUs these are.
+
+    Empty where it does.
+    """
     own = devices[rank]
     if find_spec("triton") is None:
         return "Triton is not installed"
+    if not read_limits(len(devices)).one_shot:
+        return f"all_reduce.json has no one-shot limit for {len(devices)} ranks"
     for peer, other in enumerate(devices):
         if peer != rank and not torch.cuda.can_device_access_peer(own.index, other.index):
             return f"{own} cannot access the memory of rank {peer}'s {other}"
@@ -129,13 +137,22 @@ class SymmetricAllReduce:
         return fits(x, ONE_SHOT_DTYPES, capacity) and fits(residual, (x.dtype,), capacity)
 
 
+def one_shot_capacity(limit: int, num_multiprocessors: int) -> int:
+    """The largest x of the one-shot kernel in bytes: in whole blocks, all of them resident."""
+    from nanovllm_executor_parallel.one_shot import BLOCK
+
+    block_bytes = 4 * BLOCK
+    resident = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    return block_bytes * min(limit // block_bytes, resident)
+
+
 def _open_one_shot(
     group: dist.ProcessGroup, device: torch.device, limit: int, seconds: float
 ) -> OneShotAllReduce:
-    from nanovllm_executor_parallel.one_shot import BLOCK, NUM_SLOTS, SENTINEL, OneShotAllReduce
+    from nanovllm_executor_parallel.one_shot import NUM_SLOTS, SENTINEL, OneShotAllReduce
 
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    capacity = min(limit, 4 * BLOCK * PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
+    capacity = one_shot_capacity(limit, multiprocessors)
     slots = _empty((NUM_SLOTS, group.size(), capacity // 4), torch.int32, device)
     slots.fill_(SENTINEL)
     peers = torch.tensor(_rendezvous(slots, group), device=device)

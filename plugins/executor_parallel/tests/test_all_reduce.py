@@ -17,6 +17,7 @@ from nanovllm_executor_parallel.symmetric import (
     Limits,
     find_obstacle,
     fits,
+    one_shot_capacity,
     read_limits,
 )
 
@@ -36,7 +37,7 @@ dist.init_process_group(
     "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
 )
 group = TensorParallelGroup(rank, size, Progress())
-group.open([torch.device("cuda", r) for r in range(size)], 60)
+group.open([torch.device("cuda", r) for r in range(size)], 60, "symmetric")
 assert "one-shot" in group.all_reduces, group.all_reduces
 
 def part(r, numel, dtype, draw):
@@ -170,6 +171,23 @@ def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
     devices = [torch.device("cuda", index) for index in range(4)]
     obstacle = find_obstacle(devices, 1)
     assert obstacle == "cuda:1 cannot access the memory of rank 2's cuda:2"
+
+
+def test_more_ranks_than_the_table_has_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9 ranks none takes memory of no size."""
+    pytest.importorskip("triton", reason="or its absence is the obstacle")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: True)
+    devices = [torch.device("cuda", index) for index in range(9)]
+    assert find_obstacle(devices, 1) == "all_reduce.json has no one-shot limit for 9 ranks"
+    assert find_obstacle(devices[:8], 1) == ""
+
+
+def test_slots_are_whole_blocks_up_to_what_is_resident() -> None:
+    """A slot is cleared in whole blocks; a rest would be of the next slot."""
+    pytest.importorskip("triton", reason="its blocks are those of the kernel")
+    assert one_shot_capacity(262144, num_multiprocessors=132) == 262144
+    assert one_shot_capacity(100_000, num_multiprocessors=132) == 97 * 1024
+    assert one_shot_capacity(1 << 30, num_multiprocessors=3) == 24 * 1024
 
 
 CAPACITY = 8192

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nanovllm_executor_parallel import group as group_module
 from nanovllm_executor_parallel.group import Progress, TensorParallelGroup
 from nanovllm_executor_parallel.messages import LostPeerError
+from nanovllm_executor_parallel.plugin import ParallelOptions
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 
@@ -62,9 +63,25 @@ def test_a_group_without_symmetric_memory_goes_on_and_says_why(
 
     monkeypatch.setattr(group_module, "find_obstacle", lambda *_: "")
     monkeypatch.setattr(group_module, "SymmetricAllReduce", fail)
-    group.open([torch.device("cpu")], 1)
+    group.open([torch.device("cpu")], 1, "symmetric")
     assert group.symmetric is None
     assert group.all_reduces == "all-reduces: nccl; the driver has no handles to share"
+
+
+def test_nccl_takes_no_symmetric_memory_unless_it_is_asked_for(
+    group: TensorParallelGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the default, so nothing warns of it."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("nobody asked for symmetric memory")
+
+    monkeypatch.setattr(group_module, "find_obstacle", fail)
+    monkeypatch.setattr(group_module, "SymmetricAllReduce", fail)
+    group.open([torch.device("cpu")], 1, ParallelOptions().all_reduce)
+    assert group.symmetric is None
+    assert group.all_reduces == "all-reduces: nccl"
+    assert not caplog.records
 
 
 def test_a_wait_in_vain_on_the_device_is_a_lost_rank() -> None:

@@ -51,7 +51,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRanks]:
         for rank in range(size):
             one = RankProcess(rank, (), 1)
             new.add(one)
-            one.messages.send(encode(Start(rank, size, b"", 0, None, 60, 10, 30)))
+            one.messages.send(encode(Start(rank, size, b"", 0, None, 60, 10, "nccl", 30)))
         return new
 
     yield make_ranks

@@ -47,8 +47,10 @@ def generate(
     """Every prompt with all of `params`, then with those alone that need no logits of others."""
     with LLM(model, tensor_parallel_size=num_ranks, **{**SETTINGS, **settings}) as llm:
         assert llm.info.device.startswith(f"{num_ranks} x ") == (num_ranks > 1)
-        says_who_sums = any(one.startswith("all-reduces: ") for one in llm.info.choices)
-        assert says_who_sums == (num_ranks > 1)
+        sums = [one for one in llm.info.choices if one.startswith("all-reduces: ")]
+        assert len(sums) == (num_ranks > 1)
+        asked = settings.get("executor", {}).get("options", {}).get("all_reduce")
+        assert any("one-shot" in one for one in sums) == (asked == "symmetric")
         outputs = []
         for asked in (params, PLAIN):
             every = [prompt for prompt in prompts for _ in asked]
@@ -96,8 +98,11 @@ def test_the_demo_model_says_the_same(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_the_demo_model_says_the_same_on_gpus(num_ranks: int, enforce_eager: bool) -> None:
-    """Over NCCL, in captured steps and outside; with the attention that is chosen there."""
+@pytest.mark.parametrize("all_reduce", ["nccl", "symmetric"])
+def test_the_demo_model_says_the_same_on_gpus(
+    num_ranks: int, enforce_eager: bool, all_reduce: str
+) -> None:
+    """Either way of summing, in captured steps and outside, with the attention chosen there."""
     pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA GPUs")
@@ -108,6 +113,7 @@ def test_the_demo_model_says_the_same_on_gpus(num_ranks: int, enforce_eager: boo
         "gpu_memory_utilization": 0.3,
     }
     single = generate("demo", DEMO_PROMPTS, 1, **settings)
+    settings["executor"] = {"name": "parallel", "options": {"all_reduce": all_reduce}}
     assert_same(generate("demo", DEMO_PROMPTS, num_ranks, **settings), single)
 
 
