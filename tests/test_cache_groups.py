@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -117,3 +118,23 @@ def test_a_latent_row_is_kept_once_and_whole_on_every_rank() -> None:
     one = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, latent=heads)
     assert one.elements_per_token == 576
     assert one.on_rank(4) == replace(one, num_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_kv_heads": 2}, "num_kv_heads=2"),
+        ({"head_size": 511}, "head_size=511"),
+        ({"sliding_window": 64}, "sliding_window=64"),
+        ({"soft_cap": 30.0}, "soft_cap=30.0"),
+    ],
+)
+def test_a_latent_layer_with_what_its_prompts_would_leave_out_is_refused(
+    wrong: dict[str, float], words: str
+) -> None:
+    """Packed calls know no window and no cap, and all heads share one row."""
+    heads = LatentHeads(latent_size=512, key_size=192, value_size=128)
+    right: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 1, "head_size": 576}
+    AttentionShape(**right, latent=heads)
+    with pytest.raises(ArchitectureError, match=words):
+        AttentionShape(**(right | wrong), latent=heads)

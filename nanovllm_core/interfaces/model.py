@@ -75,7 +75,7 @@ class AttentionShape:
 
     Layers of equal shapes share an attention backend and block tables. `sliding_window` and
     `soft_cap` are those of `AttentionConfig`. With `latent`, what is cached is one row: there is
-    one KV head, `head_size` is the row's, and neither window nor cap.
+    one KV head, `head_size` is the row's, and neither window nor cap; else ArchitectureError.
     """
 
     num_heads: int
@@ -84,6 +84,19 @@ class AttentionShape:
     sliding_window: int | None = None
     soft_cap: float | None = None
     latent: LatentHeads | None = None
+
+    def __post_init__(self) -> None:
+        if self.latent is None:
+            return
+        size, is_one = self.latent.latent_size, self.num_kv_heads == 1
+        sees_all = self.sliding_window is None and self.soft_cap is None
+        if not (is_one and sees_all and size <= self.head_size):
+            raise ArchitectureError(
+                f"latent attention needs num_kv_heads=1, head_size of at least latent_size={size}, "
+                "and neither sliding_window nor soft_cap; the model states num_kv_heads="
+                f"{self.num_kv_heads}, head_size={self.head_size}, sliding_window="
+                f"{self.sliding_window}, soft_cap={self.soft_cap}"
+            )
 
     @property
     def rows_per_token(self) -> int:

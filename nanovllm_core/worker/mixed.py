@@ -66,15 +66,18 @@ def trial_chunks(
 ) -> tuple[PrefillChunk, ...]:
     """The largest chunks of a step of at most so many prompt tokens; none gives a token.
 
-    With a `context` the chunks are half as long as a sequence at most, and follow up to `context`
-    tokens each.
+    With a `context`: of the fewest rows that can hold both, so many tokens lie before the chunks
+    together. Where the rows cannot hold both, the context comes first.
     """
-    longest = -(-max_model_len // 2) if context else max_model_len
-    num_tokens = min(num_tokens, max_rows * longest)
-    start = min(context, max_model_len - min(num_tokens, longest))
+    start, length = 0, min(num_tokens, max_model_len)
+    if context and num_tokens:
+        max_rows = min(max_rows, num_tokens, -(-(num_tokens + context) // max_model_len))
+        start = min(-(-context // max_rows), max_model_len - 1)
+        length = min(num_tokens // max_rows, max_model_len - start)
+    num_tokens = min(num_tokens, max_rows * length)
     return tuple(
-        PrefillChunk(row, start, min(longest, num_tokens - place), samples=False)
-        for row, place in enumerate(range(0, num_tokens, longest))
+        PrefillChunk(row, start, min(length, num_tokens - place), samples=False)
+        for row, place in enumerate(range(0, num_tokens, max(length, 1)))
     )
 
 

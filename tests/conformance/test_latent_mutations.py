@@ -123,8 +123,8 @@ SDPA_BUGS = [
         "packed.py",
         SCALE,
         (
-            "out_1HQD = self.kernel.causal(q, k, v, self.scale)",
-            "out_1HQD = self.kernel.causal(q, k, v, q.shape[-1] ** -0.5)",
+            "out_1HQX = self.kernel.causal(q, k, v, self.scale)",
+            "out_1HQX = self.kernel.causal(q, k, v, q.shape[-1] ** -0.5)",
         ),
     ),
     bug("context is seen causally", "packed.py", CONTEXT, ("0 if metadata.causal else -1", "0")),
@@ -136,13 +136,14 @@ SDPA_BUGS = [
         "packed.py",
         CALLS,
         ("metadata.plan = ", "type(self).last = "),
+        ("metadata.plan is None", "False"),
         ("in metadata.plan:", "in type(self).last:"),
     ),
     bug(
         "values end where keys of as many numbers would",
         "packed.py",
         PROMPTS,
-        ("pad(v_QHV, (0, q_QHD.shape[-1] - value_size))", "k_QHD"),
+        ("in (q_QHD, k_QHD, v_QHV)", "in (q_QHD, k_QHD, k_QHD)"),
     ),
     bug(
         "the log-sum-exp is of base 2",

@@ -83,8 +83,8 @@ def test_a_trial_computes_keys_and_values_of_as_much_context_as_a_step_may(
     monkeypatch.setattr(latent.LatentAttention, "expand_rows", seen)
     started.runner.attention.allocate_cache(1)
     started.runner.trial_step(40)
-    # Two layers of prompts alone, then two of prompts behind a context, which has a part to spare.
-    assert expanded == [40, 40, 40, 40, 24, 40, 40, 24]
+    # Two layers of prompts alone, then two of prompts behind a context, which is one part.
+    assert expanded == [40, 40, 40, 40, 40, 40]
     started.executor.close()
 
 

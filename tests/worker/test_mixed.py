@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
@@ -13,6 +14,7 @@ from nanovllm_core.worker.mixed import (
     aligned,
     mixed_keys,
     pack_chunks,
+    trial_chunks,
 )
 
 CHUNKS = (PrefillChunk(5, 32, 7, samples=False), PrefillChunk(2, 0, 3, samples=True))
@@ -84,3 +86,37 @@ def test_entries_that_get_a_token_are_reported_and_no_others() -> None:
     assert step.reported(StepPlan(prefill=CHUNKS[1:])).tolist() == [4]
     assert (len(step.decode.input_ids), step.decode.num_rows) == (4, 4)
     assert (len(step.prefill.input_ids), step.prefill.num_rows) == (16, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_rows", "max_model_len", "context"),
+    [
+        (8192, 256, 40960, 8192),
+        (512, 16, 1024, 4096),
+        (8192, 16, 4096, 8192),
+        (40, 4, 64, 40),
+        (512, 1, 1024, 4096),
+        (16, 2, 100, 4096),
+        (3, 8, 2, 4096),
+        (5, 8, 1, 4096),
+    ],
+)
+def test_a_trial_s_chunks_have_the_tokens_and_the_context_that_a_step_may_have(
+    num_tokens: int, max_rows: int, max_model_len: int, context: int
+) -> None:
+    """As much of the context as the rows can hold, and tokens, equal chunks, in the room left."""
+    chunks = trial_chunks(num_tokens, max_rows, max_model_len, context)
+    assert len({chunk.row for chunk in chunks}) == len(chunks) <= max_rows
+    assert all(chunk.length > 0 for chunk in chunks)
+    assert all(chunk.start + chunk.length <= max_model_len for chunk in chunks)
+    (length,) = {chunk.length for chunk in chunks}
+    before = sum(chunk.start for chunk in chunks)
+    assert before >= min(context, min(max_rows, num_tokens) * (max_model_len - 1))
+    assert length == min(num_tokens // len(chunks), max_model_len - chunks[0].start)
+
+
+def test_a_trial_without_context_has_the_longest_chunks() -> None:
+    chunks = trial_chunks(150, 4, 64, 0)
+    assert [(chunk.start, chunk.length) for chunk in chunks] == [(0, 64), (0, 64), (0, 22)]
+    assert sum(chunk.length for chunk in trial_chunks(500, 4, 64, 0)) == 4 * 64
+    assert trial_chunks(0, 4, 64, 0) == trial_chunks(0, 4, 64, 40) == ()

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from nanovllm_attention_sdpa.dense import Rules, attend
 from nanovllm_attention_sdpa.kernels import SdpaKernel
-from nanovllm_core.api import PackedMetadata
+from nanovllm_core.api import InconsistentStateError, PackedMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,11 @@ class PackedAttention:
         out_THV: Tensor,
         lse_HT: Tensor | None,
     ) -> None:
-        """See `AttentionBackend.run_packed`."""
+        """See `AttentionBackend.run_packed`. InconsistentStateError without a plan."""
+        if metadata.plan is None:
+            raise InconsistentStateError("run_packed got metadata without a plan_packed for it")
         rules = Rules(self.scale, (-1, 0 if metadata.causal else -1))
-        writes_scores = self.kernel.writes_scores(q_THD.shape[-1])
+        writes_scores = self.kernel.writes_scores(max(q_THD.shape[-1], v_LHV.shape[-1]))
         for queries, keys in metadata.plan:
             q_QHD, k, v = q_THD[queries], k_LHD[keys], v_LHV[keys]
             is_square = metadata.causal and len(q_QHD) == len(k) > 0
@@ -55,7 +57,13 @@ class PackedAttention:
     def _causal(self, q_QHD: Tensor, k_QHD: Tensor, v_QHV: Tensor) -> Tensor:
         """A prompt from its first token on, by torch's fused kernels, which have one head size."""
         value_size = v_QHV.shape[-1]
-        v_QHD = pad(v_QHV, (0, q_QHD.shape[-1] - value_size))
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_QHD, k_QHD, v_QHD))
-        out_1HQD = self.kernel.causal(q, k, v, self.scale)
-        return out_1HQD[0].transpose(0, 1)[..., :value_size]
+        size = max(q_QHD.shape[-1], value_size)
+        q, k, v = (_pad_to(size, x).transpose(0, 1).unsqueeze(0) for x in (q_QHD, k_QHD, v_QHV))
+        out_1HQX = self.kernel.causal(q, k, v, self.scale)
+        return out_1HQX[0].transpose(0, 1)[..., :value_size]
+
+
+def _pad_to(size: int, x: Tensor) -> Tensor:
+    """Zeros behind the last dimension; the tensor itself where it has that size, not a copy."""
+    missing = size - x.shape[-1]
+    return pad(x, (0, missing)) if missing else x

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm_attention_sdpa.backend import SdpaAttention
 from nanovllm_attention_sdpa.plugin import Kernel, SdpaOptions
 from nanovllm_core.api import InconsistentStateError, UnsupportedError
+from nanovllm_kit.latent_attention import LatentSizes, make_packed_case
 from nanovllm_kit.paged_attention import PagedCase, make_case
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -199,6 +200,9 @@ def test_run_without_its_plan_is_an_error() -> None:
         backend.run_prefill(
             case.q_THD, case.k_cache, case.v_cache, case.prefill_metadata(), case.q_THD
         )
+    packed = make_packed_case([2], [2], LatentSizes(), num_heads=1, causal=True)
+    with pytest.raises(InconsistentStateError, match="without a plan_packed"):
+        packed.run(backend, packed.metadata(), with_lse=False)
 
 
 def test_longer_uniform_queries_are_refused() -> None:

@@ -1,6 +1,6 @@
 """Decode bandwidth over latent rows on one GPU.
 
-    python benchmarks/latent_decode.py [--shipped] [--heads 16 128] [--out FILE]
+    python benchmarks/latent_decode.py [--kernel hopper] [--shipped] [--heads 16 128] [--out FILE]
 
 Rows of 512 + 64 numbers in bf16, in shuffled blocks of 256 tokens; one plan and LAYERS layers
 inside a captured CUDA graph, each layer over a cache of its own, with the L2 flushed before each
@@ -23,7 +23,9 @@ import torch
 from attention_decode import best_time, copy_bandwidth
 from torch import Tensor
 
-from nanovllm_attention_triton.hopper_latent import hopper_kernel_serves, make_latent_workspace
+from nanovllm_attention_triton.decode import triton_version
+from nanovllm_attention_triton.hopper_latent import make_latent_workspace
+from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
 from nanovllm_attention_triton.latent_decode import LatentWorkspace
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import HOPPER_LATENT, LatentTuning, latent_tuning
@@ -82,19 +84,28 @@ def make_cases(num_heads: int, num_blocks: int) -> list[Case]:
 
 
 def make_workspace(num_heads: int, tuning: LatentTuning) -> LatentWorkspace:
-    device = torch.device("cuda")
-    if tuning.persistent and not hopper_kernel_serves(
-        device, DTYPE, VALUE_SIZE, REST_SIZE, BLOCK_SIZE
-    ):
-        raise RuntimeError("the kernel for Hopper does not serve here")
     return make_latent_workspace(
         tuning,
-        device,
+        torch.device("cuda"),
         num_heads=num_heads,
         value_size=VALUE_SIZE,
         rest_size=REST_SIZE,
         max_num_seqs=MAX_NUM_SEQS,
         max_seq_len=MAX_MODEL_LEN,
+    )
+
+
+def why_not_hopper() -> list[str]:
+    """Why the kernel for Hopper cannot serve here."""
+    return hopper_latent_limits(
+        TritonOptions(latent_kernel="hopper"),
+        device="cuda",
+        capability=torch.cuda.get_device_capability(),
+        triton_version=triton_version(),
+        dtype=str(DTYPE).removeprefix("torch."),
+        value_size=VALUE_SIZE,
+        rest_size=REST_SIZE,
+        block_size=BLOCK_SIZE,
     )
 
 
@@ -137,7 +148,8 @@ def time_decode(
 
 def sweep(shipped: LatentTuning, num_heads: int) -> list[LatentTuning]:
     """The shipped constants and their like."""
-    several = [replace(HOPPER_LATENT, min_chunk=chunk) for chunk in (64, 128, 256)]
+    if shipped.persistent:
+        return [replace(shipped, min_chunk=chunk) for chunk in (64, 128, 256)]
     if num_heads <= 16:
         small = replace(shipped, tile=32, num_warps=4, num_stages=3)
         tiny = replace(shipped, tile=16, num_warps=4, num_stages=3)
@@ -145,7 +157,6 @@ def sweep(shipped: LatentTuning, num_heads: int) -> list[LatentTuning]:
             *(replace(small, wave_programs=wave) for wave in (1, 2, 4)),
             *(replace(tiny, wave_programs=wave) for wave in (2, 4)),
             replace(tiny, num_stages=4, wave_programs=3),
-            *several,
         ]
     half = replace(shipped, tile=32, num_warps=4, num_stages=3, most_heads=32)
     whole = replace(shipped, tile=32, num_warps=8, num_stages=3, most_heads=64)
@@ -153,7 +164,6 @@ def sweep(shipped: LatentTuning, num_heads: int) -> list[LatentTuning]:
         *(replace(half, wave_programs=wave) for wave in (2, 4)),
         *(replace(whole, wave_programs=wave) for wave in (1, 2)),
         replace(whole, num_stages=4),
-        *several,
     ]
 
 
@@ -201,12 +211,21 @@ def bench(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Latent decode TB/s")
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
+    parser.add_argument(
+        "--kernel",
+        choices=("portable", "hopper"),
+        default="portable",
+        help="hopper has never run on a GPU: give it a time limit",
+    )
     parser.add_argument("--shipped", action="store_true", help="no other than shipped constants")
     parser.add_argument("--seconds", type=float, default=80, help="stop the sweep after this long")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU; torch sees none")
+    by_hopper = arguments.kernel == "hopper"
+    if by_hopper and (reasons := why_not_hopper()):
+        raise SystemExit("; ".join(reasons))
     start = time.monotonic()
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
@@ -220,7 +239,8 @@ def main() -> None:
     ]
     rows = []
     for num_heads in arguments.heads:
-        shipped = latent_tuning(DTYPE.itemsize, num_heads, TritonOptions())
+        portable = latent_tuning(DTYPE.itemsize, num_heads, TritonOptions())
+        shipped = HOPPER_LATENT if by_hopper else portable
         tunings = [shipped] if arguments.shipped else sweep(shipped, num_heads)
         rows += bench(num_heads, tunings, caches, start + arguments.seconds)
     print(f"{time.monotonic() - start:.0f} s")

@@ -10,7 +10,6 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from nanovllm_attention_triton import hopper_latent
 from nanovllm_attention_triton.decode import (
     DecodeShape,
     DecodeWorkspace,
@@ -19,6 +18,7 @@ from nanovllm_attention_triton.decode import (
     triton_version,
 )
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
+from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
 from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_prefill
@@ -81,22 +81,33 @@ class TritonAttention(AttentionBackend):
         config, options = self.config, self._options
         most, element_size = config.max_num_seqs, config.dtype.itemsize
         if config.latent:
-            value_size = config.latent.latent_size
-            by_hopper_kernel = options == TritonOptions() and hopper_latent.hopper_kernel_serves(
-                config.device,
-                config.dtype,
-                value_size,
-                config.head_size - value_size,
-                config.block_size,
-            )
-            tuning = latent_tuning(element_size, config.num_heads, options)
-            return [(most, HOPPER_LATENT if by_hopper_kernel else tuning)]
+            if options.latent_kernel == "hopper":
+                self._check_hopper_latent(config.latent.latent_size)
+                return [(most, HOPPER_LATENT)]
+            return [(most, latent_tuning(element_size, config.num_heads, options))]
         # With chunks of a fixed length a row has the same bits in every batch: one table then.
         few = most if options.chunk_size else min(FEW_ROWS, most)
         return [
             (rows, decode_tuning(element_size, config.head_size, rows, options))
             for rows in sorted({few, most})
         ]
+
+    def _check_hopper_latent(self, value_size: int) -> None:
+        """Refuse what the spec's check did not see, as the device may be another by now."""
+        config, device = self.config, self.config.device
+        is_gpu = device.type == "cuda"
+        reasons = hopper_latent_limits(
+            self._options,
+            device=device.type,
+            capability=torch.cuda.get_device_capability(device) if is_gpu else None,
+            triton_version=triton_version(),
+            dtype=str(config.dtype).removeprefix("torch."),
+            value_size=value_size,
+            rest_size=config.head_size - value_size,
+            block_size=config.block_size,
+        )
+        if reasons:
+            raise UnsupportedError(f"attention triton: {'; '.join(reasons)}")
 
     def _make_workspace(self, max_num_seqs: int, tuning: DecodeTuning) -> PlannedWork:
         config = self.config

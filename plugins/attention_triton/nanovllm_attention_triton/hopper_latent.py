@@ -1,43 +1,25 @@
-"""Decode over latent rows by the kernel for Hopper GPUs, where it serves."""
+"""Decode over latent rows by the kernel for Hopper GPUs, where the user chooses it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import (
     LOG2_E,
     next_power_of_2,
     num_multiprocessors,
-    padded_head_size,
 )
 from nanovllm_attention_triton.even_plan import even_plan_kernel
-from nanovllm_attention_triton.hopper_prefill import GLUON_VERSIONS, on_hopper
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.prefill import describable
-from nanovllm_attention_triton.tuning import HOPPER_LATENT, DecodeTuning, LatentTuning
+from nanovllm_attention_triton.tuning import DecodeTuning, LatentTuning
+from nanovllm_core.api import UnsupportedError
 
 REGISTERS = 232
 """Per thread at the start, of eight warps, which then move them to where they are needed."""
-LEAST_VALUES = 64
-"""Columns of the values are rows of a product, of which an instruction takes as many."""
-
-
-def hopper_kernel_serves(
-    device: torch.device, dtype: torch.dtype, value_size: int, rest_size: int, block_size: int
-) -> bool:
-    """Whether the GPU is a Hopper, Triton a known one, and dtype, rows and blocks fit."""
-    return (
-        on_hopper(device)
-        and triton.__version__.startswith(GLUON_VERSIONS)
-        and dtype.itemsize == 2
-        and padded_head_size(value_size) >= LEAST_VALUES
-        and rest_size > 0
-        and block_size % HOPPER_LATENT.tile == 0
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +31,7 @@ class EvenShape(LatentShape):
 
 
 class HopperLatentWorkspace(LatentWorkspace):
-    """An even plan, for persistent programs; where the copy engine can read the cache, these."""
+    """An even plan, and the persistent programs that attend it."""
 
     def __init__(self, shape: LatentShape, tuning: DecodeTuning, device: torch.device) -> None:
         super().__init__(shape, tuning, device)
@@ -87,9 +69,17 @@ class HopperLatentWorkspace(LatentWorkspace):
         scale: float,
         out_BHD: Tensor,
     ) -> None:
-        if not (cache.is_cuda and describable(cache, cache, self.tuning.tile)):
+        if not cache.is_cuda:
+            # Triton's interpreter has no Gluon. The portable kernel attends the items of any plan.
             super()._attend_items(q_BHD, cache, block_table, max_seq_len, scale, out_BHD)
             return
+        if not describable(cache, cache, self.tuning.tile):
+            raise UnsupportedError(
+                f"latent_kernel 'hopper' needs blocks of a multiple of {self.tuning.tile} tokens "
+                f"and places that are multiples of 16 bytes; got a cache of shape "
+                f"{tuple(cache.shape)}, strides {cache.stride()} and address "
+                f"{cache.data_ptr():#x}: leave latent_kernel out"
+            )
         # Imported by those who run it: another Triton may have another Gluon.
         from nanovllm_attention_triton.hopper_latent_kernel import hopper_latent_kernel
 

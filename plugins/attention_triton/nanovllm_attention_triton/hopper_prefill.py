@@ -7,12 +7,9 @@ import triton
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
+from nanovllm_attention_triton.hopper_limits import GLUON_VERSIONS, HOPPER
 from nanovllm_attention_triton.tuning import HOPPER_PREFILL
 
-HOPPER = 9
-"""The compute capability (major) of the instructions that the kernel uses."""
-GLUON_VERSIONS = ("3.6.", "3.7.")
-"""Versions of Triton in whose Gluon, an experimental language, the kernel is known to compile."""
 BLOCK_M = 128
 REGISTERS = 168
 """Per thread at the start, of twelve warps, which then move them to where they are needed."""

@@ -65,9 +65,15 @@ class LatentShape(DecodeShape):
             "TILE": tile,
         }
 
-    def merge_columns(self, num_rows: int) -> int:
-        """The columns of one program of the merge: few where rows are, to share the reading."""
+    def merge_columns(self, num_rows: int, tuning: DecodeTuning) -> int:
+        """The columns of one program of the merge: few where rows are, to share the reading.
+
+        With chunks of a fixed length always few: the columns set the order in which the chunks are
+        summed, and a row shall have the same bits in every batch.
+        """
         narrow, wide = (min(columns, self.block_d) for columns in MERGE_COLUMNS)
+        if tuning.fixed_chunk is not None:
+            return narrow
         programs = num_rows * self.num_heads * (self.block_d // narrow)
         return narrow if programs <= MERGE_PROGRAMS * self.num_multiprocessors else wide
 
@@ -132,7 +138,7 @@ class LatentWorkspace(PlannedWork):
     def _merge_chunks(self, out_BHD: Tensor) -> None:
         """Write the outputs of rows of several chunks."""
         shape, num_rows = self.latent_shape, len(out_BHD)
-        columns = shape.merge_columns(num_rows)
+        columns = shape.merge_columns(num_rows, self.tuning)
         latent_merge_kernel[(num_rows * shape.num_heads * (shape.block_d // columns),)](
             self.partial,
             self.lse,

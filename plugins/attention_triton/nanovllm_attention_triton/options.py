@@ -10,7 +10,7 @@ _Warps = Literal[1, 2, 4, 8]
 
 
 class TritonOptions(BaseModel):
-    """Overrides of the measured defaults in `nanovllm_attention_triton.tuning`."""
+    """Overrides of the defaults in `nanovllm_attention_triton.tuning`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,4 +34,10 @@ class TritonOptions(BaseModel):
         le=6,
         description="Depth of the prefill loop's load pipeline; of heads above 128, also small "
         "tiles.",
+    )
+    latent_kernel: Literal["portable", "hopper"] = Field(
+        default="portable",
+        description="Decode over latent rows. `portable` runs on every GPU. `hopper` needs compute "
+        "capability 9.0. It compiles, but has never run on a GPU, and a fault could hang the "
+        "engine. Where it cannot serve, it is refused. Other layers ignore the option.",
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 from nanovllm_attention_triton.prefill_kernels import find_row_block, fold_tile
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "lse_stride_head"])
 def packed_kernel(
     q_ptr,
     k_ptr,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib import metadata
+from typing import cast
 
 from pydantic import BaseModel
 
+from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
 from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.tuning import HOPPER_LATENT
 from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,
@@ -31,6 +34,8 @@ def _kv_layouts(requirements: AttentionRequirements, options: BaseModel) -> Sequ
     pair FlashAttention-4 prefers 128.
     """
     multiples = (256, 128, 16) if requirements.device == "cuda" else (16,)
+    if _by_hopper_kernel(requirements, options):
+        multiples = (256, 128, HOPPER_LATENT.tile)
     return [KVLayout("NPKD", block_multiple=multiple) for multiple in multiples]
 
 
@@ -43,6 +48,8 @@ def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]
         )
     if requirements.latent:
         reasons += _latent_limits(requirements)
+    if _by_hopper_kernel(requirements, options):
+        reasons += _hopper_limits(requirements, cast(TritonOptions, options))
     if requirements.device == "cpu":
         # Triton's own switch, read by triton when it is imported: it decides how kernels run.
         if os.environ.get("TRITON_INTERPRET") != "1":
@@ -71,6 +78,27 @@ def _latent_limits(requirements: AttentionRequirements) -> list[str]:
     if rest > most_rest:
         reasons.append(f"rows have {rest} numbers behind the latent part, at most {most_rest}")
     return reasons
+
+
+def _by_hopper_kernel(requirements: AttentionRequirements, options: BaseModel) -> bool:
+    """Whether the user chose the kernel for Hopper for decode over latent rows."""
+    chosen = cast(TritonOptions, options).latent_kernel == "hopper"
+    return chosen and requirements.latent and requirements.phase == "decode"
+
+
+def _hopper_limits(requirements: AttentionRequirements, options: TritonOptions) -> list[str]:
+    """Why that kernel cannot serve."""
+    value_size = requirements.value_size or requirements.head_size
+    return hopper_latent_limits(
+        options,
+        device=requirements.device.split(":")[0],
+        capability=requirements.compute_capability,
+        triton_version=metadata.version("triton"),
+        dtype=requirements.dtype,
+        value_size=value_size,
+        rest_size=requirements.head_size - value_size,
+        block_size=requirements.block_size,
+    )
 
 
 def _provider(options: BaseModel) -> str:

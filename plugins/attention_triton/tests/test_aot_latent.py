@@ -9,6 +9,7 @@ from nanovllm_attention_triton.hopper_latent import REGISTERS as HOPPER_REGISTER
 from nanovllm_attention_triton.latent_decode import MERGE_COLUMNS, MERGE_ELEMENTS, LatentShape
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_constants
+from nanovllm_attention_triton.plugin import MAX_LATENT_SIZES
 from nanovllm_attention_triton.tuning import HOPPER_LATENT, latent_tuning, packed_tuning
 from nanovllm_kit.aot import AotJob, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
@@ -251,6 +252,7 @@ def test_every_kernel_fits_the_shared_memory_of_smaller_gpus():
         for capability in (80, 86, 120)
         for name, job in {
             "decode of 16 heads": decode_job("bf16", 16, 256, capability=capability),
+            "decode of the largest": decode_job("bf16", 128, 256, MAX_LATENT_SIZES, capability),
             "prompts": packed_job("bf16", (192, 128), True, True, capability),
         }.items()
     }

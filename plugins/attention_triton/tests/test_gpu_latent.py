@@ -8,6 +8,7 @@ import torch
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.hopper_prefill import on_hopper
 from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_core.api import UnsupportedError
 from nanovllm_kit.latent_attention import LatentSizes, make_latent_case, make_packed_case
 
 pytestmark = [
@@ -17,8 +18,17 @@ pytestmark = [
 USUAL = LatentSizes()
 RAGGED = [1, 0, 63, 64, 65, 127, 128, 300, 1000, 0, 4097, 512, 2049, 17]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-EVERY_GPU = TritonOptions(chunk_size=256)
-"""With fixed chunks the kernel for every GPU runs on a Hopper too."""
+PORTABLE, FIXED = TritonOptions(), TritonOptions(chunk_size=256)
+HOPPER = TritonOptions(latent_kernel="hopper")
+"""Has to be chosen; `-k 'not hopper'` leaves it out."""
+on_hopper_alone = pytest.mark.skipif(
+    not (torch.cuda.is_available() and on_hopper(torch.device("cuda"))), reason="on Hopper alone"
+)
+KERNELS = [
+    pytest.param(PORTABLE, id="portable"),
+    pytest.param(FIXED, id="fixed-chunks"),
+    pytest.param(HOPPER, id="hopper", marks=on_hopper_alone),
+]
 
 
 def make_backend(case, options=None):
@@ -34,12 +44,16 @@ def decode(case, backend):
     return out
 
 
-@pytest.mark.parametrize("options", [TritonOptions(), EVERY_GPU], ids=["own", "every-gpu"])
+@pytest.mark.parametrize("options", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_heads", [1, 5, 16, 32, 128])
 def test_decode_equals_the_reference_at_true_sizes(num_heads, dtype, options):
     """Ragged rows, padding between them, needles, NaN in every place that may not be read."""
+    if options is HOPPER and dtype is torch.float32:
+        pytest.skip("half precision alone")
     for block_size, needle in ((256, True), (64, False), (16, False)):
+        if options is HOPPER and block_size < 64:
+            continue
         case = make_latent_case(
             RAGGED, USUAL, num_heads=num_heads, block_size=block_size, dtype=dtype,
             device="cuda", needle=needle, finite_tail=False,
@@ -47,8 +61,9 @@ def test_decode_equals_the_reference_at_true_sizes(num_heads, dtype, options):
         case.assert_close(decode(case, make_backend(case, options)))
 
 
+@pytest.mark.parametrize("options", KERNELS)
 @pytest.mark.parametrize("sizes", [(256, 64), (512, 32), (128, 128), (64, 16), (40, 24), (320, 64)])
-def test_decode_equals_the_reference_at_other_sizes(sizes):
+def test_decode_equals_the_reference_at_other_sizes(sizes, options):
     latent, rotated = sizes
     sizes = LatentSizes(latent=latent, rotated=rotated)
     for num_heads in (7, 64):
@@ -56,27 +71,24 @@ def test_decode_equals_the_reference_at_other_sizes(sizes):
             RAGGED, sizes, num_heads=num_heads, block_size=128, dtype=torch.bfloat16,
             device="cuda", finite_tail=False,
         )  # fmt: skip
-        case.assert_close(decode(case, make_backend(case)))
+        case.assert_close(decode(case, make_backend(case, options)))
 
 
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and on_hopper(torch.device("cuda"))), reason="on Hopper alone"
-)
-def test_the_kernel_for_hopper_serves_there():
-    """By blocks of whole tiles and half precision, and without options; `describe` says so."""
-
-    def persistent(options=None, block_size=256, dtype=torch.bfloat16):
-        case = make_latent_case([1], USUAL, num_heads=16, block_size=block_size, dtype=dtype,
-                                device="cuda")  # fmt: skip
-        return "persistent" in make_backend(case, options).describe()
-
-    assert persistent()
-    assert not persistent(EVERY_GPU)
-    assert not persistent(block_size=16)
-    assert not persistent(dtype=torch.float32)
+@on_hopper_alone
+def test_the_kernel_for_hopper_serves_those_who_choose_it():
+    """`describe` says so; a cache that the copy engine cannot read is refused, not served."""
+    case = make_latent_case([1], USUAL, num_heads=16, block_size=256, dtype=torch.bfloat16,
+                            device="cuda")  # fmt: skip
+    assert "persistent" not in make_backend(case).describe()
+    backend, metadata = make_backend(case, HOPPER), case.decode_metadata()
+    assert "persistent" in backend.describe()
+    odd = torch.zeros(*case.k_cache.shape[:-1], 577, dtype=torch.bfloat16, device="cuda")[..., :576]
+    backend.plan_decode(metadata)
+    with pytest.raises(UnsupportedError, match="multiples of 16 bytes"):
+        backend.run_decode(case.q_THD, odd, odd[..., :512], metadata, case.new_out())
 
 
-@pytest.mark.parametrize("options", [TritonOptions(), EVERY_GPU], ids=["own", "every-gpu"])
+@pytest.mark.parametrize("options", KERNELS)
 def test_replays_follow_changed_lengths_and_runs_are_equal(options):
     """One captured plan and two layers; whose programs end last changes no bit."""
     cases = [
@@ -129,7 +141,8 @@ def test_replays_follow_changed_lengths_and_runs_are_equal(options):
     assert addresses == {name: x.data_ptr() for name, x in backend.captured_tensors().items()}
 
 
-def test_rows_beyond_2_to_the_31_elements_are_read_right():
+@pytest.mark.parametrize("options", KERNELS)
+def test_rows_beyond_2_to_the_31_elements_are_read_right(options):
     """From the highest blocks of a large cache."""
     case = make_latent_case([700, 1], USUAL, num_heads=16, block_size=256, dtype=torch.bfloat16,
                             device="cuda")  # fmt: skip
@@ -137,13 +150,11 @@ def test_rows_beyond_2_to_the_31_elements_are_read_right():
     far = case.k_cache.new_zeros(num_blocks, 256, 1, 576)
     offset = num_blocks - len(case.k_cache)
     far[offset:] = case.k_cache
-    expected = case.expected()
-    for options in (TritonOptions(), EVERY_GPU):
-        backend, metadata, out = make_backend(case, options), case.decode_metadata(), case.new_out()
-        metadata.block_table += offset
-        backend.plan_decode(metadata)
-        backend.run_decode(case.q_THD, far, far[..., :512], metadata, out)
-        case.assert_close(out, expected)
+    backend, metadata, out = make_backend(case, options), case.decode_metadata(), case.new_out()
+    metadata.block_table += offset
+    backend.plan_decode(metadata)
+    backend.run_decode(case.q_THD, far, far[..., :512], metadata, out)
+    case.assert_close(out, case.expected())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -102,6 +102,18 @@ def test_decode_over_latent_rows_equals_the_reference(number):
     )
 
 
+def test_with_fixed_chunks_a_row_has_the_same_bits_in_every_batch():
+    """Its chunks are averaged in one order, whether the merge's programs are few or many."""
+    tuning = latent_tuning(4, 1, TritonOptions(chunk_size=64))
+    others = [1] * 8
+    q, cache, table, lengths = latent_batch([1300, *others], 1, 256, 8, 64, torch.float32, 0)
+    alone, among = (
+        decode(q[:rows], cache, table[:rows], lengths[:rows], 256, 0.1, tuning)
+        for rows in (1, 1 + len(others))
+    )
+    assert torch.equal(alone[0], among[0])
+
+
 @pytest.mark.parametrize("parts", [1, 3, 8, 40])
 def test_an_even_plan_gives_the_same_attention(parts):
     """Rows cut where parts end, several rows in a part, parts without work, padding between."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_attention_triton import packed
 from nanovllm_attention_triton.packed import packed_prefill
+from nanovllm_attention_triton.packed_kernels import packed_kernel
 from nanovllm_attention_triton.tuning import PackedTuning, packed_tuning
 from nanovllm_core.api import UnsupportedError
 
@@ -105,3 +108,28 @@ def test_a_scale_that_is_not_positive_is_refused():
     q, k, v = packed_batch([4], [4], 1, (16, 16), torch.float32, 0)
     with pytest.raises(UnsupportedError, match="positive"):
         run(q, k, v, [4], [4], 0.0, True, packed_tuning(4, 16, 16, large=True))
+
+
+def test_numbers_that_change_with_a_step_s_tokens_compile_no_other_kernel(monkeypatch):
+    """Triton compiles anew for an integer that is 1, or that 16 divides, unless it is told not to.
+
+    The start compiles for one step alone; a request would wait for the others.
+    """
+    launches: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        def __getitem__(self, _grid: tuple[int, ...]) -> Any:
+            return lambda *values, **_constants: launches.append(values)
+
+    monkeypatch.setattr(packed, "packed_kernel", Recorder())
+    tuning = packed_tuning(4, 16, 16, large=True)
+    for lens in ([16, 16], [1], [7, 2, 5]):
+        q, k, v = packed_batch(lens, lens, 2, (16, 16), torch.float32, 0)
+        run(q, k, v, lens, lens, 0.2, True, tuning)
+    changing = {
+        name
+        for name, values in zip(packed_kernel.arg_names, zip(*launches, strict=True), strict=False)
+        if all(isinstance(value, int) for value in values) and len(set(values)) > 1
+    }
+    assert changing == {"num_seqs", "lse_stride_head"}
+    assert changing <= set(packed_kernel.kwargs["do_not_specialize"])

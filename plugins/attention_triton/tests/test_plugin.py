@@ -8,12 +8,15 @@ from importlib.metadata import entry_points
 from itertools import product
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from nanovllm_attention_triton import plugin
+from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
-from nanovllm_core.api import AttentionRequirements
+from nanovllm_core.api import AttentionRequirements, UnsupportedError
+from nanovllm_kit.latent_attention import LatentSizes, make_latent_case
 
 SPEC = plugin.nanovllm_attention()[0]
 
@@ -117,3 +120,63 @@ def test_every_option_reaches_the_kernels_constants():
         assert options.chunk_size % decode.tile == 0
         prefill = prefill_tuning(element_size, head_size, rows > 1, options)
         assert (prefill.num_warps, prefill.num_stages) == (8, 2)
+
+
+def latent_requirements(**changes):
+    values = {"num_kv_heads": 1, "head_size": 576, "value_size": 512, "latent": True}
+    return requirements(**({"compute_capability": (9, 0)} | values | changes))
+
+
+def test_the_kernel_for_hopper_decodes_latent_rows_only_if_the_user_chooses_it():
+    """It has never run on a GPU."""
+    assert TritonOptions().latent_kernel == "portable"
+    chosen = TritonOptions(latent_kernel="hopper")
+    assert SPEC.check(latent_requirements(block_size=64), chosen) == []
+    layouts = SPEC.kv_layouts(latent_requirements(), chosen)
+    assert [layout.block_multiple for layout in layouts] == [256, 128, 64]
+    # It is not asked to serve prompts, or layers that cache keys and values.
+    prompts = {"phase": "prefill", "num_kv_heads": 16, "head_size": 192, "value_size": 128}
+    others = latent_requirements(**prompts), requirements(compute_capability=(8, 0))
+    for other in others:
+        assert SPEC.check(other, chosen) == []
+        assert SPEC.kv_layouts(other, chosen) == SPEC.kv_layouts(other, TritonOptions())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({"compute_capability": (8, 0)}, {}, ["9.0", "8.0"]),
+        ({"compute_capability": (10, 0)}, {}, ["9.0", "10.0"]),
+        ({"dtype": "float32"}, {}, ["bfloat16", "float32"]),
+        ({"block_size": 48}, {}, ["multiple of 64", "48"]),
+        ({"head_size": 512}, {}, ["behind their latent part"]),
+        ({"head_size": 517}, {}, ["multiple of 8", "517"]),
+        ({"head_size": 48, "value_size": 32}, {}, ["more than 32", "not 32"]),
+        ({}, {"chunk_size": 256}, ["leave out chunk_size 256"]),
+        ({}, {"decode_num_warps": 4, "decode_num_stages": 2}, ["warps 4, decode_num_stages 2"]),
+    ],
+)
+def test_the_kernel_for_hopper_is_refused_where_it_cannot_serve(changes, options, words):
+    """By one reason, with the value, the limit and the remedy; the portable kernel serves."""
+    asked = latent_requirements(**changes)
+    (reason,) = SPEC.check(asked, TritonOptions(latent_kernel="hopper", **options))
+    for word in ("latent_kernel 'hopper'", "leave latent_kernel out", *words):
+        assert word in reason
+    assert SPEC.check(asked, TritonOptions(**options)) == []
+
+
+def test_the_kernel_for_hopper_is_refused_by_another_triton(monkeypatch):
+    monkeypatch.setattr(plugin.metadata, "version", lambda _: "3.8.0")
+    chosen = TritonOptions(latent_kernel="hopper")
+    (reason,) = SPEC.check(latent_requirements(), chosen)
+    assert "needs Triton 3.6.x or 3.7.x, and 3.8.0 is installed" in reason
+
+
+def test_a_backend_without_the_kernel_for_hopper_is_not_built():
+    """No other kernel takes its place, where nobody asked the spec before."""
+    case = make_latent_case(
+        [1], LatentSizes(latent=64, rotated=16), num_heads=2, block_size=16, dtype=torch.float32
+    )
+    with pytest.raises(UnsupportedError, match=r"the device is cpu.*dtype is float32.*not 16"):
+        TritonAttention(TritonOptions(latent_kernel="hopper"), case.config())
+    assert "persistent" not in TritonAttention(TritonOptions(), case.config()).describe()

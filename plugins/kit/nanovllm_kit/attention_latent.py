@@ -31,6 +31,8 @@ USUAL = LatentSizes()
 SMALL = LatentSizes(latent=32, rotated=16, nope=16, value=16)
 ODD = LatentSizes(latent=40, rotated=8, nope=24, value=20)
 """No power of two but the rotated part, and four sizes that differ."""
+WIDE_VALUES = LatentSizes(latent=32, rotated=8, nope=8, value=24)
+"""A head's value is longer than its key."""
 
 
 class LatentUnderTest(BackendUnderTest):
@@ -190,8 +192,8 @@ class AttentionLatent(AttentionSubject):
             latent_prefiller.check_packed(case, "context")
 
     def test_packed_sizes_and_heads_are_parameters(self, latent_prefiller: LatentUnderTest) -> None:
-        """192 and 128, and others, in every dtype."""
-        for sizes in (USUAL, SMALL, ODD):
+        """192 and 128, and others, in every dtype; values may be longer than keys."""
+        for sizes in (USUAL, SMALL, ODD, WIDE_VALUES):
             if latent_prefiller.served(sizes):
                 for dtype in latent_prefiller.dtypes:
                     for causal in (True, False):
