@@ -136,4 +136,4 @@ class SparseMLP(nn.Module):
         if (shared := self.shared_experts) is not None:
             hidden_TF = shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps)
             y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)
-        return residual_TE.add_(self.tp.all_reduce(y_TE))
+        return self.tp.all_reduce_add(y_TE, residual_TE)
