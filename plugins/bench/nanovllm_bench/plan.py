@@ -228,7 +228,8 @@ def rank_of(config: EngineConfig, gpu: Gpu, tp_size: int) -> Rank:
     tensors = [*module.parameters(), *module.buffers()]
     limits = config.limits
     step_bytes = _step_bytes(module, shape, dtype)
-    captured = max(config.prompt_graph_sizes, default=0) + limits.max_num_seqs
+    prompts = () if decisions.attention.eager_prefill_reasons else config.prompt_graph_sizes
+    captured = max(prompts, default=0) + limits.max_num_seqs
     return Rank(
         tp_size=tp_size,
         shape=shape,

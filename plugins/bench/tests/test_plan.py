@@ -142,6 +142,13 @@ def test_a_mixture_has_one_all_reduce_with_its_shared_experts(name: str) -> None
     assert one.layout.block_bytes == parts * two.layout.block_bytes
 
 
+def test_graphs_are_planned_for_the_steps_that_are_captured(tmp_path: Path) -> None:
+    """sdpa captures no steps with prompts, so the number of their tokens does not count."""
+    sizes = [{"max_num_batched_tokens": tokens} for tokens in (256, 4096)]
+    few, many = (rank_of(tiny(tmp_path, limits=one), H200, 1).graphs for one in sizes)
+    assert few == many > 0
+
+
 @pytest.mark.parametrize(
     ("name", "top_k", "hidden", "intermediate"),
     [("deepseek-v2-lite", 6, 2048, 1408), ("qwen3-30b-a3b", 8, 2048, 768)],
