@@ -77,7 +77,12 @@ MUTATIONS = [
     ),
     (
         V3,
-        bug("experts.py", "ranks keep their parts", SPLIT, ("self.tp.all_reduce(y_TE)", "y_TE")),
+        bug(
+            "experts.py",
+            "ranks keep their parts",
+            SPLIT,
+            ("self.tp.all_reduce_add(y_TE, residual_TE)", "residual_TE.add_(y_TE)"),
+        ),
     ),
     (
         V3,
