@@ -249,10 +249,14 @@ def _try_steps(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory) ->
     """Run the largest steps there can be, so that the allocator's peak is the true one.
 
     They run on a given number of blocks too: no request shall be the first to have them compiled.
+    So do shorter steps with prompts, which may have kernels of their own, if none is captured.
     Captured steps keep the bytes of the largest, for all share one pool.
     """
     runner.attention.allocate_cache(1)
-    runner.trial_step(setup.config.limits.max_num_batched_tokens)
+    most = setup.config.limits.max_num_batched_tokens
+    is_eager = setup.cuda_graphs and not runner.prompt_sizes
+    for num_tokens in (most, *(2**power for power in range((most - 1).bit_length() * is_eager))):
+        runner.trial_step(num_tokens)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(runner.device)
     runner.trial_captured_step()

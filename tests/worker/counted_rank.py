@@ -28,6 +28,9 @@ class Counted(TensorParallel):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x)
 
+    def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.group.all_reduce_add(x, residual)
+
     def all_gather(self, x: Tensor) -> Tensor:
         self.sent.append(x.nbytes)
         return self.group.all_gather(x)

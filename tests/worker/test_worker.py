@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.selection.startup import start
 from nanovllm_core.worker import Worker
+from nanovllm_core.worker.worker import _try_steps
 from nanovllm_kit.plans import decode_plan
 from nanovllm_kit.ranks import SimulatedRank, run_ranks
 
@@ -183,3 +185,27 @@ def test_a_rank_runs_on_its_own_device(setup: WorkerSetup) -> None:
     worker = Worker(replace(setup, device="cuda:7"), replace(SINGLE, device="cpu"))
     assert worker.start().device == "cpu"
     worker.close()
+
+
+@pytest.mark.parametrize(
+    ("captured", "most", "expected"),
+    [((), 40, [40, 1, 2, 4, 8, 16, 32]), ((), 1, [1]), ((32,), 40, [40])],
+)
+def test_a_start_tries_short_steps_with_prompts_where_none_is_captured(
+    setup: WorkerSetup,
+    monkeypatch: pytest.MonkeyPatch,
+    captured: tuple[int, ...],
+    most: int,
+    expected: list[int],
+) -> None:
+    """Their kernels follow from the number of tokens; a request would wait for the compiler."""
+    tried: list[int] = []
+    runner = Mock(prompt_sizes=captured, trial_step=tried.append)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
+    limits = setup.config.limits.model_copy(update={"max_num_batched_tokens": most})
+    config = setup.config.model_copy(update={"limits": limits})
+    for cuda_graphs, sizes in ((True, expected), (False, [most])):
+        _try_steps(replace(setup, config=config, cuda_graphs=cuda_graphs), runner, Mock())
+        assert tried == sizes
+        tried.clear()

@@ -228,7 +228,8 @@ def rank_of(config: EngineConfig, gpu: Gpu, tp_size: int) -> Rank:
     tensors = [*module.parameters(), *module.buffers()]
     limits = config.limits
     step_bytes = _step_bytes(module, shape, dtype)
-    captured = max(config.prompt_graph_sizes, default=0) + limits.max_num_seqs
+    prompts = () if decisions.attention.eager_prefill_reasons else config.prompt_graph_sizes
+    captured = max(prompts, default=0) + limits.max_num_seqs
     return Rank(
         tp_size=tp_size,
         shape=shape,
@@ -269,7 +270,8 @@ def _num_all_reduces(module: torch.nn.Module) -> int:
 def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) -> int:
     """An estimate of a token's part of a step: three hidden states, the widest product and half.
 
-    Prompts of latent attention have keys and values of all heads.
+    Prompts of latent attention have keys and values of all heads. A mixture has the hidden and the
+    output numbers of each expert of a token.
     """
     expanded = (
         one.num_heads * (one.latent.key_size + one.latent.value_size)
@@ -288,7 +290,11 @@ def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) 
         ),
         default=shape.hidden_size,
     )
-    return (3 * shape.hidden_size + 3 * widest // 2) * dtype.itemsize
+    mixtures = (one for one in module.modules() if isinstance(one, SparseMLP))
+    of_experts = (
+        one.gate.routing.top_k * sum(one.experts.down.tensor.shape[1:]) for one in mixtures
+    )
+    return (3 * shape.hidden_size + max(3 * widest // 2, *of_experts, 0)) * dtype.itemsize
 
 
 def plan_layouts(

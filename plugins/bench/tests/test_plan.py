@@ -144,6 +144,40 @@ def test_a_mixture_has_one_all_reduce_with_its_shared_experts(name: str) -> None
     assert one.layout.block_bytes == parts * two.layout.block_bytes
 
 
+def test_graphs_are_planned_for_the_steps_that_are_captured(tmp_path: Path) -> None:
+    """sdpa captures no steps with prompts, so the number of their tokens does not count."""
+    sizes = [{"max_num_batched_tokens": tokens} for tokens in (256, 4096)]
+    few, many = (rank_of(tiny(tmp_path, limits=one), H200, 1).graphs for one in sizes)
+    assert few == many > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "top_k", "hidden", "intermediate"),
+    [("deepseek-v2-lite", 6, 2048, 1408), ("qwen3-30b-a3b", 8, 2048, 768)],
+)
+def test_a_step_has_room_for_the_results_of_each_token_s_experts(
+    name: str, top_k: int, hidden: int, intermediate: int
+) -> None:
+    """They lie side by side until they are summed; each of two ranks has half of their width."""
+    for plugin in ("model_deepseek", "model_qwen3_moe"):
+        pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+    path = str(ROOT / "benchmarks/configs" / name)
+    for size in (1, 2):
+        few, many = (
+            rank_of(
+                load_config(
+                    path,
+                    overrides={"attention": "sdpa", "limits": {"max_num_batched_tokens": tokens}},
+                    env={},
+                ),
+                H200,
+                size,
+            ).workspaces
+            for tokens in (2**16, 2**17)
+        )
+        assert many - few >= 2**16 * top_k * (hidden + intermediate // size) * 2
+
+
 def recorded_starts() -> list[tuple[str, dict[str, Any]]]:
     """Result files of benchmark models whose number of blocks the GPU's memory decided."""
     records = {file.name: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}

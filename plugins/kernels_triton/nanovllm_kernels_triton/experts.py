@@ -129,7 +129,7 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
         counts = ids_TC.new_empty((num_blocks, bins))
         count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
     sort_pairs_kernel[(num_experts, num_blocks)](
-        ids_TC, counts, *order[:3], num_pairs, most_tiles, BLOCK_M=block_m, **shared
+        ids_TC, counts, *order[:3], num_pairs, most_tiles, block_m, **shared
     )
     return order
 

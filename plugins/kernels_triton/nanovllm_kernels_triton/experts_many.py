@@ -39,15 +39,15 @@ def count_pairs_kernel(
     tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "tile_stride"])
+@triton.jit(do_not_specialize=["num_pairs", "tile_stride", "block_m"])
 def sort_pairs_kernel(
-    ids_ptr, counts_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ids_ptr, counts_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride, block_m,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program for each expert and block of pairs writes the expert's pairs in their order.
 
-    Those of the first block also write the expert's tiles, and the first of all the number of
-    tiles. The only block counts its pairs itself; `counts_ptr` is None.
+    Those of the first block also write the expert's tiles, of `block_m` rows, and the first of all
+    the number of tiles. The only block counts its pairs itself; `counts_ptr` is None.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -66,10 +66,10 @@ def sort_pairs_kernel(
     row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
     if block == 0:
         end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-        tiles = (counts + BLOCK_M - 1) // BLOCK_M
+        tiles = (counts + block_m - 1) // block_m
         tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
-        for first in range(row, end, BLOCK_M):
-            tile_ptr = tiles_ptr + tile + (first - row) // BLOCK_M
+        for first in range(row, end, block_m):
+            tile_ptr = tiles_ptr + tile + (first - row) // block_m
             tl.store(tile_ptr, expert)
             tl.store(tile_ptr + tile_stride, first)
             tl.store(tile_ptr + 2 * tile_stride, end)

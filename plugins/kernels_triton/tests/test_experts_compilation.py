@@ -94,9 +94,9 @@ def sort_job(block: int, num_warps: int, *, is_only_block: bool) -> AotJob:
     counts = {} if is_only_block else {"counts_ptr": "*i32:16"}
     return AotJob(
         kernel=f"{MANY}:sort_pairs_kernel",
-        signature={**INDICES, **counts, "num_pairs": "i32", "tile_stride": "i32"},
+        signature={**INDICES, **counts, "num_pairs": "i32", "tile_stride": "i32", "block_m": "i32"},
         constexprs={
-            "BLOCK_M": 16, "BLOCK": block, "BINS": 128, "DEPENDENT": True,
+            "BLOCK": block, "BINS": 128, "DEPENDENT": True,
             **({"counts_ptr": None} if is_only_block else {}),
         },
         num_warps=num_warps,

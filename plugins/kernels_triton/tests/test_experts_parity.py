@@ -128,6 +128,41 @@ def test_rows_of_a_tile_are_twice_those_of_an_expert() -> None:
         assert isinstance(plan, FewExperts)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "chosen"), [(128, 8), (64, 6), (60, 4), (256, 8), (512, 10), (8, 2)]
+)
+def test_steps_of_1_2_4_tokens_have_the_kernels_of_all_steps_between(
+    num_experts: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start tries these and the largest step, and no later one waits for the compiler."""
+    launched: list[frozenset[tuple[str, object]]] = []
+
+    class Recorder:
+        """In the place of a kernel: its constants."""
+
+        def __getitem__(self, grid: object) -> Recorder:
+            return self
+
+        def __call__(self, ids: Tensor, counts: Tensor | None, *_: object, **of: object) -> None:
+            launched.append(frozenset({"counts": counts is None, **of}.items()))
+
+    monkeypatch.setattr(experts, "sort_pairs_kernel", Recorder())
+    monkeypatch.setattr(experts, "count_pairs_kernel", Recorder())
+    monkeypatch.setattr(experts, "_SORT_BLOCK", 1024)
+
+    def kernels_of(tokens: int) -> set[object]:
+        plan = choose_experts(tokens, chosen, num_experts, 2048, 768, 2, 232448)
+        launched.clear()
+        if isinstance(plan, ManyExperts):
+            ids_TC = torch.empty(tokens, chosen, dtype=torch.int32)
+            experts.sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, OPTIONS)
+        return {plan, *launched}
+
+    most = 3000
+    tried = set[object]().union(*map(kernels_of, [*(2**power for power in range(12)), most]))
+    assert all(kernels_of(tokens) <= tried for tokens in range(1, most))
+
+
 def test_the_router_of_many_experts_in_uneven_groups() -> None:
     """160 in 8 groups of 20, neither of them a power of two, of logits with gaps between rows."""
     routing = Routing(

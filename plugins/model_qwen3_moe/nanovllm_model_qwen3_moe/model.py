@@ -74,7 +74,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
 
     @staticmethod
     def num_experts(config: Mapping[str, Any]) -> int:
-        """transformers 5 writes the number of experts under the second name."""
+        """transformers 5 calls it `num_local_experts` for some models; older ones `num_experts`."""
         name = "num_local_experts" if "num_local_experts" in config else "num_experts"
         return positive_int(config, name, default=128)
 
