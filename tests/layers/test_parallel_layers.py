@@ -11,7 +11,6 @@ from torch.nn.functional import silu
 
 from nanovllm_core.api import Routing
 from nanovllm_core.errors import ArchitectureError
-from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     ColumnParallelLinear,
