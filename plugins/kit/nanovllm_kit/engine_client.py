@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm_core.config import EngineConfig, load_config
-from nanovllm_core.errors import EngineClosedError, InvalidPromptError, PluginError
+from nanovllm_core.errors import EngineClosedError, InvalidPromptError
 from nanovllm_core.frontend import EngineClient, Mailbox, NewRequest, ThreadClient
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import NoOptions
-from nanovllm_core.registry import get_plugin_manager, load_object
+from nanovllm_core.registry import get_plugin_manager
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
-from nanovllm_kit.model_settings import LLAMA_LIKE
+from nanovllm_kit.model_settings import LLAMA_LIKE, save_served
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -42,19 +42,9 @@ class EngineClientConformance(SpecConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> EngineConfig:
         """Of a small model that some installed plugin serves."""
-        import transformers
-
-        manager = get_plugin_manager()
-        for name in manager.names("model"):
-            model_class: Any = getattr(transformers, name, None)
-            with suppress(PluginError):  # A broken model plugin is no matter of the client's.
-                load_object(manager.spec("model", name).impl)
-                if model_class is None:
-                    continue
-                settings = {**LLAMA_LIKE, "architectures": [name]}
-                model_class.config_class(**settings).save_pretrained(tmp_path)
-                return load_config(str(tmp_path), overrides=SETTINGS)
-        pytest.skip("no installed model plugin is known to transformers; override `config`")
+        if not save_served(tmp_path):
+            pytest.skip("no model plugin serves a model like Llama; override `config`")
+        return load_config(str(tmp_path), overrides=SETTINGS)
 
     @contextmanager
     def started(self, plugin: PluginUnderTest, config: EngineConfig) -> Iterator[EngineClient]:

@@ -10,7 +10,7 @@ executor is started with the set-up that the core resolves for it, on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 import pytest
 
 from nanovllm_core.config import load_config
-from nanovllm_core.errors import NanoVLLMError, PluginError
+from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import PADDED, StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.registry import get_plugin_manager, load_object
 from nanovllm_core.selection import start
 from nanovllm_core.worker import SingleProcessExecutor, Worker
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
@@ -44,7 +43,7 @@ from nanovllm_kit.executor_plans import (
     two_groups,
     two_prompts,
 )
-from nanovllm_kit.model_settings import LLAMA_LIKE
+from nanovllm_kit.model_settings import LLAMA_LIKE, save_served
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -74,19 +73,9 @@ class ExecutorConformance(SpecConformance):
     @pytest.fixture
     def checkpoint(self, tmp_path: Path) -> Path:
         """A folder with the config.json of a small model that some installed plugin serves."""
-        import transformers
-
-        manager = get_plugin_manager()
-        for name in manager.names("model"):
-            model_class: Any = getattr(transformers, name, None)
-            with suppress(PluginError):  # A broken model plugin is no matter of the executor's.
-                load_object(manager.spec("model", name).impl)
-                if model_class is None:
-                    continue
-                settings = {**LLAMA_LIKE, "architectures": [name]}
-                model_class.config_class(**settings).save_pretrained(tmp_path)
-                return tmp_path
-        pytest.skip("no installed model plugin is known to transformers; override `checkpoint`")
+        if not save_served(tmp_path):
+            pytest.skip("no model plugin serves a model like Llama; override `checkpoint`")
+        return tmp_path
 
     @pytest.fixture
     def setup(self, checkpoint: Path) -> WorkerSetup:
