@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from nanovllm_core.api import EngineConfig
+from nanovllm_core.api import EngineConfig, EngineError
 from nanovllm_core.frontend import (
     Answer,
     Close,
@@ -49,6 +49,17 @@ def inbox_of(folder: str, number: int) -> str:
 def outbox_of(folder: str) -> str:
     """The address to which all engines send."""
     return f"ipc://{folder}/answers"
+
+
+def check_path(address: str) -> None:
+    """Raises EngineError for an address whose path is longer than a socket's may be."""
+    path = address.removeprefix("ipc://")
+    size = len(os.fsencode(path))
+    if size > zmq.IPC_PATH_MAX_LEN:
+        raise EngineError(
+            f"the path of a socket in the temporary folder {os.path.dirname(path)} has {size} "
+            f"bytes, and may have {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a shorter folder"
+        )
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import zmq
 
 from nanovllm_core.api import EngineConfig, EngineError, NanoVLLMError
 from nanovllm_engine_processes import wire
-from nanovllm_engine_processes.child import inbox_of, outbox_of
+from nanovllm_engine_processes.child import check_path, inbox_of, outbox_of
 from nanovllm_engine_processes.plugin import ProcessesOptions
 from nanovllm_engine_processes.process import (
     EngineProcess,
@@ -58,12 +58,7 @@ class Engines:
             raise
 
     def _spawn(self, config: EngineConfig) -> None:
-        size = len(os.fsencode(outbox_of(self._folder).removeprefix("ipc://")))
-        if size > zmq.IPC_PATH_MAX_LEN:
-            raise EngineError(
-                f"the path of a socket in the temporary folder {self._folder} has {size} bytes, "
-                f"and may have {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a shorter folder"
-            )
+        check_path(outbox_of(self._folder))
         self._answers = self._context.socket(zmq.PULL)
         self._answers.set_hwm(0)
         self._answers.bind(outbox_of(self._folder))

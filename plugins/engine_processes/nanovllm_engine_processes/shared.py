@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -96,7 +97,12 @@ class SharedClient(EngineClient):
         self._line.post(message)
 
     def stats(self) -> EngineStats:
-        """The counters of the whole engine; those of the last answer where this is closed."""
+        """The counters of the whole engine; those of the last answer where this is closed.
+
+        Raises EngineClosedError where a fault has ended the way to the engine, and not `close()`.
+        """
+        if (error := self._line.error) is not None:
+            raise EngineClosedError(f"{error}; create a new {self._name}") from error
         return super().stats() if self._line.is_open else self._line.last_stats
 
     @property
@@ -129,6 +135,8 @@ class Line:
         self.started: Future[Started] = Future()
         self.subscribers: dict[int, Deliver] = {}
         self.is_open = True
+        self.error: NanoVLLMError | None = None
+        """What ended the line, where `Close` did not."""
         self.last_stats = EngineStats()
         self._folder = folder
         self._name = name
@@ -151,19 +159,20 @@ class Line:
 
     def run(self) -> None:
         """Start, pass on until `Close` or the end of the share, and tell everybody of the end."""
-        error: NanoVLLMError = EngineClosedError(f"this {self._name} is closed; create a new one")
         try:
             with zmq.Context() as context:
                 inbox, out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
                 with inbox, out:
                     self._connect(inbox, out)
-                    error = self._pass_on(inbox, out) or error
+                    self.error = self._pass_on(inbox, out)
         except NanoVLLMError as fault:
-            error = fault
+            self.error = fault
         except Exception as fault:
-            error = EngineError(f"the way to the shared engine failed: {fault!r}")
-            error.__cause__ = fault
+            self.error = EngineError(f"the way to the shared engine failed: {fault!r}")
+            self.error.__cause__ = fault
         self.is_open = False
+        closed = EngineClosedError(f"this {self._name} is closed; create a new one")
+        error = self.error or closed
         if not self.started.done():
             self.started.set_exception(error)
         for deliver in tuple(self.subscribers.values()):
@@ -193,6 +202,7 @@ class Line:
         poller = zmq.Poller()
         poller.register(inbox, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
+        looked = time.monotonic()
         while True:
             ready = dict(poller.poll(LOOK_MS))
             if inbox in ready:
@@ -200,8 +210,12 @@ class Line:
                 if name == wire.CLOSED:
                     return wire.read_error(content)
                 self._hand_out(name, subscriber, content)
-            elif not ready and not is_running(self._share):
-                return EngineError(f"the process {self._share} that shares the engine has ended")
+            elif time.monotonic() - looked > LOOK_MS / 1000:
+                looked = time.monotonic()
+                if not is_running(self._share):
+                    return EngineError(
+                        f"the process {self._share} that shares the engine has ended"
+                    )
             if self._bell.fileno() in ready:
                 with suppress(BlockingIOError):
                     self._bell.recv(4096)

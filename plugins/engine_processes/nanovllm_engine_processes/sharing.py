@@ -35,6 +35,7 @@ from nanovllm_core.frontend import (
     WaitIdle,
 )
 from nanovllm_engine_processes import wire
+from nanovllm_engine_processes.child import check_path
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ def share_of(folder: str | Path) -> str:
 def door_of(folder: str | Path, door: str) -> str:
     """The address at which a door receives."""
     return f"ipc://{folder}/{door}"
+
+
+LONGEST_DOOR = "4194304.999999"
+"""The name of a door of the highest process id, and of as many doors as no process opens."""
 
 
 def is_running(pid: int) -> bool:
@@ -106,11 +111,17 @@ class EngineShare:
 
     The client stays its caller's to close. A door that is opened while there is no engine, or after
     its end, waits until `serve` names one. A door whose process ends has its requests aborted, and
-    so has one that closes; other doors do not notice.
+    so has one that closes; other doors do not notice. Raises EngineError where the path of the
+    temporary folder is too long for sockets.
     """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-share-"))  # this user's alone
+        try:
+            check_path(door_of(self.folder, LONGEST_DOOR))
+        except EngineError:
+            self.folder.rmdir()
+            raise
         (self.folder / "pid").write_text(str(os.getpid()))
         self._lock = threading.Lock()
         """For the state, and for the doors' sockets: one of zmq is for one thread at a time."""
@@ -156,18 +167,23 @@ class EngineShare:
     def _run(self) -> None:
         while not self._is_closed:
             if self._inbox.poll(LOOK_MS):
-                door, name, content = wire.decode(self._inbox.recv())
-                try:
-                    message = wire.read_message(name, content) if name in wire.MESSAGES else None
-                    with self._lock:
-                        self._handle(door, name, content, message)
-                except Exception as error:
-                    logger.exception("a message of the door %s failed", door)
-                    with self._lock:
-                        self._end(door, EngineError(f"the shared engine failed: {error!r}"))
+                self._receive(self._inbox.recv())
             with self._lock:
                 for door in [one for one in self._doors if not is_running(self._doors[one].pid)]:
                     self._drop(door)
+
+    def _receive(self, data: bytes) -> None:
+        """Act on a message; a door whose message cannot be read ends, and no other one."""
+        door = ""
+        try:
+            door, name, content = wire.decode(data)
+            message = wire.read_message(name, content) if name in wire.MESSAGES else None
+            with self._lock:
+                self._handle(door, name, content, message)
+        except Exception as error:
+            logger.exception("a message of the door %r failed", door)
+            with self._lock:
+                self._end(str(door), EngineError(f"the shared engine failed: {error!r}"))
 
     def _handle(self, name: str, what: str, content: Any, message: Message | None) -> None:
         if what == wire.OPEN:
@@ -191,6 +207,10 @@ class EngineShare:
             self._post(door, door.client, message)
 
     def _open(self, name: str, pid: int) -> None:
+        if not isinstance(pid, int):
+            raise TypeError(f"{pid!r} is no process id")
+        if name in self._doors:
+            self._drop(name)  # of an earlier process, whose id this one has got
         socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
         socket.connect(door_of(self.folder, name))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import EngineClosedError, EngineConfig, EngineError, InvalidSamplingError
 from nanovllm_core.frontend import AddRequests, Ended, Mailbox, NewRequest
+from nanovllm_engine_processes import wire
 from nanovllm_engine_processes.plugin import SHARED
-from nanovllm_engine_processes.sharing import EngineShare
+from nanovllm_engine_processes.shared import Line
+from nanovllm_engine_processes.sharing import EngineShare, share_of
 from nanovllm_kit import EngineClientConformance, PluginUnderTest, plugin_under_test
 
 from .test_parity import ASKED, PROMPTS, facts
@@ -138,6 +143,12 @@ def test_a_message_that_cannot_be_read_ends_its_door_alone(
     with door(share, settings) as one, door(share, settings) as other:
         one._client._line.put("AddRequests", {"subscriber": 0})  # type: ignore[attr-defined]
         wait_for(lambda: not one._client.is_open)
+        with pytest.raises(EngineClosedError, match="the shared engine failed"):
+            _ = one.stats  # the last counters would look like an engine that is well
+        with zmq.Context() as context, context.socket(zmq.PUSH) as out:
+            out.connect(share_of(share.folder))
+            for data in (b"", b"\xc1", wire.encode(1), wire.encode("door", wire.OPEN, "pid")):
+                out.send(data)
         with pytest.raises(EngineClosedError):
             one.generate([[5]], use_tqdm=False)
         assert len(other.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
@@ -188,3 +199,52 @@ def test_a_folder_that_nobody_shares_an_engine_in_is_an_error(
     (tmp_path / "pid").write_text(str(2**22 - 1))
     with pytest.raises(EngineError, match="process 4194303 that shares the engine has ended"):
         LLM(**settings, engine_client=client)
+
+
+def test_the_end_of_the_sharing_process_is_noticed_between_calls_that_never_pause(
+    tmp_path: Path,
+) -> None:
+    """A caller that posts ten times in each look would else wait for ever."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / "pid").write_text(str(ended.pid))
+    line = Line(tmp_path, "LLM", {})
+    thread = threading.Thread(target=line.run, daemon=True)
+    thread.start()
+
+    def has_ended() -> bool:
+        line.put(wire.UNSUBSCRIBE, 0)
+        return not thread.is_alive()
+
+    wait_for(has_ended, 5.0)
+    with pytest.raises(EngineError, match="has ended"):
+        line.started.result()
+
+
+def test_a_folder_of_sockets_is_this_users_alone_and_its_path_is_not_too_long(
+    share: EngineShare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert share.folder.stat().st_mode & 0o777 == 0o700
+    with tempfile.TemporaryDirectory() as short:
+        for length in (71, 90):  # the share's socket fits and a door's does not; none does
+            place = Path(short, "x" * (length - len(short) - 1))
+            place.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(place))
+            with pytest.raises(EngineError, match="set TMPDIR to a shorter folder"):
+                EngineShare()
+            assert not [*place.iterdir()]
+
+
+def test_a_door_of_the_name_of_one_before_takes_its_place(
+    share: EngineShare, thread: LLM, settings: dict[str, Any]
+) -> None:
+    """A process may get the id of one that has just ended: what that one had is aborted."""
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    with door(share, settings) as llm:
+        stream = llm.stream([5], params)
+        next(stream)
+        assert thread.stats.running == 1
+        name = llm._client._line.door  # type: ignore[attr-defined]
+        with share._lock:
+            share._open(name, os.getpid())
+        wait_for(lambda: thread.stats.running == 0)

@@ -21,8 +21,7 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.registry import get_plugin_manager
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
-from nanovllm_kit.model_settings import LLAMA_LIKE
-from nanovllm_kit.small_model import write_small_model
+from nanovllm_kit.model_settings import LLAMA_LIKE, save_served
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -43,9 +42,9 @@ class EngineClientConformance(SpecConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> EngineConfig:
         """Of a small model that some installed plugin serves."""
-        if write_small_model(tmp_path):
-            return load_config(str(tmp_path), overrides=SETTINGS)
-        pytest.skip("no installed model plugin serves the suite's model; override `config`")
+        if not save_served(tmp_path):
+            pytest.skip("no model plugin serves a model like Llama; override `config`")
+        return load_config(str(tmp_path), overrides=SETTINGS)
 
     @contextmanager
     def started(self, plugin: PluginUnderTest, config: EngineConfig) -> Iterator[EngineClient]:

@@ -43,8 +43,7 @@ from nanovllm_kit.executor_plans import (
     two_groups,
     two_prompts,
 )
-from nanovllm_kit.model_settings import LLAMA_LIKE
-from nanovllm_kit.small_model import write_small_model
+from nanovllm_kit.model_settings import LLAMA_LIKE, save_served
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -74,9 +73,9 @@ class ExecutorConformance(SpecConformance):
     @pytest.fixture
     def checkpoint(self, tmp_path: Path) -> Path:
         """A folder with the config.json of a small model that some installed plugin serves."""
-        if write_small_model(tmp_path):
-            return tmp_path
-        pytest.skip("no installed model plugin serves the suite's model; override `checkpoint`")
+        if not save_served(tmp_path):
+            pytest.skip("no model plugin serves a model like Llama; override `checkpoint`")
+        return tmp_path
 
     @pytest.fixture
     def setup(self, checkpoint: Path) -> WorkerSetup:

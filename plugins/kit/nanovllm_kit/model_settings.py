@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from nanovllm_core.errors import ArchitectureError, PluginError
+from nanovllm_core.registry import get_plugin_manager, load_object
 
 Settings = Mapping[str, Any]
 
@@ -151,3 +157,24 @@ class WatchedConfig(dict[str, Any]):
     def items(self) -> Any:
         self.read.update(self)
         return super().items()
+
+
+def save_served(folder: Path) -> bool:
+    """Write a config.json of `LLAMA_LIKE` for a model plugin that serves it; False if none does.
+
+    A model plugin that is broken is left out, and so is one of another architecture.
+    """
+    import transformers
+
+    manager = get_plugin_manager()
+    for name in manager.names("model"):
+        model_class: Any = getattr(transformers, name, None)
+        if model_class is None:
+            continue
+        with suppress(PluginError, ArchitectureError):
+            model = load_object(manager.spec("model", name).impl)
+            settings = {**LLAMA_LIKE, "architectures": [name]}
+            model_class.config_class(**settings).save_pretrained(folder)
+            model.shape(json.loads((folder / "config.json").read_text()))
+            return True
+    return False

@@ -10,17 +10,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
+from nanovllm_core import EngineConfig
+from nanovllm_core.errors import ConfigError
+from nanovllm_server.fronts.fronts import MAX_ENDS, START_SECONDS, Fronts
+from nanovllm_server.guard.hosts import check_address
 from nanovllm_server.guard.keys import hash_key
+from nanovllm_server.settings import ServerSettings
+from nanovllm_server.watch.watch import observed
 
 from .test_engine_process import Stream, get, is_gone, post, wait_for
 
@@ -315,3 +323,65 @@ def test_what_a_front_cannot_start_with_ends_the_server_with_its_reason() -> Non
     assert ended.returncode == 1
     assert re.search(r"^error: .*nobody", ended.stderr, re.MULTILINE)
     assert "Traceback" not in ended.stderr
+
+
+@pytest.fixture
+def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fronts]:
+    """What starts fronts, with none."""
+    config = EngineConfig.model_validate({"model": "demo", "device": "cpu"})
+    with observed(config) as watched:
+        fronts = Fronts(watched, ServerSettings(port=0, processes=FRONTS))
+        monkeypatch.setattr(fronts, "_spawn", lambda column: None)
+        try:
+            yield fronts
+        finally:
+            fronts._fronts.clear()
+            assert fronts._close()
+
+
+def stub(column: int, **values: Any) -> Any:
+    """A front that has no process."""
+    facts = {"column": column, "status": -9, "pid": 2**22 + column, "is_listening": True}
+    return SimpleNamespace(**{**facts, "silence": 0.0, "release": lambda until: None, **values})
+
+
+def test_a_front_that_ends_again_and_again_ends_the_server(
+    unstarted: Fronts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Instead of a storm of starts; another front's ends are counted apart."""
+
+    def goes_on(column: int) -> bool:
+        unstarted._fronts[column] = stub(column)
+        return unstarted._note_end(unstarted._fronts[column], is_draining=False)
+
+    assert goes_on(1)
+    assert [goes_on(0) for _ in range(MAX_ENDS)] == [True] * (MAX_ENDS - 1) + [False]
+    assert f"front 0 has ended {MAX_ENDS} times in" in caplog.text
+    assert goes_on(1)
+
+
+def test_a_front_that_never_listens_is_killed_once_there_is_an_engine(unstarted: Fronts) -> None:
+    killed: list[int] = []
+    unstarted._fronts[0] = stub(0, is_listening=False, kill=lambda: killed.append(0))
+    unstarted._starting = threading.Thread()
+    unstarted._end_silent(START_SECONDS + 1)
+    assert not killed, "it waits for the engine"
+    unstarted._starting = None
+    unstarted._end_silent(START_SECONDS - 1)
+    assert not killed
+    unstarted._end_silent(2.0)
+    unstarted._end_silent(2.0)
+    assert killed == [0]
+
+
+def test_a_second_server_cannot_share_the_address_of_one_that_is_starting(
+    unstarted: Fronts,
+) -> None:
+    """Linux would give it a part of the connections, once both listen."""
+    check_address("127.0.0.1", unstarted._port)  # nobody listens yet
+    with observed(EngineConfig.model_validate({"model": "demo", "device": "cpu"})) as watched:
+        folders = {*Path(tempfile.gettempdir()).glob("nanovllm-share-*")}
+        settings = ServerSettings(port=unstarted._port, processes=FRONTS)
+        with pytest.raises(ConfigError, match="another server of this user"):
+            Fronts(watched, settings)
+        assert {*Path(tempfile.gettempdir()).glob("nanovllm-share-*")} <= folders

@@ -11,7 +11,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +24,20 @@ from starlette.types import Message, Receive, Scope, Send
 
 from nanovllm_core.errors import ConfigError
 from nanovllm_server.errors import ApiError
+from nanovllm_server.fronts.fronts import ENDS_SECONDS, MAX_ENDS, is_storm
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.assemble import guarded
 from nanovllm_server.guard.body import BodyLimit, check_nesting, nesting
 from nanovllm_server.guard.command import serve_key
 from nanovllm_server.guard.deadlines import Deadlines
 from nanovllm_server.guard.drain import Drain
-from nanovllm_server.guard.hosts import LocalOnly, check_exposure, is_loopback
+from nanovllm_server.guard.hosts import (
+    LocalOnly,
+    bound_sockets,
+    check_exposure,
+    claimed,
+    is_loopback,
+)
 from nanovllm_server.guard.isolation import cache_salt
 from nanovllm_server.guard.keys import ApiKey, Keys, api_key, hash_key, make_key, read_keys
 from nanovllm_server.guard.ledger import MAX_CLIENTS, NUM_OWN, Ledger
@@ -680,3 +689,38 @@ def test_the_command_prints_a_key_and_the_entry_that_admits_it(
 def test_a_name_that_the_server_would_refuse_gets_no_key(name: str) -> None:
     with pytest.raises(ConfigError, match=r"1 to 64"):
         serve_key(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is a file")
+def test_a_ledger_needs_no_space_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write to the map of a file ends the process where the disk is full."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    ledger = Ledger.create(columns=2, max_connections=10)
+    ledger.add(ledger.client("last", 0.0), 1)
+    assert not os.get_inheritable(ledger.fd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="several fronts need Linux")
+def test_a_shared_address_has_one_server_also_before_it_listens() -> None:
+    """Linux would let the second one in while the first loads its model."""
+    first = bound_sockets("127.0.0.1", 0, is_shared=True)
+    port = first[0].getsockname()[1]
+    claims = claimed(first)
+    second = bound_sockets("127.0.0.1", port, is_shared=True)
+    with pytest.raises(ConfigError, match=f"another server of this user has .*, port {port}"):
+        claimed(second)
+    for one in claims:
+        one.close()
+    for one in (*claimed(second), *first, *second):
+        one.close()
+
+
+def test_a_front_that_ends_again_and_again_is_a_storm_and_one_that_ends_now_and_then_is_not() -> (
+    None
+):
+    ends: deque[float] = deque(maxlen=MAX_ENDS)
+    apart = ENDS_SECONDS / (MAX_ENDS - 1) + 0.1
+    assert not any(is_storm(ends, number * apart) for number in range(3 * MAX_ENDS))
+    ends.clear()
+    assert not any(is_storm(ends, second) for second in range(MAX_ENDS - 1))
+    assert is_storm(ends, MAX_ENDS)

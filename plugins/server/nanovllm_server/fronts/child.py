@@ -68,7 +68,9 @@ class Front:
 
     def run(self) -> bool:
         """Serve; False where the engine's end ended it."""
-        start = FrontStart.model_validate_json(self._orders.readline())
+        if not (line := self._orders.readline()):
+            return False  # the starting process has ended already
+        start = FrontStart.model_validate_json(line)
         Thread(target=self._obey, name="nanovllm-orders", daemon=True).start()
         settings = ServerSettings.model_validate_json(start.settings)
         configure_logging(settings.log.format, settings.log.level)

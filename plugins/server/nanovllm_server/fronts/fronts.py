@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-import select
 import signal
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import wait
 from threading import Thread
 
 from prometheus_client.multiprocess import mark_process_dead
@@ -20,7 +22,7 @@ from nanovllm_core.selection import Decisions
 from nanovllm_engine_processes.sharing import EngineShare
 from nanovllm_server.fronts.process import DRAIN, EXIT, FrontProcess, FrontStart
 from nanovllm_server.guard.assemble import make_ledger
-from nanovllm_server.guard.hosts import bound_sockets
+from nanovllm_server.guard.hosts import bound_sockets, claimed
 from nanovllm_server.guard.logs import configure_logging
 from nanovllm_server.server import announce, settings_name, url_of
 from nanovllm_server.settings import ServerSettings
@@ -33,6 +35,10 @@ logger = logging.getLogger("nanovllm_server")
 LOOK_SECONDS = 0.1
 END_SECONDS = 5.0
 """So long a front may take for its end, beyond the time of the requests that it lets finish."""
+START_SECONDS = 300.0
+"""So long a front may take until it listens, once there is an engine."""
+MAX_ENDS, ENDS_SECONDS = 5, 60.0
+"""A front that ends so often in so many seconds is not started again."""
 
 
 def check_processes(processes: int) -> None:
@@ -57,6 +63,12 @@ def counted_signals() -> Iterator[list[int]]:
             signal.signal(one, handler)
 
 
+def is_storm(ends: deque[float], now: float) -> bool:
+    """Note an end of a front; whether it was the last of `MAX_ENDS` in `ENDS_SECONDS`."""
+    ends.append(now)
+    return len(ends) >= MAX_ENDS and now - ends[-MAX_ENDS] <= ENDS_SECONDS
+
+
 class Fronts:
     """An engine, and `settings.processes` front processes which share it and one address.
 
@@ -73,10 +85,13 @@ class Fronts:
         self._ledger = make_ledger(settings, settings.processes)
         # They never listen: they keep the port while a front is started again.
         self._held = bound_sockets(settings.host, settings.port, is_shared=True)
+        self._held += claimed(self._held)
         self._port: int = self._held[0].getsockname()[1]
         self._share = EngineShare()
         self._fronts: dict[int, FrontProcess] = {}
         """By column."""
+        self._ends: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=MAX_ENDS))
+        """When fronts ended, by column."""
         self._client: EngineClient | None = None
         self._starting: Thread | None = None
         """Of an engine in the place of one that ended."""
@@ -93,7 +108,8 @@ class Fronts:
             self._open_engine()
             is_well = self._watch()
         finally:
-            is_closed = self._close()
+            with counted_signals():  # it ends already, and each of its waits has a bound
+                is_closed = self._close()
         return is_well and is_closed
 
     def _spawn(self, column: int) -> None:
@@ -146,8 +162,8 @@ class Fronts:
     def _hear(self) -> None:
         """Wait a moment for what fronts say."""
         by_control = {front.control: front for front in self._fronts.values()}
-        ready, _, _ = select.select([*by_control], [], [], LOOK_SECONDS)
-        is_over = [not by_control[one].hear() for one in ready]
+        ready = wait([*by_control], LOOK_SECONDS)
+        is_over = [not front.hear() for one, front in by_control.items() if one in ready]
         if any(is_over):
             time.sleep(LOOK_SECONDS / 10)  # its process ends in a moment
         if not self._is_announced and all(one.is_listening for one in self._fronts.values()):
@@ -156,20 +172,23 @@ class Fronts:
             announce(name, url_of(self._held[0].getsockname(), self._settings.tls is not None))
 
     def _end_silent(self, seconds: float) -> None:
-        """Kill fronts whose event loop does not turn."""
-        bound = self._settings.health.stuck_after_s + END_SECONDS
+        """Kill fronts whose event loop does not turn, and those whose start has no end."""
+        turn = self._settings.health.stuck_after_s + END_SECONDS
         for front in self._fronts.values():
-            front.silence += seconds if front.is_listening else 0.0
+            if not front.is_listening and self._starting is not None:
+                continue  # it waits for an engine
+            front.silence += seconds
+            bound = turn if front.is_listening else START_SECONDS
             if front.silence > bound:
-                logger.error(
-                    "%s has not turned its event loop for %g s: it is killed", front, bound
-                )
+                what = "turned its event loop" if front.is_listening else "begun to listen"
+                logger.error("%s has not %s for %g s: it is killed", front, what, bound)
                 front.kill()
+                front.silence = 0.0
 
     def _note_end(self, front: FrontProcess, is_draining: bool) -> bool:
         """A front has ended, and another one takes its place; False where the server ends.
 
-        One that never listened would end again.
+        One that never listened would end again, and so would one that has ended again and again.
         """
         del self._fronts[front.column]
         front.release(0.0)
@@ -180,6 +199,12 @@ class Fronts:
         if is_draining:
             return True
         if not front.is_listening or self._settings.health.on_front_death == "exit":
+            return False
+        if is_storm(self._ends[front.column], time.monotonic()):
+            logger.error(
+                "front %d has ended %d times in %g s: the server ends; what ended it stands above",
+                front.column, MAX_ENDS, ENDS_SECONDS,
+            )  # fmt: skip
             return False
         self._spawn(front.column)
         return True

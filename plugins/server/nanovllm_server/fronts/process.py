@@ -57,7 +57,7 @@ class FrontProcess:
         self.column = start.column
         self.is_listening = False
         self.silence = 0.0
-        """Seconds since it was heard, once it listens."""
+        """Seconds since it was heard."""
         self._control, theirs = socket.socketpair()
         arguments = [f"nanovllm front {start.column}", str(theirs.fileno()), *sys.path]
         with theirs:

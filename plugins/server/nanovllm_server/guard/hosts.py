@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -42,8 +43,8 @@ def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[sock
     """Sockets on each address of a host, which do not listen yet; with port 0 all on one free port.
 
     The options are asyncio's: an address may be used at once after another server has left it. A
-    shared one may have several sockets of this user, among which Linux spreads the connections.
-    Raises ConfigError where an address cannot be had.
+    shared one may have several sockets of this user, among which Linux spreads the connections:
+    `claimed` keeps other servers away. Raises ConfigError where an address cannot be had.
     """
     bound: list[socket.socket] = []
     try:
@@ -69,6 +70,30 @@ def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[sock
             "with --host and --port (0 takes a free one)"
         ) from None
     return bound
+
+
+def claimed(sockets: Iterable[socket.socket]) -> list[socket.socket]:
+    """Sockets that keep other servers from the addresses of shared ones, until they are closed.
+
+    Linux would let a second server of this user share an address, and give it a part of the
+    connections. A name of Linux's abstract sockets has one owner, and ends with its process. Raises
+    ConfigError where another server has an address.
+    """
+    claims: list[socket.socket] = []
+    for one in sockets:
+        host, port = one.getsockname()[:2]
+        claim = socket.socket(socket.AF_UNIX)
+        claims.append(claim)
+        try:
+            claim.bind(f"\0nanovllm-serve/{os.getuid()}/{host}/{port}")
+        except OSError as error:
+            for each in claims:
+                each.close()
+            raise ConfigError(
+                f"another server of this user has {host!r}, port {port}, or starts there "
+                f"({error.strerror}); end it, or choose another --host or --port"
+            ) from None
+    return claims
 
 
 class LocalOnly:

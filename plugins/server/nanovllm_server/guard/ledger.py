@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -48,8 +49,12 @@ class Ledger:
     @classmethod
     def create(cls, columns: int = 1, max_connections: int = 0) -> Ledger:
         """A new one. It has rows for so many clients with a request under way, and for others."""
-        fd, path = tempfile.mkstemp(prefix="nanovllm-ledger-")
-        os.unlink(path)
+        if sys.platform == "linux":
+            # No file on a disk: to write to the map of one ends a process once the disk is full.
+            fd = os.memfd_create("nanovllm-ledger")
+        else:
+            fd, path = tempfile.mkstemp(prefix="nanovllm-ledger-")
+            os.unlink(path)
         os.ftruncate(fd, (NUM_OWN + MAX_CLIENTS + max_connections) * (16 + 8 * columns))
         return cls(fd, columns)
 

@@ -21,7 +21,8 @@ class HealthSettings(ServerSection):
     engine. Running requests get an error in both cases."""
     on_front_death: Literal["restart", "exit"] = "restart"
     """When one of several front processes ends: `restart` starts another one, `exit` ends the
-    server with status 1. The requests of that front are aborted in both cases."""
+    server with status 1. A fifth end in the same place within a minute does so too. The requests of
+    that front are aborted in all cases."""
 
     @field_validator("stuck_after_s")
     @classmethod
