@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from nanovllm_core import layers
 
@@ -45,6 +46,14 @@ class Mutation:
                 raise LookupError(f"{self.name}: {self.file} holds {source.count(old)} of {old!r}")
             source = source.replace(old, new)
         return source
+
+
+def numbered(names: Sequence[str], every: int) -> list[ParameterSet]:
+    """Parameters for the bugs of these names; `make test` plants one of `every`, in order."""
+    return [
+        pytest.param(number, id=name, marks=[pytest.mark.slow] if number % every else [])
+        for number, name in enumerate(names)
+    ]
 
 
 @dataclass

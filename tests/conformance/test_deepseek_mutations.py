@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .mutation import Mutation, Subject
+from .mutation import Mutation, Subject, numbered
 
 pytest.importorskip("nanovllm_model_deepseek", reason="needs the deepseek plugin")
 
@@ -203,7 +203,7 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i][1].name)
+@pytest.mark.parametrize("number", numbered([one[1].name for one in MUTATIONS], every=3))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     subject, mutation = MUTATIONS[number]

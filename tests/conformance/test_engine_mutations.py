@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .mutation import Mutation, Subject
+from .mutation import Mutation, Subject, numbered
 
 ENGINE = Subject(
     package="nanovllm_core.engine",
@@ -258,7 +258,7 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+@pytest.mark.parametrize("number", numbered([one.name for one in MUTATIONS], every=2))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     ENGINE.assert_caught(tmp_path, number, MUTATIONS[number])

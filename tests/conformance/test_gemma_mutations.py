@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .mutation import Mutation, Subject
+from .mutation import Mutation, Subject, numbered
 
 pytest.importorskip("nanovllm_example_model_gemma", reason="needs the Gemma example")
 
@@ -99,7 +99,7 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+@pytest.mark.parametrize("number", numbered([one.name for one in MUTATIONS], every=2))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     mutation = MUTATIONS[number]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .mutation import Mutation, Subject
+from .mutation import Mutation, Subject, numbered
 
 KERNELS = Subject(
     package="nanovllm_core.kernels",
@@ -352,7 +352,7 @@ EXPERTS = [
 MUTATIONS = ENDS_EARLY + SIDE_EFFECTS + ROUNDS_EARLY + BIASES + EXPERTS
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+@pytest.mark.parametrize("number", numbered([one.name for one in MUTATIONS], every=3))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     KERNELS.assert_caught(tmp_path, number, MUTATIONS[number])

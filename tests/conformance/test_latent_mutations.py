@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .mutation import Mutation, Subject
+from .mutation import Mutation, Subject, numbered
 from .test_kernels_mutations import KERNELS
 
 pytest.importorskip("nanovllm_attention_sdpa", reason="needs the sdpa plugin")
@@ -156,7 +156,7 @@ SDPA_BUGS = [
 MUTATIONS = [(KERNELS, one) for one in KERNEL_BUGS] + [(SDPA, one) for one in SDPA_BUGS]
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i][1].name)
+@pytest.mark.parametrize("number", numbered([one[1].name for one in MUTATIONS], every=3))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     subject, mutation = MUTATIONS[number]

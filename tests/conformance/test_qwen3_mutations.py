@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .mutation import Mutation, Subject
+from .mutation import Mutation, Subject, numbered
 
 pytest.importorskip("nanovllm_model_qwen3", reason="needs the qwen3 plugin")
 
@@ -388,7 +388,7 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+@pytest.mark.parametrize("number", numbered([one.name for one in MUTATIONS], every=3))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     QWEN3.assert_caught(tmp_path, number, MUTATIONS[number])

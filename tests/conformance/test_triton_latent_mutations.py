@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .mutation import Mutation
+from .mutation import Mutation, numbered
 from .test_triton_mutations import TRITON
 
 pytestmark = pytest.mark.skipif(
@@ -137,7 +137,7 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+@pytest.mark.parametrize("number", numbered([one.name for one in MUTATIONS], every=4))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     TRITON.assert_caught(tmp_path, number, MUTATIONS[number])

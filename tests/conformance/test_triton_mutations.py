@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .mutation import Mutation, Subject
+from .mutation import Mutation, Subject, numbered
 
 pytest.importorskip("nanovllm_attention_triton", reason="needs the triton plugin")
 from nanovllm_attention_triton.plugin import nanovllm_attention
@@ -403,7 +403,7 @@ if nanovllm_attention()[0].capabilities.sliding_window:
     MUTATIONS += WINDOWS_AND_SOFT_CAPS
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name)
+@pytest.mark.parametrize("number", numbered([one.name for one in MUTATIONS], every=3))
 def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     """By the check that is about it."""
     TRITON.assert_caught(tmp_path, number, MUTATIONS[number])

@@ -222,6 +222,7 @@ def test_metrics_plugins_and_prefixes_are_the_same_whichever_front_answers(serve
     assert [cached("big"), *(cached("big") for _ in range(4)), cached("acme")] == [0, *[48] * 4, 0]
 
 
+@pytest.mark.slow
 def test_a_front_that_is_killed_takes_its_own_requests_along_and_is_started_again(
     server: Server,
 ) -> None:
