@@ -18,6 +18,8 @@ import os, signal, sys, threading
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_executor_parallel import executor
 
+# It is ignored where the tests were started in the background of a shell.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] == "starting":
     def spawn(ranks, *rest, spawn=executor.spawn):
         spawn(ranks, *rest)
