@@ -11,6 +11,9 @@ from nanovllm_kit import PluginUnderTest, SchedulerConformance, plugin_under_tes
 class TestPriority(SchedulerConformance):
     """In the order of arrival, and with classes that age soon enough for the suite to see it."""
 
-    @pytest.fixture(params=[pytest.param(0, marks=pytest.mark.slow), 16], ids=lambda patience: f"patience={patience}")
+    @pytest.fixture(
+        params=[pytest.param(0, marks=pytest.mark.slow), 16],
+        ids=lambda patience: f"patience={patience}",
+    )
     def plugin(self, request: pytest.FixtureRequest) -> PluginUnderTest:
         return plugin_under_test(SPEC, patience=request.param)
