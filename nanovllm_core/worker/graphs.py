@@ -117,25 +117,21 @@ def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @contextmanager
 def _pool(device: torch.device) -> Iterator[Any]:
-    """A stream to capture on, and a memory pool for the graphs.
+    """A memory pool for graphs, which are captured on the current stream: no default one.
 
     No garbage is collected: that could free device memory, which capture forbids.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.stream(stream):
-            torch.cuda.empty_cache()
-            torch.cuda.current_blas_handle()  # is made now, for no capture can
-            yield torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+        torch.cuda.current_blas_handle()  # is made now, for no capture can
+        yield torch.cuda.graph_pool_handle()
     finally:
         if was_enabled:
             gc.enable()
-    torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what the warm-ups left is of a stream that runs no more
+    torch.cuda.empty_cache()
 
 
 def _capture(launch: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:

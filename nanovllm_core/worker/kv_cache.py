@@ -127,15 +127,14 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, device: torch.device, connect: Callable[[], None]) -> DeviceMemory:
-        """Create the CUDA context, if there is none yet, and the connections to other ranks.
+        """Note what this engine is not to count.
 
-        Notes what this engine is not to count.
+        `connect` creates the CUDA context, if there is none yet, and all that comes with it.
         """
         torch.cuda.set_device(device)
         # Other processes may allocate between the two readings; the window is as short as can be.
         torch.cuda.init()
         free_before, _ = torch.cuda.mem_get_info(device)
-        torch.zeros(1, device=device)
         connect()
         torch.cuda.synchronize(device)
         free_after, _ = torch.cuda.mem_get_info(device)

@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,6 +133,8 @@ class _Slot:
     shard_ids: tuple[ShardId, ...]
     lock: Lock
     """Of the parameter."""
+    stream: torch.cuda.Stream | None
+    """Of the thread that starts the worker, with its GPU; None of a CPU."""
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -145,13 +147,8 @@ class _Slot:
 
     @torch.inference_mode()
     def load(self, read: Callable[[], Tensor]) -> None:
-        """Called by threads, but for one parameter by one at a time; `read` gives the tensor.
-
-        The parameter's GPU is the current one, as on the thread that starts the worker.
-        """
-        device = self.parameter.device
-        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with self.lock, on_device:
+        """Called by threads, but for one parameter by one at a time; `read` gives the tensor."""
+        with self.lock, torch.cuda.stream(self.stream):
             tensor = read()
             alone = len(self.shard_ids) == 1
             parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])
@@ -177,8 +174,8 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
     for name, parameter in parameters.items():
         checked = _checked(name, parameter)
         own = _checkpoint_tensors(name, checked.shard_shapes, sources)
-        lock = Lock()
-        slots |= {source: _Slot(checked, shard_ids, lock) for source, shard_ids in own.items()}
+        shared = Lock(), torch.cuda.current_stream(checked.device) if checked.is_cuda else None
+        slots |= {source: _Slot(checked, shard_ids, *shared) for source, shard_ids in own.items()}
     return slots, aliases | set(contract.ignored_weights)
 
 
