@@ -94,8 +94,6 @@ class ResultRing:
 
     def __init__(self, device: torch.device, max_rows: int, num_slots: int) -> None:
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.current_stream(device) if self._cuda else None
-        """Of the steps; whoever collects may have another."""
         self.words = torch.zeros((num_slots, max_rows), dtype=torch.int64, pin_memory=self._cuda)
         self.num_finished = torch.zeros(1, dtype=torch.int64, device=device)
         self._host = self.words.numpy()
@@ -104,7 +102,7 @@ class ResultRing:
         self.wait: Wait = StepWait()
 
     def _is_idle(self) -> bool:
-        return self._stream is None or self._stream.query()
+        return not self._cuda or torch.cuda.current_stream(self.num_finished.device).query()
 
     def reset(self) -> None:
         """Forget all steps, after runs that no plan asked for (a capture)."""

@@ -123,14 +123,9 @@ def machine(tmp_path: Path, install: Callable[..., None]) -> Iterator[Callable[.
         executor = startup.executor
         assert isinstance(executor, SingleProcessExecutor)
         started.append(executor)
-        info = executor.start(startup.setup)
-        assert executor._worker is not None
-        # What a test launches itself follows upon the worker's steps.
-        torch.cuda.set_stream(executor._worker._on_device.stream)  # type: ignore[attr-defined]
-        return Machine(executor, info)
+        return Machine(executor, executor.start(startup.setup))
 
     yield make
-    torch.cuda.set_stream(torch.cuda.default_stream())
     for executor in started:
         executor.close()
     torch.cuda.empty_cache()
