@@ -129,7 +129,7 @@ test-speed: $(DEV_ENV)
 	$(PY) -m pytest -m alone
 
 # Most of their time is compilation, so the tests that can share a GPU run side by side.
-GPU_JOBS ?= 12
+GPU_JOBS ?= 8
 PYTEST_GPU := $(ONE_THREAD) $(PY) -m pytest -q -rfE
 
 test-gpu: $(DEV_ENV)

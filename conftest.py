@@ -25,6 +25,8 @@ collect_ignore_glob = ["plugins/kit/nanovllm_kit/scaffold/templates/*"]
 """Their tests run in the packages that are made of them."""
 
 Install = Callable[..., None]
+KEPT_BYTES = 1 << 30
+"""What a process may keep of a GPU's memory between its tests."""
 
 
 @pytest.fixture
@@ -75,6 +77,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give the GPU's memory back after each of its tests: other processes test beside this one."""
+    if item.get_closest_marker("gpu") is None or (torch := sys.modules.get("torch")) is None:
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        if torch.cuda.memory_reserved() > KEPT_BYTES:  # something of it is in a cycle
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,8 @@ class _Slot:
     @torch.inference_mode()
     def load(self, read: Callable[[], Tensor]) -> None:
         """Called by threads, but for one parameter by one at a time; `read` gives the tensor."""
-        with self.lock, torch.cuda.stream(self.stream):
+        on_stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        with self.lock, on_stream:
             tensor = read()
             alone = len(self.shard_ids) == 1
             parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])

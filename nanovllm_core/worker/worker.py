@@ -76,10 +76,11 @@ class Worker:
         with _memory_for(device, *_MODEL_AND_REMEDY):
             memory = self._open_device(device)
         laps.end("device")
+        if self._stream is None:
+            return self._load(device, memory, laps)
         with torch.cuda.stream(self._stream):
             info = self._load(device, memory, laps)
-        if self._stream is not None:
-            self._stream.synchronize()  # steps are on the stream of whoever submits them
+        self._stream.synchronize()  # steps are on the stream of whoever submits them
         return info
 
     def _load(self, device: torch.device, memory: DeviceMemory | None, laps: Laps) -> WorkerInfo:

@@ -94,6 +94,16 @@ def test_a_worker_runs_plans_and_closes(setup: WorkerSetup, folder: Path) -> Non
         worker.submit(next(plans(ASKING)))
 
 
+def test_a_worker_of_a_cpu_asks_for_no_stream(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU beside it, the question alone would make a context there."""
+    monkeypatch.setattr("torch.cuda.stream", Mock(side_effect=AssertionError("a stream")))
+    worker = Worker(setup)
+    assert worker.start().device == "cpu"
+    worker.close()
+
+
 def test_two_ranks_give_the_results_of_one(setup: WorkerSetup, folder: Path) -> None:
     """Each caches the keys and values of its own heads, and both see the same tokens."""
 
