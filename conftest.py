@@ -25,6 +25,11 @@ collect_ignore_glob = ["plugins/kit/nanovllm_kit/scaffold/templates/*"]
 """Their tests run in the packages that are made of them."""
 
 Install = Callable[..., None]
+SLOW_CASES = tuple(
+    line
+    for line in (Path(__file__).parent / "tests/slow_cases.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+)
 KEPT_BYTES = 1 << 30
 """What a process may keep of a GPU's memory between its tests."""
 
@@ -65,6 +70,17 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """docs/generate.py, which writes the documents' tables; its own modules lie beside it."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "docs")
     return import_module("generate")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests/slow_cases.txt to the full run.
+
+    Suites that plugins inherit cannot say so themselves: authors run them whole.
+    """
+    for item in items:
+        if item.nodeid.startswith(SLOW_CASES):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

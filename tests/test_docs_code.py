@@ -24,6 +24,7 @@ DOORS = {f"nanovllm_core.{door}" for door in ("api", "frontend", "kernels", "lay
 }
 FOLDER = ROOT / "docs/write"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
+SOME_PAGES = PAGES[::4]
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -111,10 +112,13 @@ def run(installed: Path, *arguments: str | Path, **variables: str) -> str:
     return result.stdout
 
 
-def test_the_plugins_of_all_pages_pass_their_suites(installed: Path) -> None:
+@pytest.mark.parametrize(
+    "pages", [SOME_PAGES, pytest.param(PAGES, marks=pytest.mark.slow)], ids=len
+)
+def test_the_plugins_of_pages_pass_their_suites(installed: Path, pages: list[Path]) -> None:
     """As an author would prove it: pytest on the page's own test file."""
     tests = [
-        file for page in PAGES for file in (installed / "source" / page.stem).glob("test_*.py")
+        file for page in pages for file in (installed / "source" / page.stem).glob("test_*.py")
     ]
     report = installed / "report.xml"
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib")

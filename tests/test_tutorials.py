@@ -126,15 +126,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.wheels
-@pytest.mark.parametrize(
-    "tutorial",
-    # An environment and several suites each: `make test` follows one of them.
-    [
-        pytest.param(path, marks=() if path.stem == "scheduler_policy" else pytest.mark.slow)
-        for path in TUTORIALS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow  # an environment and several suites each
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_holds_word_for_word(
     tutorial: Path, wheels: Path, libraries: Path, tmp_path: Path
 ) -> None:

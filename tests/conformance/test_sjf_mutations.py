@@ -122,6 +122,7 @@ def test_a_planted_bug_is_caught(number: int, tmp_path: Path) -> None:
     SJF.assert_caught(tmp_path, number, MUTATIONS[number])
 
 
+@pytest.mark.slow
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
     """Every check that catches a bug passes without it."""
     SJF.assert_passes(tmp_path, MUTATIONS)

@@ -47,6 +47,7 @@ def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_triton_answers_a_question_through_the_interpreter() -> None:
     """Prefill and decode kernels in the engine, from a command to the text."""
     done = interpreted(

@@ -35,6 +35,7 @@ def printed(folder: Path, code: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_a_collection_between_steps_need_not_look_at_what_the_start_made(tmp_path: Path) -> None:
     """Its objects are set aside until the engine is closed."""
     code = (
@@ -44,6 +45,7 @@ def test_a_collection_between_steps_need_not_look_at_what_the_start_made(tmp_pat
     assert printed(write_config(tmp_path / "model"), code) == ["True", "0"]
 
 
+@pytest.mark.slow
 def test_engines_share_what_is_set_aside(tmp_path: Path) -> None:
     """The first to close leaves the other's objects alone; the last takes all back."""
     code = (

@@ -92,6 +92,7 @@ reason = "Nobody asks for 7."
 """
 
 
+@pytest.mark.slow
 def test_a_change_that_no_test_notices_survives_and_all_others_are_killed(toy: Project) -> None:
     """Endless loops are stopped, and a constant counts for those that use it."""
     status, fates = run(toy)

@@ -166,6 +166,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_batch_64_of_4096_tokens_runs_under_8_gib() -> None:
     """A process that may map 8 GiB holds the 2 GiB cache, torch and this step."""
     result = subprocess.run(

@@ -60,6 +60,7 @@ def test_the_table_has_a_winner_in_every_cell(tmp_path: Path) -> None:
     assert ran["sdpa.math"].endswith("kernel math"), "the option reached the backend"
 
 
+@pytest.mark.slow
 def test_the_table_keeps_the_options_of_the_configuration(tmp_path: Path) -> None:
     """For the backend that it names, as every command does; another has its own."""
     out, config = tmp_path / "table.json", tmp_path / "engine.yaml"

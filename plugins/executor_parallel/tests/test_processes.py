@@ -114,6 +114,7 @@ def test_ctrl_c_does_not_reach_the_ranks() -> None:
     assert_end([int(pid) for pid in pids.split()], 1.0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_start_and_its_ranks() -> None:
     """They are killed: until they have started they read no messages."""
     code, [pids] = run("starting")

@@ -196,6 +196,7 @@ def test_the_default_level_says_what_it_did_not_try(install: Install) -> None:
     assert "not tried" not in tried.output
 
 
+@pytest.mark.slow
 def test_the_seed_decides_what_a_check_draws(install: Install) -> None:
     """Whichever checks run beside it; the first line names the seed."""
     modules = {"cup_plugin": DECLARED, "cup_hookspecs": CUP_HOOKSPECS, "cup_tests": LEVELS}
@@ -254,6 +255,7 @@ class Wrong(SdpaAttention):
     install("wrong", {"nanovllm.attention": {"wrong": "wrong_plugin"}}, {"wrong_plugin": source})
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_of_the_plainest_batch_and_the_report_is_short(
     install: Install,
 ) -> None:
@@ -326,6 +328,7 @@ def in_its_own_process(*arguments: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_a_failed_assert_beside_a_suite_shows_the_values(install: Install) -> None:
     """Suites call checks of other modules of the kit, whose values are shown as well."""
     newest_first = UNEVEN.replace(
@@ -358,6 +361,7 @@ def test_a_failed_assert_of_a_suite_shows_the_values(install: Install) -> None:
     assert "assert 2 >= 3" in in_its_own_process("mug", "-k", "enough").splitlines()[1]
 
 
+@pytest.mark.slow
 def test_cases_that_are_skipped_for_one_reason_are_one_line(install: Install) -> None:
     install(
         "nanovllm-cups",

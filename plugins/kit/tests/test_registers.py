@@ -91,6 +91,7 @@ def test_a_list_is_written_with_one_kernel_a_line(kernels_file: Path) -> None:
     assert lines[2] == '  "copy": {"registers": 64, "spills": 0, "shared": 1024}'
 
 
+@pytest.mark.slow
 def test_the_command_lists_what_a_files_jobs_compile_to(tmp_path: Path) -> None:
     file = tmp_path / "test_scatter.py"
     file.write_text(JOBS)

@@ -132,6 +132,7 @@ def served(**values: Any) -> Iterator[tuple[str, AsyncLLM, Any]]:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_two_engines_behind_the_server_are_counted_watched_and_survived() -> None:
     """One server through all of it: counts, salts, health of an engine that stops, a stream that
     outlives its engine, and the end of the last one."""
