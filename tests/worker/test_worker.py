@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,7 +26,7 @@ from nanovllm_core.interfaces.plan import (
     WorkerInfo,
 )
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker import Worker
+from nanovllm_core.worker import Worker, worker as worker_module
 from nanovllm_core.worker.worker import _try_steps
 from nanovllm_kit.plans import decode_plan
 from nanovllm_kit.ranks import SimulatedRank, run_ranks
@@ -102,6 +105,32 @@ def test_a_worker_of_a_cpu_asks_for_no_stream(
     worker = Worker(setup)
     assert worker.start().device == "cpu"
     worker.close()
+
+
+def test_a_start_has_the_stream_of_one_that_has_ended(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program in which a third stream has worked is slower; two starts at a time have two."""
+    made: list[Mock] = []
+    monkeypatch.setattr("torch.cuda.Stream", lambda _: made.append(Mock()) or made[-1])
+    for name in ("stream", "device"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda _: nullcontext())
+    monkeypatch.setattr(worker_module, "_idle_streams", defaultdict(list))
+    monkeypatch.setattr(Worker, "_open_device", lambda self, _: self._connect())
+    for _ in range(3):
+        Worker(setup).start()
+    assert len(made) == 1
+    load = Worker._load
+
+    def beside_another(self: Worker, *arguments: Any) -> WorkerInfo:
+        monkeypatch.setattr(Worker, "_load", load)
+        Worker(setup).start()
+        return load(self, *arguments)
+
+    monkeypatch.setattr(Worker, "_load", beside_another)
+    for _ in range(2):
+        Worker(setup).start()
+    assert len(made) == 2
 
 
 def test_two_ranks_give_the_results_of_one(setup: WorkerSetup, folder: Path) -> None:
