@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from . import sample
+from .__main__ import PROJECT
 from .operators import mutants_of
 from .recording import Project
-from .sample import affordable, examine, read_equivalents
+from .sample import affordable, examine, keys_of, read_equivalents
 
 SOURCE = '''
 """The toy's only module."""
@@ -29,6 +30,12 @@ def until_zero(count: int) -> int:
     while count:
         count -= 1
     return count
+
+
+def test_the_mutants_that_are_listed_as_equivalent_exist() -> None:
+    """A stale entry stops `make mutants` at its beginning."""
+    listed = Path(__file__).with_name("equivalent.toml")
+    assert read_equivalents(listed, keys_of(PROJECT))
 
 
 def forgotten(value: int) -> bool:
