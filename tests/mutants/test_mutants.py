@@ -32,12 +32,6 @@ def until_zero(count: int) -> int:
     return count
 
 
-def test_the_mutants_that_are_listed_as_equivalent_exist() -> None:
-    """A stale entry stops `make mutants` at its beginning."""
-    listed = Path(__file__).with_name("equivalent.toml")
-    assert read_equivalents(listed, keys_of(PROJECT))
-
-
 def forgotten(value: int) -> bool:
     return value > 7
 '''
@@ -189,3 +183,9 @@ def test_the_quickest_tests_are_run_and_at_least_one() -> None:
     seconds = {"a": 100.0, "b": 20.0, "c": 30.0, "d": 15.0}
     assert affordable(["a"], seconds) == ["a"]
     assert affordable(["b", "c", "d"], seconds) == ["b", "c"]
+
+
+def test_the_mutants_that_are_listed_as_equivalent_exist() -> None:
+    """A stale entry stops `make mutants` at its beginning."""
+    listed = Path(__file__).with_name("equivalent.toml")
+    assert read_equivalents(listed, keys_of(PROJECT))
