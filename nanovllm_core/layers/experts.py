@@ -39,6 +39,8 @@ class Router(Layer):
     scores while experts are chosen.
     """
 
+    dummy_std = 0.05  # spreads tokens over the experts
+
     def __init__(
         self,
         context: LayerContext,
@@ -50,9 +52,9 @@ class Router(Layer):
     ) -> None:
         super().__init__(context)
         self.routing = routing
-        self.e_score_correction_bias = (
-            make_parameter(replace(context, dtype=torch.float32), (num_experts,)) if bias else None
-        )
+        exact, size = replace(context, dtype=torch.float32), (num_experts,)
+        # A random bias would send all tokens to the same experts.
+        self.e_score_correction_bias = make_parameter(exact, size, dummy_std=0.0) if bias else None
         rows: Pieces = {None: Piece(num_experts, 0, num_experts)}
         self.matrix = context.make_matrix(self, rows, Piece(hidden_size, 0, hidden_size))
 

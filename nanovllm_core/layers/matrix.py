@@ -112,6 +112,7 @@ class PlainMatrix(WeightMatrix):
     def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
         super().__init__(layer, outputs, inputs)
         self.tensor = make_split_parameter(layer.context, outputs, inputs)
+        self.tensor.dummy_std = layer.dummy_std
         layer.weight = self.tensor
 
     def embed(self, ids_T: Tensor) -> Tensor:
