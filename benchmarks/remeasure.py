@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nanovllm_bench.experts import with_touched_experts
 from nanovllm_bench.record import write_record
 from nanovllm_bench.throughput import measure_throughput
 from nanovllm_bench.workloads import recorded_workload
@@ -32,10 +33,10 @@ def measure_again(record: Mapping[str, Any], runs: int) -> dict[str, Any]:
         config = EngineConfig.model_validate_json(json.dumps(record["config"]))
     except ValidationError as error:
         raise ConfigError(f"its configuration is of another version: {error}") from None
+    workload = recorded_workload(record)
     with LLM.from_config(config) as llm:
-        return measure_throughput(
-            llm, recorded_workload(record), temperature=record["temperature"], runs=runs
-        )
+        now = measure_throughput(llm, workload, temperature=record["temperature"], runs=runs)
+    return with_touched_experts(now, config, workload)
 
 
 def compare(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -64,7 +64,8 @@ class Routing:
     ("max", DeepSeek-V2) or as the sum of its two best ("top2", DeepSeek-V3). A bias is added to the
     scores while choosing. The weight of a chosen expert is its score, without the bias; with
     `renormalize` divided by the sum of those chosen plus 1e-20, so that it is 0 where all of them
-    underflow; times `scale`.
+    underflow; times `scale`. Logits are rounded to the model's dtype, as all products are, unless
+    `exact_logits` keeps them in float32, as DeepSeek's models do.
     """
 
     top_k: int
@@ -74,6 +75,7 @@ class Routing:
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     scale: float = 1.0
+    exact_logits: bool = False
 
 
 @runtime_checkable
@@ -119,7 +121,11 @@ class KernelSet(Protocol):
         bias_X: Tensor | None = None,
         out_TX: Tensor | None = None,
     ) -> Tensor:
-        """x W^T + b -> [T, X], rounded once. Written to `out_TX` and returned, if it is given."""
+        """x W^T + b -> [T, X], rounded once. Written to `out_TX` and returned, if it is given.
+
+        Where `out_TX` is float32 beside another dtype, as a router's logits, the sum is not rounded
+        to x's dtype; there is no bias then.
+        """
 
     def norm_linear(
         self,
@@ -196,8 +202,9 @@ class KernelSet(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The weights [T, C] float32 and ids [T, C] int32 of each token's experts, the best first.
 
-        Scores are computed in float32; the bias is float32. A token's experts differ from one
-        another, whatever its logits are: those of padding may be NaN.
+        Logits are in the model's dtype or in float32, scores are computed in float32; the bias is
+        float32. A token's experts differ from one another, whatever its logits are: those of
+        padding may be NaN.
         """
 
     def experts(

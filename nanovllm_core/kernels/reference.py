@@ -46,6 +46,8 @@ class TorchKernels(KernelSet):
         bias_X: Tensor | None = None,
         out_TX: Tensor | None = None,
     ) -> Tensor:
+        if out_TX is not None and out_TX.dtype != x_TE.dtype:
+            return _exact_product(x_TE, weight_XE, out_TX)
         if bias_X is None:
             return torch.mm(x_TE, weight_XE.t(), out=out_TX)
         return torch.addmm(bias_X, x_TE, weight_XE.t(), out=out_TX)
@@ -171,6 +173,13 @@ def _blocks(slots_T: Tensor, cache_NPKD: Tensor) -> tuple[Tensor, Tensor]:
     """The block of each slot, and its place in the block."""
     block_size = cache_NPKD.shape[1]
     return slots_T // block_size, slots_T % block_size
+
+
+def _exact_product(x_TE: Tensor, weight_XE: Tensor, out_TX: Tensor) -> Tensor:
+    """x W^T in the dtype of `out_TX`, float32. Only CUDA has products of half precision for it."""
+    if x_TE.is_cuda:
+        return torch.mm(x_TE, weight_XE.t(), out_dtype=out_TX.dtype, out=out_TX)
+    return torch.mm(x_TE.to(out_TX.dtype), weight_XE.t().to(out_TX.dtype), out=out_TX)
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:

@@ -39,6 +39,8 @@ class Router(Layer):
     scores while experts are chosen.
     """
 
+    dummy_std = 0.05  # spreads tokens over the experts
+
     def __init__(
         self,
         context: LayerContext,
@@ -49,10 +51,10 @@ class Router(Layer):
         bias: bool = False,
     ) -> None:
         super().__init__(context)
-        self.routing = routing
-        self.e_score_correction_bias = (
-            make_parameter(replace(context, dtype=torch.float32), (num_experts,)) if bias else None
-        )
+        self.num_experts, self.routing = num_experts, routing
+        exact, size = replace(context, dtype=torch.float32), (num_experts,)
+        # A random bias would send all tokens to the same experts.
+        self.e_score_correction_bias = make_parameter(exact, size, dummy_std=0.0) if bias else None
         rows: Pieces = {None: Piece(num_experts, 0, num_experts)}
         self.matrix = context.make_matrix(self, rows, Piece(hidden_size, 0, hidden_size))
 
@@ -61,9 +63,11 @@ class Router(Layer):
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Normed hidden states [T, E] -> weights [T, C] float32 and ids [T, C] int32."""
-        return self.context.kernels.route(
-            self.matrix.linear(x_TE), self.routing, self.e_score_correction_bias
-        )
+        exact_TN = None
+        if self.routing.exact_logits:
+            exact_TN = x_TE.new_empty((len(x_TE), self.num_experts), dtype=torch.float32)
+        logits_TN = self.matrix.linear(x_TE, out_TX=exact_TN)
+        return self.context.kernels.route(logits_TN, self.routing, self.e_score_correction_bias)
 
 
 class _Stack(Layer):

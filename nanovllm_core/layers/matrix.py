@@ -87,7 +87,7 @@ class WeightMatrix(ABC):
     def linear(
         self, x_TE: Tensor, bias_X: Tensor | None = None, out_TX: Tensor | None = None
     ) -> Tensor:
-        """x W^T + b -> [T, out], in `out_TX` if it is given."""
+        """x W^T + b -> [T, out], in `out_TX` if it is given, which may be float32."""
 
     def norm_linear(
         self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, bias_X: Tensor | None = None
@@ -112,6 +112,7 @@ class PlainMatrix(WeightMatrix):
     def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
         super().__init__(layer, outputs, inputs)
         self.tensor = make_split_parameter(layer.context, outputs, inputs)
+        self.tensor.dummy_std = layer.dummy_std
         layer.weight = self.tensor
 
     def embed(self, ids_T: Tensor) -> Tensor:

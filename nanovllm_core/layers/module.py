@@ -95,6 +95,9 @@ class Layer(nn.Module):
     decode steps on CUDA, eagerly in steps with prompts. It must not wait for the device.
     """
 
+    dummy_std = 0.02
+    """Of a weight matrix, where no checkpoint is loaded; see `make_parameter`."""
+
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         self.context = context

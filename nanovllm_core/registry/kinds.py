@@ -113,8 +113,8 @@ _OURS = (
         "linear_per_head(x, weight), or derive from nanovllm_core.kernels.TorchKernels, which has "
         "them; "
         "products have a bias (None for none): linear(x, weight, bias, out), and the last argument "
-        "of norm_linear, norm_gate_up and linear_add; the weight of a norm may be float32, and "
-        "multiplies before the one rounding then",
+        "of norm_linear, norm_gate_up and linear_add; out may be float32, and is not rounded then; "
+        "the weight of a norm may be float32, and multiplies before the one rounding then",
         choice="kernels",
         extras={"triton": "triton"},
     ),

@@ -115,7 +115,7 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Fill every parameter with random numbers of a sane scale. All lie on one device.
 
     The same seed gives the same weights on the same kind of device. Norms are 1, the rest is
-    normal with a standard deviation of 0.02, so that hidden states stay finite.
+    normal with a standard deviation of 0.02, so that hidden states stay finite; routers have 0.05.
     """
     parameters = dict(model.named_parameters())
     device = next((one.device for one in parameters.values()), torch.device("cpu"))

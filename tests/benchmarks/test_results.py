@@ -69,6 +69,9 @@ def test_rate_and_share_follow_from_the_raw_times(record: dict[str, Any]) -> Non
     floor = recompute(roofline, workload.lengths, record["max_num_seqs"])
     assert roofline["floor_seconds"] == pytest.approx(floor.seconds, rel=1e-4)
     assert roofline["share"] == pytest.approx(floor.seconds / best, abs=2e-3)
+    if histogram := record.get("touched_experts", {}).get("histogram"):
+        mean = sum(k * count for k, count in enumerate(histogram)) / sum(histogram)
+        assert roofline["touched_experts"] == pytest.approx(mean)
 
 
 @pytest.mark.parametrize("record", measured("table"))

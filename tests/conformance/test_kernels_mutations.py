@@ -35,6 +35,7 @@ ACTIVATION = "test_silu_and_mul_equals_the_reference"
 PRODUCTS = "test_products_equal_the_reference"
 BIASED = "test_products_with_a_bias_equal_the_reference"
 OUT = "test_linear_writes_where_it_is_told"
+FLOAT32_OUT = "test_linear_does_not_round_what_it_writes_to_float32"
 ADDED = "test_linear_add_adds_to_the_residual"
 QKV = "test_qkv_is_prepared_as_by_the_reference"
 MANY_TOKENS = "test_many_tokens_are_prepared_as_few_are"
@@ -160,6 +161,14 @@ ROUNDS_EARLY = [
         "prepare_qkv norms in the dtype of q and k",
         FLOAT32_HEADS,
         ("num_kv_heads].float(), prep", "num_kv_heads], prep"),
+    ),
+    bug(
+        "linear rounds what it writes to float32",
+        FLOAT32_OUT,
+        (
+            "return _exact_product(x_TE, weight_XE, out_TX)",
+            "return out_TX.copy_(torch.mm(x_TE, weight_XE.t()))",
+        ),
     ),
 ]
 

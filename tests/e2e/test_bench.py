@@ -119,6 +119,7 @@ def test_the_command_measures_and_names_what_ran(tiny: Path, tmp_path: Path) -> 
     record = json.loads(out.read_text())
     assert record["config"]["limits"]["max_model_len"] == 64
     assert record["block_size"] == 32
+    assert "touched_experts" not in record, "the model has none"
 
 
 def test_the_embedded_model_can_be_measured() -> None:

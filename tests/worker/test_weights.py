@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nanovllm_core import layers
 from nanovllm_core.errors import PluginLoadError, WeightsError
+from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     LayerContext,
@@ -24,6 +25,7 @@ from nanovllm_core.layers import (
     QKVParallelLinear,
     RMSNorm,
     SingleRank,
+    SparseMLP,
     VocabParallelEmbedding,
 )
 from nanovllm_core.layers.module import ShardId
@@ -351,6 +353,21 @@ def test_dummy_weights_are_finite_and_follow_the_seed(tmp_path: Path) -> None:
         assert name == "norm.weight" or not torch.equal(parameter, other[name])
     assert torch.equal(first["norm.weight"], torch.ones(8))
     assert 0.01 < float(first["embed.weight"].std()) < 0.04
+
+
+def test_dummy_routers_spread_tokens_over_all_experts() -> None:
+    """Their deviation is larger than that of other weights, and their bias is 0."""
+    context = LayerContext(CPU, torch.bfloat16, SingleRank(), TorchKernels())
+    with torch.inference_mode():
+        mixture = SparseMLP(context, 64, 8, 32, Routing(top_k=2), bias=True)
+        init_dummy_weights(mixture, 0)
+        x_TE = torch.randn(1000, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        _, ids_TC = mixture.gate(x_TE)
+    assert 0.045 < float(mixture.gate.weight.std()) < 0.055
+    assert float(mixture.experts.down.weight.std()) < 0.03
+    pairs_N = ids_TC.flatten().bincount(minlength=32)
+    assert int(pairs_N.min()) > 0, "an expert that no token chose"
+    assert int(pairs_N.max()) < 4 * 1000 * 2 / 32
 
 
 def test_a_parameter_without_a_loader_is_the_plugins_fault(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 Every decode step reads each weight once and the keys and values of all live contexts, or of their
 sliding window, once; every prompt token is multiplied with the weights of all layers once. Of the
-experts of a mixture a step reads those that its tokens are expected to choose, and a token is
-multiplied with its own. The floor divides these by the rates that the device was measured at, and
-leaves out everything else: activations, writes, sampling, launches, the host. No engine reaches it
-as a whole, and its share says how far one is; a kernel that only reads can exceed the rate of a
-copy by a few percent.
+experts of a mixture a step reads those that its tokens choose: as many as were counted, or else as
+are expected of an even choice. A token is multiplied with its own. The floor divides these by the
+rates that the device was measured at, and leaves out everything else: activations, writes,
+sampling, launches, the host. No engine reaches it as a whole, and its share says how far one is; a
+kernel that only reads can exceed the rate of a copy by a few percent.
 """
 
 from __future__ import annotations
@@ -50,14 +50,17 @@ class ModelCosts:
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden_size
 
-    def weight_bytes_of_step(self, rows: float) -> int:
+    def weight_bytes_of_step(self, rows: float, touched_experts: float | None = None) -> int:
         """Bytes of the weights that a decode step of `rows` rows reads.
 
         A tied embedding table is read whole, as the output head; an untied one only in a few rows.
-        Experts are those that are touched if tokens choose evenly and each for itself.
+        `touched_experts` are those that a layer reads; without it they are the ones that are
+        touched if tokens choose evenly and each for itself.
         """
         unread = 0 if self.tied_embeddings else self.embedding_parameters
         untouched: float = (1 - self.experts_per_token / self.num_experts) ** rows
+        if touched_experts is not None:
+            untouched = 1 - touched_experts / self.num_experts
         unread += round(untouched * self.expert_parameters)
         return (self.num_parameters - unread) * self.itemsize
 
@@ -118,13 +121,18 @@ class Floor:
 
 
 def generate_floor(
-    costs: ModelCosts, lengths: Sequence[tuple[int, int]], max_num_seqs: int, rates: Rates
+    costs: ModelCosts,
+    lengths: Sequence[tuple[int, int]],
+    max_num_seqs: int,
+    rates: Rates,
+    touched_experts: float | None = None,
 ) -> Floor:
     """The floor of requests of (prompt tokens, output tokens), all there at the start.
 
     A prompt's last position gives the first output; each further one is a decode step that attends
     to all tokens before it. With at most `max_num_seqs` rows there are at least as many steps as
-    the longest output needs, and as all decoded tokens need in full batches.
+    the longest output needs, and as all decoded tokens need in full batches. `touched_experts` is
+    the mean over decode steps and layers, where it was counted.
     """
     decoded = [max(0, output - 1) for _, output in lengths]
     steps = max(max(decoded, default=0), -(-sum(decoded) // max_num_seqs))
@@ -132,7 +140,7 @@ def generate_floor(
         costs.keys_read(prompt, count) for (prompt, _), count in zip(lengths, decoded, strict=True)
     )
     kv_bytes = read_tokens * costs.kv_bytes_per_token
-    weight_bytes = steps * costs.weight_bytes_of_step(sum(decoded) / max(steps, 1))
+    weight_bytes = steps * costs.weight_bytes_of_step(sum(decoded) / max(steps, 1), touched_experts)
     per_token = costs.layer_flops_per_token + costs.head_flops_per_token
     decode_flops = sum(decoded) * per_token
     prefill_flops = sum(
@@ -164,18 +172,25 @@ def decode_step_seconds(costs: ModelCosts, rows: float, context: float, rates: R
 
 
 def roofline_record(
-    costs: ModelCosts, rates: Rates, floor: Floor, seconds: float
+    costs: ModelCosts,
+    rates: Rates,
+    floor: Floor,
+    seconds: float,
+    touched_experts: float | None = None,
 ) -> dict[str, Any]:
     """The `roofline` of a result file: what went in, what came out, and the measured share."""
+    counted = {} if touched_experts is None else {"touched_experts": touched_experts}
     return {
         "share": round(floor.seconds / seconds, 4),
         "floor_seconds": round(floor.seconds, 6),
         "costs": asdict(costs),
         "rates": asdict(rates),
+        **counted,
         "floor": asdict(floor),
     }
 
 
 def recompute(record: Mapping[str, Any], lengths: Sequence[tuple[int, int]], rows: int) -> Floor:
-    """The floor that a result file's own costs and rates give."""
-    return generate_floor(ModelCosts(**record["costs"]), lengths, rows, Rates(**record["rates"]))
+    """The floor that a result file's own costs, rates and counted experts give."""
+    costs, rates = ModelCosts(**record["costs"]), Rates(**record["rates"])
+    return generate_floor(costs, lengths, rows, rates, record.get("touched_experts"))

@@ -147,11 +147,7 @@ def measure_runs(
 
 def timed_generate(llm: LLM, workload: Workload, temperature: float) -> float:
     """Seconds of one `generate` call with an empty prefix cache; every token must come."""
-    choice = {**NEUTRAL, "temperature": temperature}
-    params = [
-        SamplingParams(**choice, max_tokens=length, ignore_eos=True)
-        for length in workload.output_lens
-    ]
+    params = sampling_params(workload, temperature)
     llm.reset_prefix_cache()
     started = time.perf_counter()
     outputs = llm.generate(workload.prompts, params, use_tqdm=False)
@@ -162,6 +158,15 @@ def timed_generate(llm: LLM, workload: Workload, temperature: float) -> float:
             f"the workload asks for {workload.num_output_tokens} output tokens, {produced} came"
         )
     return elapsed
+
+
+def sampling_params(workload: Workload, temperature: float) -> list[SamplingParams]:
+    """Those of each request: as many tokens as the workload says, by temperature alone."""
+    choice = {**NEUTRAL, "temperature": temperature}
+    return [
+        SamplingParams(**choice, max_tokens=length, ignore_eos=True)
+        for length in workload.output_lens
+    ]
 
 
 def _microseconds(seconds: float, count: int) -> float:

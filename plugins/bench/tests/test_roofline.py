@@ -164,6 +164,9 @@ def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
     assert mixture.weight_bytes_of_step(1) == without + 2 * 80_000
     assert mixture.weight_bytes_of_step(2) == without + 2 * 155_000
     assert mixture.weight_bytes_of_step(1000) == dense.weight_bytes_of_step(1)
+    assert mixture.weight_bytes_of_step(1000, touched_experts=12.8) == without + 2 * 128_000
+    counted = generate_floor(mixture, [(8, 9)] * 16, 16, H200, touched_experts=12.8)
+    assert counted.weight_bytes == 8 * (without + 2 * 128_000)
     added = mixture.layer_flops_per_token - QWEN3_0_6B.layer_flops_per_token
     assert added == 2 * 80_000
 

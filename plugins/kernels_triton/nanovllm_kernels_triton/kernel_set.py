@@ -90,11 +90,9 @@ class TritonKernels(TorchKernels):
         bias_X: Tensor | None = None,
         out_TX: Tensor | None = None,
     ) -> Tensor:
-        if bias_X is not None:
-            return torch.addmm(bias_X, x_TE, weight_XE.t(), out=out_TX)
         plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
-        if plan is None:
-            return torch.mm(x_TE, weight_XE.t(), out=out_TX)
+        if plan is None or bias_X is not None:
+            return super().linear(x_TE, weight_XE, bias_X, out_TX)
         return self._linears.run(plan, x_TE, weight_XE, out_TN=out_TX)
 
     def norm_linear(

@@ -19,6 +19,11 @@ PRODUCTS = {  # weight rows, inputs, what is fused
     "gate_up": (6144, 1024, "gated"),
     "down": (1024, 3072, "add"),
 }
+ROUTERS = {  # of Qwen3-30B-A3B, DeepSeek-V2-Lite and V3
+    "128-router": (128, 2048, "router"),
+    "64-router": (64, 2048, "router"),
+    "256-router": (256, 7168, "router"),
+}
 LARGE = {  # of 8B and, the last, of 32B
     "8b-qkv": (6144, 4096, "norm"),
     "8b-gate_up": (24576, 4096, "gated"),
@@ -31,7 +36,7 @@ def linear_job(
     name: str, rows: int, *, dependent: bool = False, dtype: str = "bf16", capability: int = 90
 ) -> AotJob:
     """The kernel that is chosen for a product, as the launcher calls it."""
-    weight_rows, inputs, kind = (PRODUCTS | LARGE)[name]
+    weight_rows, inputs, kind = (PRODUCTS | LARGE | ROUTERS)[name]
     plan = choose(rows, weight_rows, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     pointers = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "out_ptr"), f"*{dtype}:16")
     signature = {**pointers, "x_stride": "i32:16", "out_stride": "i32:16"}
@@ -43,7 +48,9 @@ def linear_job(
         "ADD": kind == "add",
         "DEPENDENT": dependent,
     }
-    if kind == "add":
+    if kind == "router":
+        signature["out_ptr"] = "*fp32:16"
+    if kind in ("add", "router"):
         del signature["norm_weight_ptr"]
         constexprs["norm_weight_ptr"] = None
     if isinstance(plan, VectorPlan):
@@ -96,6 +103,16 @@ def test_a_product_does_not_spill(name: str, reports: dict[str, AotReport]) -> N
     assert reports[name].spills == 0
     assert reports[name].registers <= (128 if name.startswith("vector") else 255)
     assert reports[name].shared <= (128 if "-64" in name else 112) * 1024
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_router_s_sums_reach_memory_unrounded(rows: int) -> None:
+    """Beside weights of half precision, which are no more to read for it."""
+    jobs = [linear_job(name, rows, dependent=True) for name in ROUTERS]
+    for job, report in zip(jobs, compile_kernels(jobs), strict=True):
+        assert report.spills == 0, job
+        assert report.shared <= 128 * 1024, job
+        assert "cvt.rn.bf16" not in report.ptx, job
 
 
 def test_every_product_fits_the_shared_memory_of_smaller_gpus() -> None:

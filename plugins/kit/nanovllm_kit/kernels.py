@@ -23,6 +23,8 @@ from nanovllm_kit.kernel_latent import LatentChecks
 from nanovllm_kit.numerics import assert_close_report
 
 BLOCK_SIZE, UNUSED = 4, 5.0
+UNROUNDED = 2e-5
+"""How far sums in float32 may be from exact ones: a fifteenth of what rounding to float16 adds."""
 
 # Beyond any table of small sizes: decode batches have hundreds of rows, prompts thousands.
 ROW_SHAPES = [(1, 16), (3, 96), (1, 1024), (17, 1100), (129, 1100), (513, 96)]
@@ -195,6 +197,20 @@ class KernelSetConformance(LatentChecks, ExpertChecks, SpecConformance):
         assert_equal(out_TX[:rows], REFERENCE.linear(x_TE, weight_XE))
         assert torch.equal(returned_TX, out_TX[:rows]), "it returned something else"
         assert out_TX[rows].isnan().all(), "it wrote behind its rows"
+
+    @pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
+    def test_linear_does_not_round_what_it_writes_to_float32(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
+    ) -> None:
+        """The logits of routers that choose experts by the unrounded sums."""
+        rows, inputs, outputs = shape
+        x_TE = random(rows, inputs, device=device, dtype=dtype)
+        weight_XE = random(outputs, inputs, device=device, dtype=dtype, seed=1)
+        out_TX = torch.full((rows, outputs), float("nan"), device=device)
+        returned_TX = run(kernels, "linear", x_TE, weight_XE, None, out_TX)
+        assert torch.equal(returned_TX, out_TX), "it returned something else"
+        exact_TX = (x_TE.double() @ weight_XE.double().t()).float()
+        assert_close_report(out_TX, exact_TX, rel_norm=UNROUNDED)
 
     @pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
     def test_linear_add_adds_to_the_residual(

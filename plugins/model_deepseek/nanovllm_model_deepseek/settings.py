@@ -101,6 +101,7 @@ def read_v2_mixture(config: Mapping[str, Any]) -> MixtureConfig:
         num_groups=positive_int(config, "n_group") if in_groups else 1,
         top_groups=positive_int(config, "topk_group") if in_groups else 1,
         group_score="max",
+        exact_logits=True,
         scale=positive_float(config, "routed_scaling_factor", default=1.0),
     )
     return _mixture(
@@ -118,6 +119,7 @@ def read_v3_mixture(config: Mapping[str, Any]) -> MixtureConfig:
         num_groups=positive_int(config, "n_group", default=8),
         top_groups=positive_int(config, "topk_group", default=4),
         group_score="top2",
+        exact_logits=True,
         scale=positive_float(config, "routed_scaling_factor", default=2.5),
     )
     return _mixture(

@@ -34,8 +34,8 @@ class Float64Kernels(TorchKernels):
         bias_X: Tensor | None = None,
         out_TX: Tensor | None = None,
     ) -> Tensor:
-        y_TX = product(x_TE, weight_XE, bias_X).to(x_TE.dtype)
-        return y_TX if out_TX is None else out_TX.copy_(y_TX)
+        y_TX = product(x_TE, weight_XE, bias_X)
+        return y_TX.to(x_TE.dtype) if out_TX is None else out_TX.copy_(y_TX)
 
     def linear_add(
         self,

@@ -47,6 +47,7 @@ def throughput(
     out: Out = None,
 ) -> None:
     """Measure output tokens per second of one batch, prefill included."""
+    from nanovllm_bench.experts import with_touched_experts
     from nanovllm_bench.record import write_record
     from nanovllm_bench.throughput import measure_throughput
 
@@ -64,6 +65,7 @@ def throughput(
     workload = workload_of(num_seqs, input_len, output_len)
     with options.open_llm(engine_config) as llm:
         result = measure_throughput(llm, workload, temperature=temperature, runs=runs)
+    result = with_touched_experts(result, engine_config, workload)
     _show(result)
     if out is not None:
         write_record(out, result)
@@ -81,6 +83,7 @@ def _show(result: dict[str, Any]) -> None:
             f"step, {result['host_us_per_step']:.0f} µs over all {result['steps']:,} steps",
             "GPU utilisation": percent(result["gpu_utilisation"]),
             "peak memory": memory(result["peak_memory_gib"]),
+            **_experts(result),
             "device rates": rates(roofline),
             "roofline": f"{percent(roofline['share'])} of it: at these rates no less than "
             f"{roofline['floor_seconds']:.2f} s, "
@@ -88,3 +91,18 @@ def _show(result: dict[str, Any]) -> None:
             "throughput": f"[bold]{result['tokens_per_second']:,.0f} output tok/s[/] (best run)",
         }
     )
+
+
+def _experts(result: dict[str, Any]) -> dict[str, str]:
+    """The experts that a decode step touches; no line where the model has none."""
+    touched = result.get("touched_experts")
+    if touched is None:
+        return {}
+    mean = result["roofline"].get("touched_experts")
+    if mean is None:
+        return {"experts": f"not counted: {touched.get('not_counted', 'no step decodes alone')}"}
+    num_experts = result["roofline"]["costs"]["num_experts"]
+    return {
+        "experts": f"a layer's decode step touches {mean:.1f} of {num_experts}, counted in "
+        f"{touched['decode_steps']:,} steps of an eager run"
+    }

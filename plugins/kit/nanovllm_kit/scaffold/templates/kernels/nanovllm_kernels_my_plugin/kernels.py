@@ -50,8 +50,8 @@ class MyPluginKernels(TorchKernels):
         out_TX: Tensor | None = None,
     ) -> Tensor:
         """Rounded once, after the bias."""
-        y_TX = self._product(x_TE, weight_XE, bias_X).to(x_TE.dtype)
-        return y_TX if out_TX is None else out_TX.copy_(y_TX)
+        y_TX = self._product(x_TE, weight_XE, bias_X)
+        return y_TX.to(x_TE.dtype) if out_TX is None else out_TX.copy_(y_TX)
 
     def norm_linear(
         self,
