@@ -18,6 +18,7 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulerState,
     SchedulingPolicy,
 )
+from nanovllm_core.registry.kinds import DECLARATION, KINDS
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ def methods_of(cls: type) -> str:
     rows = [(f"`{one.name}`", f"`{one.type}`", one.text) for one in members(cls) if one.is_method]
     return table((f"method of a `{cls.__name__}`", "returns", "meaning"), rows)
 
+
+def versions_table() -> str:
+    """The current version of each kind's contract, and the oldest that is taken."""
+    kinds = sorted([*KINDS.values(), DECLARATION], key=lambda kind: kind.name)
+    rows = [(f"`{kind.name}`", str(kind.contract), str(kind.oldest_contract)) for kind in kinds]
+    return table(("kind", "current contract", "oldest accepted"), rows)
+
+
+PLUGINS: Mapping[str, Callable[[], str]] = {"versions": versions_table}
 
 _REQUEST = partial(fields_of, RequestView)
 

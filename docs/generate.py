@@ -19,7 +19,7 @@ from statistics import mean
 from typing import Any
 
 from capability_tables import CAPABILITIES, job, shipped
-from contract_tables import POLICY, SCHEDULER
+from contract_tables import PLUGINS, POLICY, SCHEDULER
 from moe_tables import MOE
 from results_tables import (
     ATTENTION,
@@ -236,6 +236,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "configuration.md": CONFIGURATION,
     "capabilities.md": CAPABILITIES,
     "limits.md": {"limits": limit_table},
+    "plugins.md": PLUGINS,
     "write/policy.md": POLICY,
     "write/scheduler.md": SCHEDULER,
     "write/model.md": {"signatures": signatures},

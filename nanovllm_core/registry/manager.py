@@ -220,7 +220,7 @@ class PluginManager:
             answers = self._pluggy.subset_hook_caller(kind.hook, others)()
             specs = [spec for answer in answers for spec in answer]
         except Exception as error:
-            raise load_error(plugin, f"its hook {kind.hook} failed", error) from error
+            raise load_error(plugin, f"its hook {kind.hook} gave no list", error) from error
         return only_spec(plugin, kind, specs)
 
     def enable(self, names: Iterable[str]) -> None:

@@ -39,6 +39,8 @@ class SmallModel:
     """
     test_config: ClassVar[Settings] = {}
     """Settings to change in `tiny_config`, over those of the spec's own `test_config`."""
+    reference_name: ClassVar[str] = ""
+    """The class of transformers to compare with, if its name is not the architecture's."""
     _of_spec: Settings = MappingProxyType({})
 
     @pytest.fixture(autouse=True)
@@ -47,14 +49,14 @@ class SmallModel:
 
     @pytest.fixture
     def reference_class(self, plugin: PluginUnderTest) -> Any:
-        """The class of transformers to compare with: by default that of the plugin's name."""
+        """The class of transformers to compare with: `reference_name`, or the plugin's own."""
         import transformers
 
-        found = getattr(transformers, plugin.spec.name, None)
+        name = self.reference_name or plugin.spec.name
+        found = getattr(transformers, name, None)
         if found is None:
             raise LookupError(
-                f"transformers has no class {plugin.spec.name!r}; override the fixture "
-                "`reference_class`"
+                f"transformers has no class {name!r}; override the fixture `reference_class`"
             )
         if getattr(found, "config_class", None) and "hidden_size" not in known_settings(found):
             pytest.skip(

@@ -592,6 +592,18 @@ def test_a_model_that_cannot_be_built_is_one_failure_with_what_to_state(install:
     assert re.search(r"1 passed, 1 failed, \d\d skipped", result.output)
 
 
+def test_a_model_of_a_new_name_is_compared_with_the_class_that_is_named(install: Install) -> None:
+    """Without one the command ends at once: nothing has been tested, so nothing is broken."""
+    source = HEADS_ALONE.format(stated=", test_config={'num_key_value_heads': 4}")
+    modules = {"alone_plugin": source.replace("MinistralForCausalLM", "OwnForCausalLM")}
+    install("alone", {"nanovllm.models": {"OwnForCausalLM": "alone_plugin"}}, modules)
+    for named in ([], ["--reference", "OwnerForCausalLM"]):
+        error = str(refused("OwnForCausalLM", *named))
+        assert re.search(r"no class 'Own(er)?ForCausalLM' to compare .*--reference", error)
+    result = run("OwnForCausalLM", "--reference", "MinistralForCausalLM", "-k", "built")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("where", ["the spec", "the command"])
 def test_a_stated_test_configuration_is_used(where: str, install: Install) -> None:
     """By the checks of one size, and by those that draw theirs."""

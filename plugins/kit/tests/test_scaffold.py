@@ -299,6 +299,8 @@ def test_a_model_may_begin_with_a_mixture_of_experts(tmp_path: Path) -> None:
     for name, reference in (("OlmoeForCausalLM", "OlmoeForCausalLM"), ("fair", "Qwen3Moe")):
         result = CliRunner().invoke(make_app(), [*arguments, name])
         assert result.exit_code == 0, result.output
+        shown = f"nanovllm plugins show {name.removesuffix('ForCausalLM').title()}ForCausalLM"
+        assert shown in result.output
         stem = name.removesuffix("ForCausalLM").lower()
         folder = tmp_path / f"model_{stem}"
         assert "SparseMLP(" in (folder / f"nanovllm_model_{stem}/model.py").read_text()

@@ -6,6 +6,7 @@ import logging
 import re
 import traceback
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -137,9 +138,12 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return of_validation(error).response()
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        message = str(error.detail)
+        if message == HTTPStatus(error.status_code).phrase:
+            message += _remedy(request, error)
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def engine(_: Request, error: Exception) -> Response:
         return of_engine(error).response()
@@ -150,12 +154,24 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(NanoVLLMError, engine)
 
 
+def _remedy(request: Request, error: HTTPException) -> str:
+    """What the router's own 404 and 405, which are a phrase alone, leave out."""
+    asked = f": {request.method} {clip(request.url.path, 200)}"
+    if error.status_code == 404:
+        return f"{asked}; GET /openapi.json lists the routes"
+    if error.status_code == 405 and error.headers and "Allow" in error.headers:
+        return f"{asked}; use {error.headers['Allow']}"
+    return asked
+
+
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first thing wrong in a body, with its path as `param`."""
     first = error.errors()[0]
     context = first.get("ctx", {})
     if first["type"] == "json_invalid":
-        return refused(f"the body is no JSON: {context.get('error', '')}", None)
+        [*_, position] = first["loc"]
+        fault = f"{context.get('error', '')} (at character {position})"
+        return refused(f"the body is not valid JSON: {fault}", None)
     location = [*first["loc"][1:]]  # the first part is "body"
     if first["type"] == REFUSED:
         location.append(context["field"])

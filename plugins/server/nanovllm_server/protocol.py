@@ -22,7 +22,7 @@ from pydantic import (
 
 from nanovllm_core import SamplingParams
 from nanovllm_core.api import EngineConfig
-from nanovllm_core.errors import shown
+from nanovllm_core.errors import clip, did_you_mean, shown
 from nanovllm_core.interfaces.request_labels import MAX_TEXT_LENGTH
 from nanovllm_core.interfaces.sampling_params import (
     MAX_BIAS,
@@ -73,7 +73,13 @@ class Body(BaseModel):
                     name,
                     "unsupported_parameter",
                 )
-        return {name: value for name, value in given.items() if name not in cls.NEUTRAL}
+        asked = {name: value for name, value in given.items() if name not in cls.NEUTRAL}
+        for name in (name for name in asked if name not in cls.model_fields):
+            hint = did_you_mean(name, cls.model_fields)
+            raise refused_field(
+                f"{clip(name)}: this server has no such parameter{hint}", name, "unknown_parameter"
+            )
+        return asked
 
 
 class StreamOptions(Body):

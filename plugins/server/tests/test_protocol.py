@@ -216,3 +216,19 @@ def test_every_parameter_of_the_description_says_what_it_is() -> None:
     for body in (CompletionBody, ChatBody, ChatMessage):
         for name, field in body.model_fields.items():
             assert field.description, f"{body.__name__}.{name}"
+
+
+def test_an_error_says_what_to_do_instead(server_url: str) -> None:
+    """A name that is nearly right, JSON that breaks off, a path or a method that is not there."""
+    requests: list[tuple[str, str, bytes, int, str]] = [
+        ("POST", "completions", b'{"prompt": "a", "max_token": 1}', 400, "mean max_tokens?"),
+        ("POST", "chat/completions", b'{"messages": [}', 400, "(at character 14)"),
+        ("POST", "embeddings", b"{}", 404, "POST /v1/embeddings; GET /openapi.json lists"),
+        ("DELETE", "models", b"", 405, "DELETE /v1/models; use GET"),
+    ]
+    with httpx.Client(base_url=server_url) as http:
+        for method, path, content, status, expected in requests:
+            headers = {"content-type": "application/json"}
+            answer = http.request(method, f"/v1/{path}", content=content, headers=headers)
+            assert answer.status_code == status
+            assert expected in answer.json()["error"]["message"]

@@ -30,7 +30,7 @@ def max_overtaking_steps(options: PriorityOptions, request: RequestView) -> floa
 SPEC = SchedulerSpec(
     name="priority",
     impl="nanovllm_example_scheduler_priority.scheduler:PriorityScheduler",
-    summary="Classes by the requests' priority; who has waited long enough goes first.",
+    summary="Classes by the requests' priority; a request that has waited long enough goes first.",
     options=PriorityOptions,
     contract=1,
     level="scheduler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -42,3 +43,13 @@ def new(
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         print(path)
     print(f'\nNext: pip install -e "{folder}[dev]" && pytest {folder}')
+    for names in _entry_points(folder) if kind == "model" else ():
+        print(
+            f"It runs checkpoints of the architecture {names[0]}: nanovllm plugins show {names[0]}"
+        )
+
+
+def _entry_points(folder: Path) -> list[list[str]]:
+    """The names in each group of the package's entry points."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [[*names] for names in project["entry-points"].values()]

@@ -72,7 +72,8 @@ ArgumentFlag = Annotated[
 ReferenceFlag = Annotated[
     str | None,
     typer.Option(
-        help="A checkpoint that a checkpoint source finds: REFERENCE in model: NAME:REFERENCE."
+        help="Of a checkpoint source: a checkpoint that it finds, REFERENCE in model: "
+        "NAME:REFERENCE. Of a model: the class of transformers to compare with."
     ),
 ]
 TestConfigFlag = Annotated[
@@ -130,9 +131,10 @@ def run_conformance_suite(
     if arguments := _parse(argument, "--argument"):
         _check_arguments(manager, plugin, arguments)
         stated["arguments"] = (arguments,)
-    if reference is not None:
+    if reference is not None or plugin.kind == "model":
         _check_reference(plugin, reference)
-        stated["reference"] = reference
+    if reference is not None:
+        stated["reference_name" if plugin.kind == "model" else "reference"] = reference
     if settings := _parse(test_config, "--test-config"):
         _check_test_config(plugin, settings)
         stated["test_config"] = settings
@@ -163,13 +165,21 @@ def _check_arguments(
         raise ConfigError(what) from None
 
 
-def _check_reference(plugin: InstalledPlugin, reference: str) -> None:
-    """ConfigError for a plugin that finds no checkpoints."""
-    if plugin.kind != "checkpoint":
+def _check_reference(plugin: InstalledPlugin, reference: str | None) -> None:
+    """ConfigError for a model that nothing is there to compare with, and for other kinds."""
+    if plugin.kind == "model":
+        import transformers
+
+        if not hasattr(transformers, name := reference or plugin.name):
+            raise ConfigError(
+                f"transformers has no class {shown(name)} to compare {plugin.name} with; name "
+                "another by --reference, such as LlamaForCausalLM, or run the package's own tests "
+                "with pytest"
+            )
+    elif plugin.kind != "checkpoint":
         raise ConfigError(
-            f"--reference {shown(reference)} is a checkpoint that a source finds, and "
-            f"{plugin.name} is "
-            f"of the kind {plugin.kind}; leave it out"
+            f"--reference {shown(reference)} is a checkpoint that a source finds, or a model's "
+            f"class of transformers, and {plugin.name} is of the kind {plugin.kind}; leave it out"
         )
 
 

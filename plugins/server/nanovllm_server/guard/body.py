@@ -79,7 +79,7 @@ class BodyLimit:
         return ApiError(
             413,
             f"the body {what}, and the limit is {self._max_bytes} bytes; send less, or raise "
-            "limits.max_body_bytes of the server",
+            "serve.limits.max_body_bytes of the server",
             code="body_too_large",
         )
 
@@ -136,7 +136,7 @@ def check_nesting(body: bytes, max_depth: int) -> None:
         raise ApiError(
             400,
             f"the body's JSON is nested deeper than {max_depth} levels; send it flatter, or raise "
-            "limits.max_json_depth of the server",
+            "serve.limits.max_json_depth of the server",
             code="json_too_deep",
         )
 

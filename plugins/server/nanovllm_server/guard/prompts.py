@@ -47,7 +47,7 @@ class PromptLimits:
             raise ApiError(
                 400,
                 f"{param} has {size} characters, and the limit is {self.max_characters}; shorten "
-                "it, or raise limits.max_prompt_characters of the server",
+                "it, or raise serve.limits.max_prompt_characters of the server",
                 param=param,
                 code="context_length_exceeded",
             )
