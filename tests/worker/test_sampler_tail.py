@@ -137,6 +137,17 @@ def allowed_ids(params: RowSampling, logits: list[float]) -> set[int]:
     return set(batch.run()[0])
 
 
+def test_a_logit_that_is_not_a_number_is_the_least_likely() -> None:
+    """Its row's other ids are chosen between as if it were not there; an overflow is the token."""
+    asked = [RowSampling(temperature=0.0, repetition_penalty=1.3, seed=i) for i in range(3)]
+    batch = Batch(asked)
+    without = batch.run()[0]
+    batch.logits[:, 7] = torch.nan
+    batch.logits[2, 9] = torch.inf
+    assert 7 not in without
+    assert batch.run()[0] == [*without[:2], 9]
+
+
 @pytest.mark.parametrize(
     "params",
     [
