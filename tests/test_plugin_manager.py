@@ -281,6 +281,9 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
     [
         ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=2,"
          " capabilities={'gqa': True}, kv_layouts=None)", "not AttentionCapabilities"),
+        ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=2,"
+         " kv_layouts=None, capabilities=AttentionCapabilities(dtypes={'float32'},"
+         " devices={'cpu'}, cuda_graphs='all'))", "graphs 'all' is none of none, decode, full"),
         ("sampler", "samplers", "SamplerSpec(name='x', impl='x:X', contract=1, devices='cuda')",
          "devices 'cuda' is not a set of torch's device types"),
         ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=4, devices=None)",

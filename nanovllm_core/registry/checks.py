@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
 from nanovllm_core.errors import PluginLoadError
-from nanovllm_core.interfaces.attention import AttentionCapabilities
+from nanovllm_core.interfaces.attention import AttentionCapabilities, GraphSupport
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
     DeviceSpec,
@@ -120,6 +120,10 @@ def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
         found = getattr(spec, field)
         if not isinstance(found, wanted) or isinstance(found, bool):
             yield f"{field} {found!r:.80} is not {described}"
+    capabilities = spec.capabilities if isinstance(spec, AttentionSpec) else None
+    graphs, choices = getattr(capabilities, "cuda_graphs", "none"), get_args(GraphSupport)
+    if graphs not in choices:
+        yield f"capabilities.cuda_graphs {graphs!r} is none of {', '.join(choices)}"
     if isinstance(spec, KernelSetSpec):
         low = spec.min_compute_capability
         if low is not None and not (isinstance(low, tuple) and [*map(type, low)] == [int, int]):
