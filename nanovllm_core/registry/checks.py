@@ -120,20 +120,22 @@ def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
         found = getattr(spec, field)
         if not isinstance(found, wanted) or isinstance(found, bool):
             yield f"{field} {found!r:.80} is not {described}"
-    capabilities = spec.capabilities if isinstance(spec, AttentionSpec) else None
-    graphs, choices = getattr(capabilities, "cuda_graphs", "none"), get_args(GraphSupport)
-    if graphs not in choices:
-        yield f"capabilities.cuda_graphs {graphs!r} is none of {', '.join(choices)}"
+    if isinstance(spec, AttentionSpec) and isinstance(spec.capabilities, AttentionCapabilities):
+        graphs = spec.capabilities.cuda_graphs
+        yield from _choice_problems("capabilities.cuda_graphs", graphs, GraphSupport)
     if isinstance(spec, KernelSetSpec):
         low = spec.min_compute_capability
         if low is not None and not (isinstance(low, tuple) and [*map(type, low)] == [int, int]):
             yield f"min_compute_capability {low!r} is neither None nor a pair such as (9, 0)"
     if isinstance(spec, SchedulerSpec):
-        levels = get_args(get_type_hints(SchedulerSpec)["level"])
-        if spec.level not in levels:
-            yield f"level {spec.level!r} is none of {', '.join(levels)}"
+        yield from _choice_problems("level", spec.level, get_type_hints(SchedulerSpec)["level"])
     if kind.name in KINDS and not kind.choice and spec.options.model_fields:
         yield f"options {spec.options.__name__} are given by no configuration to a {kind.name}"
+
+
+def _choice_problems(field: str, found: object, literal: Any) -> Iterator[str]:
+    if found not in (choices := get_args(literal)):
+        yield f"{field} {found!r} is none of {', '.join(choices)}"
 
 
 def _model_problems(field: str, model: object) -> Iterator[str]:

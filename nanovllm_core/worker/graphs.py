@@ -117,7 +117,7 @@ def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @contextmanager
 def _pool(device: torch.device) -> Iterator[Any]:
-    """A memory pool for graphs, which are captured on the current stream: no default one.
+    """A memory pool for graphs. They are captured on the current stream, not a default one.
 
     No garbage is collected: that could free device memory, which capture forbids.
     """

@@ -23,7 +23,8 @@ from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-# The interpreter computes bfloat16 wrongly, so it is tested on a GPU only.
+# The interpreter computes bfloat16 wrongly, so it is tested on a GPU only. Tests against the
+# reference bear the marker `gpu` too, though they run in the interpreter as well.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
 REL_NORM = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OPTIONS = launch_options(dependent_launch=False)
@@ -70,6 +71,7 @@ def mixture(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Te
     )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_equals_the_reference(name: str, dtype: torch.dtype) -> None:
@@ -80,6 +82,7 @@ def test_every_plan_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(actual, experts.run_experts(*inputs, OPTIONS, PLANS[name]))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", PLANS)
 def test_the_bits_of_a_token_do_not_depend_on_the_others(name: str) -> None:
     """Neither where they are padding, NaN in inputs and weights, nor where they choose anew."""
@@ -163,6 +166,7 @@ def test_steps_of_1_2_4_tokens_have_the_kernels_of_all_steps_between(
     assert all(kernels_of(tokens) <= tried for tokens in range(1, most))
 
 
+@pytest.mark.gpu
 def test_the_router_of_many_experts_in_uneven_groups() -> None:
     """160 in 8 groups of 20, neither of them a power of two, of logits with gaps between rows."""
     routing = Routing(
