@@ -94,7 +94,7 @@ class TimedExecutor(Executor):
 
     def collect(self) -> StepResult:
         launched, done_at, result = self._in_flight[0]
-        self._wait(launched, lambda: perf_counter() >= done_at, lambda: None)
+        self._wait(None, launched, lambda: perf_counter() >= done_at, lambda: None)
         self.late.append(perf_counter() - done_at)
         del self._in_flight[0]
         return result

@@ -15,7 +15,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -41,7 +41,9 @@ PARTS = ("host", "plan", "submit", "replay", "absorb")
 def looking(pause: Callable[[], None]) -> Wait:
     """A wait that does `pause` between any two looks, and asks the device every thousandth time."""
 
-    def wait(launched: float, is_done: Callable[[], bool], check: Callable[[], None]) -> None:
+    def wait(
+        kind: Hashable, launched: float, is_done: Callable[[], bool], check: Callable[[], None]
+    ) -> None:
         looks = 0
         while not is_done():
             looks += 1

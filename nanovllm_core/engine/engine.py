@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -161,7 +160,7 @@ class Engine:
             labels=labels,
             output_token_ids=output_token_ids,
         )
-        with self._at_work():  # All parts are made: from here on the request is known.
+        with _AtWork(self):  # All parts are made: from here on the request is known.
             self._num_arrived += len(samples)
             self._samples[request_id] = list(samples)
             self._unfinished |= {request.request_id: request for request in samples}
@@ -181,7 +180,7 @@ class Engine:
             return  # Nothing runs any more, and what is known of the requests may be half of it.
         self._to_abort.append(request_id)
         if not self._is_busy:
-            with self._at_work():
+            with _AtWork(self):
                 self._carry_out_aborts()
 
     def _carry_out_aborts(self) -> None:
@@ -200,7 +199,7 @@ class Engine:
         had read the id that completes a stop string. The sample's record is made now, and counts as
         the caller does. A sample that is not there, because it was aborted, is no error.
         """
-        with self._at_work():
+        with _AtWork(self):
             for request in tuple(self._samples.get(request_id, ())):
                 if request.index == index:
                     if request.state is not RequestState.FINISHED:
@@ -211,22 +210,9 @@ class Engine:
                     request.num_output_tokens = num_tokens
                     self._record(request)
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Aborts wait; any error ends the engine, except Ctrl-C while waiting for a result."""
-        self._is_busy, self._is_waiting = True, False
-        try:
-            yield
-        except BaseException as error:
-            if not (self._is_waiting and isinstance(error, KeyboardInterrupt)):
-                self._failure = error
-            raise
-        finally:
-            self._is_busy = False
-
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, so that a second run computes what the first did."""
-        with self._at_work():
+        with _AtWork(self):
             self._kv.pool.forget()
 
     def has_unfinished(self) -> bool:
@@ -265,7 +251,7 @@ class Engine:
         waiting for a result does not; the next call waits for the same one.
         """
         self._check_alive()
-        with self._at_work():
+        with _AtWork(self):
             began = started = perf_counter()
             self._carry_out_aborts()
             is_steady = self._submit_ahead()
@@ -399,3 +385,19 @@ class Engine:
             del self._samples[request.group_id]
         if self._observation is not None:
             self._observation.observe_request(request)
+
+
+class _AtWork:
+    """Aborts wait; any error ends the engine, except Ctrl-C while waiting for a result."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine._is_busy, self._engine._is_waiting = True, False
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        engine = self._engine
+        if error is not None and not (engine._is_waiting and isinstance(error, KeyboardInterrupt)):
+            engine._failure = error
+        engine._is_busy = False

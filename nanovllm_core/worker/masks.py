@@ -6,7 +6,7 @@ in which the sampler is off as for every tail; its tail waits for the masks of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ class ForwardPass:
     Its entries are the first `num_rows` of `inputs`. `rows` are theirs, -1 for padding, and
     `sampling` what these ask for, both empty where no row needs the eager tail. `entries` are those
     to report, None for all. `constrained` are the rows whose masks may come. `logprobs` are those
-    that the captured tail leaves.
+    that the captured tail leaves. Steps of one `kind` take about the same time.
     """
 
     inputs: StepInputs
@@ -38,6 +38,7 @@ class ForwardPass:
     constrained: tuple[int, ...]
     entries: NDArray[np.int64] | None = None
     logprobs: Sequence[LogprobTensors] = ()
+    kind: Hashable = None
 
     def mismatch(self, plan: StepPlan) -> InconsistentStateError:
         """The error of a plan that disagrees with its rows about the second part."""

@@ -7,7 +7,7 @@ from other threads; and whatever asks the operating system between two looks cos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 NAP_SECONDS = 200e-6
 """The longest sleep between two looks: what a wait can be late by, whatever was predicted."""
@@ -18,16 +18,17 @@ LOOKING_SECONDS = 300e-6
 _LOOKS_PER_READING = 64
 """Looks between two readings of the clock."""
 
-Wait = Callable[[float, Callable[[], bool], Callable[[], None]], None]
-"""`wait(launched, is_done, check)`, as `StepWait` has it."""
+Wait = Callable[[Hashable, float, Callable[[], bool], Callable[[], None]], None]
+"""`wait(kind, launched, is_done, check)`, as `StepWait` has it."""
 
 
 class StepWait:
-    """Predicts from the steps before when the next is done, and sleeps until shortly before.
+    """Predicts from steps of the same kind when the next is done, and sleeps until shortly before.
 
     A step takes its time from its launch or, where the device was still busy, from the end of the
-    step before. A prediction that is wrong (a prompt came, rows left) costs one nap at most, and
-    nothing where another step is in flight behind this one.
+    step before. A prediction that is wrong (the first of a kind, longer contexts) costs one nap at
+    most: the device does not wait where another step is in flight behind this one, but the result
+    is that much later.
     """
 
     def __init__(
@@ -37,19 +38,25 @@ class StepWait:
     ) -> None:
         self._clock = clock
         self._sleep = sleep
-        self._step_seconds = 0.0
+        self._seconds: dict[Hashable, float] = {}
         self._last_done = 0.0
 
     def __call__(
-        self, launched: float, is_done: Callable[[], bool], check: Callable[[], None]
+        self,
+        kind: Hashable,
+        launched: float,
+        is_done: Callable[[], bool],
+        check: Callable[[], None],
     ) -> None:
         """Return once `is_done()`. `launched` is when the step was submitted, by the same clock.
 
-        A step that is overdue is asked about: `check` raises where it can never be done.
+        Steps of one `kind` take about the same time. A step that is overdue is asked about: `check`
+        raises where it can never be done.
         """
         was_done = is_done()
         began = max(launched, self._last_done)
-        due = began + self._step_seconds
+        expected = self._seconds.get(kind, 0.0)
+        due = began + expected
         while (left := due - LOOKING_SECONDS - self._clock()) > 0 and not is_done():
             self._sleep(min(left, NAP_SECONDS))
         looks = 0
@@ -60,4 +67,5 @@ class StepWait:
                 self._sleep(NAP_SECONDS)
         self._last_done = self._clock()
         if not was_done:  # else it may have been done long ago
-            self._step_seconds += (self._last_done - began - self._step_seconds) / 4
+            taken = self._last_done - began
+            self._seconds[kind] = expected + (taken - expected) / 4 if expected else taken

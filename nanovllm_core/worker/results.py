@@ -9,7 +9,7 @@ looking (see `polling`). On a CPU the ring is ordinary memory and the result is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -61,6 +61,7 @@ class LogprobTensors:
 class _Pending:
     """One step in flight: its words, the tag they will bear, and what the engine asked for."""
 
+    kind: Hashable
     words: NDArray[np.int64]
     tag: int
     launched: float
@@ -94,6 +95,8 @@ class ResultRing:
 
     def __init__(self, device: torch.device, max_rows: int, num_slots: int) -> None:
         self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if self._cuda else None
+        """Of the steps; whoever collects may be on another."""
         self.words = torch.zeros((num_slots, max_rows), dtype=torch.int64, pin_memory=self._cuda)
         self.num_finished = torch.zeros(1, dtype=torch.int64, device=device)
         self._host = self.words.numpy()
@@ -102,7 +105,7 @@ class ResultRing:
         self.wait: Wait = StepWait()
 
     def _is_idle(self) -> bool:
-        return not self._cuda or torch.cuda.current_stream(self.num_finished.device).query()
+        return self._stream is None or self._stream.query()
 
     def reset(self) -> None:
         """Forget all steps, after runs that no plan asked for (a capture)."""
@@ -118,10 +121,11 @@ class ResultRing:
         num_rows: int,
         entries: NDArray[np.int64] | None = None,
         logprobs: Sequence[LogprobTensors] = (),
+        kind: Hashable = None,
     ) -> None:
         """A step of `num_rows` entries was launched; `entries` picks those to report, None all.
 
-        Each of `logprobs` has entries of its own.
+        Each of `logprobs` has entries of its own. Steps of one `kind` take about the same time.
         """
         num_slots = len(self._host)
         if len(self._pending) == num_slots:
@@ -136,14 +140,15 @@ class ResultRing:
             if self._cuda:
                 ready = torch.cuda.current_stream().record_event()
         tag = self._num_pushed & ((1 << TAG_BITS) - 1)
-        self._pending.append(_Pending(words, tag, perf_counter(), entries, logprobs, ready))
+        launched = perf_counter()
+        self._pending.append(_Pending(kind, words, tag, launched, entries, logprobs, ready))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
         if not self._pending:
             raise ExecutorError("no step is in flight; submit() a plan before collect()")
         step = self._pending[0]
-        self.wait(step.launched, step.is_done, self._check_oldest)
+        self.wait(step.kind, step.launched, step.is_done, self._check_oldest)
         words = step.words if step.entries is None else step.words[step.entries]
         low = words.astype(np.int32)  # the low halves, copied before the slot is written again
         result = StepResult((low >> 1) - 1, (low & 1).astype(np.bool_), step.logprobs_by_place())

@@ -249,7 +249,11 @@ class ModelRunner:
         asked = zip(tail_rows, sampling, strict=True)
         constrained = tuple(row for row, one in asked if one.constrained)
         logprobs = self._captured.logprobs(rows)
-        return ForwardPass(inputs, len(rows), tail_rows, sampling, constrained, entries, logprobs)
+        num_tokens = len(rows) if entries is None else len(inputs.input_ids)
+        kind = entries is None, num_tokens.bit_length(), bool(sampling)
+        return ForwardPass(
+            inputs, len(rows), tail_rows, sampling, constrained, entries, logprobs, kind
+        )
 
     # -- decode steps -----------------------------------------------------------------------------
 
@@ -412,7 +416,7 @@ class ModelRunner:
         if launched.sampling:
             inputs = launched.inputs.slice(slice(None), slice(num_rows))
             logprobs = [*logprobs, *self._after(inputs, launched.rows, launched.sampling)]
-        self._results.push(num_rows, launched.entries, logprobs)
+        self._results.push(num_rows, launched.entries, logprobs, launched.kind)
 
     @torch.inference_mode()
     def _after(

@@ -38,7 +38,7 @@ from nanovllm_core.worker.runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-"""Those of starts that have ended, for the next ones."""
+"""Those of workers that have ended, for the next ones."""
 _MODEL_AND_REMEDY = "the model", "free it of others, or take a smaller model or dtype"
 _CLOSED = "the worker has not started, or is closed; create a new LLM"
 _CUT = (
@@ -60,10 +60,10 @@ class Worker:
         self.parallel = parallel
         self._runner: ModelRunner | None = None
         self._on_device: AbstractContextManager[object] = nullcontext()
-        """Makes the GPU the current one: kernels are launched there, whatever else is going on."""
+        """Makes the GPU and the worker's stream the current ones, whatever else is going on."""
         self._stream: torch.cuda.Stream | None = None
-        """Of the start alone, all of it: where only its captures were on a stream of their own, the
-        kernels of captured steps began 0.3 to 0.7 us later. So they do with a third stream."""
+        """Of the start and of all steps: where kernels run on the default stream too, those of
+        captured steps begin 0.3 to 0.7 us later."""
         attention = setup.prefill_attention, setup.decode_attention
         parts = setup.model, *attention, setup.kernels, setup.sampler
         self._parts = ", ".join(dict.fromkeys(map(describe, parts)))
@@ -79,15 +79,12 @@ class Worker:
         with _memory_for(device, *_MODEL_AND_REMEDY):
             memory = self._open_device(device)
         laps.end("device")
-        if self._stream is None:
-            return self._load(device, memory, laps)
         try:
-            with torch.cuda.stream(self._stream):
-                info = self._load(device, memory, laps)
-            self._stream.synchronize()  # steps are on the stream of whoever submits them
-            return info
-        finally:
-            _idle_streams[device].append(self._stream)
+            with self._on_device:
+                return self._load(device, memory, laps)
+        except BaseException:
+            self._return_stream()
+            raise
 
     def _load(self, device: torch.device, memory: DeviceMemory | None, laps: Laps) -> WorkerInfo:
         """All of a start for which the device has to be open."""
@@ -150,14 +147,19 @@ class Worker:
         return DeviceMemory.open(device, self._connect)
 
     def _connect(self) -> None:
-        """Create the CUDA context, the start's stream, and the connections to other ranks."""
+        """Create the CUDA context, the stream, and the connections to other ranks."""
         device = torch.device(self.setup.device)
         idle = _idle_streams[device]
         self._stream = idle.pop() if idle else torch.cuda.Stream(device)
-        self._on_device = torch.cuda.device(device)
-        with torch.cuda.stream(self._stream):
+        self._on_device = torch.cuda.stream(self._stream)
+        with self._on_device:
             torch.zeros(1, device=device)
             self.parallel.connect()
+
+    def _return_stream(self) -> None:
+        if self._stream is not None:
+            _idle_streams[torch.device(self.setup.device)].append(self._stream)
+            self._stream = None
 
     def _with_bounded_length(self, shape: ModelShape, memory: DeviceMemory | None) -> WorkerSetup:
         """The set-up; where the length is to fit, with what the blocks beside the weights hold.
@@ -226,6 +228,7 @@ class Worker:
         finally:
             self._runner.close()
             self._runner = None
+            self._return_stream()
         gc.collect()  # model, runner and cache refer to one another
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next engine, or the neighbours, find the memory free

@@ -90,7 +90,9 @@ def test_a_step_that_ends_between_the_last_look_and_the_question_is_no_error() -
     ring = ResultRing(CPU, 1, num_slots=1)
     ring.push(1)
 
-    def ask_late(_launched: float, is_done: Callable[[], bool], check: Callable[[], None]) -> None:
+    def ask_late(
+        _kind: object, _launched: float, is_done: Callable[[], bool], check: Callable[[], None]
+    ) -> None:
         assert not is_done()
         write(ring, 0, 1, [(5, 0)])
         check()

@@ -31,12 +31,12 @@ class Device:
     def check(self) -> None:
         self.checks += 1
 
-    def step(self, seconds: float) -> float:
+    def step(self, seconds: float, kind: str = "decode") -> float:
         """Wait for a step launched now; returns how late its end was noticed."""
         self.slept = 0.0
         launched = self.now
         self.ends = launched + seconds
-        self.wait(launched, self.is_done, self.check)
+        self.wait(kind, launched, self.is_done, self.check)
         return self.now - self.ends
 
 
@@ -57,6 +57,17 @@ def test_a_wrong_prediction_costs_one_nap() -> None:
         assert device.step(seconds) <= NAP_SECONDS + 5 * LOOK_SECONDS, seconds
 
 
+def test_steps_of_two_kinds_by_turns_are_each_seen_at_once() -> None:
+    """A long step with prompts between short ones: neither's time is taken for the other's."""
+    device = Device()
+    turns = (("decode", 0.0005), ("decode", 0.0005), ("prompts", 0.0015), ("long prompts", 0.02))
+    for _ in range(3):
+        for kind, seconds in turns:
+            device.step(seconds, kind)
+    for kind, seconds in turns:
+        assert device.step(seconds, kind) < 5 * LOOK_SECONDS, kind
+
+
 def test_a_step_that_is_there_is_not_slept_for() -> None:
     """Where the host was late the result is taken at once."""
     device = Device()
@@ -74,7 +85,7 @@ def test_a_step_behind_another_is_expected_after_that_one() -> None:
     launched = device.now
     for end in (0.004, 0.008):
         device.ends, device.slept = launched + end, 0.0
-        device.wait(launched, device.is_done, device.check)
+        device.wait("decode", launched, device.is_done, device.check)
         assert 0.004 - 2 * LOOKING_SECONDS < device.slept < 0.004
 
 
@@ -93,7 +104,7 @@ def test_what_the_check_raises_ends_the_wait() -> None:
         raise RuntimeError("the device stopped")
 
     with pytest.raises(RuntimeError, match="the device stopped"):
-        device.wait(device.now, device.is_done, check)
+        device.wait("decode", device.now, device.is_done, check)
 
 
 def test_a_pause_of_the_host_is_not_taken_for_a_long_step() -> None:
@@ -103,12 +114,12 @@ def test_a_pause_of_the_host_is_not_taken_for_a_long_step() -> None:
         device.step(0.002)
     launched, device.ends = device.now, device.now + 0.002
     device.now += 3600
-    device.wait(launched, device.is_done, device.check)
+    device.wait("decode", launched, device.is_done, device.check)
     began, device.ends = device.now, float("inf")
 
     def check() -> None:
         raise RuntimeError("dead")
 
     with pytest.raises(RuntimeError, match="dead"):
-        device.wait(began, device.is_done, check)
+        device.wait("decode", began, device.is_done, check)
     assert device.now - began < 0.05

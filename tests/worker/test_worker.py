@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -107,29 +106,32 @@ def test_a_worker_of_a_cpu_asks_for_no_stream(
     worker.close()
 
 
-def test_a_start_has_the_stream_of_one_that_has_ended(
+def test_a_worker_has_the_stream_of_one_that_has_ended(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program in which a third stream has worked is slower; two starts at a time have two."""
+    """Or of one whose start failed; two at a time have two. More streams make steps slower."""
     made: list[Mock] = []
     monkeypatch.setattr("torch.cuda.Stream", lambda _: made.append(Mock()) or made[-1])
     for name in ("stream", "device"):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda _: nullcontext())
     monkeypatch.setattr(worker_module, "_idle_streams", defaultdict(list))
     monkeypatch.setattr(Worker, "_open_device", lambda self, _: self._connect())
-    for _ in range(3):
-        Worker(setup).start()
-    assert len(made) == 1
-    load = Worker._load
-
-    def beside_another(self: Worker, *arguments: Any) -> WorkerInfo:
-        monkeypatch.setattr(Worker, "_load", load)
-        Worker(setup).start()
-        return load(self, *arguments)
-
-    monkeypatch.setattr(Worker, "_load", beside_another)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "_load", Mock(side_effect=OutOfMemoryError("full")))
+        with pytest.raises(OutOfMemoryError):
+            Worker(setup).start()
     for _ in range(2):
-        Worker(setup).start()
+        worker = Worker(setup)
+        worker.start()
+        worker.close()
+    assert len(made) == 1
+    two = Worker(setup), Worker(setup)
+    for worker in two:
+        worker.start()
+    assert len(made) == 2
+    for worker in two:
+        worker.close()
+    Worker(setup).start()
     assert len(made) == 2
 
 
