@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 """Those of workers that have ended, for the next ones."""
+_thread = threading.local()
+"""`stream`: that of the worker which this thread started last, and on which it has been since."""
+_THERE = nullcontext()
 _MODEL_AND_REMEDY = "the model", "free it of others, or take a smaller model or dtype"
 _CLOSED = "the worker has not started, or is closed; create a new LLM"
 _CUT = (
@@ -64,6 +69,7 @@ class Worker:
         self._stream: torch.cuda.Stream | None = None
         """Of the start and of all steps: where kernels run on the default stream too, those of
         captured steps begin 0.3 to 0.7 us later."""
+        self._streams_before: tuple[Any, ...] = ()
         attention = setup.prefill_attention, setup.decode_attention
         parts = setup.model, *attention, setup.kernels, setup.sampler
         self._parts = ", ".join(dict.fromkeys(map(describe, parts)))
@@ -72,8 +78,10 @@ class Worker:
     def start(self) -> WorkerInfo:
         """Load the model, size the KV cache by a trial step, capture the graphs.
 
-        The number of blocks, and so the longest sequence, is the smallest of all ranks. Raises
-        WeightsError, OutOfMemoryError or whatever a plugin raises.
+        The number of blocks, and so the longest sequence, is the smallest of all ranks. On a GPU,
+        the thread that calls stays on the worker's stream until it closes the worker: to change
+        streams for every step would take the host some 20 us. Raises WeightsError,
+        OutOfMemoryError or whatever a plugin raises.
         """
         laps, device = Laps(), torch.device(self.setup.device)
         with _memory_for(device, *_MODEL_AND_REMEDY):
@@ -81,10 +89,12 @@ class Worker:
         laps.end("device")
         try:
             with self._on_device:
-                return self._load(device, memory, laps)
+                info = self._load(device, memory, laps)
+            self._take_stream()
         except BaseException:
             self._return_stream()
             raise
+        return info
 
     def _load(self, device: torch.device, memory: DeviceMemory | None, laps: Laps) -> WorkerInfo:
         """All of a start for which the device has to be open."""
@@ -156,10 +166,23 @@ class Worker:
             torch.zeros(1, device=device)
             self.parallel.connect()
 
+    def _take_stream(self) -> None:
+        if self._stream is not None:
+            self._streams_before = torch.cuda.current_stream(), getattr(_thread, "stream", None)
+            torch.cuda.set_stream(self._stream)
+            _thread.stream = self._stream
+
     def _return_stream(self) -> None:
         if self._stream is not None:
+            if self._is_there():
+                current, _thread.stream = self._streams_before
+                torch.cuda.set_stream(current)
             _idle_streams[torch.device(self.setup.device)].append(self._stream)
             self._stream = None
+
+    def _is_there(self) -> bool:
+        """Whether the calling thread is on the worker's stream."""
+        return getattr(_thread, "stream", None) is self._stream
 
     def _with_bounded_length(self, shape: ModelShape, memory: DeviceMemory | None) -> WorkerSetup:
         """The set-up; where the length is to fit, with what the blocks beside the weights hold.
@@ -183,7 +206,7 @@ class Worker:
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
         try:
-            with self._on_device:
+            with _THERE if self._is_there() else self._on_device:
                 self._runner.submit(plan)
         except Exception as error:
             self._explain(error)
@@ -198,7 +221,7 @@ class Worker:
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
         try:
-            with self._on_device:
+            with _THERE if self._is_there() else self._on_device:
                 self._runner.sample(masks)
         except Exception as error:
             self._explain(error)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm_core.config.sources import load_config
 from nanovllm_core.errors import EngineClosedError, OutOfMemoryError
@@ -26,6 +27,8 @@ from nanovllm_core.interfaces.plan import (
 )
 from nanovllm_core.selection.startup import start
 from nanovllm_core.worker import Worker, worker as worker_module
+from nanovllm_core.worker.results import ResultRing
+from nanovllm_core.worker.runner import ModelRunner
 from nanovllm_core.worker.worker import _try_steps
 from nanovllm_kit.plans import decode_plan
 from nanovllm_kit.ranks import SimulatedRank, run_ranks
@@ -106,16 +109,42 @@ def test_a_worker_of_a_cpu_asks_for_no_stream(
     worker.close()
 
 
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A worker of a CPU believes in a GPU; the streams that were made, "default" being there.
+
+    The last is the thread's current one.
+    """
+    made, current = [], ["default"]
+
+    class OnStream:
+        def __init__(self, stream: str) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before, current[:] = current[:], [self.stream]
+
+        def __exit__(self, *_: object) -> None:
+            current[:] = self.before
+
+    def make(_: object) -> str:
+        made.append(f"stream {len(made)}")
+        return made[-1]
+
+    monkeypatch.setattr("torch.cuda.Stream", make)
+    monkeypatch.setattr("torch.cuda.stream", OnStream)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda *_: current[0])
+    monkeypatch.setattr("torch.cuda.set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(worker_module, "_idle_streams", defaultdict(list))
+    monkeypatch.setattr(worker_module, "_thread", threading.local())
+    monkeypatch.setattr(Worker, "_open_device", lambda self, _: self._connect())
+    return made
+
+
 def test_a_worker_has_the_stream_of_one_that_has_ended(
-    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+    setup: WorkerSetup, streams: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or of one whose start failed; two at a time have two. More streams make steps slower."""
-    made: list[Mock] = []
-    monkeypatch.setattr("torch.cuda.Stream", lambda _: made.append(Mock()) or made[-1])
-    for name in ("stream", "device"):
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda _: nullcontext())
-    monkeypatch.setattr(worker_module, "_idle_streams", defaultdict(list))
-    monkeypatch.setattr(Worker, "_open_device", lambda self, _: self._connect())
     with monkeypatch.context() as patch:
         patch.setattr(Worker, "_load", Mock(side_effect=OutOfMemoryError("full")))
         with pytest.raises(OutOfMemoryError):
@@ -124,15 +153,48 @@ def test_a_worker_has_the_stream_of_one_that_has_ended(
         worker = Worker(setup)
         worker.start()
         worker.close()
-    assert len(made) == 1
+    assert len(streams) == 1
     two = Worker(setup), Worker(setup)
     for worker in two:
         worker.start()
-    assert len(made) == 2
+    assert len(streams) == 2
     for worker in two:
         worker.close()
     Worker(setup).start()
-    assert len(made) == 2
+    assert len(streams) == 2
+
+
+def test_steps_are_on_the_stream_of_their_worker_whoever_submits_them(
+    setup: WorkerSetup, streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that started a worker last is there already; another goes there and back."""
+    seen: list[str] = []
+    submit = ModelRunner.submit
+
+    def watched(self: ModelRunner, plan: StepPlan) -> None:
+        seen.append(torch.cuda.current_stream())
+        submit(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "submit", watched)
+    monkeypatch.setattr(ResultRing, "_is_idle", lambda _: True)
+    first, second = Worker(setup), Worker(setup)
+    first.start()
+    second.start()
+    run(first)
+    run(second)
+    assert torch.cuda.current_stream() == "stream 1"
+    second.close()
+    first.close()
+    assert torch.cuda.current_stream() == "default"
+    assert seen == ["stream 0"] * 6 + ["stream 1"] * 6
+    elsewhere = Worker(setup)
+    starting = threading.Thread(target=elsewhere.start)
+    starting.start()
+    starting.join()
+    torch.cuda.set_stream("default")  # each thread has its own
+    run(elsewhere)
+    assert seen[12:] == ["stream 0"] * 6
+    assert torch.cuda.current_stream() == "default"
 
 
 def test_two_ranks_give_the_results_of_one(setup: WorkerSetup, folder: Path) -> None:
