@@ -9,11 +9,10 @@ layers, but it stores no key, advances no row, and is left out of the result.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,6 +41,11 @@ def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -
         num_rows = min(8 * num_rows, max_rows)
 
 
+def chunk_table_shape(num_chunks: int) -> tuple[int, int]:
+    """Of a `ChunkTable`. Each of its parts begins at an aligned address if the table does."""
+    return 7, aligned(num_chunks + 1)
+
+
 def pack_chunks(
     chunks: Sequence[PrefillChunk], num_entries: int, needs_tail: bool
 ) -> NDArray[np.int32]:
@@ -49,7 +53,7 @@ def pack_chunks(
     num_chunks = len(chunks)
     lengths = [chunk.length for chunk in chunks]
     starts = np.cumsum([0, *lengths])
-    packed = np.zeros((7, aligned(num_entries + 1)), dtype=np.int32)
+    packed = np.zeros(chunk_table_shape(num_entries), dtype=np.int32)
     packed[0, : num_chunks + 1] = starts
     packed[0, num_chunks + 1 :] = starts[-1]
     packed[1, :num_chunks] = [chunk.row for chunk in chunks]
@@ -83,15 +87,10 @@ def trial_chunks(
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """S prompt chunks on the device, as `pack_chunks` laid them out."""
+    """S prompt chunks on the device, as `pack_chunks` laid them out; zeros are none."""
 
     packed: Tensor  # [7, W]
     num_chunks: int
-
-    @classmethod
-    def allocate(cls, num_chunks: int, device: torch.device) -> ChunkTable:
-        """Room for chunks; it holds none."""
-        return cls(torch.from_numpy(pack_chunks((), num_chunks, False)).to(device), num_chunks)
 
     @property
     def query_start_loc(self) -> Tensor:
@@ -125,6 +124,23 @@ class MixedStep:
     max_query_len: int
     max_seq_len: int
     num_context: int | None = None
+
+    @classmethod
+    def captured(
+        cls,
+        key: StepKey,
+        inputs: StepInputs,
+        chunks: Mapping[int, Tensor],
+        max_model_len: int,
+    ) -> MixedStep:
+        """The padded step of `key`, in the memory that its graph reads."""
+        return cls(
+            inputs.slice(slice(key.total_tokens), slice(2 * key.num_rows)),
+            key.num_rows,
+            ChunkTable(chunks[key.num_rows], key.num_rows),
+            max_query_len=min(key.num_tokens, max_model_len),
+            max_seq_len=max_model_len,
+        )
 
     @property
     def decode(self) -> StepInputs:

@@ -1,14 +1,15 @@
 """The device's mirror of the engine's rows: one int32 arena, updated by (address, value) pairs.
 
 Every per-row fact that a step reads on the device lives in one flat int32 tensor: token ids, block
-tables, lengths, sampling parameters (floats and 64-bit seeds by their bits). Whatever a plan
-changes becomes one packed copy and one scatter kernel, whichever tables it touches.
+tables, lengths, sampling parameters (floats and 64-bit seeds by their bits), and the prompt chunks
+of captured steps. Whatever a plan changes becomes one packed copy and one scatter kernel, whichever
+tables it touches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,17 @@ from nanovllm_core.interfaces.tail import (
 _MAX_ELEMENTS = 2**31
 """The device addresses elements by int32 numbers."""
 
+_ADMITTED = (
+    *("computed", "num_prompt", "max_length", "min_tokens", "finished"),
+    *("temperature", "seed", "stop_ids", "parameters"),
+)
+"""The tables that an admission sets whole, in the order of these parts of its values."""
+_SCALARS = slice(5)
+_TEMPERATURE = 5
+_SEED = slice(6, 8)
+_STOP_IDS = slice(8, 8 + MAX_DEVICE_STOP_IDS)
+_PARAMETERS = slice(8 + MAX_DEVICE_STOP_IDS, None)
+
 _NO_TOP_K = 2**31 - 1
 # Rounding may bring a sum of probabilities to 1 before the last id: 1 means no limit.
 _NO_TOP_P = 2.0
@@ -40,10 +52,12 @@ class RowTables:
 
     `computed`: positions whose KV is in the blocks. `finished`: the device ended the row.
     `active_rows`: the rows that decode, in batch order, -1 beyond. `skip_sampler`: one flag; where
-    it is 1 the captured sampler does nothing, because a tail follows.
+    it is 1 the captured sampler does nothing, because a tail follows. `chunks`: for captured steps
+    of so many prompts, as `mixed.pack_chunks` lays them out.
     """
 
     arena: Tensor
+    chunks: Mapping[int, Tensor]
     token_ids: Tensor  # [R, L]
     block_table: Tensor  # [G, R, M]
     computed: Tensor  # [R]
@@ -68,11 +82,18 @@ class RowTables:
         block_size: int,
         device: torch.device,
         num_groups: int = 1,
+        chunk_shapes: Mapping[int, tuple[int, int]] | None = None,
     ) -> RowTables:
-        """Allocate the arena for `max_num_seqs` rows of at most `max_model_len` ids."""
+        """Allocate the arena for `max_num_seqs` rows of at most `max_model_len` ids.
+
+        `chunk_shapes`: of chunk tables, by their numbers of prompts; each has a whole number of 16
+        bytes.
+        """
+        chunk_shapes = chunk_shapes or {}
         num_blocks = -(-max_model_len // block_size)
         shapes: dict[str, tuple[int, ...]] = {
-            "seed": (max_num_seqs, 2),  # first, so that its 64-bit view is aligned
+            **{f"{count} chunks": shape for count, shape in chunk_shapes.items()},
+            "seed": (max_num_seqs, 2),  # there, so that its 64-bit view is aligned
             "token_ids": (max_num_seqs, max_model_len),
             "block_table": (num_groups, max_num_seqs, num_blocks),
             "computed": (max_num_seqs,),
@@ -101,7 +122,8 @@ class RowTables:
         views["seed"] = views["seed"].view(torch.int64).squeeze(1)
         views["active_rows"].fill_(-1)
         views["finished"].fill_(1)
-        return cls(arena=arena, block_size=block_size, **views)
+        chunks = {count: views.pop(f"{count} chunks") for count in chunk_shapes}
+        return cls(arena=arena, chunks=chunks, block_size=block_size, **views)
 
     def layout(self, table: Tensor) -> tuple[int, int]:
         """A table's start, from the arena's, and the size of its rows, both in int32 elements."""
@@ -114,12 +136,16 @@ class RowUpdates:
 
     def __init__(self, tables: RowTables) -> None:
         self._max_rows = tables.computed.shape[0]
-        scalars = ("computed", "num_prompt", "max_length", "min_tokens", "finished", "temperature")
-        wide = ("token_ids", "block_table", "stop_ids", "seed", "parameters", "biases")
-        flat = ("active_rows", "skip_sampler")
-        self._layout = {n: tables.layout(getattr(tables, n)) for n in (*scalars, *wide, *flat)}
+        others = ("token_ids", "block_table", "biases", "active_rows", "skip_sampler")
+        self._layout = {name: tables.layout(getattr(tables, name)) for name in others}
+        self._chunks_at = {count: tables.layout(one)[0] for count, one in tables.chunks.items()}
         self._num_groups, _, self._max_blocks = tables.block_table.shape
-        self._scalar_at = np.array([self._layout[name][0] for name in scalars], np.int32)
+        layouts = [tables.layout(getattr(tables, name)) for name in _ADMITTED]
+        self._admitted_at = np.concatenate(
+            [first + np.arange(n, dtype=np.int32) for first, n in layouts]
+        )
+        """The addresses of row 0, and the distances from row to row."""
+        self._admitted_by = np.concatenate([np.full(n, n, np.int32) for _, n in layouts])
         self._pieces: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
 
     def admit(self, admission: Admission) -> None:
@@ -135,25 +161,21 @@ class RowUpdates:
         for group, block_ids in enumerate(admission.block_ids):
             # A block behind the window is never needed, but its number must be one of a block.
             self._write(first + group * group_size + row * self._max_blocks, block_ids.clip(min=0))
-        scalars = np.array(
-            [
-                admission.num_computed,
-                admission.num_prompt_tokens,
-                admission.max_length,
-                sampling.min_tokens,
-                0,
-                np.float32(sampling.temperature).view(np.int32),
-            ],
-            dtype=np.int32,
+        values = np.empty(len(self._admitted_at), np.int32)
+        values[_SCALARS] = (
+            admission.num_computed,
+            admission.num_prompt_tokens,
+            admission.max_length,
+            sampling.min_tokens,
+            0,
         )
-        self._pieces.append((self._scalar_at + np.int32(row), scalars))
-        stop_ids = np.full(MAX_DEVICE_STOP_IDS, -1, dtype=np.int32)
+        values.view(np.float32)[_TEMPERATURE] = sampling.temperature
+        seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        values.view(np.uint32)[_SEED] = seed & 0xFFFFFFFF, seed >> 32
         known = sampling.stop_token_ids[:MAX_DEVICE_STOP_IDS]
-        stop_ids[: len(known)] = known
-        self._set("stop_ids", row, stop_ids)
-        seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)
-        self._set("seed", row, seed)
-        self._set("parameters", row, pack_parameters(sampling))
+        values[_STOP_IDS] = (*known, *(-1,) * (MAX_DEVICE_STOP_IDS - len(known)))
+        values[_PARAMETERS] = pack_parameters(sampling)
+        self._pieces.append((self._admitted_at + row * self._admitted_by, values))
         if sampling.logit_bias:
             first, row_size = self._layout["biases"]
             for column, values in enumerate(pack_biases(sampling)):
@@ -172,6 +194,10 @@ class RowUpdates:
         active[: len(rows)] = rows
         self._set("active_rows", 0, active)
 
+    def set_chunks(self, packed: NDArray[np.int32], num_chunks: int) -> None:
+        """Set the chunks of a captured step of so many."""
+        self._write(self._chunks_at[num_chunks], packed.reshape(-1))
+
     def set_skip_sampler(self, skip: bool) -> None:
         """Switch the captured sampler off or on."""
         self._set("skip_sampler", 0, [int(skip)])
@@ -180,7 +206,9 @@ class RowUpdates:
         """Everything collected so far, [2, n]: addresses, then values; None if there is nothing."""
         if not self._pieces:
             return None
-        packed = np.stack([np.concatenate(column) for column in zip(*self._pieces, strict=True)])
+        packed = np.empty((2, sum(values.size for _, values in self._pieces)), np.int32)
+        for column, out in zip(zip(*self._pieces, strict=True), packed, strict=True):
+            np.concatenate(column, out=out, casting="same_kind")
         self._pieces.clear()
         return packed
 
@@ -253,14 +281,10 @@ class StagingRing:
         self._events = [torch.cuda.Event() for _ in range(num_slots)] if on_cuda else []
         self._next = 0
 
-    def copy(self, array: NDArray[np.int32], out: Tensor | None = None) -> Tensor:
-        """Return `array` as a device tensor, valid for work enqueued on the current stream.
-
-        It is a new one, or `out`, which work enqueued before may still read.
-        """
+    def copy(self, array: NDArray[np.int32]) -> Tensor:
+        """Return `array` as a new device tensor, valid for work enqueued on the current stream."""
         if not self._events:
-            staged = torch.from_numpy(array)
-            return staged if out is None else out.copy_(staged)
+            return torch.from_numpy(array)
         slot = self._next
         self._next = (slot + 1) % len(self._buffers)
         self._events[slot].synchronize()
@@ -269,9 +293,6 @@ class StagingRing:
             self._buffers[slot] = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
         pinned = self._buffers[slot][: array.size].view(array.shape)
         pinned.numpy()[...] = array
-        if out is None:
-            staged = pinned.to(self._device, non_blocking=True)
-        else:
-            staged = out.copy_(pinned, non_blocking=True)
+        staged = pinned.to(self._device, non_blocking=True)
         self._events[slot].record()
         return staged

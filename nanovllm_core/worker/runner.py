@@ -40,7 +40,14 @@ from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
 from nanovllm_core.worker.masks import ForwardPass, MaskTable, unexpected
-from nanovllm_core.worker.mixed import ChunkTable, MixedStep, mixed_keys, pack_chunks, trial_chunks
+from nanovllm_core.worker.mixed import (
+    ChunkTable,
+    MixedStep,
+    chunk_table_shape,
+    mixed_keys,
+    pack_chunks,
+    trial_chunks,
+)
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.processors import make_processors
 from nanovllm_core.worker.progress import Laps
@@ -81,33 +88,32 @@ class ModelRunner:
         context = SamplerContext(device=device, vocab_size=vocab_size, max_entries=num_entries)
         self.sampler: Sampler = make_plugin(setup.sampler, context)
         self._processors = make_processors(setup, device, vocab_size)
-        self.tables = RowTables.allocate(
-            max_rows, self.max_model_len, setup.block_size, device, len(attention.groups)
-        )
+        self._mixed_keys = tuple(mixed_keys(setup.prompt_graph_sizes, max_rows, self.max_model_len))
+        chunk_shapes = {key.num_rows: chunk_table_shape(key.num_rows) for key in self._mixed_keys}
+        sizes = max_rows, self.max_model_len, setup.block_size
+        self.tables = RowTables.allocate(*sizes, device, len(attention.groups), chunk_shapes)
         self.ops = get_row_ops(device)
         max_steps_in_flight = config.steps_ahead + 2
         self._updates = RowUpdates(self.tables)
         self._staging = StagingRing(device, num_slots=2 * max_steps_in_flight)
         self._results = ResultRing(device, num_entries, max_steps_in_flight)
-        self._mixed_keys = tuple(mixed_keys(setup.prompt_graph_sizes, max_rows, self.max_model_len))
         self.keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
         num_tokens = max(key.total_tokens for key in self.keys)
         self._inputs = self._allocate_inputs(num_tokens, num_entries)
         self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
-        self._chunks = {
-            num_rows: ChunkTable.allocate(num_rows, device)
-            for num_rows in {key.num_rows for key in self._mixed_keys}
+        self._captured_steps = {
+            key: MixedStep.captured(key, self._inputs, self.tables.chunks, self.max_model_len)
+            for key in self._mixed_keys
         }
-        """By the decode entries of the captured steps that read it."""
         self._entries = torch.arange(num_entries, device=device)
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
         self._masks = MaskTable(max_rows, vocab_size, device)
         tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
-        sizes = vocab_size, num_entries
-        captured = make_captured_sampler(kernels, self.sampler, self.tables, *sizes)
+        widths = vocab_size, num_entries
+        captured = make_captured_sampler(kernels, self.sampler, self.tables, *widths)
         self._captured, self._tail, num_columns = over_ranks(
-            tp, self.sampler, captured, tail, self.tables, *sizes
+            tp, self.sampler, captured, tail, self.tables, *widths
         )
         self.logits = torch.zeros((num_entries, num_columns), dtype=model.dtype, device=device)
         self._row_sampling = [NOTHING_ASKED] * (max_rows + 1)
@@ -217,7 +223,6 @@ class ModelRunner:
                 f"here are those of epoch {self._epoch}; an executor must pass every plan to every "
                 "worker, in the order of submission"
             )
-        self._send_updates()
 
     def _send_updates(self) -> None:
         packed = self._updates.take()
@@ -287,7 +292,7 @@ class ModelRunner:
         if key.kind == "decode":
             self.decode(key.num_rows)
         else:
-            step = self._captured_step(key)
+            step = self._captured_steps[key]
             step.prefill.slot_mapping.fill_(-1)  # of the padding; the chunks set theirs
             self._mixed(step)
 
@@ -298,6 +303,7 @@ class ModelRunner:
             self._graphs.replay(key)
 
     def _launch_decode(self, plan: StepPlan) -> None:
+        self._send_updates()
         self._launch(self._active_key)
         self._end(plan, self._active)
 
@@ -320,11 +326,13 @@ class ModelRunner:
         key = self._mixed_key(plan)
         if key is None:
             step = self._eager_step(plan.prefill, plan.num_decode, needs_tail)
+            self._send_updates()
             self._mixed(step)
         else:
-            step = self._captured_step(key)
-            packed = pack_chunks(plan.prefill, step.chunks.num_chunks, needs_tail)
-            self._staging.copy(packed, out=step.chunks.packed)
+            step = self._captured_steps[key]
+            packed = pack_chunks(plan.prefill, key.num_rows, needs_tail)
+            self._updates.set_chunks(packed, key.num_rows)
+            self._send_updates()
             self._launch(key)
         entries = step.reported(plan)
         rows = np.full(step.inputs.num_rows, -1, np.int32)
@@ -341,19 +349,6 @@ class ModelRunner:
             if key.num_tokens >= num_tokens and key.num_rows >= num_rows
         )
         return min(fitting, key=lambda key: key.total_tokens, default=None)
-
-    def _captured_step(self, key: StepKey) -> MixedStep:
-        """The padded step of `key`, in the memory that its graph reads."""
-        chunks = self._chunks[key.num_rows]
-        entries = key.num_rows + chunks.num_chunks
-        inputs = self._inputs.slice(slice(key.total_tokens), slice(entries))
-        return MixedStep(
-            inputs,
-            key.num_rows,
-            chunks,
-            max_query_len=min(key.num_tokens, self.max_model_len),
-            max_seq_len=self.max_model_len,
-        )
 
     def _eager_step(
         self, chunks: tuple[PrefillChunk, ...], num_decode: int, needs_tail: bool

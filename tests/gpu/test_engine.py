@@ -118,7 +118,7 @@ def test_a_prompt_beside_decoding_rows_is_one_replay_and_never_waits(
 
 
 def test_all_work_of_an_engine_is_on_one_stream() -> None:
-    """Start, captures, prompts and log-probabilities: with another, captured kernels begin later."""
+    """Start, captures, prompts, log-probabilities: with another, captured kernels begin later."""
     params = SamplingParams(temperature=0.8, logprobs=2, top_p=0.9, max_tokens=8, ignore_eos=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         with LLM("demo", attention="triton", **SMALL, **BLOCKS) as llm:

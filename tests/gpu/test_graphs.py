@@ -99,7 +99,7 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
     made.prefill(random_prompts(32, 600), computed=100, temperature=0.7)
     assert {key.num_rows for key in runner._mixed_keys} == {8, 32}
     for key in runner._mixed_keys:
-        room = runner._chunks[key.num_rows]
+        room = runner._captured_steps[key].chunks
         most = min(room.num_chunks, 31)  # a row decodes
         for num_decode, lengths in (
             (1, (key.num_tokens // 10 - 2, 1, 1)),
@@ -117,7 +117,7 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
             for launch in (graphs.replay, torch.inference_mode()(runner.run_captured)):
                 perturb_allocator()
                 runner.tables.arena.copy_(before)
-                room.packed.copy_(packed)
+                room.packed.copy_(packed)  # in the arena
                 runner.logits.fill_(float("nan"))
                 launch(key)
                 outcomes.append((runner.logits.clone(), runner.tables.arena.clone()))

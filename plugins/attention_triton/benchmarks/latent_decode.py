@@ -215,7 +215,7 @@ def main() -> None:
         "--kernel",
         choices=("portable", "hopper"),
         default="portable",
-        help="hopper has never run on a GPU: give it a time limit",
+        help="hopper needs compute capability 9.0",
     )
     parser.add_argument("--shipped", action="store_true", help="no other than shipped constants")
     parser.add_argument("--seconds", type=float, default=80, help="stop the sweep after this long")

@@ -128,7 +128,7 @@ def latent_requirements(**changes):
 
 
 def test_the_kernel_for_hopper_decodes_latent_rows_only_if_the_user_chooses_it():
-    """It has never run on a GPU."""
+    """Its speed was not measured."""
     assert TritonOptions().latent_kernel == "portable"
     chosen = TritonOptions(latent_kernel="hopper")
     assert SPEC.check(latent_requirements(block_size=64), chosen) == []
