@@ -17,6 +17,7 @@ HOPPER, GRAPHICS = 232448, 101376
 SHAPES = {  # experts, for each token, hidden size, intermediate size
     "30b-a3b": (128, 8, 2048, 768),
     "v2-lite": (64, 6, 2048, 1408),
+    "odd": (60, 4, 1544, 424),
 }
 INDICES = dict.fromkeys(("ids_ptr", "pairs_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32:16")
 
@@ -107,6 +108,7 @@ PRODUCTS = {
     name: job
     for shape, tokens in (
         ("30b-a3b", 1), ("v2-lite", 4), ("30b-a3b", 64), ("v2-lite", 256), ("30b-a3b", 512),
+        ("odd", 1),
         ("30b-a3b", 16384),
     )
     for name, job in jobs_of(shape, tokens).items()
@@ -138,6 +140,20 @@ def test_no_kernel_spills(name: str, reports: dict[str, AotReport]) -> None:
     """And each fits the shared memory of Hopper."""
     assert reports[name].spills == 0
     assert reports[name].shared <= HOPPER
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_more_programs_fit_on_a_multiprocessor_than_share_it(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """Or programs of the next kernel, which start while these end, would be spread unevenly."""
+    part, *shape, tokens, _ = name.split("-")
+    num_experts, chosen, hidden, intermediate = SHAPES["-".join(shape)]
+    plan = choose_experts(int(tokens), chosen, num_experts, hidden, intermediate, 2, HOPPER)
+    product = getattr(plan, part)
+    report, threads = reports[name], 32 * product.num_warps
+    assert 233472 // (report.shared + 1024) == product.per_processor
+    assert 65536 // (-(-report.registers // 8) * 8 * threads) >= product.per_processor
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels, launch_options
-from nanovllm_kernels_triton import experts
+from nanovllm_kernels_triton import experts, experts_choice
 from nanovllm_kernels_triton.experts_choice import (
     FEW_PAIRS,
     ExpertsPlan,
@@ -120,15 +120,30 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(spread: str, block_m: int)
     assert rows == [(expert, row) for row, expert in enumerate(sorted(flat.tolist()))]
 
 
-def test_rows_of_a_tile_are_twice_those_of_an_expert() -> None:
+def test_tiles_have_the_rows_of_an_expert_and_a_third() -> None:
     """So most experts have one tile; pairs are few up to the limit, whoever chooses how many."""
-    for tokens, chosen, expected in ((16, 8, 16), (256, 8, 32), (512, 8, 64), (16384, 8, 128)):
+    for tokens, chosen, expected in (
+        (16, 8, 16), (128, 8, 16), (144, 8, 32), (384, 8, 32), (512, 8, 64), (16384, 8, 128)
+    ):  # fmt: skip
         plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
         assert isinstance(plan, ManyExperts)
         assert plan.gate_up.block_m == plan.down.block_m == expected
     for tokens, chosen in ((1, 8), (8, 8), (FEW_PAIRS, 1)):
         plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
         assert isinstance(plan, FewExperts)
+
+
+@pytest.mark.parametrize("outputs", [512, 1544, 2048, 7168])
+def test_no_program_of_few_pairs_reads_much_more_than_its_share(outputs: int) -> None:
+    """Neither of one token nor of several: weight rows, and the inputs once for each tile."""
+    for tokens in range(1, 9):
+        plan = choose_experts(tokens, 8, 128, outputs, 768, 2, 232448)
+        assert isinstance(plan, FewExperts)
+        for part, rows in ((plan.gate_up, 2 * 8 * 768), (plan.down, outputs)):
+            programs = part.per_processor * experts_choice.PROCESSORS
+            tiles = tokens * -(-rows // part.block_n)
+            busiest = -(-tiles // programs) * (part.block_n + 1)
+            assert busiest <= 1.5 * tokens * rows / programs + 3
 
 
 @pytest.mark.parametrize(
@@ -159,7 +174,7 @@ def test_steps_of_1_2_4_tokens_have_the_kernels_of_all_steps_between(
         if isinstance(plan, ManyExperts):
             ids_TC = torch.empty(tokens, chosen, dtype=torch.int32)
             experts.sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, OPTIONS)
-        return {plan, *launched}
+        return {("gate_up", plan.gate_up), ("down", plan.down), *launched}
 
     most = 3000
     tried = set[object]().union(*map(kernels_of, [*(2**power for power in range(12)), most]))
