@@ -27,10 +27,14 @@ from nanovllm_kernels_triton.experts_many import (
     count_pairs_kernel,
     grouped_down_kernel,
     grouped_gate_up_kernel,
+    place_pairs_kernel,
     sort_pairs_kernel,
 )
 
 _SORT_BLOCK = 4096
+"""Pairs to which each expert's program reads all."""
+_PLACE_BLOCK = 1024
+"""Pairs that one program sorts where there are more."""
 _COMBINE_BLOCK = 1024
 
 Options = dict[str, Any]
@@ -121,16 +125,19 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
     order = Order(
         ids_TC.new_empty(num_pairs), ids_TC.new_empty((3, most_tiles)), ids_TC.new_empty(1), block_m
     )
-    block = min(triton.next_power_of_2(num_pairs), _SORT_BLOCK)
-    num_blocks, bins = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
-    shared = {"BLOCK": block, "BINS": bins, "num_warps": min(max(block // 256, 1), 16), **options}
-    counts = None
-    if num_blocks > 1:
-        counts = ids_TC.new_empty((num_blocks, bins))
-        count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
-    sort_pairs_kernel[(num_experts, num_blocks)](
-        ids_TC, counts, *order[:3], num_pairs, most_tiles, block_m, **shared
-    )
+    bins, sizes = triton.next_power_of_2(num_experts), (num_pairs, most_tiles, block_m)
+    if num_pairs <= _SORT_BLOCK:
+        block = triton.next_power_of_2(num_pairs)
+        sort_pairs_kernel[(num_experts,)](
+            ids_TC, *order[:3], *sizes,
+            BLOCK=block, BINS=bins, num_warps=min(max(block // 256, 1), 16), **options,
+        )  # fmt: skip
+        return order
+    shared = {"BLOCK": _PLACE_BLOCK, "BINS": bins, "num_warps": 8, **options}
+    num_blocks = triton.cdiv(num_pairs, _PLACE_BLOCK)
+    counts = ids_TC.new_empty((num_blocks, bins))
+    count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
+    place_pairs_kernel[(num_blocks,)](ids_TC, counts, *order[:3], *sizes, **shared)
     return order
 
 

@@ -1,7 +1,8 @@
 """Mixtures of experts for many tokens: pairs in the order of their experts, then grouped products.
 
-Four kernels, and one that counts where pairs are many. `sort_pairs_kernel` orders the (token,
-expert) pairs by expert and divides each expert's rows into tiles of BLOCK_M;
+Four kernels. `sort_pairs_kernel` orders the (token, expert) pairs by expert and divides each
+expert's rows into tiles of BLOCK_M; of more pairs than a block, `count_pairs_kernel` and
+`place_pairs_kernel` do so.
 `grouped_gate_up_kernel` and `grouped_down_kernel` multiply a tile by its expert's weights on the
 tensor cores, so that each weight is read from memory once; `combine_kernel` sums the results of a
 token's experts in their order. Nothing is added in an order that could change, and no grid depends
@@ -24,6 +25,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels_triton.experts_few import gated
 
+COUNTED = tl.constexpr(32)
+"""Blocks whose counts `place_pairs_kernel` reads at once."""
+
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs_kernel(
@@ -40,42 +44,72 @@ def count_pairs_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs", "tile_stride", "block_m"])
-def sort_pairs_kernel(
+def place_pairs_kernel(
     ids_ptr, counts_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride, block_m,
     BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program for each expert and block of pairs writes the expert's pairs in their order.
+    """Each program writes the pairs of its block, counted before, to their places.
 
-    Those of the first block also write the expert's tiles, of `block_m` rows, and the first of all
-    the number of tiles. The only block counts its pairs itself; `counts_ptr` is None.
+    The programs take turns to write each expert's next tile, of `block_m` rows.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    expert, block = tl.program_id(0), tl.program_id(1)
-    pairs, bins = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BINS)
-    before = tl.zeros((BINS,), tl.int32)
-    if counts_ptr is None:
-        counts = _count(ids_ptr, pairs, num_pairs, BINS)
-    else:
-        counts = tl.zeros((BINS,), tl.int32)
-        for other in range(tl.num_programs(1)):
-            more = tl.load(counts_ptr + other * BINS + bins)
-            counts += more
-            before += tl.where(other < block, more, 0)
-    row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
+    block, num_blocks = tl.program_id(0), tl.num_programs(0)
+    lanes, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    pairs = block * BLOCK + lanes
+    ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=BINS)
+    counts, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_blocks, COUNTED):
+        others = first + tl.arange(0, COUNTED)
+        more_ptrs = counts_ptr + others[:, None] * BINS + bins[None, :]
+        more = tl.load(more_ptrs, mask=(others < num_blocks)[:, None], other=0)
+        counts += tl.sum(more, axis=0)
+        before += tl.sum(tl.where((others < block)[:, None], more, 0), axis=0)
+    rows = tl.cumsum(counts, axis=0) - counts
+    tiles = (counts + block_m - 1) // block_m
+    first_tiles = tl.cumsum(tiles, axis=0) - tiles
+    for turn in range(block, tl.max(tiles, axis=0), num_blocks):
+        tile_ptrs = tiles_ptr + first_tiles + turn
+        tl.store(tile_ptrs, bins, mask=turn < tiles)
+        tl.store(tile_ptrs + tile_stride, rows + turn * block_m, mask=turn < tiles)
+        tl.store(tile_ptrs + 2 * tile_stride, rows + counts, mask=turn < tiles)
     if block == 0:
-        end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-        tiles = (counts + block_m - 1) // block_m
-        tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
-        for first in range(row, end, block_m):
-            tile_ptr = tiles_ptr + tile + (first - row) // block_m
-            tl.store(tile_ptr, expert)
-            tl.store(tile_ptr + tile_stride, first)
-            tl.store(tile_ptr + 2 * tile_stride, end)
-        if expert == 0:
-            tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
-    row += tl.sum(tl.where(bins == expert, before, 0), axis=0)
+        tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    own = tl.load(counts_ptr + block * BINS + bins)
+    offsets = rows + before - (tl.cumsum(own, axis=0) - own)
+    keys = tl.sort(ids * BLOCK + lanes)
+    live = keys < BINS * BLOCK
+    places = tl.gather(offsets, tl.minimum(keys // BLOCK, BINS - 1), axis=0) + lanes
+    tl.store(pairs_ptr + places, block * BLOCK + keys % BLOCK, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_stride", "block_m"])
+def sort_pairs_kernel(
+    ids_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, num_pairs, tile_stride, block_m,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert writes its pairs in their order, and its tiles of `block_m` rows.
+
+    All pairs are in one block. The first program writes the number of tiles.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0)
+    pairs, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    counts = _count(ids_ptr, pairs, num_pairs, BINS)
+    row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
+    end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    tiles = (counts + block_m - 1) // block_m
+    tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    for first in range(row, end, block_m):
+        tile_ptr = tiles_ptr + tile + (first - row) // block_m
+        tl.store(tile_ptr, expert)
+        tl.store(tile_ptr + tile_stride, first)
+        tl.store(tile_ptr + 2 * tile_stride, end)
+    if expert == 0:
+        tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
     is_own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) == expert
     places = row + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
     tl.store(pairs_ptr + places, pairs, mask=is_own)

@@ -91,17 +91,14 @@ def route_job(num_experts: int, num_groups: int) -> AotJob:
     )  # fmt: skip
 
 
-def sort_job(block: int, num_warps: int, *, is_only_block: bool) -> AotJob:
-    counts = {} if is_only_block else {"counts_ptr": "*i32:16"}
+def sort_job(kernel: str, block: int, num_warps: int, bins: int = 128) -> AotJob:
+    counts = {"counts_ptr": "*i32:16"} if kernel == "place" else {}
     return AotJob(
-        kernel=f"{MANY}:sort_pairs_kernel",
+        kernel=f"{MANY}:{kernel}_pairs_kernel",
         signature={**INDICES, **counts, "num_pairs": "i32", "tile_stride": "i32", "block_m": "i32"},
-        constexprs={
-            "BLOCK": block, "BINS": 128, "DEPENDENT": True,
-            **({"counts_ptr": None} if is_only_block else {}),
-        },
+        constexprs={"BLOCK": block, "BINS": bins, "DEPENDENT": True},
         num_warps=num_warps,
-    )  # fmt: skip
+    )
 
 
 PRODUCTS = {
@@ -119,9 +116,10 @@ JOBS = {
     **jobs_of("30b-a3b", 16384, dtype="fp32"),
     "route-128": route_job(128, 1),
     "route-256-in-8-groups": route_job(256, 8),
-    "sort-128": sort_job(128, 1, is_only_block=True),
-    "sort-4096": sort_job(4096, 16, is_only_block=True),
-    "sort-blocks-of-4096": sort_job(4096, 16, is_only_block=False),
+    "sort-128": sort_job("sort", 128, 1),
+    "sort-4096": sort_job("sort", 4096, 16),
+    "place": sort_job("place", 1024, 8),
+    "place-512-experts": sort_job("place", 1024, 8, bins=512),
 }
 
 
