@@ -97,7 +97,7 @@ def few_gate_up(
     few_gate_up_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
         x_TE, ids_TC, gate_up_N2FE, hidden_PF, num_pairs, x_TE.stride(0),
         CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden, BLOCK_N=plan.block_n // 2,
-        **_loop(plan), **options,
+        LANES=plan.lanes, SIGNAL=plan.signal, **_loop(plan), **options,
     )  # fmt: skip
     return hidden_PF
 
@@ -113,7 +113,7 @@ def few_down(
     few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
         hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens,
         CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, BLOCK_N=plan.block_n,
-        AHEAD=plan.ahead, **_loop(plan), **options,
+        LANES=plan.lanes, SIGNAL=plan.signal, AHEAD=plan.ahead, **_loop(plan), **options,
     )  # fmt: skip
     return out_TE
 

@@ -48,6 +48,10 @@ class FewPlan:
     """Programs that share a multiprocessor."""
     ahead: int = 0
     """Steps of the down projection whose weights are fetched before the kernel waits."""
+    lanes: int = 1
+    """Partial sums of a weight row that stay apart between steps."""
+    signal: int = 6
+    """Steps before its end with which a program lets the next kernel start."""
 
 
 @dataclass(frozen=True, slots=True)

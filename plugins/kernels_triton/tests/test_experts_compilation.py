@@ -46,6 +46,7 @@ def jobs_of(
         if isinstance(plan, FewExperts):
             kernel, names = f"{FEW}:few_{part}_kernel", FEW_ARGUMENTS[part]
             constants |= {"AHEAD": plan.down.ahead} if part == "down" else {}
+            constants |= {"LANES": product.lanes, "SIGNAL": product.signal}
         else:
             kernel, names = f"{MANY}:grouped_{part}_kernel", MANY_ARGUMENTS[part]
             constants |= {"BLOCK_M": plan.gate_up.block_m}

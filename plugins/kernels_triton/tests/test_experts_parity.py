@@ -28,8 +28,12 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
 REL_NORM = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OPTIONS = launch_options(dependent_launch=False)
-FEW = FewExperts(FewPlan(16, 64), FewPlan(16, 32))
-PLANS: dict[str, ExpertsPlan] = {"few pairs": FEW} | {
+PLANS: dict[str, ExpertsPlan] = {
+    "few pairs": FewExperts(FewPlan(16, 64), FewPlan(16, 32)),
+    "few pairs, sums of threads": FewExperts(
+        FewPlan(16, 64, lanes=8, signal=99), FewPlan(16, 32, lanes=4, signal=99, ahead=2)
+    ),
+} | {
     f"{rows} rows": ManyExperts(
         GroupedPlan(rows, 64, 32, 4, 2, 1), GroupedPlan(rows, 64 if rows < 64 else 16, 16, 4, 2, 1)
     )
@@ -53,7 +57,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def tokens_of(name: str) -> int:
-    return 6 if PLANS[name] is FEW else 20
+    return 6 if isinstance(PLANS[name], FewExperts) else 20
 
 
 def mixture(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
