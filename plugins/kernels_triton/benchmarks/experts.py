@@ -146,7 +146,7 @@ class Case:
             "down": lambda call: grouped_down(
                 plan.down, hidden, orders[call], self.weights[call % LAYERS][1], OPTIONS
             ),
-            "combine": lambda call: combine(result, self.routes[call][0], OPTIONS),
+            "combine": lambda call: combine(result, orders[call], self.routes[call][0], OPTIONS),
         }
 
     def _few_gate_up(self, plan: FewPlan, call: int) -> Tensor:
@@ -229,17 +229,17 @@ def few_candidates(chosen: FewExperts) -> Iterator[FewExperts]:
 
 
 def grouped_candidates(block_m: int) -> Iterator[GroupedPlan]:
+    """Tiles by pointers and by descriptors; see `GroupedPlan.described`."""
     if block_m <= 32:
-        shapes = (
-            (64, 64, 4, 5, 3), (128, 64, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 4, 3, 2),
-            (256, 64, 8, 5, 1), (256, 128, 8, 3, 1),
-        )  # fmt: skip
+        shapes = ((128, 64, 4, 5, 2), (128, 128, 4, 3, 2), (256, 128, 8, 3, 1))
     elif block_m == 64:
-        shapes = ((128, 64, 4, 4, 2), (256, 64, 8, 4, 1), (128, 128, 4, 2, 2))
+        shapes = ((128, 64, 4, 4, 2), (256, 64, 8, 4, 1))
     else:
-        shapes = ((128, 64, 8, 3, 2), (128, 64, 4, 3, 2), (256, 64, 8, 3, 1), (256, 64, 8, 4, 1))
+        shapes = ((256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 128, 8, 2, 1), (128, 64, 4, 3, 2))
     for shape in shapes:
         yield GroupedPlan(block_m, *shape)
+        if block_m >= 64:
+            yield GroupedPlan(block_m, *shape, described=True)
 
 
 def plans_of(case: Case, with_plans: bool) -> list[ExpertsPlan]:

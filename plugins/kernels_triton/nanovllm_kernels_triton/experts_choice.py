@@ -64,6 +64,11 @@ class GroupedPlan:
     num_warps: int
     num_stages: int
     per_processor: int
+    described: bool = False
+    """Hopper's copy engine ("TMA") reads tiles of weights, and of what is in the order of experts.
+
+    For sizes of whole 16 bytes.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,17 +28,27 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
 REL_NORM = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OPTIONS = launch_options(dependent_launch=False)
-PLANS: dict[str, ExpertsPlan] = {
-    "few pairs": FewExperts(FewPlan(16, 64), FewPlan(16, 32)),
-    "few pairs, sums of threads": FewExperts(
-        FewPlan(16, 64, lanes=8, signal=99), FewPlan(16, 32, lanes=4, signal=99, ahead=2)
-    ),
-} | {
-    f"{rows} rows": ManyExperts(
-        GroupedPlan(rows, 64, 32, 4, 2, 1), GroupedPlan(rows, 64 if rows < 64 else 16, 16, 4, 2, 1)
-    )
-    for rows in (16, 32, 64, 128)
-}
+PLANS: dict[str, ExpertsPlan] = (
+    {
+        "few pairs": FewExperts(FewPlan(16, 64), FewPlan(16, 32)),
+        "few pairs, sums of threads": FewExperts(
+            FewPlan(16, 64, lanes=8, signal=99), FewPlan(16, 32, lanes=4, signal=99, ahead=2)
+        ),
+    }
+    | {
+        f"{rows} rows": ManyExperts(
+            GroupedPlan(rows, 64, 32, 4, 2, 1),
+            GroupedPlan(rows, 64 if rows < 64 else 16, 16, 4, 2, 1),
+        )
+        for rows in (16, 32, 64, 128)
+    }
+    | {
+        f"{rows} rows, described": ManyExperts(
+            GroupedPlan(rows, 64, 32, 4, 2, 1, True), GroupedPlan(rows, 16, 16, 4, 2, 1, True)
+        )
+        for rows in (16, 64)
+    }
+)
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, CHOSEN = 88, 40, 6, 3
 """Whole tiles of nothing."""
 
@@ -119,8 +129,15 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(
         ids = torch.arange(num_experts).flip(0)[:, None]
     order = experts.sort_pairs(ids.int().to(DEVICE), num_experts, block_m, OPTIONS)
     flat = ids.flatten()
-    assert torch.equal(order.sorted_pairs.cpu().long(), flat.argsort(stable=True))
+    sorted_pairs = flat.argsort(stable=True)
+    assert torch.equal(order.rows.cpu().long()[sorted_pairs], torch.arange(len(flat)))
     tiles = order.tiles[:, : int(order.num_tiles)].T.tolist()
+    pairs = [
+        pair
+        for (_, first, end), of_tile in zip(tiles, order.tile_pairs.tolist(), strict=False)
+        for pair in of_tile[: end - first]
+    ]
+    assert pairs == sorted_pairs.tolist()
     rows = [
         (expert, row)
         for expert, first, end in tiles
