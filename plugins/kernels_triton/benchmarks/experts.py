@@ -230,13 +230,12 @@ def few_candidates(chosen: FewExperts) -> Iterator[FewExperts]:
 
 def grouped_candidates(block_m: int) -> Iterator[GroupedPlan]:
     """Tiles by pointers and by descriptors; see `GroupedPlan.described`."""
-    if block_m <= 32:
-        shapes = ((128, 64, 4, 5, 2), (128, 128, 4, 3, 2), (256, 128, 8, 3, 1))
-    elif block_m == 64:
-        shapes = ((128, 64, 4, 4, 2), (256, 64, 8, 4, 1))
-    else:
-        shapes = ((256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 128, 8, 2, 1), (128, 64, 4, 3, 2))
-    for shape in shapes:
+    of_height: dict[int, list[tuple[int, int, int, int, int]]] = {
+        64: [(128, 64, 4, 4, 2), (256, 64, 8, 4, 1)],
+        128: [(256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 128, 8, 2, 1), (128, 64, 4, 3, 2)],
+    }
+    low = [(128, 64, 4, 5, 2), (128, 128, 4, 3, 2), (256, 128, 8, 3, 1)]
+    for shape in of_height.get(block_m, low):
         yield GroupedPlan(block_m, *shape)
         if block_m >= 64:
             yield GroupedPlan(block_m, *shape, described=True)
@@ -309,24 +308,30 @@ def measure_case(name: str, case: Case, with_plans: bool) -> dict[str, Any]:
 
 
 def measure_plans(case: Case) -> list[dict[str, Any]]:
-    """Microseconds of both products by each candidate; the fastest are printed."""
-    lines = []
+    """Microseconds of both products by each candidate; the fastest are printed.
+
+    Raises AssertionError where a candidate's results differ from those of the chosen plan.
+    """
+    lines: list[dict[str, Any]] = []
+    expected = [case.experts(call) for call in range(CALLS)]
     for plan in plans_of(case, True):
+        of_plan = {"gate_up plan": str(plan.gate_up), "down plan": str(plan.down)}
         try:
+            results = [case.experts(call, plan) for call in range(CALLS)]
             of_part = case.parts(plan)
             times = {part: measure(of_part[part]) for part in ("gate_up", "down")}
             times["all"] = measure(partial(case.experts, plan=plan))
         except Exception as error:  # one that does not fit this GPU
-            lines.append({"plan": str(plan), "error": f"{type(error).__name__}: {error}"[:200]})
+            lines.append({**of_plan, "error": f"{type(error).__name__}: {error}"[:200]})
             continue
-        plans = {"gate_up plan": str(plan.gate_up), "down plan": str(plan.down)}
-        lines.append({**plans, **times})
+        lines.append(of_plan | times)
+        for result, other in zip(results, expected, strict=True):
+            distance = float((result.double() - other.double()).norm() / other.double().norm())
+            assert distance < 5e-3, f"{plan}: {distance:.1e} from the results of the chosen plan"
     for part in ("gate_up", "down", "all"):
         best = sorted((line for line in lines if part in line), key=lambda line: line[part])
         for line in best[:3]:
-            plans = [
-                line[key] for key in ("gate_up plan", "down plan") if part in ("all", key[:-5])
-            ]
+            plans = [line[f"{of} plan"] for of in ("gate_up", "down") if part in (of, "all")]
             print(f"    {part:8} {line[part]:7.1f}  {'  '.join(plans)}")
     return lines
 
