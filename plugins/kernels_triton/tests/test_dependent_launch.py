@@ -69,7 +69,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Callable[..., Tensor]]]:
     """Each operation: its late input, and the call."""
-    kernels, options = TritonKernels(dependent_launch), launch_options(dependent_launch)
+    kernels, options = (
+        TritonKernels(dependent_launch=dependent_launch),
+        launch_options(dependent_launch),
+    )
     norm_weight, prep = random(SIZE, seed=1), qk_prep()
     square, pair = random(SIZE, SIZE, seed=2) / 32, random(2 * SIZE, SIZE, seed=3) / 32
     positions = torch.arange(rows, dtype=torch.int32, device=CUDA)
