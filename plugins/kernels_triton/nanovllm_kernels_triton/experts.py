@@ -125,8 +125,10 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
     """Pairs by expert, those of one expert in the order of tokens."""
     num_pairs = ids_TC.numel()
     most_tiles = num_pairs // block_m + min(num_experts, num_pairs)
-    sizes_of = ((most_tiles, block_m), (num_pairs,), (3, most_tiles), (1,))
-    order = Order(*map(ids_TC.new_empty, sizes_of), block_m)
+    empty = ids_TC.new_empty
+    order = Order(
+        empty((most_tiles, block_m)), empty(num_pairs), empty((3, most_tiles)), empty(1), block_m
+    )
     bins, sizes = triton.next_power_of_2(num_experts), (num_pairs, most_tiles, block_m)
     if num_pairs <= _SORT_BLOCK:
         block = triton.next_power_of_2(num_pairs)

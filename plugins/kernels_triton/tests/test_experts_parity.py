@@ -67,7 +67,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def tokens_of(name: str) -> int:
-    return 6 if isinstance(PLANS[name], FewExperts) else 20
+    return 4 if isinstance(PLANS[name], FewExperts) else 20
 
 
 def mixture(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
