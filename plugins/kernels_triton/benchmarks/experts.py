@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ class Case:
             "down": lambda call: grouped_down(
                 plan.down, hidden, orders[call], self.weights[call % LAYERS][1], OPTIONS
             ),
-            "combine": lambda call: combine(result, self.routes[call][0], OPTIONS),
+            "combine": lambda call: combine(result, orders[call], self.routes[call][0], OPTIONS),
         }
 
     def _few_gate_up(self, plan: FewPlan, call: int) -> Tensor:
@@ -194,33 +194,60 @@ def exact_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down
     return out
 
 
-def few_candidates() -> Iterator[FewPlan]:
-    for block_n, block_k, warps in ((8, 1024, 4), (16, 512, 4), (4, 1024, 4), (8, 1024, 8)):
-        for stages, per_processor, ahead in ((4, 2, 0), (6, 2, 0), (4, 3, 0), (6, 2, 4)):
-            yield FewPlan(block_n, block_k, warps, stages, per_processor, ahead)
+AT_ONCE = 1 << 20
+"""As `FewPlan.signal`: the next kernel starts as soon as all programs of this one run."""
+
+
+def few_candidates(chosen: FewExperts) -> Iterator[FewExperts]:
+    """Other sizes of tiles; sums that stay apart; programs of both kernels side by side."""
+
+    def both(*, apart: bool = True, of: FewExperts = chosen, **changes: int) -> FewExperts:
+        def changed(plan: FewPlan) -> FewPlan:
+            lanes = plan.block_k // 8 if apart else 1  # one of each thread: 16 bytes are 8 numbers
+            return replace(plan, **{"lanes": lanes, **changes})
+
+        down = changed(of.down)
+        return FewExperts(replace(changed(of.gate_up), ahead=0), down)
+
+    low, high = FewPlan(8, 1024, ahead=4), FewPlan(16, 512, ahead=4)
+    yield both()
+    yield both(signal=AT_ONCE)
+    for pair in (FewExperts(low, low), FewExperts(high, low), FewExperts(high, high)):
+        yield both(of=pair, apart=False)
+        yield both(of=pair)
+        yield both(of=pair, num_stages=4, signal=AT_ONCE)  # four programs fit: two of each kernel
+    for ahead in (0, 2, 8):
+        yield both(of=FewExperts(high, low), num_stages=4, signal=AT_ONCE, ahead=ahead)
+    # One program of each kernel on a multiprocessor.
+    large = FewPlan(16, 1024, num_warps=8, num_stages=5, per_processor=1)
+    for down in (replace(high, per_processor=1), replace(high, per_processor=1, num_warps=8)):
+        yield both(of=FewExperts(large, down), signal=AT_ONCE)
+        yield both(of=FewExperts(large, down), signal=AT_ONCE, ahead=8)
+    yield both(of=FewExperts(FewPlan(32, 256), low))
+    yield both(of=FewExperts(replace(high, num_stages=5, per_processor=3), low))
+    yield both(of=FewExperts(high, FewPlan(8, 512, num_stages=10, ahead=4)))
 
 
 def grouped_candidates(block_m: int) -> Iterator[GroupedPlan]:
-    if block_m <= 32:
-        shapes = (
-            (64, 64, 4, 5, 3), (128, 64, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 4, 3, 2),
-            (256, 64, 8, 5, 1), (256, 128, 8, 3, 1),
-        )  # fmt: skip
-    elif block_m == 64:
-        shapes = ((128, 64, 4, 4, 2), (256, 64, 8, 4, 1), (128, 128, 4, 2, 2))
-    else:
-        shapes = ((128, 64, 8, 3, 2), (128, 64, 4, 3, 2), (256, 64, 8, 3, 1), (256, 64, 8, 4, 1))
-    for shape in shapes:
+    """Tiles by pointers and by descriptors; see `GroupedPlan.described`."""
+    of_height: dict[int, list[tuple[int, int, int, int, int]]] = {
+        64: [(128, 64, 4, 4, 2), (256, 64, 8, 4, 1)],
+        128: [(256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 128, 8, 2, 1), (128, 64, 4, 3, 2)],
+    }
+    low = [(128, 64, 4, 5, 2), (128, 128, 4, 3, 2), (256, 128, 8, 3, 1)]
+    for shape in of_height.get(block_m, low):
         yield GroupedPlan(block_m, *shape)
+        if block_m >= 64:
+            yield GroupedPlan(block_m, *shape, described=True)
 
 
 def plans_of(case: Case, with_plans: bool) -> list[ExpertsPlan]:
-    """The chosen plan first; then each candidate, for both products."""
+    """The chosen plan first; then the candidates."""
     chosen = case.plan
     if not with_plans:
         return [chosen]
     if isinstance(chosen, FewExperts):
-        return [chosen, *(FewExperts(plan, plan) for plan in few_candidates())]
+        return [chosen, *few_candidates(chosen)]
     many = type(chosen)
     block_m = chosen.gate_up.block_m
     sizes = {block_m, max(block_m // 2, 16), min(2 * block_m, 128)}
@@ -281,21 +308,31 @@ def measure_case(name: str, case: Case, with_plans: bool) -> dict[str, Any]:
 
 
 def measure_plans(case: Case) -> list[dict[str, Any]]:
-    """Microseconds of both products by each candidate; the fastest are printed."""
-    lines = []
+    """Microseconds of both products by each candidate; the fastest are printed.
+
+    Raises AssertionError where a candidate's results differ from those of the chosen plan.
+    """
+    lines: list[dict[str, Any]] = []
+    expected = [case.experts(call) for call in range(CALLS)]
     for plan in plans_of(case, True):
+        of_plan = {"gate_up plan": str(plan.gate_up), "down plan": str(plan.down)}
         try:
+            results = [case.experts(call, plan) for call in range(CALLS)]
             of_part = case.parts(plan)
             times = {part: measure(of_part[part]) for part in ("gate_up", "down")}
             times["all"] = measure(partial(case.experts, plan=plan))
         except Exception as error:  # one that does not fit this GPU
-            lines.append({"plan": str(plan), "error": f"{type(error).__name__}: {error}"[:200]})
+            lines.append({**of_plan, "error": f"{type(error).__name__}: {error}"[:200]})
             continue
-        lines.append({"plan": str(plan.gate_up), "down plan": str(plan.down), **times})
-    for part, key in (("gate_up", "plan"), ("down", "down plan"), ("all", "plan")):
+        lines.append(of_plan | times)
+        for result, other in zip(results, expected, strict=True):
+            distance = float((result.double() - other.double()).norm() / other.double().norm())
+            assert distance < 5e-3, f"{plan}: {distance:.1e} from the results of the chosen plan"
+    for part in ("gate_up", "down", "all"):
         best = sorted((line for line in lines if part in line), key=lambda line: line[part])
         for line in best[:3]:
-            print(f"    {part:8} {line[part]:7.1f}  {line[key]}")
+            plans = [line[f"{of} plan"] for of in ("gate_up", "down") if part in (of, "all")]
+            print(f"    {part:8} {line[part]:7.1f}  {'  '.join(plans)}")
     return lines
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm_kernels_triton.experts_choice import (
     PROCESSORS,
@@ -27,10 +28,14 @@ from nanovllm_kernels_triton.experts_many import (
     count_pairs_kernel,
     grouped_down_kernel,
     grouped_gate_up_kernel,
+    place_pairs_kernel,
     sort_pairs_kernel,
 )
 
 _SORT_BLOCK = 4096
+"""Pairs to which each expert's program reads all."""
+_PLACE_BLOCK = 1024
+"""Pairs that one program sorts where there are more."""
 _COMBINE_BLOCK = 1024
 
 Options = dict[str, Any]
@@ -39,10 +44,12 @@ Options = dict[str, Any]
 class Order(NamedTuple):
     """Pairs in the order of their experts, and the tiles of at most `block_m` rows among them.
 
+    `tile_pairs` [tiles, block_m] are the pairs of each tile, `rows` [P] the place of each pair.
     `num_tiles` [1] is known on the device alone; `tiles` has room for the most there can be.
     """
 
-    sorted_pairs: Tensor
+    tile_pairs: Tensor
+    rows: Tensor
     tiles: Tensor
     num_tiles: Tensor
     block_m: int
@@ -69,7 +76,7 @@ def run_experts(
     order = sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, options)
     hidden_PF = grouped_gate_up(plan.gate_up, x_TE, order, gate_up_N2FE, options)
     result_PE = grouped_down(plan.down, hidden_PF, order, down_NEF, options)
-    return combine(result_PE, weights_TC, options)
+    return combine(result_PE, order, weights_TC, options)
 
 
 @lru_cache
@@ -93,7 +100,7 @@ def few_gate_up(
     few_gate_up_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
         x_TE, ids_TC, gate_up_N2FE, hidden_PF, num_pairs, x_TE.stride(0),
         CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden, BLOCK_N=plan.block_n // 2,
-        **_loop(plan), **options,
+        LANES=plan.lanes, SIGNAL=plan.signal, **_loop(plan), **options,
     )  # fmt: skip
     return hidden_PF
 
@@ -109,7 +116,7 @@ def few_down(
     few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
         hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens,
         CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, BLOCK_N=plan.block_n,
-        AHEAD=plan.ahead, **_loop(plan), **options,
+        LANES=plan.lanes, SIGNAL=plan.signal, AHEAD=plan.ahead, **_loop(plan), **options,
     )  # fmt: skip
     return out_TE
 
@@ -118,19 +125,23 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
     """Pairs by expert, those of one expert in the order of tokens."""
     num_pairs = ids_TC.numel()
     most_tiles = num_pairs // block_m + min(num_experts, num_pairs)
+    empty = ids_TC.new_empty
     order = Order(
-        ids_TC.new_empty(num_pairs), ids_TC.new_empty((3, most_tiles)), ids_TC.new_empty(1), block_m
+        empty((most_tiles, block_m)), empty(num_pairs), empty((3, most_tiles)), empty(1), block_m
     )
-    block = min(triton.next_power_of_2(num_pairs), _SORT_BLOCK)
-    num_blocks, bins = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
-    shared = {"BLOCK": block, "BINS": bins, "num_warps": min(max(block // 256, 1), 16), **options}
-    counts = None
-    if num_blocks > 1:
-        counts = ids_TC.new_empty((num_blocks, bins))
-        count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
-    sort_pairs_kernel[(num_experts, num_blocks)](
-        ids_TC, counts, *order[:3], num_pairs, most_tiles, block_m, **shared
-    )
+    bins, sizes = triton.next_power_of_2(num_experts), (num_pairs, most_tiles, block_m)
+    if num_pairs <= _SORT_BLOCK:
+        block = triton.next_power_of_2(num_pairs)
+        sort_pairs_kernel[(num_experts,)](
+            ids_TC, *order[:4], *sizes,
+            BLOCK=block, BINS=bins, num_warps=min(max(block // 256, 1), 16), **options,
+        )  # fmt: skip
+        return order
+    shared = {"BLOCK": _PLACE_BLOCK, "BINS": bins, "num_warps": 8, **options}
+    num_blocks = triton.cdiv(num_pairs, _PLACE_BLOCK)
+    counts = ids_TC.new_empty((num_blocks, bins))
+    count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
+    place_pairs_kernel[(num_blocks,)](ids_TC, counts, *order[:4], *sizes, **shared)
     return order
 
 
@@ -138,14 +149,19 @@ def grouped_gate_up(
     plan: GroupedPlan, x_TE: Tensor, order: Order, gate_up_N2FE: Tensor, options: Options
 ) -> Tensor:
     """silu(gate) * up of each row of the order -> [P, F]."""
-    num_pairs = len(order.sorted_pairs)
+    num_pairs = len(order.rows)
     intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
     hidden_PF = x_TE.new_empty((num_pairs, intermediate))
-    programs = order.programs(plan, intermediate, plan.block_n // 2)
-    grouped_gate_up_kernel[(programs,)](
-        x_TE, *order[:3], gate_up_N2FE, hidden_PF, order.tiles.shape[1], x_TE.stride(0),
+    block_n = plan.block_n // 2
+    weight_desc = None
+    if plan.described:
+        weight = gate_up_N2FE.unflatten(1, (2, intermediate))
+        weight_desc = _descriptor(weight, 1, 2, block_n, plan.block_k)
+    grouped_gate_up_kernel[(order.programs(plan, intermediate, block_n),)](
+        x_TE, order.tile_pairs, order.tiles, order.num_tiles, gate_up_N2FE, weight_desc, hidden_PF,
+        order.tiles.shape[1], x_TE.stride(0),
         CHOSEN=num_pairs // len(x_TE), OUTPUTS=intermediate, INPUTS=hidden,
-        BLOCK_M=order.block_m, BLOCK_N=plan.block_n // 2, **_loop(plan), **options,
+        BLOCK_M=order.block_m, BLOCK_N=block_n, **_loop(plan), **options,
     )  # fmt: skip
     return hidden_PF
 
@@ -153,26 +169,35 @@ def grouped_gate_up(
 def grouped_down(
     plan: GroupedPlan, hidden_PF: Tensor, order: Order, down_NEF: Tensor, options: Options
 ) -> Tensor:
-    """The result of each pair -> [P, E], in the order of tokens again."""
+    """The result of each row of the order -> [P, E]."""
     _, hidden, intermediate = down_NEF.shape
     result_PE = hidden_PF.new_empty((len(hidden_PF), hidden))
+    hidden_desc, weight_desc = None, None
+    if plan.described:
+        hidden_desc = _descriptor(hidden_PF, order.block_m, plan.block_k)
+        weight_desc = _descriptor(down_NEF, 1, plan.block_n, plan.block_k)
     grouped_down_kernel[(order.programs(plan, hidden, plan.block_n),)](
-        hidden_PF, *order[:3], down_NEF, result_PE, order.tiles.shape[1],
+        hidden_PF, hidden_desc, order.tiles, order.num_tiles, down_NEF, weight_desc, result_PE,
+        order.tiles.shape[1],
         OUTPUTS=hidden, INPUTS=intermediate,
         BLOCK_M=order.block_m, BLOCK_N=plan.block_n, **_loop(plan), **options,
     )  # fmt: skip
     return result_PE
 
 
-def combine(result_PE: Tensor, weights_TC: Tensor, options: Options) -> Tensor:
+def combine(result_PE: Tensor, order: Order, weights_TC: Tensor, options: Options) -> Tensor:
     """The weighted sum of each token's results -> [T, E]."""
     (num_tokens, chosen), hidden = weights_TC.shape, result_PE.shape[1]
     out_TE = result_PE.new_empty((num_tokens, hidden))
     combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
-        result_PE, weights_TC, out_TE,
+        result_PE, order.rows, weights_TC, out_TE,
         CHOSEN=chosen, SIZE=hidden, BLOCK=_COMBINE_BLOCK, num_warps=4, **options,
     )  # fmt: skip
     return out_TE
+
+
+def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def _loop(plan: FewPlan | GroupedPlan) -> dict[str, int]:

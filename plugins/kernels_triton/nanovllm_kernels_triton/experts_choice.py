@@ -3,7 +3,7 @@
 | (token, expert) pairs | kernels |
 |---|---|
 | to FEW_PAIRS | `experts_few`: each pair reads its expert's weights |
-| more | `experts_many`: pairs in the order of experts, in tiles of twice an expert's mean rows |
+| more | `experts_many`: pairs in the order of experts, tiles of an expert's mean rows and a third |
 
 The choice and all grids depend on shapes alone, never on who chose what, so a captured step can be
 replayed. `benchmarks/experts.py` measures candidates beside the time of the stream of weights.
@@ -11,7 +11,7 @@ replayed. `benchmarks/experts.py` measures candidates beside the time of the str
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 FEW_PAIRS = 64
@@ -22,10 +22,18 @@ PROCESSORS = 132
 
 _STEP_BYTES = 16384
 """Of weights in a step of `experts_few`."""
+_FEW_SIZES = (16, 8, 4, 2)
+"""Weight rows of a tile of `experts_few`."""
+_MOST_BUFFERS = 9
+"""Steps of weights under way. More only make the code longer."""
+_AHEAD = 4
+"""Steps of a tile of the down projection, some 12 MB in all: what memory delivers meanwhile."""
 _LINE_BYTES = 128
 """Of a weight row in a step of `experts_many`."""
 _LARGE_SHARED_MEMORY = 230000
 """Bytes that a program may have on Hopper; on GPUs for graphics, 101376."""
+_SHARED_MEMORY_OF_PROCESSOR = 233472
+"""Bytes of an H100 or H200, 1024 for the system with each program included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +43,15 @@ class FewPlan:
     block_n: int
     block_k: int
     num_warps: int = 4
-    num_stages: int = 5
+    num_stages: int = 6
     per_processor: int = 2
     """Programs that share a multiprocessor."""
     ahead: int = 0
     """Steps of the down projection whose weights are fetched before the kernel waits."""
+    lanes: int = 1
+    """Partial sums of a weight row that stay apart between steps."""
+    signal: int = 6
+    """Steps before its end with which a program lets the next kernel start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,11 @@ class GroupedPlan:
     num_warps: int
     num_stages: int
     per_processor: int
+    described: bool = False
+    """Hopper's copy engine ("TMA") reads tiles of weights, and of what is in the order of experts.
+
+    For sizes of whole 16 bytes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,38 +99,67 @@ def choose_experts(
     """
     pairs = tokens * chosen
     if pairs <= FEW_PAIRS:
-        gate_up = _few_plan(2 * chosen * intermediate, hidden, itemsize, sizes=(8, 4))
-        down = _few_plan(hidden, intermediate, itemsize, sizes=(8, 4, 2))
-        return FewExperts(gate_up, down)
-    rows = -(-pairs // num_experts)
-    tallest = 128 if itemsize == 2 else 64  # float32 has no tensor cores, and twice the registers
-    block_m = min(max(_power_of_two(2 * rows), 16), tallest)
+        gate_up = _few_plan(tokens, 2 * chosen * intermediate, hidden, itemsize)
+        down = _few_plan(tokens, hidden, intermediate, itemsize)
+        return FewExperts(gate_up, replace(down, ahead=_AHEAD))
+    block_m = _rows_of_tile(-(-pairs // num_experts), itemsize)
     is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY
-    plan = (_grouped_plan if is_large else _small_grouped_plan)(block_m, _LINE_BYTES // itemsize)
+    plan = _LARGE_PLANS[block_m] if is_large else _small_plan(block_m, _LINE_BYTES // itemsize)
     return ManyExperts(plan, plan)
 
 
-def _few_plan(outputs: int, inputs: int, itemsize: int, sizes: tuple[int, ...]) -> FewPlan:
-    """The largest tile of those that divide one token's work most evenly among programs."""
-    block_k = min(_power_of_two(inputs), _STEP_BYTES // 8 // itemsize)
+def _rows_of_tile(rows: int, itemsize: int) -> int:
+    """For `rows` of an expert on average: with a third more, most experts have one tile.
+
+    The lowest tiles serve only half their rows: those of 32 take hardly longer.
+    """
+    if rows <= 8:
+        return 16
+    tallest = 128 if itemsize == 2 else 64  # float32 has no tensor cores, and twice the registers
+    return min(max(_power_of_two(-(-4 * rows // 3)), 32), tallest)
+
+
+def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
+    """`outputs` are the weight rows of one token's work.
+
+    The size of tiles is that with which the busiest program reads least: its weight rows, and the
+    inputs once for each tile. Only sizes that are the best for some power of two of tokens are
+    taken, so that a start that tries those compiles all.
+    """
+
+    def busiest(block_n: int, tokens: int) -> int:
+        tiles = tokens * -(-outputs // block_n)
+        return -(-tiles // programs) * (block_n + 1)
+
     programs = FewPlan(1, 1).per_processor * PROCESSORS
-
-    def evenness(block_n: int) -> float:
-        tiles = -(-outputs // block_n)
-        return tiles / (-(-tiles // programs) * programs)
-
-    return FewPlan(max(sizes, key=evenness), block_k)
-
-
-def _grouped_plan(block_m: int, block_k: int) -> GroupedPlan:
-    """Two programs a multiprocessor, and with 128 rows one that computes twice as much."""
-    if block_m == 128:
-        return GroupedPlan(128, 256, block_k, num_warps=8, num_stages=4, per_processor=1)
-    stages = 4 if block_m == 64 else 5
-    return GroupedPlan(block_m, 128, block_k, num_warps=4, num_stages=stages, per_processor=2)
+    powers = [1 << power for power in range(tokens.bit_length())]
+    sizes = [min(_FEW_SIZES, key=lambda size: busiest(size, power)) for power in powers]
+    block_n = min(sizes, key=lambda size: busiest(size, tokens))
+    block_k = min(_power_of_two(inputs), _STEP_BYTES // max(block_n, 8) // itemsize)
+    buffer = (block_n + 1) * block_k * itemsize
+    return FewPlan(block_n, block_k, num_stages=_buffers_of_two_programs(buffer) + 1)
 
 
-def _small_grouped_plan(block_m: int, block_k: int) -> GroupedPlan:
+def _buffers_of_two_programs(size: int) -> int:
+    """The fewest, of `size` bytes, with which no third program fits on a multiprocessor.
+
+    Programs of the next kernel start while those of this one end. Where three would fit, some
+    multiprocessors get three and others one, and the kernel waits for the fullest.
+    """
+    return min(_SHARED_MEMORY_OF_PROCESSOR // 3 // size + 1, _MOST_BUFFERS)
+
+
+_LARGE_PLANS = {
+    16: GroupedPlan(16, 128, 128, num_warps=4, num_stages=3, per_processor=2),
+    32: GroupedPlan(32, 256, 128, num_warps=8, num_stages=3, per_processor=1),
+    64: GroupedPlan(64, 128, 64, num_warps=4, num_stages=4, per_processor=2),
+    128: GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1),
+}
+"""By the rows of a tile, in half precision. No more programs fit on a multiprocessor than share it:
+see `_buffers_of_two_programs`."""
+
+
+def _small_plan(block_m: int, block_k: int) -> GroupedPlan:
     """Within 99 KiB, and of float32 within the registers."""
     stages = {16: 5, 32: 4, 64: 3, 128: 2}[block_m]
     warps = 8 if block_m >= 64 else 4

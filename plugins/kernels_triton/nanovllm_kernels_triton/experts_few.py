@@ -7,7 +7,9 @@ same time, and from the L2 cache by all but the first.
 
 Shapes: x [T, INPUTS], ids and weights [T, CHOSEN]; pair p belongs to token p // CHOSEN.
 
-DEPENDENT: see `nanovllm_core.kernels.launch_options`.
+LANES: the partial sums of a weight row that stay apart between steps; with one for each thread of a
+row, threads meet only behind a tile's last step. SIGNAL: the steps before its end with which a
+program lets the next kernel start. DEPENDENT: see `nanovllm_core.kernels.launch_options`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -24,7 +26,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def few_gate_up_kernel(
     x_ptr, ids_ptr, weight_ptr, hidden_ptr, num_pairs, x_stride,
     CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
+    SIGNAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of each pair -> `hidden_ptr` [pairs, OUTPUTS]; a tile has BLOCK_N of them.
 
@@ -35,9 +38,9 @@ def few_gate_up_kernel(
     if DEPENDENT:
         gdc_wait()
     first, end = _run_of_program(num_pairs * TILES)
-    signal = tl.maximum(end * STEPS - STAGES, first * STEPS)
+    signal = tl.maximum(end * STEPS - SIGNAL, first * STEPS)
     lanes, halves = tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_N)
-    y = tl.zeros((2 * BLOCK_N,), tl.float32)
+    y = tl.zeros((2 * BLOCK_N, LANES), tl.float32)
     for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
         if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
             if step == signal:
@@ -53,22 +56,22 @@ def few_gate_up_kernel(
         weight = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
         x_row_ptr = x_ptr + tl.cast(pair // CHOSEN, tl.int64) * x_stride
         x = tl.load(x_row_ptr + columns, mask=inside, other=0.0)
-        y += tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+        y += _lane_sums(weight, x, LANES)
         if step % STEPS == STEPS - 1:
             dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-            gate, up = tl.split(tl.trans(tl.reshape(y, (2, BLOCK_N))))
+            gate, up = tl.split(tl.trans(tl.reshape(tl.sum(y, axis=1), (2, BLOCK_N))))
             hidden = gated(gate, up, dtype)
             places = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
             tl.store(hidden_ptr + pair * OUTPUTS + places, hidden, mask=places < OUTPUTS)
-            y = tl.zeros((2 * BLOCK_N,), tl.float32)
+            y = tl.zeros((2 * BLOCK_N, LANES), tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def few_down_kernel(
     hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, num_tokens,
     CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
+    SIGNAL: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum over a token's experts, in their order -> `out_ptr` [T, OUTPUTS].
 
@@ -80,7 +83,7 @@ def few_down_kernel(
     CHUNKS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = CHOSEN * CHUNKS
     first, end = _run_of_program(num_tokens * TILES)
-    signal = tl.maximum(end * STEPS - STAGES, first * STEPS)
+    signal = tl.maximum(end * STEPS - SIGNAL, first * STEPS)
     lanes, rows = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
     if DEPENDENT:
         for step in tl.static_range(min(AHEAD, STEPS)):
@@ -94,7 +97,7 @@ def few_down_kernel(
                     matrix_ptr, first % TILES * BLOCK_N + rows, start, OUTPUTS, INPUTS, BLOCK_K
                 )
         gdc_wait()
-    y = tl.zeros((BLOCK_N,), tl.float32)
+    y = tl.zeros((BLOCK_N, LANES), tl.float32)
     for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
         if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
             if step == signal:
@@ -108,12 +111,19 @@ def few_down_kernel(
         mask = (outputs < OUTPUTS)[:, None] & inside[None, :]
         weight = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
         hidden = tl.load(hidden_ptr + pair * INPUTS + columns, mask=inside, other=0.0)
-        result = tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], axis=1)
-        y += result * tl.load(weights_ptr + pair)
+        y += _lane_sums(weight, hidden, LANES) * tl.load(weights_ptr + pair)
         if part == STEPS - 1:
             out_ptrs = out_ptr + tl.cast(token, tl.int64) * OUTPUTS + outputs
-            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=outputs < OUTPUTS)
-            y = tl.zeros((BLOCK_N,), tl.float32)
+            total = tl.sum(y, axis=1).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptrs, total, mask=outputs < OUTPUTS)
+            y = tl.zeros((BLOCK_N, LANES), tl.float32)
+
+
+@triton.jit
+def _lane_sums(weight, x, LANES: tl.constexpr):
+    """The products of each row [N, K] with x [K], summed in LANES equal parts -> [N, LANES]."""
+    products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(products, (weight.shape[0], LANES, x.shape[0] // LANES)), axis=2)
 
 
 @triton.jit

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from nanovllm_core.api import QKPrep, Routing
-from nanovllm_core.kernels import supports_dependent_launch
+from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 - only where Triton is
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: E402
 
+from nanovllm_kernels_triton.experts import run_experts  # noqa: E402
+from nanovllm_kernels_triton.experts_choice import (  # noqa: E402
+    ExpertsPlan,
+    FewExperts,
+    FewPlan,
+    GroupedPlan,
+    ManyExperts,
+)
 from nanovllm_kernels_triton.kernel_set import TritonKernels  # noqa: E402
 
 CUDA = torch.device("cuda")
@@ -26,6 +35,13 @@ pytestmark = [
 REPEATS, REPLAYS = 50, 20
 SIZE, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 1024, 16, 8, 128, 16
 NUM_EXPERTS = 32
+_FEW = FewPlan(8, 1024, num_stages=4, lanes=128, signal=1 << 20, ahead=4)
+_TILES = GroupedPlan(64, 128, 64, num_warps=4, num_stages=4, per_processor=2, described=True)
+PLANS: dict[str, ExpertsPlan] = {
+    "experts side by side": FewExperts(_FEW, _FEW),
+    "experts by descriptors": ManyExperts(_TILES, _TILES),
+}
+"""Plans that `choose_experts` leaves out so far."""
 
 
 @triton.jit
@@ -51,8 +67,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator).to(CUDA, torch.bfloat16)
 
 
-def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Callable[..., Tensor]]]:
+def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Callable[..., Tensor]]]:
     """Each operation: its late input, and the call."""
+    kernels, options = (
+        TritonKernels(dependent_launch=dependent_launch),
+        launch_options(dependent_launch),
+    )
     norm_weight, prep = random(SIZE, seed=1), qk_prep()
     square, pair = random(SIZE, SIZE, seed=2) / 32, random(2 * SIZE, SIZE, seed=3) / 32
     positions = torch.arange(rows, dtype=torch.int32, device=CUDA)
@@ -72,6 +92,9 @@ def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Call
     def mix_late_route(logits: Tensor) -> Tensor:
         return kernels.experts(known, *kernels.route(logits, routing), gate_up, down)
 
+    def mix_late_route_by(plan: ExpertsPlan, logits: Tensor) -> Tensor:
+        return run_experts(known, *kernels.route(logits, routing), gate_up, down, options, plan)
+
     qkv = random(rows, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
     x, known = random(rows, SIZE), random(rows, SIZE, seed=6)
     return {
@@ -84,6 +107,9 @@ def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Call
         "prepare_qkv": (qkv, prepare),
         "experts": (x, lambda x: kernels.experts(x, *route, gate_up, down)),
         "experts of a late route": (random(rows, NUM_EXPERTS, seed=10), mix_late_route),
+    } | {
+        name: (random(rows, NUM_EXPERTS, seed=10), partial(mix_late_route_by, plan))
+        for name, plan in PLANS.items()
     }
 
 
@@ -111,14 +137,15 @@ def qk_prep() -> QKPrep:
         "prepare_qkv",
         "experts",
         "experts of a late route",
+        *PLANS,
     ],
 )
 def test_a_thousand_late_inputs_change_no_bit(name: str, rows: int) -> None:
     """Captured, with the input poisoned before the producer that is late."""
     torch.manual_seed(0)
-    truth, serial = consumers(TritonKernels(), rows)[name]
+    truth, serial = consumers(False, rows)[name]
     torch.manual_seed(0)
-    _, dependent = consumers(TritonKernels(dependent_launch=True), rows)[name]
+    _, dependent = consumers(True, rows)[name]
     expected = serial(truth.clone())
     target = torch.empty_like(truth)
     wrong = torch.zeros(1, dtype=torch.int64, device=CUDA)

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm_kernels_triton.experts_choice import FewExperts, ManyExperts, choose_experts
+from nanovllm_kernels_triton.experts_choice import (
+    ExpertsPlan,
+    FewExperts,
+    FewPlan,
+    GroupedPlan,
+    ManyExperts,
+    choose_experts,
+)
 from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
@@ -17,17 +24,21 @@ HOPPER, GRAPHICS = 232448, 101376
 SHAPES = {  # experts, for each token, hidden size, intermediate size
     "30b-a3b": (128, 8, 2048, 768),
     "v2-lite": (64, 6, 2048, 1408),
+    "odd": (60, 4, 1544, 424),
 }
-INDICES = dict.fromkeys(("ids_ptr", "pairs_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32:16")
+INDICES = dict.fromkeys(
+    ("ids_ptr", "pairs_ptr", "rows_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32:16"
+)
 
 
 def jobs_of(
-    shape: str, tokens: int, *, dtype: str = "bf16", capability: int = 90, shared: int = HOPPER
-) -> dict[str, AotJob]:
+    shape: str, tokens: int, *, dtype: str = "bf16", capability: int = 90, shared: int = HOPPER,
+    plan: ExpertsPlan | None = None,
+) -> dict[str, AotJob]:  # fmt: skip
     """The two products of a mixture, as they are launched for so many tokens."""
     num_experts, chosen, hidden, intermediate = SHAPES[shape]
     sizes = (num_experts, hidden, intermediate, 4 if dtype == "fp32" else 2)
-    plan = choose_experts(tokens, chosen, *sizes, shared)
+    plan = choose_experts(tokens, chosen, *sizes, shared) if plan is None else plan
     arrays = ("x_ptr", "weight_ptr", "hidden_ptr", "result_ptr", "out_ptr")
     types = {
         **dict.fromkeys(arrays, f"*{dtype}:16"), **INDICES, "weights_ptr": "*fp32:16",
@@ -45,9 +56,15 @@ def jobs_of(
         if isinstance(plan, FewExperts):
             kernel, names = f"{FEW}:few_{part}_kernel", FEW_ARGUMENTS[part]
             constants |= {"AHEAD": plan.down.ahead} if part == "down" else {}
+            constants |= {"LANES": product.lanes, "SIGNAL": product.signal}
         else:
             kernel, names = f"{MANY}:grouped_{part}_kernel", MANY_ARGUMENTS[part]
             constants |= {"BLOCK_M": plan.gate_up.block_m}
+            descriptors = descriptors_of(part, dtype, product)
+            if product.described:
+                names, types = " ".join((names, *descriptors)), types | descriptors
+            else:
+                constants |= dict.fromkeys(descriptors)
         needed = dependent if part == "gate_up" or isinstance(plan, FewExperts) else {
             "DEPENDENT": dependent["DEPENDENT"]
         }  # fmt: skip
@@ -62,13 +79,23 @@ def jobs_of(
     return jobs
 
 
+def descriptors_of(part: str, dtype: str, plan: GroupedPlan) -> dict[str, str]:
+    """The types of the descriptors of a product."""
+    if part == "gate_up":
+        return {"weight_desc": f"tensordesc<{dtype}[1,2,{plan.block_n // 2},{plan.block_k}]>"}
+    return {
+        "weight_desc": f"tensordesc<{dtype}[1,{plan.block_n},{plan.block_k}]>",
+        "hidden_desc": f"tensordesc<{dtype}[{plan.block_m},{plan.block_k}]>",
+    }
+
+
 FEW_ARGUMENTS = {
     "gate_up": "x_ptr ids_ptr weight_ptr hidden_ptr num_pairs x_stride",
     "down": "hidden_ptr weights_ptr ids_ptr weight_ptr out_ptr num_tokens",
 }
 MANY_ARGUMENTS = {
     "gate_up": "x_ptr pairs_ptr tiles_ptr num_tiles_ptr weight_ptr hidden_ptr tile_stride x_stride",
-    "down": "hidden_ptr pairs_ptr tiles_ptr num_tiles_ptr weight_ptr result_ptr tile_stride",
+    "down": "hidden_ptr tiles_ptr num_tiles_ptr weight_ptr result_ptr tile_stride",
 }
 
 
@@ -90,36 +117,57 @@ def route_job(num_experts: int, num_groups: int) -> AotJob:
     )  # fmt: skip
 
 
-def sort_job(block: int, num_warps: int, *, is_only_block: bool) -> AotJob:
-    counts = {} if is_only_block else {"counts_ptr": "*i32:16"}
+def sort_job(kernel: str, block: int, num_warps: int, bins: int = 128) -> AotJob:
+    counts = {"counts_ptr": "*i32:16"} if kernel == "place" else {}
     return AotJob(
-        kernel=f"{MANY}:sort_pairs_kernel",
+        kernel=f"{MANY}:{kernel}_pairs_kernel",
         signature={**INDICES, **counts, "num_pairs": "i32", "tile_stride": "i32", "block_m": "i32"},
-        constexprs={
-            "BLOCK": block, "BINS": 128, "DEPENDENT": True,
-            **({"counts_ptr": None} if is_only_block else {}),
-        },
+        constexprs={"BLOCK": block, "BINS": bins, "DEPENDENT": True},
         num_warps=num_warps,
-    )  # fmt: skip
+    )
 
 
 PRODUCTS = {
     name: job
     for shape, tokens in (
         ("30b-a3b", 1), ("v2-lite", 4), ("30b-a3b", 64), ("v2-lite", 256), ("30b-a3b", 512),
+        ("odd", 1),
         ("30b-a3b", 16384),
     )
     for name, job in jobs_of(shape, tokens).items()
 }  # fmt: skip
+BY_POINTERS = GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1)
+BY_DESCRIPTORS = {
+    f"described-{name}": job
+    for plan in (
+        replace(BY_POINTERS, described=True),
+        GroupedPlan(128, 128, 64, num_warps=4, num_stages=3, per_processor=2, described=True),
+    )
+    for name, job in jobs_of(
+        "v2-lite", plan.block_n, plan=ManyExperts(plan, plan)
+    ).items()
+}  # fmt: skip
+SIDE_BY_SIDE = {
+    f"apart-{name}": job
+    for name, job in jobs_of(
+        "30b-a3b", 4,
+        plan=FewExperts(
+            FewPlan(16, 512, num_stages=4, lanes=64), FewPlan(8, 1024, num_stages=4, lanes=128)
+        ),
+    ).items()
+}  # fmt: skip
 JOBS = {
     **PRODUCTS,
+    **BY_DESCRIPTORS,
+    **SIDE_BY_SIDE,
     **jobs_of("30b-a3b", 1, dtype="fp32"),
     **jobs_of("30b-a3b", 16384, dtype="fp32"),
     "route-128": route_job(128, 1),
     "route-256-in-8-groups": route_job(256, 8),
-    "sort-128": sort_job(128, 1, is_only_block=True),
-    "sort-4096": sort_job(4096, 16, is_only_block=True),
-    "sort-blocks-of-4096": sort_job(4096, 16, is_only_block=False),
+    "sort-128": sort_job("sort", 128, 1),
+    "sort-4096": sort_job("sort", 4096, 16),
+    "place": sort_job("place", 1024, 8),
+    "place-512-experts": sort_job("place", 1024, 8, bins=512),
 }
 
 
@@ -141,6 +189,20 @@ def test_no_kernel_spills(name: str, reports: dict[str, AotReport]) -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+def test_no_more_programs_fit_on_a_multiprocessor_than_share_it(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """Or programs of the next kernel, which start while these end, would be spread unevenly."""
+    part, *shape, tokens, _ = name.split("-")
+    num_experts, chosen, hidden, intermediate = SHAPES["-".join(shape)]
+    plan = choose_experts(int(tokens), chosen, num_experts, hidden, intermediate, 2, HOPPER)
+    product = getattr(plan, part)
+    report, threads = reports[name], 32 * product.num_warps
+    assert 233472 // (report.shared + 1024) == product.per_processor
+    assert 65536 // (-(-report.registers // 8) * 8 * threads) >= product.per_processor
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_weights_are_fetched_asynchronously_16_bytes_at_a_time(
     name: str, reports: dict[str, AotReport]
 ) -> None:
@@ -159,6 +221,24 @@ def test_grouped_products_leave_a_product_running_while_they_load(
     ptx = reports[name].ptx
     assert "wgmma.mma_async" in ptx
     assert "wgmma.wait_group.sync.aligned 1;" in ptx
+
+
+@pytest.mark.parametrize("name", BY_DESCRIPTORS)
+def test_described_tiles_are_read_by_the_copy_engine(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """All but rows of x, which are gathered; and a product is still running meanwhile."""
+    ptx = reports[name].ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert ("cp.async.cg" in ptx) == ("gate_up" in name)
+    assert "wgmma.wait_group.sync.aligned 1;" in ptx
+
+
+def test_programs_of_both_kernels_of_few_pairs_fit_side_by_side(
+    reports: dict[str, AotReport],
+) -> None:
+    """Two of each, with four stages: the next kernel's fetch weights while these still compute."""
+    assert sum(2 * (reports[name].shared + 1024) for name in SIDE_BY_SIDE) <= 233472
 
 
 @pytest.mark.parametrize("capability", [86, 120])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels, launch_options
-from nanovllm_kernels_triton import experts
+from nanovllm_kernels_triton import experts, experts_choice
 from nanovllm_kernels_triton.experts_choice import (
     FEW_PAIRS,
     ExpertsPlan,
@@ -28,13 +28,27 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
 REL_NORM = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OPTIONS = launch_options(dependent_launch=False)
-FEW = FewExperts(FewPlan(16, 64), FewPlan(16, 32))
-PLANS: dict[str, ExpertsPlan] = {"few pairs": FEW} | {
-    f"{rows} rows": ManyExperts(
-        GroupedPlan(rows, 64, 32, 4, 2, 1), GroupedPlan(rows, 64 if rows < 64 else 16, 16, 4, 2, 1)
-    )
-    for rows in (16, 32, 64, 128)
-}
+PLANS: dict[str, ExpertsPlan] = (
+    {
+        "few pairs": FewExperts(FewPlan(16, 64), FewPlan(16, 32)),
+        "few pairs, sums of threads": FewExperts(
+            FewPlan(16, 64, lanes=8, signal=99), FewPlan(16, 32, lanes=4, signal=99, ahead=2)
+        ),
+    }
+    | {
+        f"{rows} rows": ManyExperts(
+            GroupedPlan(rows, 64, 32, 4, 2, 1),
+            GroupedPlan(rows, 64 if rows < 64 else 16, 16, 4, 2, 1),
+        )
+        for rows in (16, 32, 64, 128)
+    }
+    | {
+        f"{rows} rows, described": ManyExperts(
+            GroupedPlan(rows, 64, 32, 4, 2, 1, True), GroupedPlan(rows, 16, 16, 4, 2, 1, True)
+        )
+        for rows in (16, 64)
+    }
+)
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, CHOSEN = 88, 40, 6, 3
 """Whole tiles of nothing."""
 
@@ -44,6 +58,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that each computes several tiles, as it does at the sizes of a model."""
     monkeypatch.setattr(experts, "PROCESSORS", 2)
     monkeypatch.setattr(experts, "_SORT_BLOCK", 32)
+    monkeypatch.setattr(experts, "_PLACE_BLOCK", 16)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -52,7 +67,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def tokens_of(name: str) -> int:
-    return 6 if PLANS[name] is FEW else 20
+    return 4 if isinstance(PLANS[name], FewExperts) else 20
 
 
 def mixture(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -100,9 +115,13 @@ def test_the_bits_of_a_token_do_not_depend_on_the_others(name: str) -> None:
 
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("spread", ["one expert", "uneven", "one pair each"])
-def test_pairs_are_sorted_by_expert_and_then_by_token(spread: str, block_m: int) -> None:
+def test_pairs_are_sorted_by_expert_and_then_by_token(
+    spread: str, block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every row is in one tile, of its expert; the count of tiles is that of those in use."""
     num_experts = 12
+    if spread == "uneven":  # more blocks than are counted at once
+        monkeypatch.setattr(experts, "_PLACE_BLOCK", 2)
     ids = torch.randint(0, 5, (70, 1), generator=torch.Generator().manual_seed(0))
     if spread == "one expert":
         ids = torch.full((70, 1), 7)
@@ -110,8 +129,15 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(spread: str, block_m: int)
         ids = torch.arange(num_experts).flip(0)[:, None]
     order = experts.sort_pairs(ids.int().to(DEVICE), num_experts, block_m, OPTIONS)
     flat = ids.flatten()
-    assert torch.equal(order.sorted_pairs.cpu().long(), flat.argsort(stable=True))
+    sorted_pairs = flat.argsort(stable=True)
+    assert torch.equal(order.rows.cpu().long()[sorted_pairs], torch.arange(len(flat)))
     tiles = order.tiles[:, : int(order.num_tiles)].T.tolist()
+    pairs = [
+        pair
+        for (_, first, end), of_tile in zip(tiles, order.tile_pairs.tolist(), strict=False)
+        for pair in of_tile[: end - first]
+    ]
+    assert pairs == sorted_pairs.tolist()
     rows = [
         (expert, row)
         for expert, first, end in tiles
@@ -120,15 +146,30 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(spread: str, block_m: int)
     assert rows == [(expert, row) for row, expert in enumerate(sorted(flat.tolist()))]
 
 
-def test_rows_of_a_tile_are_twice_those_of_an_expert() -> None:
+def test_tiles_have_the_rows_of_an_expert_and_a_third() -> None:
     """So most experts have one tile; pairs are few up to the limit, whoever chooses how many."""
-    for tokens, chosen, expected in ((16, 8, 16), (256, 8, 32), (512, 8, 64), (16384, 8, 128)):
+    for tokens, chosen, expected in (
+        (16, 8, 16), (128, 8, 16), (144, 8, 32), (384, 8, 32), (512, 8, 64), (16384, 8, 128)
+    ):  # fmt: skip
         plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
         assert isinstance(plan, ManyExperts)
         assert plan.gate_up.block_m == plan.down.block_m == expected
     for tokens, chosen in ((1, 8), (8, 8), (FEW_PAIRS, 1)):
         plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
         assert isinstance(plan, FewExperts)
+
+
+@pytest.mark.parametrize("outputs", [512, 1544, 2048, 7168])
+def test_no_program_of_few_pairs_reads_much_more_than_its_share(outputs: int) -> None:
+    """Neither of one token nor of several: weight rows, and the inputs once for each tile."""
+    for tokens in range(1, 9):
+        plan = choose_experts(tokens, 8, 128, outputs, 768, 2, 232448)
+        assert isinstance(plan, FewExperts)
+        for part, rows in ((plan.gate_up, 2 * 8 * 768), (plan.down, outputs)):
+            programs = part.per_processor * experts_choice.PROCESSORS
+            tiles = tokens * -(-rows // part.block_n)
+            busiest = -(-tiles // programs) * (part.block_n + 1)
+            assert busiest <= 1.5 * tokens * rows / programs + 3
 
 
 @pytest.mark.parametrize(
@@ -146,11 +187,11 @@ def test_steps_of_1_2_4_tokens_have_the_kernels_of_all_steps_between(
         def __getitem__(self, grid: object) -> Recorder:
             return self
 
-        def __call__(self, ids: Tensor, counts: Tensor | None, *_: object, **of: object) -> None:
-            launched.append(frozenset({"counts": counts is None, **of}.items()))
+        def __call__(self, *_: object, **of: object) -> None:
+            launched.append(frozenset(of.items()))
 
-    monkeypatch.setattr(experts, "sort_pairs_kernel", Recorder())
-    monkeypatch.setattr(experts, "count_pairs_kernel", Recorder())
+    for kernel in ("sort_pairs_kernel", "count_pairs_kernel", "place_pairs_kernel"):
+        monkeypatch.setattr(experts, kernel, Recorder())
     monkeypatch.setattr(experts, "_SORT_BLOCK", 1024)
 
     def kernels_of(tokens: int) -> set[object]:
@@ -159,7 +200,7 @@ def test_steps_of_1_2_4_tokens_have_the_kernels_of_all_steps_between(
         if isinstance(plan, ManyExperts):
             ids_TC = torch.empty(tokens, chosen, dtype=torch.int32)
             experts.sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, OPTIONS)
-        return {plan, *launched}
+        return {("gate_up", plan.gate_up), ("down", plan.down), *launched}
 
     most = 3000
     tried = set[object]().union(*map(kernels_of, [*(2**power for power in range(12)), most]))
