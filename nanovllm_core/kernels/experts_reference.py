@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from nanovllm_core.interfaces.kernels import Routing
 
@@ -24,7 +24,13 @@ def route(logits_TN: Tensor, routing: Routing, bias_N: Tensor | None) -> tuple[T
     weights_TC = scores_TN.gather(1, ids_TC)
     if routing.renormalize:
         weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + TINY)
-    return weights_TC * routing.scale, ids_TC.int()
+    weights_TC, ids_TC = weights_TC * routing.scale, ids_TC.int()
+    if not (shared := routing.num_shared):
+        return weights_TC, ids_TC
+    num_routed = logits_TN.shape[1]
+    ids_S = torch.arange(num_routed, num_routed + shared, dtype=torch.int32, device=ids_TC.device)
+    ids_TC = torch.cat((ids_TC, ids_S.expand(len(ids_TC), -1)), dim=1)
+    return pad(weights_TC, (0, shared), value=1.0), ids_TC
 
 
 def experts(
