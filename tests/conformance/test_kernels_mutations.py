@@ -250,6 +250,48 @@ EXPERTS = [
     ),
     expert_bug("a sum of 0 divides", UNDERFLOW, ("+ TINY", "+ 0")),
     expert_bug(
+        "shared experts are dropped", ROUTED, ("not (shared := routing.num_shared)", "True")
+    ),
+    expert_bug("shared experts are scaled", ROUTED, ("value=1.0", "value=routing.scale")),
+    expert_bug("shared experts have no weight", ROUTED, ("value=1.0", "value=0.0")),
+    expert_bug(
+        "the first experts are taken for the shared ones",
+        ROUTED,
+        ("arange(num_routed, num_routed + shared", "arange(0, shared"),
+    ),
+    expert_bug(
+        "the first shared expert counts for all",
+        ROUTED,
+        ("ids_S.expand", "ids_S[:1].expand(shared).expand"),
+    ),
+    expert_bug(
+        "shared experts come first, their weights last",
+        ROUTED,
+        ("(ids_TC, ids_S.expand(len(ids_TC), -1))", "(ids_S.expand(len(ids_TC), -1), ids_TC)"),
+    ),
+    expert_bug(
+        "shared experts take the places of the worst",
+        ROUTED,
+        (
+            "weights_TC, ids_TC = weights_TC * routing.scale, ids_TC.int()",
+            "kept = routing.top_k - routing.num_shared; "
+            "weights_TC, ids_TC = weights_TC[:, :kept] * routing.scale, ids_TC[:, :kept].int()",
+        ),
+    ),
+    expert_bug(
+        "shared experts are among those whose weights add up to 1",
+        ROUTED,
+        ("keepdim=True) + TINY)", "keepdim=True) + routing.num_shared)"),
+    ),
+    expert_bug(
+        "padding chooses a shared expert",
+        PADDED_ROUTES,
+        (
+            "ids_S = torch.arange",
+            "ids_TC[logits_TN[:, 0].isnan()] = num_routed; ids_S = torch.arange",
+        ),
+    ),
+    expert_bug(
         "weights are always divided by their sum", ROUTED, ("if routing.renormalize:", "if True:")
     ),
     expert_bug("the bias is in the weight", ROUTED, (PICKED, PICKED.replace("scores", "choice"))),

@@ -72,7 +72,7 @@ MANY_ARGUMENTS = {
 }
 
 
-def route_job(num_experts: int, num_groups: int) -> AotJob:
+def route_job(num_experts: int, num_groups: int, num_shared: int = 0) -> AotJob:
     size = num_experts // num_groups
     return AotJob(
         kernel="nanovllm_kernels_triton.route:route_kernel",
@@ -83,8 +83,9 @@ def route_job(num_experts: int, num_groups: int) -> AotJob:
         constexprs={
             "NUM_EXPERTS": num_experts, "TOP_K": 8, "SCALE": 2.5, "SOFTMAX": num_groups == 1,
             "RENORMALIZE": True, "NUM_GROUPS": num_groups, "TOP_GROUPS": -(-num_groups // 2),
-            "BEST_TWO": num_groups > 1, "BLOCK_GROUPS": num_groups,
-            "BLOCK_EXPERTS": 1 << (size - 1).bit_length(), "DEPENDENT": True,
+            "BEST_TWO": num_groups > 1, "NUM_SHARED": num_shared, "BLOCK_GROUPS": num_groups,
+            "BLOCK_EXPERTS": 1 << (size - 1).bit_length(), "BLOCK_SHARED": max(num_shared, 1),
+            "DEPENDENT": True,
         },
         num_warps=1,
     )  # fmt: skip
@@ -116,7 +117,8 @@ JOBS = {
     **jobs_of("30b-a3b", 1, dtype="fp32"),
     **jobs_of("30b-a3b", 16384, dtype="fp32"),
     "route-128": route_job(128, 1),
-    "route-256-in-8-groups": route_job(256, 8),
+    "route-64-and-2-shared": route_job(64, 1, 2),
+    "route-256-in-8-groups-and-1-shared": route_job(256, 8, 1),
     "sort-128": sort_job(128, 1, is_only_block=True),
     "sort-4096": sort_job(4096, 16, is_only_block=True),
     "sort-blocks-of-4096": sort_job(4096, 16, is_only_block=False),

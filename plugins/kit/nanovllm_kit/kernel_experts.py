@@ -20,8 +20,10 @@ ROUTERS = {
     "softmax": Routing(top_k=3),
     "softmax, weights that add up to 1": Routing(top_k=4, renormalize=True),
     "one expert": Routing(top_k=1, scale=2.5),
-    "groups by their best": Routing(top_k=4, num_groups=6, top_groups=2, scale=16.0),
-    "sigmoid in groups by their two best": Routing(
+    "groups by their best, two shared": Routing(
+        top_k=4, num_groups=6, top_groups=2, scale=16.0, num_shared=2
+    ),
+    "sigmoid in groups by their two best, one shared": Routing(
         top_k=5,
         scoring="sigmoid",
         renormalize=True,
@@ -29,6 +31,7 @@ ROUTERS = {
         top_groups=2,
         group_score="top2",
         scale=2.5,
+        num_shared=1,
     ),
 }
 NUM_EXPERTS = 24
@@ -44,7 +47,8 @@ class ExpertChecks:
     def test_tokens_choose_the_experts_of_the_rule(
         self, kernels: KernelSet, device: torch.device, rows: int, rule: str
     ) -> None:
-        """With a bias, which counts for the choice and not for the weight, and without."""
+        """With a bias, which counts for the choice and not for the weight, and without. Shared
+        experts come behind them, with weight 1 whatever the rule does to others."""
         logits_TN = normal(rows, NUM_EXPERTS, seed=rows)
         for bias_N in (None, normal(NUM_EXPERTS, seed=1) / 4):
             expected = [choose(row, ROUTERS[rule], bias_N) for row in logits_TN.double()]
@@ -58,11 +62,12 @@ class ExpertChecks:
     def test_of_equal_experts_the_first_are_chosen(
         self, kernels: KernelSet, device: torch.device
     ) -> None:
-        """Where all logits are equal, and where two are that are not neighbours."""
+        """Where all logits are equal, and where two are that are not neighbours; a shared expert is
+        never equal to another."""
         logits_TN = torch.zeros(2, NUM_EXPERTS, device=device)
         logits_TN[1, [20, 3]] = 2.0
-        _, ids_TC = kernels.route(logits_TN, Routing(top_k=3))
-        assert ids_TC.tolist() == [[0, 1, 2], [3, 20, 0]]
+        _, ids_TC = kernels.route(logits_TN, Routing(top_k=3, num_shared=1))
+        assert ids_TC.tolist() == [[0, 1, 2, NUM_EXPERTS], [3, 20, 0, NUM_EXPERTS]]
 
     def test_scores_are_computed_in_float32(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
@@ -78,12 +83,12 @@ class ExpertChecks:
     def test_weights_are_zero_where_all_scores_underflow(
         self, kernels: KernelSet, device: torch.device
     ) -> None:
-        """0 divided by their sum is no NaN, and other tokens keep their weights."""
+        """0 divided by their sum is no NaN, and other tokens and shared experts keep theirs."""
         logits_TN = normal(3, NUM_EXPERTS, seed=5).to(device)
-        routing = Routing(top_k=4, scoring="sigmoid", renormalize=True, scale=2.5)
+        routing = Routing(top_k=4, scoring="sigmoid", renormalize=True, scale=2.5, num_shared=2)
         expected_TC, _ = kernels.route(logits_TN, routing)
         logits_TN[1] -= 200
-        expected_TC[1] = 0
+        expected_TC[1, : routing.top_k] = 0
         weights_TC, _ = kernels.route(logits_TN, routing)
         assert torch.equal(weights_TC, expected_TC)
 
@@ -99,9 +104,10 @@ class ExpertChecks:
             padded_TN = logits_TN.clone()
             padded_TN[2] = torch.nan
             weights_TC, ids_TC = kernels.route(padded_TN, routing)
-            ids = ids_TC[2].tolist()
-            assert len(set(ids)) == routing.top_k
-            assert set(ids) <= set(range(NUM_EXPERTS))
+            ids, shared = ids_TC[2].tolist(), range(NUM_EXPERTS, NUM_EXPERTS + routing.num_shared)
+            assert ids[routing.top_k :] == [*shared]
+            assert len(set(ids)) == routing.num_chosen
+            assert set(ids) <= {*range(NUM_EXPERTS), *shared}
             kept = [0, 1, 3]
             assert torch.equal(weights_TC[kept], expected[kept])
 
@@ -205,4 +211,6 @@ def choose(
     open_to_all = sorted(expert for group in top for expert in group)
     ids = sorted(open_to_all, key=choice.__getitem__, reverse=True)[: routing.top_k]
     total = sum(scores[expert] for expert in ids) if routing.renormalize else 1.0
-    return ids, [scores[expert] / total * routing.scale for expert in ids]
+    weights = [scores[expert] / total * routing.scale for expert in ids]
+    shared = range(len(scores), len(scores) + routing.num_shared)
+    return [*ids, *shared], [*weights, *(1.0 for _ in shared)]
