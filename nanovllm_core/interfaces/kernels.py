@@ -223,12 +223,16 @@ class KernelSet(Protocol):
         ids_TC: Tensor,
         gate_up_N2FE: Tensor,
         down_NEF: Tensor,
+        num_shared: int = 0,
+        residual_TE: Tensor | None = None,
     ) -> Tensor:
         """Each token's sum over its experts of weight * down(silu(gate) * up) -> [T, E].
 
         Gate and up lie as in `norm_gate_up`, and are rounded before and behind the activation;
         weights are float32, and the sum is rounded once. An expert's own result may be rounded
-        before it is weighted.
+        before it is weighted. The residual, if it is given, is in the sum, and is overwritten: use
+        what is returned. `num_shared` says what ids and weights say too: the last so many experts
+        are the last ones of every token, with weight 1. A set may choose its kernels by it.
         """
 
 

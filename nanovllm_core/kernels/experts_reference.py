@@ -38,13 +38,13 @@ def experts(
 ) -> Tensor:
     """Every expert computes all tokens, and adds nothing to those whose weight is 0.
 
-    So the host does not wait to know which token chose which. See `KernelSet.experts`.
+    So the host does not wait to know which token chose which. The sums [T, E] are float32.
     """
     sum_TE = torch.zeros_like(x_TE, dtype=torch.float32)
     for expert, (gate_up_2FE, down_EF) in enumerate(zip(gate_up_N2FE, down_NEF, strict=True)):
         weight_T1 = weights_TC.where(ids_TC == expert, 0).sum(dim=-1, keepdim=True)
         sum_TE += (_expert(x_TE, gate_up_2FE, down_EF).float() * weight_T1).where(weight_T1 != 0, 0)
-    return sum_TE.to(x_TE.dtype)
+    return sum_TE
 
 
 def experts_of_their_tokens(
@@ -56,7 +56,7 @@ def experts_of_their_tokens(
         tokens, places = (ids_TC == expert).nonzero(as_tuple=True)
         y_TE = _expert(x_TE[tokens], gate_up_N2FE[expert], down_NEF[expert])
         sum_TE.index_add_(0, tokens, y_TE.float() * weights_TC[tokens, places].unsqueeze(-1))
-    return sum_TE.to(x_TE.dtype)
+    return sum_TE
 
 
 def _expert(x_TE: Tensor, gate_up_2FE: Tensor, down_EF: Tensor) -> Tensor:

@@ -116,13 +116,21 @@ class Experts(Layer):
         self.gate_up = _Stack(context, gate_up, whole, num_experts, num_shared)
         self.down = _Stack(context, down, part, num_experts, num_shared)
 
-    def forward(self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
+    def forward(
+        self,
+        x_TE: Tensor,
+        weights_TC: Tensor,
+        ids_TC: Tensor,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor:
         """Normed hidden states, and the weights and ids of each token's experts -> [T, E].
 
-        With several ranks it is this rank's part of the sum.
+        With several ranks it is this rank's part of the sum. The residual, if it is given, is in
+        the sum, and is overwritten.
         """
+        stacks = (self.gate_up.tensor, self.down.tensor)
         return self.context.kernels.experts(
-            x_TE, weights_TC, ids_TC, self.gate_up.tensor, self.down.tensor
+            x_TE, weights_TC, ids_TC, *stacks, self.num_shared, residual_TE
         )
 
 
@@ -196,8 +204,12 @@ class SparseMLP(nn.Module):
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""
         x_TE = norm(residual_TE)
-        y_TE = self.experts(x_TE, *self.gate(x_TE))
-        if isinstance(shared := self.shared_experts, GatedMLP):
+        weights_TC, ids_TC = self.gate(x_TE)
+        shared = self.shared_experts
+        if self.tp.size == 1 and not isinstance(shared, GatedMLP):
+            return self.experts(x_TE, weights_TC, ids_TC, residual_TE)
+        y_TE = self.experts(x_TE, weights_TC, ids_TC)
+        if isinstance(shared, GatedMLP):
             hidden_TF = shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps)
             y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)
         return self.tp.all_reduce_add(y_TE, residual_TE)

@@ -230,6 +230,8 @@ def expert_bug(name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
 
 
 ROUTED = "test_tokens_choose_the_experts_of_the_rule"
+RESIDUAL = "test_the_residual_is_in_the_sum_of_experts"
+SHARED = "test_experts_that_all_tokens_share_are_added_once"
 TIES = "test_of_equal_experts_the_first_are_chosen"
 FLOAT32_SCORES = "test_scores_are_computed_in_float32"
 UNDERFLOW = "test_weights_are_zero_where_all_scores_underflow"
@@ -387,6 +389,36 @@ EXPERTS = [
         (
             "in ids_TC.unique().tolist():",
             "in ids_TC.unique()[torch.randperm(len(ids_TC.unique()))].tolist():",
+        ),
+    ),
+    bug(
+        "the residual is left out",
+        RESIDUAL,
+        ("residual_TE.add_(sum_TE)", "residual_TE.copy_(sum_TE)"),
+    ),
+    bug(
+        "the residual counts twice",
+        RESIDUAL,
+        ("residual_TE.add_(sum_TE)", "sum_TE.add_(residual_TE, alpha=2)"),
+    ),
+    bug("the residual is returned as it is", RESIDUAL, ("residual_TE.add_(sum_TE)", "residual_TE")),
+    bug(
+        "shared experts are added again",
+        SHARED,
+        (
+            "sum_TE = self._experts(x_TE, weights_TC, ids_TC,",
+            "weights_TC = torch.cat((weights_TC[:, : weights_TC.shape[1] - num_shared], "
+            "2 * weights_TC[:, weights_TC.shape[1] - num_shared :]), 1)\n"
+            "        sum_TE = self._experts(x_TE, weights_TC, ids_TC,",
+        ),
+    ),
+    bug(
+        "shared experts are left to another kernel",
+        SHARED,
+        (
+            "sum_TE = self._experts(x_TE, weights_TC, ids_TC,",
+            "kept = ids_TC.shape[1] - num_shared\n"
+            "        sum_TE = self._experts(x_TE, weights_TC[:, :kept], ids_TC[:, :kept],",
         ),
     ),
     expert_bug(

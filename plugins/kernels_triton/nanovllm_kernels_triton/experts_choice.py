@@ -2,7 +2,7 @@
 
 | (token, expert) pairs | kernels |
 |---|---|
-| to FEW_PAIRS | `experts_few`: each pair reads its expert's weights |
+| to FEW_PAIRS, or FEW_PAIRS_WITH_SHARED | `experts_few`: each pair reads its expert's weights |
 | more | `experts_many`: pairs in the order of experts, in tiles of twice an expert's mean rows |
 
 The choice and all grids depend on shapes alone, never on who chose what, so a captured step can be
@@ -16,6 +16,9 @@ from functools import lru_cache
 
 FEW_PAIRS = 64
 """Up to here sorting would cost more than it saves; most pairs have an expert of their own."""
+
+FEW_PAIRS_WITH_SHARED = 31
+"""The same with shared experts: every token reads them again, which sorted pairs do not."""
 
 PROCESSORS = 132
 """The multiprocessors of an H100 or H200. A guide, not a limit."""
@@ -74,18 +77,18 @@ ExpertsPlan = FewExperts | ManyExperts
 @lru_cache(maxsize=1024)
 def choose_experts(
     tokens: int, chosen: int, num_experts: int, hidden: int, intermediate: int, itemsize: int,
-    shared_memory: int,
+    shared_memory: int, num_shared: int = 0,
 ) -> ExpertsPlan:  # fmt: skip
     """The plan for x [tokens, hidden] and `num_experts` MLPs, `chosen` of them for each token.
 
-    `shared_memory`: bytes that a program may have.
+    `shared_memory`: bytes that a program may have. `num_shared` of the experts are chosen by all
+    tokens; the rows of a tile are for the others.
     """
-    pairs = tokens * chosen
-    if pairs <= FEW_PAIRS:
+    if tokens * chosen <= (FEW_PAIRS_WITH_SHARED if num_shared else FEW_PAIRS):
         gate_up = _few_plan(2 * chosen * intermediate, hidden, itemsize, sizes=(8, 4))
         down = _few_plan(hidden, intermediate, itemsize, sizes=(8, 4, 2))
         return FewExperts(gate_up, down)
-    rows = -(-pairs // num_experts)
+    rows = -(-tokens * (chosen - num_shared) // (num_experts - num_shared))
     tallest = 128 if itemsize == 2 else 64  # float32 has no tensor cores, and twice the registers
     block_m = min(max(_power_of_two(2 * rows), 16), tallest)
     is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY

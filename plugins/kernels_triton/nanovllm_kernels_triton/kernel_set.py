@@ -195,8 +195,11 @@ class TritonKernels(TorchKernels):
         ids_TC: Tensor,
         gate_up_N2FE: Tensor,
         down_NEF: Tensor,
+        num_shared: int = 0,
+        residual_TE: Tensor | None = None,
     ) -> Tensor:
-        return run_experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF, self._options)
+        inputs = (x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
+        return run_experts(*inputs, self._options, num_shared=num_shared, residual_TE=residual_TE)
 
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,

@@ -128,6 +128,44 @@ class ExpertChecks:
         assert_close_report(actual_TE, naive_experts(*inputs), rel_norm=REL_NORM[dtype])
         assert torch.equal(kernels.experts(*inputs), actual_TE), "a second call has other bits"
 
+    @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
+    def test_experts_that_all_tokens_share_are_added_once(
+        self,
+        kernels: KernelSet,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int, int],
+    ) -> None:
+        """One or all of them, whose number the set knows beforehand."""
+        inputs = mixture(shape, device, dtype)
+        _, weights_TC, ids_TC, _, _ = inputs
+        for num_shared in {1, shape[4]}:
+            first = shape[3] - num_shared
+            ids_TC[:, -num_shared:] = torch.arange(first, shape[3], device=device)
+            weights_TC[:, -num_shared:] = 1.0
+            others = shape[4] - num_shared
+            ids_TC[:, :others] = ids_TC[:, :others].clamp(max=first - 1)
+            actual_TE = kernels.experts(*inputs, num_shared=num_shared)
+            assert_close_report(actual_TE, naive_experts(*inputs), rel_norm=REL_NORM[dtype])
+
+    @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
+    def test_the_residual_is_in_the_sum_of_experts(
+        self,
+        kernels: KernelSet,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int, int],
+    ) -> None:
+        """Once, in the place of the residual or in another; the inputs are left as they were."""
+        inputs = mixture(shape, device, dtype)
+        before = [x.clone() for x in inputs]
+        residual_TE = (8 * normal(*inputs[0].shape, seed=5)).to(device, dtype)
+        expected_TE = naive_experts(*inputs) + residual_TE.double()
+        actual_TE = kernels.experts(*inputs, residual_TE=residual_TE)
+        assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+        assert actual_TE.dtype == dtype
+        assert_close_report(actual_TE, expected_TE, rel_norm=REL_NORM[dtype])
+
     def test_no_token_gets_another_ones_experts(
         self, kernels: KernelSet, device: torch.device
     ) -> None:
@@ -148,10 +186,9 @@ class ExpertChecks:
         self, kernels: KernelSet, device: torch.device
     ) -> None:
         """Scores underflow to 0, and such an expert is still chosen."""
-        x_TE, weights_TC, *others = mixture(EXPERT_SHAPES[1], device, torch.float32)
-        weights_TC[:, 0] = 0
-        expected_TE = naive_experts(x_TE, weights_TC, *others)
-        assert_close_report(kernels.experts(x_TE, weights_TC, *others), expected_TE, rel_norm=3e-6)
+        inputs = mixture(EXPERT_SHAPES[1], device, torch.float32)
+        inputs[1][:, 0] = 0
+        assert_close_report(kernels.experts(*inputs), naive_experts(*inputs), rel_norm=3e-6)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
