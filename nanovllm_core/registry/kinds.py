@@ -109,7 +109,7 @@ _OURS = (
         contract=4,
         oldest_contract=4,
         changed="state contract=4, and add route(logits, routing, bias), experts(x, weights, ids, "
-        "gate_up, down), prepare_latent(q, rows, prep, positions, slot_mapping, cache) and "
+        "gate_up, down, num_shared, residual), prepare_latent(q, rows, prep, positions, slot_mapping, cache) and "
         "linear_per_head(x, weight), or derive from nanovllm_core.kernels.TorchKernels, which has "
         "them; "
         "products have a bias (None for none): linear(x, weight, bias, out), and the last argument "

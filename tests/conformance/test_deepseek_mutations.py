@@ -87,10 +87,21 @@ MUTATIONS = [
             "shared experts are counted by every rank",
             SPLIT,
             (
-                "y_TE = self.experts(x_TE, *self.gate(x_TE))",
+                "weights_TC, ids_TC = self.gate(x_TE)",
                 "weights_TC, ids_TC = self.gate(x_TE)\n"
-                "        weights_TC[:, self.gate.routing.top_k :] *= self.tp.size\n"
-                "        y_TE = self.experts(x_TE, weights_TC, ids_TC)",
+                "        weights_TC[:, self.gate.routing.top_k :] *= self.tp.size",
+            ),
+        ),
+    ),
+    (
+        V2,
+        bug(
+            "experts.py",
+            "a mixture on one rank leaves the residual out",
+            LOGITS,
+            (
+                "return self.experts(x_TE, weights_TC, ids_TC, residual_TE)",
+                "return self.experts(x_TE, weights_TC, ids_TC)",
             ),
         ),
     ),

@@ -6,7 +6,8 @@
 Norm, router, experts, shared experts and the sum with the residual, in bfloat16, with dependent
 launch, inside CUDA graphs; each call has the weights of another layer. Both forms have the same
 weights, and their results are compared before they are timed. The floor is the time to stream the
-weights of the experts that were touched, or to multiply. Half a minute on one H200.
+weights of the experts that were touched, or to multiply. Few tokens are also timed with each kind
+of kernels for the stacks, whichever the rule takes. Half a minute on one H200.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from torch import Tensor
 from nanovllm_core.api import Routing
 from nanovllm_core.layers import GatedMLP, LayerContext, RMSNorm, SingleRank, SparseMLP
 from nanovllm_core.worker import init_dummy_weights
+from nanovllm_kernels_triton import experts_choice
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kit.numerics import relative_norm_error
 
+FEW_TOKENS = 16
+"""To here both kinds of kernels are timed."""
 MAX_DIFFERENCE = 1e-2
 """Of what the layer adds to the residual; the one form rounds once more."""
 
@@ -93,13 +97,27 @@ class Forms:
 
     def calls(self, residual_TE: Tensor) -> dict[str, Callable[[int], Tensor]]:
         """By form: a layer's call. The residual grows, and the norm takes that back."""
-        return {
-            "stacked": lambda call: self.stacked[call % LAYERS](residual_TE, self.norm),
-            "beside": lambda call: self.beside[call % LAYERS](residual_TE, self.norm),
-        }
+
+        def stacked(call: int) -> Tensor:
+            return self.stacked[call % LAYERS](residual_TE, self.norm)
+
+        def beside(call: int) -> Tensor:
+            return self.beside[call % LAYERS](residual_TE, self.norm)
+
+        forms = {"stacked": stacked, "beside": beside}
+        if len(residual_TE) <= FEW_TOKENS:
+            forms |= {
+                "few": with_few_pairs_to(10**6, stacked),
+                "many": with_few_pairs_to(0, stacked),
+            }
+        return forms
 
     def difference(self, x_TE: Tensor) -> float:
-        """Of what the two forms add to the same residual; AssertionError where it is large."""
+        """Of what the two forms add to the same residual; AssertionError where it is large.
+
+        The residual is small beside it, so that its rounding is too.
+        """
+        x_TE = x_TE / 64
         stacked, beside = (
             (one(x_TE.clone(), self.norm) - x_TE).float()
             for one in (self.stacked[0], self.beside[0])
@@ -118,6 +136,22 @@ class Forms:
         pairs = len(x_TE) * (one.routing.top_k + one.num_shared)
         operations = 2 * pairs * one.expert_bytes / DTYPE.itemsize
         return max(touched * one.expert_bytes / BANDWIDTH, operations / MATMUL_RATE) * 1e6
+
+
+def with_few_pairs_to(limit: int, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """The call with another limit of the rule."""
+
+    def limited(index: int) -> Tensor:
+        ruled = experts_choice.FEW_PAIRS_WITH_SHARED
+        experts_choice.FEW_PAIRS_WITH_SHARED = limit
+        experts_choice.choose_experts.cache_clear()
+        try:
+            return call(index)
+        finally:
+            experts_choice.FEW_PAIRS_WITH_SHARED = ruled
+            experts_choice.choose_experts.cache_clear()
+
+    return limited
 
 
 def launches(call: Callable[[int], object]) -> int:
