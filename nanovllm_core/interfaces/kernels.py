@@ -232,7 +232,8 @@ class KernelSet(Protocol):
         weights are float32, and the sum is rounded once. An expert's own result may be rounded
         before it is weighted. The residual, if it is given, is in the sum, and is overwritten: use
         what is returned. `num_shared` says what ids and weights say too: the last so many experts
-        are the last ones of every token, with weight 1. A set may choose its kernels by it.
+        are the last ones of every token, with weight 1. A set may choose its kernels by it, and may
+        round the sum behind each of them.
         """
 
 

@@ -6,8 +6,8 @@
 Norm, router, experts, shared experts and the sum with the residual, in bfloat16, with dependent
 launch, inside CUDA graphs; each call has the weights of another layer. Both forms have the same
 weights, and their results are compared before they are timed. The floor is the time to stream the
-weights of the experts that were touched, or to multiply. Few tokens are also timed with each kind
-of kernels for the stacks, whichever the rule takes. Half a minute on one H200.
+weights of the experts that were touched, or to multiply. Few and many tokens are also timed with
+each kind of kernels for the stacks, whichever the rule takes. A minute on one H200.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from nanovllm_kernels_triton import experts_choice
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kit.numerics import relative_norm_error
 
-FEW_TOKENS = 16
-"""To here both kinds of kernels are timed."""
+FEW_TOKENS, MANY_TOKENS = 16, 512
+"""To the one and from the other on, both kinds of kernels are timed."""
 MAX_DIFFERENCE = 1e-2
 """Of what the layer adds to the residual; the one form rounds once more."""
 
@@ -105,10 +105,13 @@ class Forms:
             return self.beside[call % LAYERS](residual_TE, self.norm)
 
         forms = {"stacked": stacked, "beside": beside}
+        if len(residual_TE) >= MANY_TOKENS:
+            forms["dense"] = with_limit("DENSE_SHARED_TOKENS", 0, stacked)
+            forms["grouped"] = with_limit("DENSE_SHARED_TOKENS", 10**9, stacked)
         if len(residual_TE) <= FEW_TOKENS:
             forms |= {
-                "few": with_few_pairs_to(10**6, stacked),
-                "many": with_few_pairs_to(0, stacked),
+                "few": with_limit("FEW_PAIRS_WITH_SHARED", 10**6, stacked),
+                "many": with_limit("FEW_PAIRS_WITH_SHARED", 0, stacked),
             }
         return forms
 
@@ -138,17 +141,17 @@ class Forms:
         return max(touched * one.expert_bytes / BANDWIDTH, operations / MATMUL_RATE) * 1e6
 
 
-def with_few_pairs_to(limit: int, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """The call with another limit of the rule."""
+def with_limit(name: str, limit: int, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """The call with another number in the rule."""
 
     def limited(index: int) -> Tensor:
-        ruled = experts_choice.FEW_PAIRS_WITH_SHARED
-        experts_choice.FEW_PAIRS_WITH_SHARED = limit
+        ruled = getattr(experts_choice, name)
+        setattr(experts_choice, name, limit)
         experts_choice.choose_experts.cache_clear()
         try:
             return call(index)
         finally:
-            experts_choice.FEW_PAIRS_WITH_SHARED = ruled
+            setattr(experts_choice, name, ruled)
             experts_choice.choose_experts.cache_clear()
 
     return limited

@@ -83,6 +83,10 @@ def consumers(kernels: TritonKernels, rows: int) -> dict[str, tuple[Tensor, Call
         "linear": (x, lambda x: kernels.linear(x, square)),
         "prepare_qkv": (qkv, prepare),
         "experts": (x, lambda x: kernels.experts(x, *route, gate_up, down)),
+        "experts to a late residual": (
+            x,
+            lambda x: kernels.experts(known, *route, gate_up, down, residual_TE=x),
+        ),
         "experts of a late route": (random(rows, NUM_EXPERTS, seed=10), mix_late_route),
     }
 
@@ -110,6 +114,7 @@ def qk_prep() -> QKPrep:
         "linear",
         "prepare_qkv",
         "experts",
+        "experts to a late residual",
         "experts of a late route",
     ],
 )

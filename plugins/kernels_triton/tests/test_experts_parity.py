@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels, launch_options
-from nanovllm_kernels_triton import experts
+from nanovllm_kernels_triton import experts, experts_choice
 from nanovllm_kernels_triton.experts_choice import (
     FEW_PAIRS,
     ExpertsPlan,
@@ -144,6 +146,36 @@ def test_rows_of_a_tile_are_twice_those_of_an_expert() -> None:
     for tokens, chosen in ((1, 8), (8, 8), (FEW_PAIRS, 1)):
         plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
         assert isinstance(plan, FewExperts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shared_experts_of_prompts_are_dense_products(
+    dtype: torch.dtype, with_residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the sum once, with the residual or alone, and no pair of theirs is sorted."""
+    x, weights, ids, *stacks = mixture(20, dtype)
+    ids[:, -2:], weights[:, -2:] = torch.arange(NUM_EXPERTS - 2, NUM_EXPERTS, device=DEVICE), 1.0
+    ids[:, 0] %= NUM_EXPERTS - 2
+    inputs = (x, weights, ids, *stacks)
+    residual = random(len(x), HIDDEN, dtype=dtype, seed=6) if with_residual else None
+    expected = TorchKernels().experts(*inputs, 2, None if residual is None else residual.clone())
+    sorted_ids = []
+    real = experts.sort_pairs
+
+    def noting(ids_TC: Tensor, *arguments: Any) -> experts.Order:
+        sorted_ids.append(ids_TC)
+        return real(ids_TC, *arguments)
+
+    monkeypatch.setattr(experts, "sort_pairs", noting)
+    monkeypatch.setattr(experts_choice, "FEW_PAIRS", 0)
+    choose_experts.cache_clear()
+    monkeypatch.setattr(experts_choice, "DENSE_SHARED_TOKENS", 20)
+    actual = TritonKernels().experts(*inputs, 2, residual)
+    choose_experts.cache_clear()
+    assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
+    assert [tuple(one.shape) for one in sorted_ids] == [(20, CHOSEN - 2)]
 
 
 def test_the_rule_is_for_the_experts_that_are_not_shared() -> None:
