@@ -7,7 +7,7 @@ else eagerly.
 
 Shape suffixes: T tokens, E hidden size, F intermediate size (of this rank), H query heads, K KV
 heads, D head size, X = (H + 2K)·D packed q, k, v (in products: any outputs), N KV blocks, P tokens
-per block; in mixtures N experts, C experts chosen by each token; in latent attention R numbers of
+per block; in mixtures N experts, C experts of each token; in latent attention R numbers of
 a cached row, of which the first L are the latent part.
 """
 
@@ -64,7 +64,9 @@ class Routing:
     ("max", DeepSeek-V2) or as the sum of its two best ("top2", DeepSeek-V3). A bias is added to the
     scores while choosing. The weight of a chosen expert is its score, without the bias; with
     `renormalize` divided by the sum of those chosen plus 1e-20, so that it is 0 where all of them
-    underflow; times `scale`. Logits are rounded to the model's dtype, as all products are, unless
+    underflow; times `scale`. `num_shared` further experts are chosen by every token with weight 1:
+    nothing else is done to their weights. Their ids follow those that have logits, and they come
+    behind the `top_k`. Logits are rounded to the model's dtype, as all products are, unless
     `exact_logits` keeps them in float32, as DeepSeek's models do.
     """
 
@@ -76,6 +78,12 @@ class Routing:
     group_score: Literal["max", "top2"] = "max"
     scale: float = 1.0
     exact_logits: bool = False
+    num_shared: int = 0
+
+    @property
+    def num_chosen(self) -> int:
+        """Experts of each token: the `top_k` and the shared ones."""
+        return self.top_k + self.num_shared
 
 
 @runtime_checkable
@@ -202,6 +210,7 @@ class KernelSet(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The weights [T, C] float32 and ids [T, C] int32 of each token's experts, the best first.
 
+        Shared experts come last: weight 1 and ids N, N + 1 and so on, also of padding.
         Logits are in the model's dtype or in float32, scores are computed in float32; the bias is
         float32. A token's experts differ from one another, whatever its logits are: those of
         padding may be NaN.
@@ -214,12 +223,17 @@ class KernelSet(Protocol):
         ids_TC: Tensor,
         gate_up_N2FE: Tensor,
         down_NEF: Tensor,
+        num_shared: int = 0,
+        residual_TE: Tensor | None = None,
     ) -> Tensor:
         """Each token's sum over its experts of weight * down(silu(gate) * up) -> [T, E].
 
         Gate and up lie as in `norm_gate_up`, and are rounded before and behind the activation;
         weights are float32, and the sum is rounded once. An expert's own result may be rounded
-        before it is weighted.
+        before it is weighted. The residual, if it is given, is in the sum, and is overwritten: use
+        what is returned. `num_shared` says what ids and weights say too: the last so many experts
+        are the last ones of every token, with weight 1. A set may choose its kernels by it, and may
+        round the sum behind each of them.
         """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from nanovllm_core.interfaces.kernels import Routing
 
@@ -24,7 +24,13 @@ def route(logits_TN: Tensor, routing: Routing, bias_N: Tensor | None) -> tuple[T
     weights_TC = scores_TN.gather(1, ids_TC)
     if routing.renormalize:
         weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + TINY)
-    return weights_TC * routing.scale, ids_TC.int()
+    weights_TC, ids_TC = weights_TC * routing.scale, ids_TC.int()
+    if not (shared := routing.num_shared):
+        return weights_TC, ids_TC
+    num_routed = logits_TN.shape[1]
+    ids_S = torch.arange(num_routed, num_routed + shared, dtype=torch.int32, device=ids_TC.device)
+    ids_TC = torch.cat((ids_TC, ids_S.expand(len(ids_TC), -1)), dim=1)
+    return pad(weights_TC, (0, shared), value=1.0), ids_TC
 
 
 def experts(
@@ -32,13 +38,13 @@ def experts(
 ) -> Tensor:
     """Every expert computes all tokens, and adds nothing to those whose weight is 0.
 
-    So the host does not wait to know which token chose which. See `KernelSet.experts`.
+    So the host does not wait to know which token chose which. The sums [T, E] are float32.
     """
     sum_TE = torch.zeros_like(x_TE, dtype=torch.float32)
     for expert, (gate_up_2FE, down_EF) in enumerate(zip(gate_up_N2FE, down_NEF, strict=True)):
         weight_T1 = weights_TC.where(ids_TC == expert, 0).sum(dim=-1, keepdim=True)
         sum_TE += (_expert(x_TE, gate_up_2FE, down_EF).float() * weight_T1).where(weight_T1 != 0, 0)
-    return sum_TE.to(x_TE.dtype)
+    return sum_TE
 
 
 def experts_of_their_tokens(
@@ -50,7 +56,7 @@ def experts_of_their_tokens(
         tokens, places = (ids_TC == expert).nonzero(as_tuple=True)
         y_TE = _expert(x_TE[tokens], gate_up_N2FE[expert], down_NEF[expert])
         sum_TE.index_add_(0, tokens, y_TE.float() * weights_TC[tokens, places].unsqueeze(-1))
-    return sum_TE.to(x_TE.dtype)
+    return sum_TE
 
 
 def _expert(x_TE: Tensor, gate_up_2FE: Tensor, down_EF: Tensor) -> Tensor:

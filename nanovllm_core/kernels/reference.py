@@ -139,8 +139,11 @@ class TorchKernels(KernelSet):
         ids_TC: Tensor,
         gate_up_N2FE: Tensor,
         down_NEF: Tensor,
+        num_shared: int = 0,
+        residual_TE: Tensor | None = None,
     ) -> Tensor:
-        return self._experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
+        sum_TE = self._experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
+        return sum_TE.to(x_TE.dtype) if residual_TE is None else residual_TE.add_(sum_TE)
 
 
 def _store(slot_mapping_T: Tensor, *tokens_and_caches: tuple[Tensor, Tensor]) -> None:

@@ -16,7 +16,13 @@ from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.module import Layer, make_parameter
+from nanovllm_core.layers.module import (
+    Layer,
+    ModelParameter,
+    ShardId,
+    copy_weight,
+    make_parameter,
+)
 from nanovllm_core.layers.norm import RMSNorm
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
@@ -71,47 +77,104 @@ class Router(Layer):
 
 
 class _Stack(Layer):
-    """`weight` [N · out, in]: one matrix below the other; `tensor` [N, out, in] is its view."""
+    """`tensor` [N + S, out, in]: routed experts, then shared ones. `weight` is the routed part."""
 
-    def __init__(self, context: LayerContext, rows: Pieces, columns: Piece, num: int) -> None:
+    def __init__(
+        self, context: LayerContext, rows: Pieces, columns: Piece, num: int, num_shared: int
+    ) -> None:
         super().__init__(context)
-        self.weight = make_split_parameter(context, rows, columns)
-        self.tensor = self.weight.view(num, -1, columns.size)
+        outputs = sum(piece.size for piece in rows.values()) // num
+        self.tensor = torch.empty(
+            (num + num_shared, outputs, columns.size), dtype=context.dtype, device=context.device
+        )
+        self.weight = make_split_parameter(context, rows, columns, self.tensor[:num].flatten(0, 1))
 
 
 class Experts(Layer):
-    """The gated MLPs of a mixture. Checkpoints name their weights "17.gate_proj.weight"."""
+    """The gated MLPs of a mixture. Checkpoints name their weights "17.gate_proj.weight".
+
+    Behind the `num_experts` that a router chooses from lie `num_shared` others: `SharedExperts`.
+    """
 
     def __init__(
-        self, context: LayerContext, num_experts: int, hidden_size: int, intermediate_size: int
+        self,
+        context: LayerContext,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_shared: int = 0,
     ) -> None:
         super().__init__(context)
-        self.num_experts = num_experts
+        self.num_experts, self.num_shared = num_experts, num_shared
         size = context.share(intermediate_size, "intermediate size of an expert")
-        part = Piece(size, context.tp.rank * size, intermediate_size)
+        self.columns = part = Piece(size, context.tp.rank * size, intermediate_size)
         whole = Piece(hidden_size, 0, hidden_size)
         gate_up: Pieces = {
             f"{expert}.{module}": part for expert in range(num_experts) for module in (_GATE, _UP)
         }
         down: Pieces = {f"{expert}.{_DOWN}": whole for expert in range(num_experts)}
-        self.gate_up = _Stack(context, gate_up, whole, num_experts)
-        self.down = _Stack(context, down, part, num_experts)
+        self.gate_up = _Stack(context, gate_up, whole, num_experts, num_shared)
+        self.down = _Stack(context, down, part, num_experts, num_shared)
 
-    def forward(self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
+    def forward(
+        self,
+        x_TE: Tensor,
+        weights_TC: Tensor,
+        ids_TC: Tensor,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor:
         """Normed hidden states, and the weights and ids of each token's experts -> [T, E].
 
-        With several ranks it is this rank's part of the sum.
+        With several ranks it is this rank's part of the sum. The residual, if it is given, is in
+        the sum, and is overwritten.
         """
+        stacks = (self.gate_up.tensor, self.down.tensor)
         return self.context.kernels.experts(
-            x_TE, weights_TC, ids_TC, self.gate_up.tensor, self.down.tensor
+            x_TE, weights_TC, ids_TC, *stacks, self.num_shared, residual_TE
         )
+
+
+class _SharedStack(Layer):
+    """`weight` [S · out, in]: the shared experts of a stack, from one matrix or two of an MLP.
+
+    Each expert has an equal part of the MLP's width, which is dimension `dim` of its matrices:
+    rows of gate and up, columns of down. Shards are named as by the layers of a `GatedMLP`.
+    """
+
+    def __init__(self, context: LayerContext, stack: Tensor, columns: Piece, dim: int) -> None:
+        super().__init__(context)
+        num_shared, outputs, inputs = stack.shape
+        width = num_shared * columns.full_size
+        shards: tuple[ShardId, ...] = (None,) if dim else (0, 1)
+        shape = (outputs, width) if dim else (width, inputs)
+
+        def load(parameter: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
+            experts = parameter.view(stack.shape)
+            for expert, whole in zip(experts, tensor.chunk(num_shared, dim), strict=True):
+                part = expert.chunk(len(shards))[shards.index(shard_id)]
+                copy_weight(part, whole.narrow(dim, columns.source, columns.size))
+
+        data, shapes = stack.flatten(0, 1), dict.fromkeys(shards, shape)
+        self.weight = make_parameter(context, tuple(data.shape), load, shapes, data=data)
+
+
+class SharedExperts(nn.Module):
+    """The experts that every token chooses: the last ones of `experts`, loaded as one MLP is."""
+
+    def __init__(self, context: LayerContext, experts: Experts) -> None:
+        super().__init__()
+        stacks = (experts.gate_up, experts.down)
+        gate_up, down = (one.tensor[experts.num_experts :] for one in stacks)
+        self.gate_up_proj = _SharedStack(context, gate_up, experts.columns, dim=0)
+        self.down_proj = _SharedStack(context, down, experts.columns, dim=1)
 
 
 class SparseMLP(nn.Module):
     """A mixture in the place of a dense MLP: every token goes through a few experts.
 
     `shared_size`: the intermediate size of `shared_experts`, one MLP that all tokens go through
-    too; None for none. `bias`: of the `Router`.
+    too; None for none. Where it is a multiple of an expert's, the MLP is so many experts behind the
+    others, which every token chooses: it takes no kernels of its own. `bias`: of the `Router`.
     """
 
     def __init__(
@@ -127,17 +190,26 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = context.tp
+        num_shared, rest = divmod(shared_size or 0, intermediate_size)
+        num_shared = 0 if rest else num_shared
+        routing = replace(routing, num_shared=num_shared)
         self.gate = Router(context, hidden_size, num_experts, routing, bias=bias)
-        self.experts = Experts(context, num_experts, hidden_size, intermediate_size)
-        self.shared_experts = (
-            None if shared_size is None else GatedMLP(context, hidden_size, shared_size)
-        )
+        self.experts = Experts(context, num_experts, hidden_size, intermediate_size, num_shared)
+        self.shared_experts: nn.Module | None = None
+        if num_shared:
+            self.shared_experts = SharedExperts(context, self.experts)
+        elif shared_size:
+            self.shared_experts = GatedMLP(context, hidden_size, shared_size)
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""
         x_TE = norm(residual_TE)
-        y_TE = self.experts(x_TE, *self.gate(x_TE))
-        if (shared := self.shared_experts) is not None:
+        weights_TC, ids_TC = self.gate(x_TE)
+        shared = self.shared_experts
+        if self.tp.size == 1 and not isinstance(shared, GatedMLP):
+            return self.experts(x_TE, weights_TC, ids_TC, residual_TE)
+        y_TE = self.experts(x_TE, weights_TC, ids_TC)
+        if isinstance(shared, GatedMLP):
             hidden_TF = shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps)
             y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)
         return self.tp.all_reduce_add(y_TE, residual_TE)

@@ -37,10 +37,12 @@ Pieces = Mapping[ShardId, Piece]
 
 
 def make_split_parameter(
-    context: LayerContext, rows: Pieces, columns: Piece | None = None
+    context: LayerContext, rows: Pieces, columns: Piece | None = None, data: Tensor | None = None
 ) -> ModelParameter:
-    """This rank's pieces of a matrix, or without `columns` of a vector; padding is loaded as 0."""
+    """This rank's pieces of a matrix, or without `columns` of a vector; padding is loaded as 0.
 
+    They lie in `data`, if it is given.
+    """
     size = 0
     starts: dict[ShardId, int] = {}
     for shard_id, piece in rows.items():
@@ -59,7 +61,7 @@ def make_split_parameter(
     here = () if columns is None else (columns.size,)
     there = () if columns is None else (columns.full_size,)
     shapes = {shard_id: (piece.full_size, *there) for shard_id, piece in rows.items()}
-    return make_parameter(context, (size, *here), load, shapes)
+    return make_parameter(context, (size, *here), load, shapes, data=data)
 
 
 class WeightMatrix(ABC):

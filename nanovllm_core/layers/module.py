@@ -44,8 +44,9 @@ def make_parameter(
     *,
     dummy_mean: float = 0.0,
     dummy_std: float = 0.02,
+    data: Tensor | None = None,
 ) -> ModelParameter:
-    """A parameter of this rank's `shape`, not yet filled.
+    """A parameter of this rank's `shape`, not yet filled, in `data` or in memory of its own.
 
     Without a loader, every rank holds the whole tensor of the checkpoint. A parameter that is split
     over ranks, or that holds several tensors, needs `weight_loader` and `shard_shapes`.
@@ -55,7 +56,8 @@ def make_parameter(
     None for a single tensor) to that tensor's shape. Without a checkpoint, values are normal with
     `dummy_mean` and `dummy_std`.
     """
-    data = torch.empty(shape, dtype=context.dtype, device=context.device)
+    if data is None:
+        data = torch.empty(shape, dtype=context.dtype, device=context.device)
     parameter = ModelParameter(data, requires_grad=False)
     parameter.weight_loader = weight_loader or load_whole
     parameter.shard_shapes = shard_shapes or {None: shape}

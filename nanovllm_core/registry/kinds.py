@@ -109,9 +109,9 @@ _OURS = (
         contract=4,
         oldest_contract=4,
         changed="state contract=4, and add route(logits, routing, bias), experts(x, weights, ids, "
-        "gate_up, down), prepare_latent(q, rows, prep, positions, slot_mapping, cache) and "
-        "linear_per_head(x, weight), or derive from nanovllm_core.kernels.TorchKernels, which has "
-        "them; "
+        "gate_up, down, num_shared, residual), prepare_latent(q, rows, prep, positions, "
+        "slot_mapping, cache) and linear_per_head(x, weight), or derive from "
+        "nanovllm_core.kernels.TorchKernels, which has them; "
         "products have a bias (None for none): linear(x, weight, bias, out), and the last argument "
         "of norm_linear, norm_gate_up and linear_add; out may be float32, and is not rounded then; "
         "the weight of a norm may be float32, and multiplies before the one rounding then",

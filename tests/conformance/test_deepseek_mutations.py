@@ -53,7 +53,7 @@ V2, V3 = subject("DEEPSEEK_V2"), subject("DEEPSEEK_V3")
 LOGITS = "test_logits_equal_those_of_transformers"
 SPLIT = "test_the_model_split_over_ranks_equals_the_whole_one"
 BUILT = "test_the_model_of_the_test_configuration_can_be_built"
-SUMMED = "y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)"
+CHOSEN = "num_shared=num_shared"
 
 
 def bug(file: str, name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
@@ -61,18 +61,75 @@ def bug(file: str, name: str, caught_by: str, *edits: tuple[str, str]) -> Mutati
 
 
 MUTATIONS = [
-    (V3, bug("experts.py", "shared experts are left out", LOGITS, (SUMMED, "pass"))),
-    (V3, bug("experts.py", "shared experts count twice", LOGITS, (SUMMED, f"{SUMMED}; {SUMMED}"))),
+    (V3, bug("experts.py", "shared experts are left out", LOGITS, (CHOSEN, "num_shared=0"))),
     (
         V3,
         bug(
             "experts.py",
-            "shared experts see the residual as it is",
+            "the last shared expert is left out",
+            LOGITS,
+            (CHOSEN, "num_shared=max(num_shared - 1, 0)"),
+        ),
+    ),
+    (
+        V2,
+        bug(
+            "experts.py",
+            "every rank has the columns of the first in its shared experts",
+            SPLIT,
+            ("whole.narrow(dim, columns.source,", "whole.narrow(dim, 0,"),
+        ),
+    ),
+    (
+        V3,
+        bug(
+            "experts.py",
+            "shared experts are counted by every rank",
+            SPLIT,
+            (
+                "weights_TC, ids_TC = self.gate(x_TE)",
+                "weights_TC, ids_TC = self.gate(x_TE)\n"
+                "        weights_TC[:, self.gate.routing.top_k :] *= self.tp.size",
+            ),
+        ),
+    ),
+    (
+        V2,
+        bug(
+            "experts.py",
+            "a mixture on one rank leaves the residual out",
             LOGITS,
             (
-                "shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors",
-                "shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors * 0 + 1",
+                "return self.experts(x_TE, weights_TC, ids_TC, residual_TE)",
+                "return self.experts(x_TE, weights_TC, ids_TC)",
             ),
+        ),
+    ),
+    (
+        V2,
+        bug(
+            "experts.py",
+            "all shared experts are loaded with the first one's rows",
+            LOGITS,
+            ("tensor.chunk(num_shared, dim)", "[tensor.chunk(num_shared, dim)[0]] * num_shared"),
+        ),
+    ),
+    (
+        V3,
+        bug(
+            "experts.py",
+            "gate and up of shared experts are exchanged",
+            LOGITS,
+            ("[shards.index(shard_id)]", "[-1 - shards.index(shard_id)]"),
+        ),
+    ),
+    (
+        V2,
+        bug(
+            "experts.py",
+            "the first routed experts are taken for the shared ones",
+            LOGITS,
+            ("one.tensor[experts.num_experts :]", "one.tensor[: experts.num_shared]"),
         ),
     ),
     (

@@ -230,6 +230,8 @@ def expert_bug(name: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
 
 
 ROUTED = "test_tokens_choose_the_experts_of_the_rule"
+RESIDUAL = "test_the_residual_is_in_the_sum_of_experts"
+SHARED = "test_experts_that_all_tokens_share_are_added_once"
 TIES = "test_of_equal_experts_the_first_are_chosen"
 FLOAT32_SCORES = "test_scores_are_computed_in_float32"
 UNDERFLOW = "test_weights_are_zero_where_all_scores_underflow"
@@ -249,6 +251,48 @@ EXPERTS = [
         ("weights_TC.sum(dim=-1, keepdim=True)", "scores_TN.sum(dim=-1, keepdim=True)"),
     ),
     expert_bug("a sum of 0 divides", UNDERFLOW, ("+ TINY", "+ 0")),
+    expert_bug(
+        "shared experts are dropped", ROUTED, ("not (shared := routing.num_shared)", "True")
+    ),
+    expert_bug("shared experts are scaled", ROUTED, ("value=1.0", "value=routing.scale")),
+    expert_bug("shared experts have no weight", ROUTED, ("value=1.0", "value=0.0")),
+    expert_bug(
+        "the first experts are taken for the shared ones",
+        ROUTED,
+        ("arange(num_routed, num_routed + shared", "arange(0, shared"),
+    ),
+    expert_bug(
+        "the first shared expert counts for all",
+        ROUTED,
+        ("ids_S.expand", "ids_S[:1].expand(shared).expand"),
+    ),
+    expert_bug(
+        "shared experts come first, their weights last",
+        ROUTED,
+        ("(ids_TC, ids_S.expand(len(ids_TC), -1))", "(ids_S.expand(len(ids_TC), -1), ids_TC)"),
+    ),
+    expert_bug(
+        "shared experts take the places of the worst",
+        ROUTED,
+        (
+            "weights_TC, ids_TC = weights_TC * routing.scale, ids_TC.int()",
+            "kept = routing.top_k - routing.num_shared; "
+            "weights_TC, ids_TC = weights_TC[:, :kept] * routing.scale, ids_TC[:, :kept].int()",
+        ),
+    ),
+    expert_bug(
+        "shared experts are among those whose weights add up to 1",
+        ROUTED,
+        ("keepdim=True) + TINY)", "keepdim=True) + routing.num_shared)"),
+    ),
+    expert_bug(
+        "padding chooses a shared expert",
+        PADDED_ROUTES,
+        (
+            "ids_S = torch.arange",
+            "ids_TC[logits_TN[:, 0].isnan()] = num_routed; ids_S = torch.arange",
+        ),
+    ),
     expert_bug(
         "weights are always divided by their sum", ROUTED, ("if routing.renormalize:", "if True:")
     ),
@@ -345,6 +389,36 @@ EXPERTS = [
         (
             "in ids_TC.unique().tolist():",
             "in ids_TC.unique()[torch.randperm(len(ids_TC.unique()))].tolist():",
+        ),
+    ),
+    bug(
+        "the residual is left out",
+        RESIDUAL,
+        ("residual_TE.add_(sum_TE)", "residual_TE.copy_(sum_TE)"),
+    ),
+    bug(
+        "the residual counts twice",
+        RESIDUAL,
+        ("residual_TE.add_(sum_TE)", "sum_TE.add_(residual_TE, alpha=2)"),
+    ),
+    bug("the residual is returned as it is", RESIDUAL, ("residual_TE.add_(sum_TE)", "residual_TE")),
+    bug(
+        "shared experts are added again",
+        SHARED,
+        (
+            "sum_TE = self._experts(x_TE, weights_TC, ids_TC,",
+            "weights_TC = torch.cat((weights_TC[:, : weights_TC.shape[1] - num_shared], "
+            "2 * weights_TC[:, weights_TC.shape[1] - num_shared :]), 1)\n"
+            "        sum_TE = self._experts(x_TE, weights_TC, ids_TC,",
+        ),
+    ),
+    bug(
+        "shared experts are left to another kernel",
+        SHARED,
+        (
+            "sum_TE = self._experts(x_TE, weights_TC, ids_TC,",
+            "kept = ids_TC.shape[1] - num_shared\n"
+            "        sum_TE = self._experts(x_TE, weights_TC[:, :kept], ids_TC[:, :kept],",
         ),
     ),
     expert_bug(

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from nanovllm_core.api import QKPrep
-from nanovllm_core.kernels import TorchKernels, experts_reference
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.kernels.reference import store_unless_padded
 from nanovllm_kit.kernel_experts import ExpertChecks
 from nanovllm_kit.numerics import assert_close_report
@@ -127,19 +127,12 @@ def test_a_set_derived_from_torchs_replaces_an_operation_in_the_fused_ones_too()
     assert torch.equal(doubled.norm_gate_up(x, norm, 1e-6, weight), plain.silu_and_mul(product))
 
 
-class WaitingForNothing(TorchKernels):
-    """The set as it is on a GPU: no operation reads ids on the host."""
-
-    def experts(self, *inputs: Tensor) -> Tensor:
-        return experts_reference.experts(*inputs)
-
-
 class TestExpertsWithoutWaiting(ExpertChecks):
     """The form of `experts` that can be captured, on a CPU too."""
 
     @pytest.fixture
     def kernels(self) -> TorchKernels:
-        return WaitingForNothing()
+        return TorchKernels()  # without a device: no operation reads ids on the host
 
     @pytest.fixture
     def device(self) -> torch.device:

@@ -33,7 +33,7 @@ from nanovllm_core.layers import (
 from nanovllm_core.layers.module import Layer, ModelParameter, finalize_layers
 from nanovllm_kit.kernel_watch import KernelWatch
 from nanovllm_kit.numerics import assert_close_report
-from nanovllm_kit.ranks import SimulatedRank, run_ranks
+from nanovllm_kit.ranks import run_ranks
 
 CPU = torch.device("cpu")
 RANKS = [1, 2, 4]
@@ -353,35 +353,3 @@ def test_finalize_reaches_every_layer_once() -> None:
     here = context(SingleRank())
     finalize_layers(torch.nn.ModuleList([Recording(here, 4, 1e-6), RMSNorm(here, 4, 1e-6)]))
     assert calls == ["finalized"]
-
-
-def test_the_ranks_parts_of_a_mixture_are_summed_and_added_in_one_operation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those of the shared experts among them: a group may have one kernel for sum and residual."""
-    x_TE, added = random(5, 12), []
-    real = SimulatedRank.all_reduce_add
-
-    def seen(rank: SimulatedRank, x: Tensor, residual: Tensor) -> Tensor:
-        added.append(rank.rank)
-        return real(rank, x, residual)
-
-    monkeypatch.setattr(SimulatedRank, "all_reduce_add", seen)
-
-    def on_rank(tp: TensorParallel) -> Tensor:
-        here = context(tp)
-        mixture = SparseMLP(here, 12, 8, 5, Routing(top_k=2), shared_size=16)
-        layers = [one for one in mixture.modules() if isinstance(one, Layer)]
-        for index, layer in enumerate(layers):
-            if [*layer.parameters(recurse=False)]:
-                fill(layer, seed=10 * index)
-        norm = RMSNorm(here, 12, 1e-6)
-        fill(norm, seed=99)
-        finalize_layers(mixture)
-        return mixture(x_TE.clone(), norm)
-
-    [whole] = run_ranks(1, on_rank)
-    added.clear()
-    for part in run_ranks(2, on_rank):
-        assert_close_report(part, whole, rel_norm=2e-6)
-    assert sorted(added) == [0, 1]

@@ -30,7 +30,7 @@ _OF_ONE_PROCESS = ("tensor_parallel_size", "data_parallel_size", "executor", "en
 
 @dataclass(frozen=True, slots=True)
 class TouchedExperts:
-    """The experts that the layers of decode steps read.
+    """The experts that the layers of decode steps read, without those that all tokens choose.
 
     `histogram[k]` counts the pairs of a step and a layer that touched k experts.
     """
@@ -84,7 +84,9 @@ def count_touched_experts(
         num_experts = decode_steps = 0
         for num_rows in _decode_steps(llm.engine, llm.info.bucket_sizes, routed):
             decode_steps += 1
-            counts.update(len(ids_TC[:num_rows].unique()) for _, ids_TC in routed)
+            counts.update(
+                len(ids_TC[:num_rows, : router.routing.top_k].unique()) for router, ids_TC in routed
+            )
             num_experts = max(router.num_experts for router, _ in routed)
     histogram = [counts[k] for k in range(num_experts + 1)]
     return TouchedExperts(decode_steps, histogram)

@@ -22,6 +22,7 @@ from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers import (
     ColumnParallelLinear,
+    GatedMLP,
     RowParallelLinear,
     SparseMLP,
     VocabParallelEmbedding,
@@ -262,9 +263,10 @@ def _tables(layout: CacheLayout, decisions: Decisions) -> int:
 def _num_all_reduces(module: torch.nn.Module) -> int:
     """One behind each layer that splits its inputs; a mixture and its shared experts have one."""
     modules = list(module.modules())
-    with_shared = [one for one in modules if isinstance(one, SparseMLP) and one.shared_experts]
+    mixtures = [one for one in modules if isinstance(one, SparseMLP)]
+    with_mlp = [one for one in mixtures if isinstance(one.shared_experts, GatedMLP)]
     summed = RowParallelLinear | VocabParallelEmbedding | SparseMLP
-    return sum(isinstance(one, summed) for one in modules) - len(with_shared)
+    return sum(isinstance(one, summed) for one in modules) - len(with_mlp)
 
 
 def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) -> int:
@@ -292,7 +294,7 @@ def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) 
     )
     mixtures = (one for one in module.modules() if isinstance(one, SparseMLP))
     of_experts = (
-        one.gate.routing.top_k * sum(one.experts.down.tensor.shape[1:]) for one in mixtures
+        one.gate.routing.num_chosen * sum(one.experts.down.tensor.shape[1:]) for one in mixtures
     )
     return (3 * shape.hidden_size + max(3 * widest // 2, *of_experts, 0)) * dtype.itemsize
 

@@ -62,21 +62,22 @@ class Order(NamedTuple):
 
 def run_experts(
     x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, down_NEF: Tensor,
-    options: Options, plan: ExpertsPlan | None = None,
+    options: Options, plan: ExpertsPlan | None = None, *,
+    num_shared: int = 0, residual_TE: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `KernelSet.experts`."""
     num_experts, hidden, intermediate = down_NEF.shape
     weights_TC, ids_TC = weights_TC.contiguous(), ids_TC.contiguous()
     if plan is None:
         sizes = (num_experts, hidden, intermediate, x_TE.dtype.itemsize)
-        plan = choose_experts(*ids_TC.shape, *sizes, shared_memory_of(x_TE.device))
+        plan = choose_experts(*ids_TC.shape, *sizes, shared_memory_of(x_TE.device), num_shared)
     if isinstance(plan, FewExperts):
         hidden_PF = few_gate_up(plan.gate_up, x_TE, ids_TC, gate_up_N2FE, options)
-        return few_down(plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options)
+        return few_down(plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options, residual_TE)
     order = sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, options)
     hidden_PF = grouped_gate_up(plan.gate_up, x_TE, order, gate_up_N2FE, options)
     result_PE = grouped_down(plan.down, hidden_PF, order, down_NEF, options)
-    return combine(result_PE, order, weights_TC, options)
+    return combine(result_PE, order, weights_TC, options, residual_TE)
 
 
 @lru_cache
@@ -107,16 +108,19 @@ def few_gate_up(
 
 def few_down(
     plan: FewPlan, hidden_PF: Tensor, weights_TC: Tensor, ids_TC: Tensor, down_NEF: Tensor,
-    options: Options,
+    options: Options, residual_TE: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum over each token's experts -> [T, E]."""
+    """The weighted sum over each token's experts, on the residual if there is one -> [T, E]."""
     (num_tokens, chosen), (_, hidden, intermediate) = ids_TC.shape, down_NEF.shape
-    out_TE = hidden_PF.new_empty((num_tokens, hidden))
+    out_TE = residual_TE
+    if out_TE is None:
+        out_TE = hidden_PF.new_empty((num_tokens, hidden))
     tiles = num_tokens * triton.cdiv(hidden, plan.block_n)
     few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
-        hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens,
-        CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, BLOCK_N=plan.block_n,
-        LANES=plan.lanes, SIGNAL=plan.signal, AHEAD=plan.ahead, **_loop(plan), **options,
+        hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens, out_TE.stride(0),
+        CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, ADD=residual_TE is not None,
+        BLOCK_N=plan.block_n, LANES=plan.lanes, SIGNAL=plan.signal, AHEAD=plan.ahead,
+        **_loop(plan), **options,
     )  # fmt: skip
     return out_TE
 
@@ -185,13 +189,19 @@ def grouped_down(
     return result_PE
 
 
-def combine(result_PE: Tensor, order: Order, weights_TC: Tensor, options: Options) -> Tensor:
-    """The weighted sum of each token's results -> [T, E]."""
+def combine(
+    result_PE: Tensor, order: Order, weights_TC: Tensor, options: Options,
+    residual_TE: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The weighted sum of each token's results, on the residual if there is one -> [T, E]."""
     (num_tokens, chosen), hidden = weights_TC.shape, result_PE.shape[1]
-    out_TE = result_PE.new_empty((num_tokens, hidden))
+    out_TE = residual_TE
+    if out_TE is None:
+        out_TE = result_PE.new_empty((num_tokens, hidden))
     combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
-        result_PE, order.rows, weights_TC, out_TE,
-        CHOSEN=chosen, SIZE=hidden, BLOCK=_COMBINE_BLOCK, num_warps=4, **options,
+        result_PE, order.rows, weights_TC, out_TE, out_TE.stride(0),
+        CHOSEN=chosen, SIZE=hidden, ADD=residual_TE is not None,
+        BLOCK=_COMBINE_BLOCK, num_warps=4, **options,
     )  # fmt: skip
     return out_TE
 

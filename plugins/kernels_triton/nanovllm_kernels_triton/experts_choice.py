@@ -2,7 +2,7 @@
 
 | (token, expert) pairs | kernels |
 |---|---|
-| to FEW_PAIRS | `experts_few`: each pair reads its expert's weights |
+| to FEW_PAIRS, or FEW_PAIRS_WITH_SHARED | `experts_few`: each pair reads its expert's weights |
 | more | `experts_many`: pairs in the order of experts, tiles of an expert's mean rows and a third |
 
 The choice and all grids depend on shapes alone, never on who chose what, so a captured step can be
@@ -16,6 +16,13 @@ from functools import lru_cache
 
 FEW_PAIRS = 64
 """Up to here sorting would cost more than it saves; most pairs have an expert of their own."""
+
+FEW_PAIRS_WITH_SHARED = 31
+"""The same with shared experts: every token reads them again, which sorted pairs do not."""
+
+DENSE_SHARED_TOKENS = 4096
+"""From here on shared experts are dense products of cuBLAS. On an H200 it reaches up to 790 TFLOP/s
+and grouped products 410, which is more than the further kernels cost."""
 
 PROCESSORS = 132
 """The multiprocessors of an H100 or H200. A guide, not a limit."""
@@ -91,18 +98,19 @@ ExpertsPlan = FewExperts | ManyExperts
 @lru_cache(maxsize=1024)
 def choose_experts(
     tokens: int, chosen: int, num_experts: int, hidden: int, intermediate: int, itemsize: int,
-    shared_memory: int,
+    shared_memory: int, num_shared: int = 0,
 ) -> ExpertsPlan:  # fmt: skip
     """The plan for x [tokens, hidden] and `num_experts` MLPs, `chosen` of them for each token.
 
-    `shared_memory`: bytes that a program may have.
+    `shared_memory`: bytes that a program may have. `num_shared` of the experts are chosen by all
+    tokens; the rows of a tile are for the others.
     """
-    pairs = tokens * chosen
-    if pairs <= FEW_PAIRS:
+    if tokens * chosen <= (FEW_PAIRS_WITH_SHARED if num_shared else FEW_PAIRS):
         gate_up = _few_plan(tokens, 2 * chosen * intermediate, hidden, itemsize)
         down = _few_plan(tokens, hidden, intermediate, itemsize)
         return FewExperts(gate_up, replace(down, ahead=_AHEAD))
-    block_m = _rows_of_tile(-(-pairs // num_experts), itemsize)
+    rows = -(-tokens * (chosen - num_shared) // (num_experts - num_shared))
+    block_m = _rows_of_tile(rows, itemsize)
     is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY
     plan = _LARGE_PLANS[block_m] if is_large else _small_plan(block_m, _LINE_BYTES // itemsize)
     return ManyExperts(plan, plan)

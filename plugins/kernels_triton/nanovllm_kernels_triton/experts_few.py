@@ -68,16 +68,17 @@ def few_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def few_down_kernel(
-    hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, num_tokens,
-    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, num_tokens, out_stride,
+    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ADD: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
     SIGNAL: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum over a token's experts, in their order -> `out_ptr` [T, OUTPUTS].
 
-    Weight [experts, OUTPUTS, INPUTS]. The weights of the first AHEAD steps are on their way to the
-    L2 cache before the kernel waits. The ids are known by then: `few_gate_up_kernel`, which is the
-    kernel before, signals behind its own wait.
+    Weight [experts, OUTPUTS, INPUTS]. ADD: `out_ptr` holds the residual, which is in the sum, and
+    is read while weights are on their way. The weights of the first AHEAD steps are on their way to
+    the L2 cache before the kernel waits. The ids are known by then: `few_gate_up_kernel`, which is
+    the kernel before, signals behind its own wait.
     """
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
@@ -98,12 +99,17 @@ def few_down_kernel(
                 )
         gdc_wait()
     y = tl.zeros((BLOCK_N, LANES), tl.float32)
+    residual = tl.zeros((BLOCK_N,), out_ptr.dtype.element_ty)
     for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
         if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
             if step == signal:
                 gdc_launch_dependents()
         tile, part = step // STEPS, step % STEPS
         token, outputs = tile // TILES, tile % TILES * BLOCK_N + rows
+        out_ptrs = out_ptr + tl.cast(token, tl.int64) * out_stride + outputs
+        if ADD:  # noqa: SIM102 - as above
+            if part == 0:
+                residual = tl.load(out_ptrs, mask=outputs < OUTPUTS, other=0.0)
         pair, columns = token * CHOSEN + part // CHUNKS, part % CHUNKS * BLOCK_K + lanes
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         row_ptrs = weight_ptr + expert * (OUTPUTS * INPUTS) + outputs * INPUTS
@@ -113,9 +119,8 @@ def few_down_kernel(
         hidden = tl.load(hidden_ptr + pair * INPUTS + columns, mask=inside, other=0.0)
         y += _lane_sums(weight, hidden, LANES) * tl.load(weights_ptr + pair)
         if part == STEPS - 1:
-            out_ptrs = out_ptr + tl.cast(token, tl.int64) * OUTPUTS + outputs
-            total = tl.sum(y, axis=1).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptrs, total, mask=outputs < OUTPUTS)
+            total = tl.sum(y, axis=1) + residual.to(tl.float32)
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=outputs < OUTPUTS)
             y = tl.zeros((BLOCK_N, LANES), tl.float32)
 
 

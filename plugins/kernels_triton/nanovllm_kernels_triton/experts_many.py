@@ -231,23 +231,30 @@ def grouped_down_kernel(
 
 @triton.jit
 def combine_kernel(
-    result_ptr, rows_ptr, weights_ptr, out_ptr,
-    CHOSEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    result_ptr, rows_ptr, weights_ptr, out_ptr, out_stride,
+    CHOSEN: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of a token's results, wherever their rows are, a piece of it per program."""
+    """The weighted sum of a token's results, wherever their rows are, a piece of it per program.
+
+    ADD: `out_ptr` holds the residual, which is in the sum.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
+    out_ptrs = out_ptr + token * out_stride + columns
     y = tl.zeros((BLOCK,), tl.float32)
+    if ADD:
+        y += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     for choice in tl.static_range(CHOSEN):
         pair = token * CHOSEN + choice
         row = tl.load(rows_ptr + pair).to(tl.int64)
         result = tl.load(result_ptr + row * SIZE + columns, mask=mask, other=0.0)
         y += result.to(tl.float32) * tl.load(weights_ptr + pair)
-    tl.store(out_ptr + token * SIZE + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from nanovllm_core.api import CapturedTail, LatentPrep, QKPrep, Routing, TailTables
 from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
+from nanovllm_kernels_triton import experts_choice
 from nanovllm_kernels_triton.captured_tail import TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
@@ -195,8 +196,30 @@ class TritonKernels(TorchKernels):
         ids_TC: Tensor,
         gate_up_N2FE: Tensor,
         down_NEF: Tensor,
+        num_shared: int = 0,
+        residual_TE: Tensor | None = None,
     ) -> Tensor:
-        return run_experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF, self._options)
+        if num_shared and len(x_TE) >= experts_choice.DENSE_SHARED_TOKENS:
+            stacks = (gate_up_N2FE[-num_shared:], down_NEF[-num_shared:])
+            residual_TE = self._add_shared_experts(x_TE, *stacks, residual_TE)
+            weights_TC, ids_TC = weights_TC[:, :-num_shared], ids_TC[:, :-num_shared]
+            gate_up_N2FE, down_NEF = gate_up_N2FE[:-num_shared], down_NEF[:-num_shared]
+            num_shared = 0
+        inputs = (x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
+        return run_experts(*inputs, self._options, num_shared=num_shared, residual_TE=residual_TE)
+
+    def _add_shared_experts(
+        self,
+        x_TE: Tensor,
+        gate_up_S2FE: Tensor,
+        down_SEF: Tensor,
+        residual_TE: Tensor | None,
+    ) -> Tensor:
+        """The residual and all tokens' sum over some experts, rounded once for each."""
+        out_TE = torch.zeros_like(x_TE) if residual_TE is None else residual_TE
+        for gate_up_2FE, down_EF in zip(gate_up_S2FE, down_SEF, strict=True):
+            out_TE.addmm_(self.silu_and_mul(x_TE @ gate_up_2FE.t()), down_EF.t())
+        return out_TE
 
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,

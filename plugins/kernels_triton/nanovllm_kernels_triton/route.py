@@ -35,7 +35,9 @@ def route_kernel(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALE: tl.constexpr,
     SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_SHARED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """See `nanovllm_core.api.Routing`, whose fields are the constants."""
     if DEPENDENT:
@@ -75,9 +77,14 @@ def route_kernel(
     if RENORMALIZE:
         # As the reference: 0 and no NaN where all scores underflow.
         scores = tl.div_rn(scores, tl.sum(tl.where(is_chosen, scores, 0.0), axis=0) + 1e-20)
-    places = token * TOP_K + ranks
-    tl.store(weights_ptr + places, scores * SCALE, mask=is_chosen)
-    tl.store(ids_ptr + places, ids, mask=is_chosen)
+    first = token * (TOP_K + NUM_SHARED)
+    tl.store(weights_ptr + first + ranks, scores * SCALE, mask=is_chosen)
+    tl.store(ids_ptr + first + ranks, ids, mask=is_chosen)
+    if NUM_SHARED > 0:
+        shared = tl.arange(0, BLOCK_SHARED)
+        places, is_shared = first + TOP_K + shared, shared < NUM_SHARED
+        tl.store(weights_ptr + places, tl.full(shared.shape, 1.0, tl.float32), mask=is_shared)
+        tl.store(ids_ptr + places, NUM_EXPERTS + shared, mask=is_shared)
 
 
 @triton.jit
@@ -114,8 +121,8 @@ def run_route(
 ) -> tuple[Tensor, Tensor]:
     """See `KernelSet.route`; `options` are those of `launch_options`."""
     num_tokens, num_experts = logits_TN.shape
-    weights_TC = logits_TN.new_empty((num_tokens, routing.top_k), dtype=torch.float32)
-    ids_TC = logits_TN.new_empty((num_tokens, routing.top_k), dtype=torch.int32)
+    weights_TC = logits_TN.new_empty((num_tokens, routing.num_chosen), dtype=torch.float32)
+    ids_TC = logits_TN.new_empty((num_tokens, routing.num_chosen), dtype=torch.int32)
     block_groups = triton.next_power_of_2(routing.num_groups)
     block_experts = triton.next_power_of_2(num_experts // routing.num_groups)
     route_kernel[(num_tokens,)](
@@ -128,8 +135,10 @@ def run_route(
         NUM_GROUPS=routing.num_groups,
         TOP_GROUPS=routing.top_groups,
         BEST_TWO=routing.group_score == "top2",
+        NUM_SHARED=routing.num_shared,
         BLOCK_GROUPS=block_groups,
         BLOCK_EXPERTS=block_experts,
+        BLOCK_SHARED=triton.next_power_of_2(max(routing.num_shared, 1)),
         num_warps=max(block_groups * block_experts // _EXPERTS_PER_WARP, 1),
         **options,
     )  # fmt: skip

@@ -106,6 +106,10 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
         "linear": (x, lambda x: kernels.linear(x, square)),
         "prepare_qkv": (qkv, prepare),
         "experts": (x, lambda x: kernels.experts(x, *route, gate_up, down)),
+        "experts to a late residual": (
+            x,
+            lambda x: kernels.experts(known, *route, gate_up, down, residual_TE=x),
+        ),
         "experts of a late route": (random(rows, NUM_EXPERTS, seed=10), mix_late_route),
     } | {
         name: (random(rows, NUM_EXPERTS, seed=10), partial(mix_late_route_by, plan))
@@ -136,6 +140,7 @@ def qk_prep() -> QKPrep:
         "linear",
         "prepare_qkv",
         "experts",
+        "experts to a late residual",
         "experts of a late route",
         *PLANS,
     ],

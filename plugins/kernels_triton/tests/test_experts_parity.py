@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -98,6 +100,21 @@ def test_every_plan_equals_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_adds_the_residual(name: str, dtype: torch.dtype) -> None:
+    """In its place, with gaps between its rows, and once for each of its tiles."""
+    inputs = mixture(tokens_of(name), dtype)
+    residual = 8 * random(len(inputs[0]), 2 * HIDDEN, dtype=dtype, seed=6)
+    before, place = residual.clone(), residual[:, :HIDDEN]
+    actual = experts.run_experts(*inputs, OPTIONS, PLANS[name], residual_TE=place)
+    assert actual.data_ptr() == residual.data_ptr()
+    expected = TorchKernels().experts(*inputs, residual_TE=before[:, :HIDDEN])
+    assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
+    assert torch.equal(residual[:, HIDDEN:], before[:, HIDDEN:])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", PLANS)
 def test_the_bits_of_a_token_do_not_depend_on_the_others(name: str) -> None:
     """Neither where they are padding, NaN in inputs and weights, nor where they choose anew."""
@@ -170,13 +187,55 @@ def test_no_program_of_few_pairs_reads_much_more_than_its_share(outputs: int) ->
             tiles = tokens * -(-rows // part.block_n)
             busiest = -(-tiles // programs) * (part.block_n + 1)
             assert busiest <= 1.5 * tokens * rows / programs + 3
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shared_experts_of_prompts_are_dense_products(
+    dtype: torch.dtype, with_residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the sum once, with the residual or alone, and no pair of theirs is sorted."""
+    x, weights, ids, *stacks = mixture(20, dtype)
+    ids[:, -2:], weights[:, -2:] = torch.arange(NUM_EXPERTS - 2, NUM_EXPERTS, device=DEVICE), 1.0
+    ids[:, 0] %= NUM_EXPERTS - 2
+    inputs = (x, weights, ids, *stacks)
+    residual = random(len(x), HIDDEN, dtype=dtype, seed=6) if with_residual else None
+    expected = TorchKernels().experts(*inputs, 2, None if residual is None else residual.clone())
+    sorted_ids = []
+    real = experts.sort_pairs
+
+    def noting(ids_TC: Tensor, *arguments: Any) -> experts.Order:
+        sorted_ids.append(ids_TC)
+        return real(ids_TC, *arguments)
+
+    monkeypatch.setattr(experts, "sort_pairs", noting)
+    monkeypatch.setattr(experts_choice, "FEW_PAIRS", 0)
+    choose_experts.cache_clear()
+    monkeypatch.setattr(experts_choice, "DENSE_SHARED_TOKENS", 20)
+    actual = TritonKernels().experts(*inputs, 2, residual)
+    choose_experts.cache_clear()
+    assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
+    assert [tuple(one.shape) for one in sorted_ids] == [(20, CHOSEN - 2)]
+
+
+def test_the_rule_is_for_the_experts_that_are_not_shared() -> None:
+    """Tiles have the rows that suit the others, however many rows shared ones have. Pairs are few
+    while few of them read a shared expert again."""
+    for tokens in (16, 64, 256, 1024):
+        plan = choose_experts(tokens, 8, 66, 2048, 1408, 2, 232448, 2)
+        assert plan == choose_experts(tokens, 6, 64, 2048, 1408, 2, 232448)
+    for tokens, num_shared, is_few in ((1, 4, True), (3, 2, True), (4, 2, False), (4, 1, True)):
+        plan = choose_experts(
+            tokens, 6 + num_shared, 64 + num_shared, 2048, 1408, 2, 232448, num_shared
+        )
+        assert isinstance(plan, FewExperts) == is_few
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "chosen"), [(128, 8), (64, 6), (60, 4), (256, 8), (512, 10), (8, 2)]
+    ("num_experts", "chosen", "num_shared"),
+    [(128, 8, 0), (66, 8, 2), (60, 4, 0), (257, 9, 1), (512, 10, 0), (8, 2, 0)],
 )
 def test_steps_of_1_2_4_tokens_have_the_kernels_of_all_steps_between(
-    num_experts: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+    num_experts: int, chosen: int, num_shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start tries these and the largest step, and no later one waits for the compiler."""
     launched: list[frozenset[tuple[str, object]]] = []
@@ -195,7 +254,7 @@ def test_steps_of_1_2_4_tokens_have_the_kernels_of_all_steps_between(
     monkeypatch.setattr(experts, "_SORT_BLOCK", 1024)
 
     def kernels_of(tokens: int) -> set[object]:
-        plan = choose_experts(tokens, chosen, num_experts, 2048, 768, 2, 232448)
+        plan = choose_experts(tokens, chosen, num_experts, 2048, 768, 2, 232448, num_shared)
         launched.clear()
         if isinstance(plan, ManyExperts):
             ids_TC = torch.empty(tokens, chosen, dtype=torch.int32)

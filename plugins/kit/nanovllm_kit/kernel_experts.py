@@ -20,8 +20,10 @@ ROUTERS = {
     "softmax": Routing(top_k=3),
     "softmax, weights that add up to 1": Routing(top_k=4, renormalize=True),
     "one expert": Routing(top_k=1, scale=2.5),
-    "groups by their best": Routing(top_k=4, num_groups=6, top_groups=2, scale=16.0),
-    "sigmoid in groups by their two best": Routing(
+    "groups by their best, two shared": Routing(
+        top_k=4, num_groups=6, top_groups=2, scale=16.0, num_shared=2
+    ),
+    "sigmoid in groups by their two best, one shared": Routing(
         top_k=5,
         scoring="sigmoid",
         renormalize=True,
@@ -29,6 +31,7 @@ ROUTERS = {
         top_groups=2,
         group_score="top2",
         scale=2.5,
+        num_shared=1,
     ),
 }
 NUM_EXPERTS = 24
@@ -44,7 +47,8 @@ class ExpertChecks:
     def test_tokens_choose_the_experts_of_the_rule(
         self, kernels: KernelSet, device: torch.device, rows: int, rule: str
     ) -> None:
-        """With a bias, which counts for the choice and not for the weight, and without."""
+        """With a bias, which counts for the choice and not for the weight, and without. Shared
+        experts come behind them, with weight 1 whatever the rule does to others."""
         logits_TN = normal(rows, NUM_EXPERTS, seed=rows)
         for bias_N in (None, normal(NUM_EXPERTS, seed=1) / 4):
             expected = [choose(row, ROUTERS[rule], bias_N) for row in logits_TN.double()]
@@ -58,11 +62,12 @@ class ExpertChecks:
     def test_of_equal_experts_the_first_are_chosen(
         self, kernels: KernelSet, device: torch.device
     ) -> None:
-        """Where all logits are equal, and where two are that are not neighbours."""
+        """Where all logits are equal, and where two are that are not neighbours; a shared expert is
+        never equal to another."""
         logits_TN = torch.zeros(2, NUM_EXPERTS, device=device)
         logits_TN[1, [20, 3]] = 2.0
-        _, ids_TC = kernels.route(logits_TN, Routing(top_k=3))
-        assert ids_TC.tolist() == [[0, 1, 2], [3, 20, 0]]
+        _, ids_TC = kernels.route(logits_TN, Routing(top_k=3, num_shared=1))
+        assert ids_TC.tolist() == [[0, 1, 2, NUM_EXPERTS], [3, 20, 0, NUM_EXPERTS]]
 
     def test_scores_are_computed_in_float32(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype
@@ -78,12 +83,12 @@ class ExpertChecks:
     def test_weights_are_zero_where_all_scores_underflow(
         self, kernels: KernelSet, device: torch.device
     ) -> None:
-        """0 divided by their sum is no NaN, and other tokens keep their weights."""
+        """0 divided by their sum is no NaN, and other tokens and shared experts keep theirs."""
         logits_TN = normal(3, NUM_EXPERTS, seed=5).to(device)
-        routing = Routing(top_k=4, scoring="sigmoid", renormalize=True, scale=2.5)
+        routing = Routing(top_k=4, scoring="sigmoid", renormalize=True, scale=2.5, num_shared=2)
         expected_TC, _ = kernels.route(logits_TN, routing)
         logits_TN[1] -= 200
-        expected_TC[1] = 0
+        expected_TC[1, : routing.top_k] = 0
         weights_TC, _ = kernels.route(logits_TN, routing)
         assert torch.equal(weights_TC, expected_TC)
 
@@ -99,9 +104,10 @@ class ExpertChecks:
             padded_TN = logits_TN.clone()
             padded_TN[2] = torch.nan
             weights_TC, ids_TC = kernels.route(padded_TN, routing)
-            ids = ids_TC[2].tolist()
-            assert len(set(ids)) == routing.top_k
-            assert set(ids) <= set(range(NUM_EXPERTS))
+            ids, shared = ids_TC[2].tolist(), range(NUM_EXPERTS, NUM_EXPERTS + routing.num_shared)
+            assert ids[routing.top_k :] == [*shared]
+            assert len(set(ids)) == routing.num_chosen
+            assert set(ids) <= {*range(NUM_EXPERTS), *shared}
             kept = [0, 1, 3]
             assert torch.equal(weights_TC[kept], expected[kept])
 
@@ -121,6 +127,44 @@ class ExpertChecks:
         assert actual_TE.dtype == dtype
         assert_close_report(actual_TE, naive_experts(*inputs), rel_norm=REL_NORM[dtype])
         assert torch.equal(kernels.experts(*inputs), actual_TE), "a second call has other bits"
+
+    @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
+    def test_experts_that_all_tokens_share_are_added_once(
+        self,
+        kernels: KernelSet,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int, int],
+    ) -> None:
+        """One or all of them, whose number the set knows beforehand."""
+        inputs = mixture(shape, device, dtype)
+        _, weights_TC, ids_TC, _, _ = inputs
+        for num_shared in {1, shape[4]}:
+            first = shape[3] - num_shared
+            ids_TC[:, -num_shared:] = torch.arange(first, shape[3], device=device)
+            weights_TC[:, -num_shared:] = 1.0
+            others = shape[4] - num_shared
+            ids_TC[:, :others] = ids_TC[:, :others].clamp(max=first - 1)
+            actual_TE = kernels.experts(*inputs, num_shared=num_shared)
+            assert_close_report(actual_TE, naive_experts(*inputs), rel_norm=REL_NORM[dtype])
+
+    @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
+    def test_the_residual_is_in_the_sum_of_experts(
+        self,
+        kernels: KernelSet,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int, int],
+    ) -> None:
+        """Once, in the place of the residual or in another; the inputs are left as they were."""
+        inputs = mixture(shape, device, dtype)
+        before = [x.clone() for x in inputs]
+        residual_TE = (8 * normal(*inputs[0].shape, seed=5)).to(device, dtype)
+        expected_TE = naive_experts(*inputs) + residual_TE.double()
+        actual_TE = kernels.experts(*inputs, residual_TE=residual_TE)
+        assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+        assert actual_TE.dtype == dtype
+        assert_close_report(actual_TE, expected_TE, rel_norm=REL_NORM[dtype])
 
     def test_no_token_gets_another_ones_experts(
         self, kernels: KernelSet, device: torch.device
@@ -142,10 +186,9 @@ class ExpertChecks:
         self, kernels: KernelSet, device: torch.device
     ) -> None:
         """Scores underflow to 0, and such an expert is still chosen."""
-        x_TE, weights_TC, *others = mixture(EXPERT_SHAPES[1], device, torch.float32)
-        weights_TC[:, 0] = 0
-        expected_TE = naive_experts(x_TE, weights_TC, *others)
-        assert_close_report(kernels.experts(x_TE, weights_TC, *others), expected_TE, rel_norm=3e-6)
+        inputs = mixture(EXPERT_SHAPES[1], device, torch.float32)
+        inputs[1][:, 0] = 0
+        assert_close_report(kernels.experts(*inputs), naive_experts(*inputs), rel_norm=3e-6)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -205,4 +248,6 @@ def choose(
     open_to_all = sorted(expert for group in top for expert in group)
     ids = sorted(open_to_all, key=choice.__getitem__, reverse=True)[: routing.top_k]
     total = sum(scores[expert] for expert in ids) if routing.renormalize else 1.0
-    return ids, [scores[expert] / total * routing.scale for expert in ids]
+    weights = [scores[expert] / total * routing.scale for expert in ids]
+    shared = range(len(scores), len(scores) + routing.num_shared)
+    return [*ids, *shared], [*weights, *(1.0 for _ in shared)]
