@@ -187,6 +187,8 @@ def test_no_program_of_few_pairs_reads_much_more_than_its_share(outputs: int) ->
             tiles = tokens * -(-rows // part.block_n)
             busiest = -(-tiles // programs) * (part.block_n + 1)
             assert busiest <= 1.5 * tokens * rows / programs + 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
