@@ -12,7 +12,7 @@ pytest.importorskip("nanovllm_attention_sdpa", reason="needs the plugin attentio
 pytest.importorskip("nanovllm_model_qwen3_moe", reason="needs the plugin model_qwen3_moe")
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DeepseekV2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from nanovllm_bench import experts
@@ -152,6 +152,38 @@ def test_a_result_has_the_histogram_and_the_floor_that_follows_from_it(
     even = recompute({**roofline, "touched_experts": None}, lengths, record["max_num_seqs"])
     assert floor.weight_bytes != even.weight_bytes
     assert roofline["share"] == pytest.approx(floor.seconds / record["seconds"][0], abs=1e-3)
+
+
+def test_experts_that_all_tokens_share_are_not_counted(tmp_path: Path) -> None:
+    """The floor reads them in every step, as it reads dense layers."""
+    pytest.importorskip("nanovllm_model_deepseek", reason="needs the plugin model_deepseek")
+    config = DeepseekV2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        n_routed_experts=NUM_EXPERTS,
+        n_shared_experts=2,
+        num_experts_per_tok=CHOSEN,
+        topk_method="greedy",
+        first_k_dense_replace=1,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        max_position_embeddings=256,
+        architectures=["DeepseekV2ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    engine_config = config_of(tmp_path, load_format="dummy")
+    touched = count_touched_experts(engine_config, fixed_workload(1, 8, OUTPUT), temperature=0)
+    alone = [0] * (NUM_EXPERTS + 1)
+    alone[CHOSEN] = LAYERS * (OUTPUT - 1)
+    assert touched.histogram == alone
 
 
 def test_a_throughput_is_kept_where_experts_cannot_be_counted(
