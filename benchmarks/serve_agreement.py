@@ -1,23 +1,26 @@
 """Whether `nanovllm bench serve` and guidellm measure the same, on the same endpoint.
 
-    pip install guidellm    # in an environment of its own
+    pip install guidellm    # in an environment of its own; 0.8.1 was tried
     python benchmarks/serve_agreement.py --guidellm /path/to/guidellm [--url http://127.0.0.1:8000]
 
 Without --url both measure an endpoint whose times are known (`nanovllm_bench.serve.timed`). Each
-sends the same texts from as many clients, by turns. The medians over the turns are compared; the
-exit status is 1 where two differ by more than --limit.
+sends the same texts with the same fields from as many clients, in one process, by turns. The
+medians over the turns are compared. The exit status is 1 where two differ by more than --limit, or
+where a client was late. No request of a turn shares a prompt with another turn; a second comparison
+at the same server needs another --seed, or a prefix cache knows its prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,21 +28,44 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.record import write_record
 from nanovllm_bench.serve.client import Endpoint
-from nanovllm_bench.serve.measure import Plan, measure_endpoint, served_model
+from nanovllm_bench.serve.measure import Plan, describe_endpoint, measure_endpoint, served_model
 from nanovllm_bench.workloads import fixed_workload, text_of
 
 INPUT_LEN = 64
+SAME_FIELDS = {
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+"""What guidellm sends beside model, prompt and max_tokens, so that ours asks for the same."""
 Figures = Mapping[str, float]
 
 
-def ours(endpoint: Endpoint, clients: int, requests: int, output_len: int, turn: int) -> Figures:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What each tool sends in each turn."""
+
+    clients: int
+    requests: int
+    output_len: int
+    seed: int = 0
+
+    def texts(self, turn: int) -> list[str]:
+        """The prompts of guidellm's turn; no turn of `ours` has them."""
+        workload = fixed_workload(self.requests, INPUT_LEN, self.output_len)
+        shifted = workload.relabelled(5001 + 100 * self.seed + turn)
+        return [text_of(ids) for ids in shifted.prompts]
+
+
+def ours(endpoint: Endpoint, load: Load, turn: int) -> Figures:
     """Of `nanovllm bench serve`."""
-    workload = fixed_workload(requests, INPUT_LEN, output_len)
-    (run,) = measure_endpoint(endpoint, Plan(workload, [clients], seed=turn))["runs"]
-    if run["errors"] or run["invalid"]:
-        print(f"turn {turn}, ours: {run['errors']} {run['invalid']}", file=sys.stderr)
+    workload = fixed_workload(load.requests, INPUT_LEN, load.output_len)
+    plan = Plan(workload, [load.clients], seed=load.seed + turn)
+    (run,) = measure_endpoint(endpoint, plan)["runs"]
+    if problems := [*map(str, run["errors"].items()), *run["invalid"]]:
+        raise SystemExit(f"turn {turn} of nanovllm bench serve says nothing: {problems}")
     return {
         "first token p50, ms": run["ttft_ms"]["p50"],
         "first token p90, ms": run["ttft_ms"]["p90"],
@@ -51,20 +77,20 @@ def ours(endpoint: Endpoint, clients: int, requests: int, output_len: int, turn:
     }
 
 
-def guidellm(
-    command: str, endpoint: Endpoint, clients: int, requests: int, output_len: int, turn: int
-) -> Figures:
-    """Of guidellm; its inter-token latency is the mean of each request, as our time per token."""
-    workload = fixed_workload(requests, INPUT_LEN, output_len).relabelled(1001 + turn)
+def guidellm(command: str, endpoint: Endpoint, load: Load, turn: int) -> Figures:
+    """Of guidellm. A dataset that states the tokens of an answer makes it send `ignore_eos`."""
     with tempfile.TemporaryDirectory() as folder:
         prompts, out = Path(folder) / "prompts.jsonl", Path(folder) / "result.json"
-        lines = (json.dumps({"prompt": text_of(ids)}) for ids in workload.prompts)
+        lines = (
+            json.dumps({"prompt": text, "output_tokens_count": load.output_len})
+            for text in load.texts(turn)
+        )
         prompts.write_text("\n".join(lines), encoding="utf-8")
-        backend = f"target={endpoint.url},model={endpoint.model},max_tokens={output_len}"
+        backend = f"target={endpoint.url},model={endpoint.model}"
         arguments = {
             "--backend": f"kind=openai_http,{backend},request_format={endpoint.path},http2=false",
-            "--profile": f"kind=concurrent,streams={clients}",
-            "--constraint": f"kind=max_requests,count={requests}",
+            "--profile": f"kind=concurrent,streams={load.clients}",
+            "--constraint": f"kind=max_requests,count={load.requests}",
             "--data": f"kind=json_file,path={prompts}",
             "--output": f"kind=json,path={out}",
         }
@@ -74,14 +100,31 @@ def guidellm(
             check=True,
             timeout=1800,
             stdout=sys.stderr,
+            env={**os.environ, "GUIDELLM__MAX_WORKER_PROCESSES": "1"},
         )
-        (result,) = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]
-    wanted = ("time_to_first_token_ms", "request_latency", "inter_token_latency_ms")
-    metrics = {name: result["metrics"][name]["successful"] for name in wanted}
-    if metrics["time_to_first_token_ms"]["count"] != requests:
-        print(f"turn {turn}, guidellm: not every request succeeded", file=sys.stderr)
-    first, whole = metrics["time_to_first_token_ms"], metrics["request_latency"]
-    between = metrics["inter_token_latency_ms"]["percentiles"]
+        report = json.loads(out.read_text(encoding="utf-8"))
+    return figures_of(report, load)
+
+
+def figures_of(report: Mapping[str, Any], load: Load) -> Figures:
+    """The figures of guidellm's report under our names.
+
+    Its inter-token latency is the mean of each request, which is our time per token. SystemExit
+    where an answer failed or has another number of tokens than it was asked for.
+    """
+    (result,) = report["benchmarks"]
+
+    def answers(metric: str) -> Any:
+        return result["metrics"][metric]["successful"]
+
+    first, whole = answers("time_to_first_token_ms"), answers("request_latency")
+    between = answers("inter_token_latency_ms")["percentiles"]
+    asked, came = load.requests * load.output_len, answers("output_token_count")["total_sum"]
+    if whole["count"] != load.requests or round(came) != asked:
+        raise SystemExit(
+            f"guidellm has {whole['count']} of {load.requests} answers, and {came:.0f} of {asked} "
+            "tokens; does the endpoint know ignore_eos?"
+        )
     return {
         "first token p50, ms": first["percentiles"]["p50"],
         "first token p90, ms": first["percentiles"]["p90"],
@@ -89,7 +132,7 @@ def guidellm(
         "per token p90, ms": between["p90"],
         "end to end p50, ms": 1e3 * whole["percentiles"]["p50"],
         "end to end p90, ms": 1e3 * whole["percentiles"]["p90"],
-        "output tok/s": result["metrics"]["output_tokens_per_second"]["successful"]["mean"],
+        "output tok/s": answers("output_tokens_per_second")["mean"],
     }
 
 
@@ -109,12 +152,21 @@ def timed_endpoint(first_ms: float, gap_ms: float) -> Iterator[str]:
             process.terminate()
 
 
+def version_of(command: str) -> str:
+    """As guidellm says it."""
+    said = subprocess.run([command, "--version"], check=True, capture_output=True, text=True)
+    return said.stdout.split()[-1]
+
+
 def compare(measures: Mapping[str, Callable[[int], Figures]], turns: int) -> dict[str, Any]:
-    """The median over the turns of each tool's figures, and by how much they differ."""
+    """The median over the turns of each tool's figures, and by how much they differ.
+
+    Every second turn runs in the other order, so that a server that slows down favours nobody.
+    """
     raw: dict[str, list[Figures]] = {name: [] for name in measures}
     for turn in range(turns):
-        for name, measure in measures.items():
-            raw[name].append(measure(turn))
+        for name in [*measures][:: -1 if turn % 2 else 1]:
+            raw[name].append(measures[name](turn))
     medians = {
         name: {figure: median(one[figure] for one in runs) for figure in runs[0]}
         for name, runs in raw.items()
@@ -134,25 +186,27 @@ def main() -> int:
     parser.add_argument("--prompts", choices=["text", "chat"], default="text")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=24)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first-ms", type=float, default=60.0)
     parser.add_argument("--gap-ms", type=float, default=15.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--limit", type=float, default=0.03)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    load = (given.clients, given.requests, given.output_len)
+    load = Load(given.clients, given.requests, given.output_len, given.seed)
 
     def measured(url: str) -> dict[str, Any]:
-        endpoint = Endpoint(url, "", given.prompts, {"ignore_eos": True})
+        endpoint = Endpoint(url, "", given.prompts, SAME_FIELDS)
         endpoint = replace(endpoint, model=served_model(endpoint))
-        return compare(
+        result = compare(
             {
-                "nanovllm bench serve": lambda turn: ours(endpoint, *load, turn),
-                "guidellm": lambda turn: guidellm(given.guidellm, endpoint, *load, turn),
+                "nanovllm bench serve": lambda turn: ours(endpoint, load, turn),
+                "guidellm": lambda turn: guidellm(given.guidellm, endpoint, load, turn),
             },
             given.turns,
         )
+        return {"endpoint": describe_endpoint(endpoint), "prompts": given.prompts, **result}
 
     if given.url:
         result = measured(given.url)
@@ -165,7 +219,15 @@ def main() -> int:
         table.add_row(figure, *values, f"{difference:+.1%}")
     Console().print(table)
     if given.out:
-        write_record(given.out, {"benchmark": "serve_agreement", **result})
+        record = {
+            "benchmark": "serve_agreement",
+            "guidellm": version_of(given.guidellm),
+            "load": asdict(load) | {"input_len": INPUT_LEN},
+            "known": None if given.url else {"first_ms": given.first_ms, "gap_ms": given.gap_ms},
+            "limit": given.limit,
+            "environment": describe_environment(),
+        }
+        write_record(given.out, record | result)
     return int(max(map(abs, result["differences"].values())) > given.limit)
 
 
