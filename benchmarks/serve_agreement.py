@@ -4,10 +4,13 @@
     python benchmarks/serve_agreement.py --guidellm /path/to/guidellm [--url http://127.0.0.1:8000]
 
 Without --url both measure an endpoint whose times are known (`nanovllm_bench.serve.timed`). Each
-sends the same texts with the same fields from as many clients, in one process, by turns. The
-medians over the turns are compared. The exit status is 1 where two differ by more than --limit, or
-where a client was late. No request of a turn shares a prompt with another turn; a second comparison
-at the same server needs another --seed, or a prefix cache knows its prompts.
+sends the same fields and as long texts from as many clients, in one process, by turns or --at-once:
+on a machine that does other work, the turns differ more than the tools. The medians over the turns
+are compared. The exit status is 1 where two differ by more than --limit.
+
+No two turns share a prompt. A second comparison at the same server needs another --seed, or its
+prefix cache knows the prompts. With --at-once, give so many requests that guidellm's start, about
+ten seconds, is short beside them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,16 +35,27 @@ from rich.table import Table
 from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.record import write_record
 from nanovllm_bench.serve.client import Endpoint
-from nanovllm_bench.serve.measure import Plan, describe_endpoint, measure_endpoint, served_model
+from nanovllm_bench.serve.measure import (
+    MAX_LOADS,
+    Plan,
+    describe_endpoint,
+    measure_endpoint,
+    served_model,
+)
 from nanovllm_bench.workloads import fixed_workload, text_of
 
 INPUT_LEN = 64
+MAX_TURNS = 10
+"""Of one seed, before prompts are those of the next."""
 SAME_FIELDS = {
     "ignore_eos": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
 """What guidellm sends beside model, prompt and max_tokens, so that ours asks for the same."""
 Figures = Mapping[str, float]
+Measure = Callable[[int], Figures]
+"""One tool's measurement; it gets the number of the turn."""
+Runs = dict[str, list[Figures]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +67,28 @@ class Load:
     output_len: int
     seed: int = 0
 
-    def texts(self, turn: int) -> list[str]:
-        """The prompts of guidellm's turn; no turn of `ours` has them."""
+    def plan(self, turn: int) -> Plan:
+        """Of our own turn."""
         workload = fixed_workload(self.requests, INPUT_LEN, self.output_len)
-        shifted = workload.relabelled(5001 + 100 * self.seed + turn)
+        return Plan(workload, [self.clients], seed=MAX_TURNS * self.seed + turn)
+
+    def texts(self, turn: int) -> list[str]:
+        """The prompts of guidellm's turn: those of a second load of our plan, which it has not."""
+        plan = self.plan(turn)
+        shifted = plan.workload.relabelled(2 * (MAX_LOADS * plan.seed + 1))
         return [text_of(ids) for ids in shifted.prompts]
 
 
 def ours(endpoint: Endpoint, load: Load, turn: int) -> Figures:
     """Of `nanovllm bench serve`."""
-    workload = fixed_workload(load.requests, INPUT_LEN, load.output_len)
-    plan = Plan(workload, [load.clients], seed=load.seed + turn)
-    (run,) = measure_endpoint(endpoint, plan)["runs"]
+    (run,) = measure_endpoint(endpoint, load.plan(turn))["runs"]
     if problems := [*map(str, run["errors"].items()), *run["invalid"]]:
         raise SystemExit(f"turn {turn} of nanovllm bench serve says nothing: {problems}")
+    return figures_of_run(run)
+
+
+def figures_of_run(run: Mapping[str, Any]) -> Figures:
+    """The figures that are compared, of a run in our record."""
     return {
         "first token p50, ms": run["ttft_ms"]["p50"],
         "first token p90, ms": run["ttft_ms"]["p90"],
@@ -103,10 +126,10 @@ def guidellm(command: str, endpoint: Endpoint, load: Load, turn: int) -> Figures
             env={**os.environ, "GUIDELLM__MAX_WORKER_PROCESSES": "1"},
         )
         report = json.loads(out.read_text(encoding="utf-8"))
-    return figures_of(report, load)
+    return figures_of_report(report, load)
 
 
-def figures_of(report: Mapping[str, Any], load: Load) -> Figures:
+def figures_of_report(report: Mapping[str, Any], load: Load) -> Figures:
     """The figures of guidellm's report under our names.
 
     Its inter-token latency is the mean of each request, which is our time per token. SystemExit
@@ -158,15 +181,28 @@ def version_of(command: str) -> str:
     return said.stdout.split()[-1]
 
 
-def compare(measures: Mapping[str, Callable[[int], Figures]], turns: int) -> dict[str, Any]:
-    """The median over the turns of each tool's figures, and by how much they differ.
-
-    Every second turn runs in the other order, so that a server that slows down favours nobody.
-    """
-    raw: dict[str, list[Figures]] = {name: [] for name in measures}
+def by_turns(measures: Mapping[str, Measure], turns: int) -> Runs:
+    """One tool after the other; every second turn in the other order, which favours nobody."""
+    raw: Runs = {name: [] for name in measures}
     for turn in range(turns):
         for name in [*measures][:: -1 if turn % 2 else 1]:
             raw[name].append(measures[name](turn))
+    return raw
+
+
+def at_once(measures: Mapping[str, Measure], turns: int) -> Runs:
+    """Both tools at the same time: what else the machine does slows both down alike."""
+    raw: Runs = {name: [] for name in measures}
+    with ThreadPoolExecutor(len(measures)) as pool:
+        for turn in range(turns):
+            asked = {name: pool.submit(measure, turn) for name, measure in measures.items()}
+            for name, figures in asked.items():
+                raw[name].append(figures.result())
+    return raw
+
+
+def compare(raw: Runs) -> dict[str, Any]:
+    """The median over the turns of each tool's figures, and by how much they differ."""
     medians = {
         name: {figure: median(one[figure] for one in runs) for figure in runs[0]}
         for name, runs in raw.items()
@@ -188,25 +224,27 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-once", action="store_true", help="both tools at the same time")
     parser.add_argument("--first-ms", type=float, default=60.0)
     parser.add_argument("--gap-ms", type=float, default=15.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--limit", type=float, default=0.03)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.turns > MAX_TURNS:
+        parser.error(f"--turns is at most {MAX_TURNS}")
     load = Load(given.clients, given.requests, given.output_len, given.seed)
 
     def measured(url: str) -> dict[str, Any]:
         endpoint = Endpoint(url, "", given.prompts, SAME_FIELDS)
         endpoint = replace(endpoint, model=served_model(endpoint))
-        result = compare(
-            {
-                "nanovllm bench serve": lambda turn: ours(endpoint, load, turn),
-                "guidellm": lambda turn: guidellm(given.guidellm, endpoint, load, turn),
-            },
-            given.turns,
-        )
-        return {"endpoint": describe_endpoint(endpoint), "prompts": given.prompts, **result}
+        measures: dict[str, Measure] = {
+            "nanovllm bench serve": lambda turn: ours(endpoint, load, turn),
+            "guidellm": lambda turn: guidellm(given.guidellm, endpoint, load, turn),
+        }
+        raw = (at_once if given.at_once else by_turns)(measures, given.turns)
+        described = {"endpoint": describe_endpoint(endpoint), "prompts": given.prompts}
+        return described | compare(raw)
 
     if given.url:
         result = measured(given.url)
@@ -224,6 +262,7 @@ def main() -> int:
             "guidellm": version_of(given.guidellm),
             "load": asdict(load) | {"input_len": INPUT_LEN},
             "known": None if given.url else {"first_ms": given.first_ms, "gap_ms": given.gap_ms},
+            "at_once": given.at_once,
             "limit": given.limit,
             "environment": describe_environment(),
         }
