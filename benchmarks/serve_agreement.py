@@ -4,13 +4,15 @@
     python benchmarks/serve_agreement.py --guidellm /path/to/guidellm [--url http://127.0.0.1:8000]
 
 Without --url both measure an endpoint whose times are known (`nanovllm_bench.serve.timed`). Each
-sends the same fields and as long texts from as many clients, in one process, by turns or --at-once:
-on a machine that does other work, the turns differ more than the tools. The medians over the turns
-are compared. The exit status is 1 where two differ by more than --limit.
+sends the same fields and as long texts from as many clients, in one process, by turns. The medians
+over the turns are compared. The exit status is 1 where two differ by more than --limit.
+
+On a machine that does other work, a server's speed differs more between two turns than the tools
+do. --beside-server divides the mean times of each turn by those that `nanovllm serve` itself
+counted in that turn (`/metrics`), and compares the quotients.
 
 No two turns share a prompt. A second comparison at the same server needs another --seed, or its
-prefix cache knows the prompts. With --at-once, give so many requests that guidellm's start, about
-ten seconds, is short beside them.
+prefix cache knows the prompts.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
@@ -47,6 +52,14 @@ from nanovllm_bench.workloads import fixed_workload, text_of
 INPUT_LEN = 64
 MAX_TURNS = 10
 """Of one seed, before prompts are those of the next."""
+SERVER_METRICS = {
+    "first token": "http_first_byte_seconds",
+    "end to end": "http_request_duration_seconds",
+}
+"""Of `nanovllm serve`, in the process that speaks HTTP."""
+SAMPLE = re.compile(r"nanovllm:(?P<name>http_\w+)\{(?P<labels>.*)\} (?P<value>\S+)$")
+COUNTED_SECONDS = 0.5
+"""Until the last request is counted."""
 SAME_FIELDS = {
     "ignore_eos": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -70,7 +83,7 @@ class Load:
     def plan(self, turn: int) -> Plan:
         """Of our own turn."""
         workload = fixed_workload(self.requests, INPUT_LEN, self.output_len)
-        return Plan(workload, [self.clients], seed=MAX_TURNS * self.seed + turn)
+        return Plan(workload, [self.clients], seed=MAX_TURNS * self.seed + turn, warm_up=0)
 
     def texts(self, turn: int) -> list[str]:
         """The prompts of guidellm's turn: those of a second load of our plan, which it has not."""
@@ -97,6 +110,8 @@ def figures_of_run(run: Mapping[str, Any]) -> Figures:
         "end to end p50, ms": run["e2e_ms"]["p50"],
         "end to end p90, ms": run["e2e_ms"]["p90"],
         "output tok/s": run["tokens_per_second"],
+        "first token mean, ms": fmean(run["raw_ttft_ms"]),
+        "end to end mean, ms": fmean(run["raw_e2e_ms"]),
     }
 
 
@@ -156,6 +171,8 @@ def figures_of_report(report: Mapping[str, Any], load: Load) -> Figures:
         "end to end p50, ms": 1e3 * whole["percentiles"]["p50"],
         "end to end p90, ms": 1e3 * whole["percentiles"]["p90"],
         "output tok/s": answers("output_tokens_per_second")["mean"],
+        "first token mean, ms": first["mean"],
+        "end to end mean, ms": 1e3 * whole["mean"],
     }
 
 
@@ -181,23 +198,45 @@ def version_of(command: str) -> str:
     return said.stdout.split()[-1]
 
 
+def beside_server(url: str, measure: Measure) -> Measure:
+    """The mean times of a measurement over those that the server counted meanwhile."""
+
+    def quotients(turn: int) -> Figures:
+        before = server_sums(url)
+        figures = measure(turn)
+        time.sleep(COUNTED_SECONDS)
+        return over_server(figures, before, server_sums(url))
+
+    return quotients
+
+
+def over_server(figures: Figures, before: Figures, after: Figures) -> Figures:
+    """Means of a tool over the server's, from the server's sums and counts on both sides."""
+    return {
+        f"{name} / server's": figures[f"{name} mean, ms"]
+        / (1e3 * (after[f"{metric}_sum"] - before[f"{metric}_sum"]))
+        * (after[f"{metric}_count"] - before[f"{metric}_count"])
+        for name, metric in SERVER_METRICS.items()
+    }
+
+
+def server_sums(url: str) -> Figures:
+    """Sums and counts of the server's histograms, of the completions of both endpoints."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    sums: dict[str, float] = defaultdict(float)
+    for line in lines:
+        if (found := SAMPLE.match(line)) and "completions" in found["labels"]:
+            sums[found["name"]] += float(found["value"])
+    return sums
+
+
 def by_turns(measures: Mapping[str, Measure], turns: int) -> Runs:
     """One tool after the other; every second turn in the other order, which favours nobody."""
     raw: Runs = {name: [] for name in measures}
     for turn in range(turns):
         for name in [*measures][:: -1 if turn % 2 else 1]:
             raw[name].append(measures[name](turn))
-    return raw
-
-
-def at_once(measures: Mapping[str, Measure], turns: int) -> Runs:
-    """Both tools at the same time: what else the machine does slows both down alike."""
-    raw: Runs = {name: [] for name in measures}
-    with ThreadPoolExecutor(len(measures)) as pool:
-        for turn in range(turns):
-            asked = {name: pool.submit(measure, turn) for name, measure in measures.items()}
-            for name, figures in asked.items():
-                raw[name].append(figures.result())
     return raw
 
 
@@ -224,13 +263,15 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at-once", action="store_true", help="both tools at the same time")
+    parser.add_argument("--beside-server", action="store_true", help="see above; needs --url")
     parser.add_argument("--first-ms", type=float, default=60.0)
     parser.add_argument("--gap-ms", type=float, default=15.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--limit", type=float, default=0.03)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.beside_server and (not given.url or given.prompts == "chat"):
+        parser.error("--beside-server needs the --url of a `nanovllm serve`, and --prompts text")
     if given.turns > MAX_TURNS:
         parser.error(f"--turns is at most {MAX_TURNS}")
     load = Load(given.clients, given.requests, given.output_len, given.seed)
@@ -242,7 +283,9 @@ def main() -> int:
             "nanovllm bench serve": lambda turn: ours(endpoint, load, turn),
             "guidellm": lambda turn: guidellm(given.guidellm, endpoint, load, turn),
         }
-        raw = (at_once if given.at_once else by_turns)(measures, given.turns)
+        if given.beside_server:
+            measures = {name: beside_server(url, one) for name, one in measures.items()}
+        raw = by_turns(measures, given.turns)
         described = {"endpoint": describe_endpoint(endpoint), "prompts": given.prompts}
         return described | compare(raw)
 
@@ -253,7 +296,7 @@ def main() -> int:
             result = measured(url)
     table = Table("", *result["medians"], "difference")
     for figure, difference in result["differences"].items():
-        values = (f"{one[figure]:,.2f}" for one in result["medians"].values())
+        values = (f"{one[figure]:,.3f}" for one in result["medians"].values())
         table.add_row(figure, *values, f"{difference:+.1%}")
     Console().print(table)
     if given.out:
@@ -262,7 +305,7 @@ def main() -> int:
             "guidellm": version_of(given.guidellm),
             "load": asdict(load) | {"input_len": INPUT_LEN},
             "known": None if given.url else {"first_ms": given.first_ms, "gap_ms": given.gap_ms},
-            "at_once": given.at_once,
+            "beside_server": given.beside_server,
             "limit": given.limit,
             "environment": describe_environment(),
         }

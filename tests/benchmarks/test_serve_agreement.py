@@ -79,7 +79,7 @@ def test_neither_tool_sends_a_prompt_twice(monkeypatch: pytest.MonkeyPatch) -> N
     for load, turn in product(loads, range(SCRIPT["MAX_TURNS"])):
         sent += load.texts(turn)
         measure.measure_endpoint(Endpoint("http://127.0.0.1:9", "none"), load.plan(turn))
-    assert len({text[:40] for text in sent}) == len(sent) == 3 * 10 * (4 + 4 + 4)
+    assert len({text[:40] for text in sent}) == len(sent) == 3 * 10 * (4 + 4)
 
 
 def tool(name: str, figures: list[float], order: list[str]) -> Callable[[int], dict[str, float]]:
@@ -91,11 +91,28 @@ def tool(name: str, figures: list[float], order: list[str]) -> Callable[[int], d
 
 
 def test_differences_are_of_the_medians() -> None:
-    """By turns, in changing order, or at once: each tool's figures are those of its own turns."""
+    """Of the tools' own turns, which take place in changing order."""
     order: list[str] = []
     tools = {"a": tool("a", [9.0, 102.0, 500.0], order), "b": tool("b", [100.0] * 3, order)}
     by_turns = SCRIPT["by_turns"](tools, 3)
     assert order == ["a", "b", "b", "a", "a", "b"]
-    assert SCRIPT["at_once"](tools, 3) == by_turns
     result = SCRIPT["compare"](by_turns)
     assert result["differences"] == {"output tok/s": pytest.approx(0.02)}
+
+
+def test_a_turn_beside_the_server_is_told_in_the_server_s_own_means() -> None:
+    """Of the requests between the two looks at `/metrics`."""
+    before = {"http_first_byte_seconds_sum": 7.0, "http_first_byte_seconds_count": 3.0}
+    before |= {"http_request_duration_seconds_sum": 8.0, "http_request_duration_seconds_count": 3.0}
+    after = {name: value + 2.0 for name, value in before.items()}
+    figures = {"first token mean, ms": 1010.0, "end to end mean, ms": 990.0}
+    assert SCRIPT["over_server"](figures, before, after) == {
+        "first token / server's": pytest.approx(1.01),
+        "end to end / server's": pytest.approx(0.99),
+    }
+
+
+def test_the_sums_of_the_server_are_found_in_its_metrics() -> None:
+    line = 'nanovllm:http_first_byte_seconds_sum{handler="/v1/completions",method="POST"} 0.25'
+    found = SCRIPT["SAMPLE"].match(line)
+    assert (found["name"], found["value"]) == ("http_first_byte_seconds_sum", "0.25")
