@@ -44,9 +44,9 @@ def test_of_the_same_times_both_compute_the_same_figures(report: Any) -> None:
     """First token, time per token, end to end and the rate, over the same span of time."""
     answers = [answer(one) for one in report["benchmarks"][0]["requests"]["successful"]]
     run = summarise([Outcome(answers)], Objectives(), exact_lengths=True)
-    assert SCRIPT["figures_of_run"](run) == pytest.approx(
-        SCRIPT["figures_of_report"](report, LOAD), rel=2e-4
-    )
+    ours = SCRIPT["figures_of_run"](run)
+    del ours[SCRIPT["LATE"]]
+    assert ours == pytest.approx(SCRIPT["figures_of_report"](report, LOAD), rel=2e-4)
 
 
 @pytest.mark.parametrize(
