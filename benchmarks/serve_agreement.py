@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanovllm_bench.environment import describe_environment
+from nanovllm_bench.latency import WARM_UP_REQUESTS
 from nanovllm_bench.record import write_record
 from nanovllm_bench.serve.client import Endpoint
 from nanovllm_bench.serve.measure import (
@@ -81,11 +82,15 @@ class Load:
     requests: int
     output_len: int
     seed: int = 0
+    warm_up: int = WARM_UP_REQUESTS
+    """Requests of ours that are not measured; none beside the server, which counts them too."""
 
     def plan(self, turn: int) -> Plan:
         """Of our own turn."""
         workload = fixed_workload(self.requests, INPUT_LEN, self.output_len)
-        return Plan(workload, [self.clients], seed=MAX_TURNS * self.seed + turn, warm_up=0)
+        return Plan(
+            workload, [self.clients], seed=MAX_TURNS * self.seed + turn, warm_up=self.warm_up
+        )
 
     def texts(self, turn: int) -> list[str]:
         """The prompts of guidellm's turn: those of a second load of our plan, which it has not."""
@@ -279,7 +284,8 @@ def main() -> int:
         parser.error("--beside-server needs the --url of a `nanovllm serve`, and --prompts text")
     if given.turns > MAX_TURNS:
         parser.error(f"--turns is at most {MAX_TURNS}")
-    load = Load(given.clients, given.requests, given.output_len, given.seed)
+    warm_up = 0 if given.beside_server else WARM_UP_REQUESTS
+    load = Load(given.clients, given.requests, given.output_len, given.seed, warm_up)
 
     def measured(url: str) -> dict[str, Any]:
         endpoint = Endpoint(url, "", given.prompts, SAME_FIELDS)

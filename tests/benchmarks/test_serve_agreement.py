@@ -79,7 +79,7 @@ def test_neither_tool_sends_a_prompt_twice(monkeypatch: pytest.MonkeyPatch) -> N
     for load, turn in product(loads, range(SCRIPT["MAX_TURNS"])):
         sent += load.texts(turn)
         measure.measure_endpoint(Endpoint("http://127.0.0.1:9", "none"), load.plan(turn))
-    assert len({text[:40] for text in sent}) == len(sent) == 3 * 10 * (4 + 4)
+    assert len({text[:40] for text in sent}) == len(sent) == 3 * 10 * (4 + 4 + 4)
 
 
 def tool(name: str, figures: list[float], order: list[str]) -> Callable[[int], dict[str, float]]:
