@@ -2,8 +2,8 @@
 
     python benchmarks/serve_start.py --out FILE [--model demo] [--set device=cpu] [--runs 5]
 
-Each run starts a server, and asks it every 20 ms for a completion of one token until that comes. The
-first run may read files that the others find in memory.
+Each run starts a server, and asks it every 20 ms for a completion of one token until that comes.
+The first run may read files that the others find in memory.
 """
 
 from __future__ import annotations
