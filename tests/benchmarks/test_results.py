@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_every_ratio_follows_from_both_raw_times(record: dict[str, Any]) -> None
         assert one["tokens_per_second"] == pytest.approx(tokens / min(one["seconds"]), abs=0.06)
         ratio = ours / one["tokens_per_second"]
         assert record["speed_up"][mode] == pytest.approx(ratio, rel=1e-2)
+
+
+@pytest.mark.parametrize("record", measured("serve_agreement"))
+def test_two_tools_agree_by_the_medians_of_their_turns(record: dict[str, Any]) -> None:
+    """`nanovllm bench serve` and guidellm differ by at most three in a hundred."""
+    assert len(record["differences"]) >= 2
+    for figure, difference in record["differences"].items():
+        a, b = (median(turn[figure] for turn in turns) for turns in record["raw"].values())
+        assert difference == pytest.approx(a / b - 1)
+        assert abs(difference) <= record["limit"] <= 0.03
+
+
+@pytest.mark.parametrize("record", measured("serve_start"))
+def test_the_embedded_model_serves_its_first_token_within_five_seconds(
+    record: dict[str, Any],
+) -> None:
+    if "device=cpu" in record["arguments"]:
+        assert median(record["seconds"]) <= 5.0
 
 
 @pytest.mark.parametrize("record", measured("attention"))

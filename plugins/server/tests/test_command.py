@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import nanovllm_core
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ConfigError
 from nanovllm_server import command
 from nanovllm_server.guard import hosts
-from nanovllm_server.settings import parse_settings
+from nanovllm_server.settings import ServerSettings, parse_settings
 
 SECRET = "nvk-in-plain-text"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "serving.md"
+HELP = ["serve", "--help"]
 MAIN = [sys.executable, "-m", "nanovllm_core", "serve"]
 
 
@@ -150,6 +156,28 @@ def test_an_address_that_cannot_be_had_ends_the_start_before_the_model(
             serve("--port", str(port))
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
         serve("--host", "no.such.host.invalid", "--port", "0", "--allow-anonymous")
+
+
+def fields(model: Any, path: str = "") -> Iterator[str]:
+    """The dotted path of every field of a model and of the sections in it."""
+    for name, field in model.model_fields.items():
+        yield f"{path}{name}"
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from fields(inner, f"{path}{name}.")
+
+
+def test_what_the_document_offers_users_of_vllm_is_there() -> None:
+    """Each flag in the right column is one of the command, each key one of the configuration."""
+    table = DOCUMENT.read_text(encoding="utf-8").partition("## Coming from vLLM")[2]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    offered = "\n".join(row[-1] for row in rows)
+    keys = re.findall(r"--set ([a-z_.]+)=|`([a-z_]+(?:\.[a-z_]+)+)`", offered)
+    flags = set(re.findall(r"--[a-z-]+", offered))
+    settings = {*fields(EngineConfig), *fields(ServerSettings, "serve.")}
+    assert len(rows) >= 25
+    assert {first or second for first, second in keys} - settings == set()
+    assert flags - {*re.findall(r"--[a-z-]+", CliRunner().invoke(make_app(), HELP).output)} == set()
 
 
 def test_sigterm_while_the_model_is_loaded_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -336,3 +337,23 @@ def test_a_client_that_leaves_ends_its_requests(server_url: str, llm: AsyncLLM) 
     steps = llm.stats.steps
     wait_until_idle(llm)
     assert llm.stats.steps - steps < 500, "the requests went on to their ends"
+
+
+def test_a_client_that_closes_its_sending_side_has_left(server_url: str, llm: AsyncLLM) -> None:
+    """Half of a connection is none: the request is aborted, and the server closes its half."""
+    body = {"prompt": STORY, "stream": True, "max_tokens": 1500, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
+    )
+    url = httpx.URL(server_url)
+    with socket.create_connection((url.host, url.port or 80), timeout=60) as client:
+        client.sendall(head.encode() + content)
+        assert client.recv(65_536).startswith(b"HTTP/1.1 200")
+        client.shutdown(socket.SHUT_WR)
+        steps = llm.stats.steps
+        while client.recv(65_536):
+            pass
+    wait_until_idle(llm)
+    assert llm.stats.steps - steps < 500, "the request went on to its end"
