@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import tempfile
 import urllib.request
 from bisect import bisect_left
 from math import inf
@@ -17,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanovllm_core import AsyncLLM, SamplingParams
+from nanovllm_core import AsyncLLM, EngineConfig, SamplingParams
 from nanovllm_kit import (
     ObserverConformance,
     PluginUnderTest,
@@ -35,6 +37,7 @@ from nanovllm_server.watch.values import (
     quantile,
     read_values,
 )
+from nanovllm_server.watch.watch import observed
 
 DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "monitoring.md"
@@ -252,3 +255,22 @@ def test_http_requests_are_counted_by_route_and_status_with_few_labels() -> None
     assert count("/left", 499) == 1
     assert count("other", 500) == 1
     assert registry.get_sample_value(f"{PREFIX}http_requests_in_progress") == 0
+
+
+def test_a_signal_leaves_no_folder_behind_even_as_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ends a server by SystemExit, between any two instructions."""
+    made = []
+
+    def made_and_ended(folder: Path, mode: int = 0o777) -> None:
+        os.mkdir(folder, mode)
+        made.append(folder)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "mkdir", made_and_ended)
+    with pytest.raises(SystemExit), observed(EngineConfig.model_validate({"model": "demo"})):
+        raise AssertionError("not ended")
+    assert len(made) == 1
+    assert [*tmp_path.iterdir()] == []

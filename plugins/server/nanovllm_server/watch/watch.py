@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from starlette.routing import BaseRoute, Route, Router
@@ -40,8 +42,13 @@ def observed(
     config: EngineConfig, tracing: TracingSettings | None = None
 ) -> Iterator[EngineConfig]:
     """The configuration with the server's observers. Their private folder goes at the end."""
-    with tempfile.TemporaryDirectory(prefix="nanovllm-metrics-") as folder:
-        added: list[dict[str, Any]] = [{"name": PROMETHEUS.name, "options": {"folder": folder}}]
+    folder = Path(tempfile.gettempdir(), f"nanovllm-metrics-{token_hex(8)}")
+    with ExitStack() as stack:
+        # First, for a signal may end the process as soon as the folder is there.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        options = {"folder": str(folder)}
+        added: list[dict[str, Any]] = [{"name": PROMETHEUS.name, "options": options}]
         if tracing is not None:
             added.append({"name": OPENTELEMETRY.name, "options": tracing.model_dump()})
         values = {"model": config.model, "observers": added}
