@@ -31,6 +31,8 @@ _STEP_BYTES = 16384
 """Of weights in a step of `experts_few`."""
 _FEW_SIZES = (16, 8, 4, 2)
 """Weight rows of a tile of `experts_few`."""
+_AT_ONCE = 1 << 20
+"""As `FewPlan.signal`: the next kernel starts as soon as all programs of this one run."""
 _MOST_BUFFERS = 9
 """Steps of weights under way. More only make the code longer."""
 _AHEAD = 4
@@ -144,17 +146,18 @@ def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
     sizes = [min(_FEW_SIZES, key=lambda size: busiest(size, power)) for power in powers]
     block_n = min(sizes, key=lambda size: busiest(size, tokens))
     block_k = min(_power_of_two(inputs), _STEP_BYTES // max(block_n, 8) // itemsize)
-    buffer = (block_n + 1) * block_k * itemsize
-    return FewPlan(block_n, block_k, num_stages=_buffers_of_two_programs(buffer) + 1)
+    stages = _buffers_of_four_programs((block_n + 1) * block_k * itemsize) + 1
+    lanes = block_k * itemsize // 16  # one for each thread, which reads 16 bytes at once
+    return FewPlan(block_n, block_k, num_stages=stages, lanes=lanes, signal=_AT_ONCE)
 
 
-def _buffers_of_two_programs(size: int) -> int:
-    """The fewest, of `size` bytes, with which no third program fits on a multiprocessor.
+def _buffers_of_four_programs(size: int) -> int:
+    """The most, of `size` bytes, with which four programs fit on a multiprocessor.
 
-    Programs of the next kernel start while those of this one end. Where three would fit, some
-    multiprocessors get three and others one, and the kernel waits for the fullest.
+    Two are of the next kernel: they start as soon as all of this one run, and fetch weights before
+    they wait. With room for one alone, some multiprocessors would get more programs than others.
     """
-    return min(_SHARED_MEMORY_OF_PROCESSOR // 3 // size + 1, _MOST_BUFFERS)
+    return min((_SHARED_MEMORY_OF_PROCESSOR // 4 - 2048) // size, _MOST_BUFFERS)
 
 
 _LARGE_PLANS = {
@@ -164,7 +167,7 @@ _LARGE_PLANS = {
     128: GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1),
 }
 """By the rows of a tile, in half precision. No more programs fit on a multiprocessor than share it:
-see `_buffers_of_two_programs`."""
+programs of the next kernel start while these end, and would be spread unevenly."""
 
 
 def _small_plan(block_m: int, block_k: int) -> GroupedPlan:
