@@ -105,6 +105,8 @@ def choose_experts(
     block_m = _rows_of_tile(-(-pairs // num_experts), itemsize)
     is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY
     plan = _LARGE_PLANS[block_m] if is_large else _small_plan(block_m, _LINE_BYTES // itemsize)
+    if hidden * itemsize % 16 or intermediate * itemsize % 16:
+        plan = replace(plan, described=False)
     return ManyExperts(plan, plan)
 
 
@@ -153,7 +155,7 @@ _LARGE_PLANS = {
     16: GroupedPlan(16, 128, 128, num_warps=4, num_stages=3, per_processor=2),
     32: GroupedPlan(32, 256, 128, num_warps=8, num_stages=3, per_processor=1),
     64: GroupedPlan(64, 128, 64, num_warps=4, num_stages=4, per_processor=2),
-    128: GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1),
+    128: GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1, described=True),
 }
 """By the rows of a tile, in half precision. No more programs fit on a multiprocessor than share it:
 see `_buffers_of_two_programs`."""

@@ -208,7 +208,7 @@ def test_weights_are_fetched_asynchronously_16_bytes_at_a_time(
 ) -> None:
     """Steps ahead: nothing is copied before the loop and waited for at once."""
     ptx = reports[name].ptx
-    assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", ptx)
+    assert re.search(r"cp\.async\.cg\.shared\.global .*0x10|cp\.async\.bulk\.tensor", ptx)
     assert "ld.global.v4" not in ptx
     assert not re.search(r"ld\.global\.b16", ptx)
 
