@@ -43,6 +43,7 @@ from nanovllm_kernels_triton.experts_choice import (
     FewExperts,
     FewPlan,
     GroupedPlan,
+    ManyExperts,
     choose_experts,
 )
 from nanovllm_kernels_triton.kernel_set import TritonKernels
@@ -247,13 +248,13 @@ def plans_of(case: Case, with_plans: bool) -> list[ExpertsPlan]:
     if not with_plans:
         return [chosen]
     if isinstance(chosen, FewExperts):
-        return [chosen, *few_candidates(chosen)]
-    many = type(chosen)
+        sorted_pairs = (ManyExperts(plan, plan) for plan in grouped_candidates(16))
+        return [chosen, *few_candidates(chosen), *sorted_pairs]
     block_m = chosen.gate_up.block_m
     sizes = {block_m, max(block_m // 2, 16), min(2 * block_m, 128)}
     return [
         chosen,
-        *(many(plan, plan) for size in sorted(sizes) for plan in grouped_candidates(size)),
+        *(ManyExperts(plan, plan) for size in sorted(sizes) for plan in grouped_candidates(size)),
     ]
 
 

@@ -17,12 +17,12 @@ from functools import lru_cache
 FEW_PAIRS = 64
 """Up to here sorting would cost more than it saves; most pairs have an expert of their own."""
 
-FEW_PAIRS_WITH_SHARED = 31
+FEW_PAIRS_WITH_SHARED = 16
 """The same with shared experts: every token reads them again, which sorted pairs do not."""
 
 DENSE_SHARED_TOKENS = 4096
 """From here on shared experts are dense products of cuBLAS. On an H200 it reaches up to 790 TFLOP/s
-and grouped products 410, which is more than the further kernels cost."""
+and grouped products 520, which is more than the further kernels cost."""
 
 PROCESSORS = 132
 """The multiprocessors of an H100 or H200. A guide, not a limit."""
@@ -115,6 +115,8 @@ def choose_experts(
     block_m = _rows_of_tile(rows, itemsize)
     is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY
     plan = _LARGE_PLANS[block_m] if is_large else _small_plan(block_m, _LINE_BYTES // itemsize)
+    if hidden * itemsize % 16 or intermediate * itemsize % 16:
+        plan = replace(plan, described=False)
     return ManyExperts(plan, plan)
 
 
@@ -164,7 +166,7 @@ _LARGE_PLANS = {
     16: GroupedPlan(16, 128, 128, num_warps=4, num_stages=3, per_processor=2),
     32: GroupedPlan(32, 256, 128, num_warps=8, num_stages=3, per_processor=1),
     64: GroupedPlan(64, 128, 64, num_warps=4, num_stages=4, per_processor=2),
-    128: GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1),
+    128: GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1, described=True),
 }
 """By the rows of a tile, in half precision. No more programs fit on a multiprocessor than share it:
 programs of the next kernel start while these end, and would be spread unevenly."""

@@ -213,7 +213,7 @@ def test_weights_are_fetched_asynchronously_16_bytes_at_a_time(
     """Steps ahead: nothing is copied before the loop and waited for at once. A residual, of a row's
     tile, is loaded to registers."""
     ptx, constants = reports[name].ptx, JOBS[name].constexprs
-    assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", ptx)
+    assert re.search(r"cp\.async\.cg\.shared\.global .*0x10|cp\.async\.bulk\.tensor", ptx)
     assert ptx.count("ld.global.v4") <= ("ADD" in constants)
     narrow = len(re.findall(r"ld\.global\.b16", ptx))
     assert narrow <= (constants["BLOCK_N"] if "ADD" in constants else 0)

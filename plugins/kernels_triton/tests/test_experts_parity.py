@@ -176,6 +176,15 @@ def test_tiles_have_the_rows_of_an_expert_and_a_third() -> None:
         assert isinstance(plan, FewExperts)
 
 
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2048, 768), (2044, 768), (2048, 764)])
+def test_only_whole_16_bytes_are_described(hidden: int, intermediate: int) -> None:
+    """The copy engine reads rows that begin at a multiple of 16 bytes."""
+    plan = choose_experts(16384, 8, 128, hidden, intermediate, 2, 232448)
+    assert isinstance(plan, ManyExperts)
+    is_whole = hidden % 8 == 0 and intermediate % 8 == 0
+    assert plan.gate_up.described == plan.down.described == is_whole
+
+
 @pytest.mark.parametrize("outputs", [512, 1544, 2048, 7168])
 def test_no_program_of_few_pairs_reads_much_more_than_its_share(outputs: int) -> None:
     """Neither of one token nor of several: weight rows, and the inputs once for each tile."""
@@ -225,7 +234,7 @@ def test_the_rule_is_for_the_experts_that_are_not_shared() -> None:
     for tokens in (16, 64, 256, 1024):
         plan = choose_experts(tokens, 8, 66, 2048, 1408, 2, 232448, 2)
         assert plan == choose_experts(tokens, 6, 64, 2048, 1408, 2, 232448)
-    for tokens, num_shared, is_few in ((1, 4, True), (3, 2, True), (4, 2, False), (4, 1, True)):
+    for tokens, num_shared, is_few in ((1, 4, True), (2, 2, True), (3, 2, False), (2, 3, False)):
         plan = choose_experts(
             tokens, 6 + num_shared, 64 + num_shared, 2048, 1408, 2, 232448, num_shared
         )
