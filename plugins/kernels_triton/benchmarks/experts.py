@@ -123,9 +123,9 @@ class Case:
         inputs = (self.x, *self.routes[call], *self.weights[call % LAYERS])
         return run_experts(*inputs, OPTIONS, plan)
 
-    def routed(self, call: int) -> Tensor:
+    def routed(self, call: int, plan: ExpertsPlan | None = None) -> Tensor:
         route = self.kernels.route(self.logits[call], self.model.routing)
-        return self.kernels.experts(self.x, *route, *self.weights[call % LAYERS])
+        return run_experts(self.x, *route, *self.weights[call % LAYERS], OPTIONS, plan)
 
     def parts(self, plan: ExpertsPlan) -> dict[str, Callable[[int], object]]:
         """Each kernel alone, as the plan launches it."""
@@ -309,7 +309,10 @@ def measure_case(name: str, case: Case, with_plans: bool) -> dict[str, Any]:
 
 
 def measure_plans(case: Case) -> list[dict[str, Any]]:
-    """Microseconds of both products by each candidate; the fastest are printed.
+    """Microseconds of both products by each candidate, and of all behind the router, as in a layer.
+
+    Without it, programs of two kernels of few pairs side by side were the fastest; with it, they
+    were the slowest. The fastest are printed.
 
     Raises AssertionError where a candidate's results differ from those of the chosen plan.
     """
@@ -321,7 +324,7 @@ def measure_plans(case: Case) -> list[dict[str, Any]]:
             results = [case.experts(call, plan) for call in range(CALLS)]
             of_part = case.parts(plan)
             times = {part: measure(of_part[part]) for part in ("gate_up", "down")}
-            times["all"] = measure(partial(case.experts, plan=plan))
+            times["all"] = measure(partial(case.routed, plan=plan))
         except Exception as error:  # one that does not fit this GPU
             lines.append({**of_plan, "error": f"{type(error).__name__}: {error}"[:200]})
             continue

@@ -110,8 +110,8 @@ class Forms:
             forms["grouped"] = with_limit("DENSE_SHARED_TOKENS", 10**9, stacked)
         if len(residual_TE) <= FEW_TOKENS:
             forms |= {
-                "few": with_limit("FEW_PAIRS_WITH_SHARED", 10**6, stacked),
-                "many": with_limit("FEW_PAIRS_WITH_SHARED", 0, stacked),
+                "few": with_limit("FEW_SHARE", 0.0, stacked),
+                "many": with_limit("FEW_SHARE", 2.0, stacked),
             }
         return forms
 
@@ -141,7 +141,7 @@ class Forms:
         return max(touched * one.expert_bytes / BANDWIDTH, operations / MATMUL_RATE) * 1e6
 
 
-def with_limit(name: str, limit: int, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+def with_limit(name: str, limit: float, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
     """The call with another number in the rule."""
 
     def limited(index: int) -> Tensor:

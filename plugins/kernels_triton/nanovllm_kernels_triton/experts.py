@@ -127,7 +127,7 @@ def few_down(
 
 def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options) -> Order:
     """Pairs by expert, those of one expert in the order of tokens."""
-    num_pairs = ids_TC.numel()
+    (tokens, chosen), num_pairs = ids_TC.shape, ids_TC.numel()
     most_tiles = num_pairs // block_m + min(num_experts, num_pairs)
     empty = ids_TC.new_empty
     order = Order(
@@ -135,7 +135,9 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
     )
     bins, sizes = triton.next_power_of_2(num_experts), (num_pairs, most_tiles, block_m)
     if num_pairs <= _SORT_BLOCK:
-        block = triton.next_power_of_2(num_pairs)
+        # Of a power of two of tokens: a start tries those, and has compiled all.
+        most_pairs = triton.next_power_of_2(triton.next_power_of_2(tokens) * chosen)
+        block = min(most_pairs, _SORT_BLOCK)
         sort_pairs_kernel[(num_experts,)](
             ids_TC, *order[:4], *sizes,
             BLOCK=block, BINS=bins, num_warps=min(max(block // 256, 1), 16), **options,

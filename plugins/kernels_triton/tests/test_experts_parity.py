@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels, launch_options
 from nanovllm_kernels_triton import experts, experts_choice
 from nanovllm_kernels_triton.experts_choice import (
-    FEW_PAIRS,
+    FEW_SHARE,
     ExpertsPlan,
     FewExperts,
     FewPlan,
@@ -164,16 +165,32 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(
 
 
 def test_tiles_have_the_rows_of_an_expert_and_a_third() -> None:
-    """So most experts have one tile; pairs are few up to the limit, whoever chooses how many."""
+    """So most experts have one tile."""
     for tokens, chosen, expected in (
         (16, 8, 16), (128, 8, 16), (144, 8, 32), (384, 8, 32), (512, 8, 64), (16384, 8, 128)
     ):  # fmt: skip
         plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
         assert isinstance(plan, ManyExperts)
         assert plan.gate_up.block_m == plan.down.block_m == expected
-    for tokens, chosen in ((1, 8), (8, 8), (FEW_PAIRS, 1)):
-        plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
-        assert isinstance(plan, FewExperts)
+
+
+@pytest.mark.parametrize(("num_experts", "chosen"), [(128, 8), (64, 6), (256, 8), (8, 2), (60, 4)])
+def test_pairs_are_few_while_most_have_an_expert_of_their_own(
+    num_experts: int, chosen: int
+) -> None:
+    """One token's always; then those of 2, 4, 8... tokens that leave the share if all choose at
+    random, and of fewer."""
+    generator = torch.Generator().manual_seed(3)
+    for tokens in range(1, 33):
+        plan = choose_experts(tokens, chosen, num_experts, 2048, 768, 2, 232448)
+        power = triton.next_power_of_2(tokens)
+        draws = torch.rand(400, power, num_experts, generator=generator)
+        ids = draws.topk(chosen).indices.flatten(1)
+        share = sum(len(one.unique()) for one in ids) / ids.numel()
+        if tokens == 1 or share > FEW_SHARE + 0.01:
+            assert isinstance(plan, FewExperts)
+        elif share < FEW_SHARE - 0.01:
+            assert isinstance(plan, ManyExperts)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(2048, 768), (2044, 768), (2048, 764)])
@@ -188,7 +205,7 @@ def test_only_whole_16_bytes_are_described(hidden: int, intermediate: int) -> No
 @pytest.mark.parametrize("outputs", [512, 1544, 2048, 7168])
 def test_no_program_of_few_pairs_reads_much_more_than_its_share(outputs: int) -> None:
     """Neither of one token nor of several: weight rows, and the inputs once for each tile."""
-    for tokens in range(1, 9):
+    for tokens in range(1, 5):
         plan = choose_experts(tokens, 8, 128, outputs, 768, 2, 232448)
         assert isinstance(plan, FewExperts)
         for part, rows in ((plan.gate_up, 2 * 8 * 768), (plan.down, outputs)):
@@ -219,7 +236,7 @@ def test_shared_experts_of_prompts_are_dense_products(
         return real(ids_TC, *arguments)
 
     monkeypatch.setattr(experts, "sort_pairs", noting)
-    monkeypatch.setattr(experts_choice, "FEW_PAIRS", 0)
+    monkeypatch.setattr(experts_choice, "FEW_SHARE", 2.0)
     choose_experts.cache_clear()
     monkeypatch.setattr(experts_choice, "DENSE_SHARED_TOKENS", 20)
     actual = TritonKernels().experts(*inputs, 2, residual)
@@ -234,7 +251,7 @@ def test_the_rule_is_for_the_experts_that_are_not_shared() -> None:
     for tokens in (16, 64, 256, 1024):
         plan = choose_experts(tokens, 8, 66, 2048, 1408, 2, 232448, 2)
         assert plan == choose_experts(tokens, 6, 64, 2048, 1408, 2, 232448)
-    for tokens, num_shared, is_few in ((1, 4, True), (2, 2, True), (3, 2, False), (2, 3, False)):
+    for tokens, num_shared, is_few in ((1, 4, True), (2, 1, True), (2, 2, False), (4, 1, False)):
         plan = choose_experts(
             tokens, 6 + num_shared, 64 + num_shared, 2048, 1408, 2, 232448, num_shared
         )
