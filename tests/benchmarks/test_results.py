@@ -25,16 +25,18 @@ from nanovllm_core.errors import ConfigError, UnsupportedError
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-FILES = sorted((BENCHMARKS / "results").glob("*/*.json"))
+FILES = {
+    f"{file.parent.name}/{file.stem}": json.loads(file.read_text())
+    for file in sorted((BENCHMARKS / "results").glob("*/*.json"))
+}
 PEERS = json.loads((BENCHMARKS / "peers.json").read_text())
 
 
 def measured(kind: str) -> list[Any]:
     """The committed records of one benchmark."""
-    read = [(file, json.loads(file.read_text())) for file in FILES]
     return [
-        pytest.param(record, id=f"{file.parent.name}/{file.stem}")
-        for file, record in read
+        pytest.param(record, id=name)
+        for name, record in FILES.items()
         if isinstance(record, dict) and record.get("benchmark") == kind
     ]
 

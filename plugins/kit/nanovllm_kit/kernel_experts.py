@@ -35,8 +35,16 @@ ROUTERS = {
     ),
 }
 NUM_EXPERTS = 24
-EXPERT_SHAPES = [(1, 32, 24, 5, 2), (7, 64, 40, 8, 3), (40, 24, 72, 24, 4), (130, 48, 136, 16, 6)]
+Shape = tuple[int, int, int, int, int]
 """(tokens, hidden, intermediate, experts, experts for each token)."""
+EXPERT_SHAPES: list[Shape] = [
+    (1, 32, 24, 5, 2),
+    (7, 64, 40, 8, 3),
+    (40, 24, 72, 24, 4),
+    (130, 48, 136, 16, 6),
+]
+Mixture = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""x, weights, ids, gate and up, down: the arguments of `experts`."""
 
 
 class ExpertChecks:
@@ -113,28 +121,17 @@ class ExpertChecks:
 
     @pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
     def test_every_token_gets_the_sum_of_its_experts(
-        self,
-        kernels: KernelSet,
-        device: torch.device,
-        dtype: torch.dtype,
-        shape: tuple[int, int, int, int, int],
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
     ) -> None:
         """Some experts have most tokens, some have none; the inputs are left as they were."""
         inputs = mixture(shape, device, dtype)
-        before = [x.clone() for x in inputs]
-        actual_TE = kernels.experts(*inputs)
-        assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-        assert actual_TE.dtype == dtype
+        actual_TE = checked_sum(kernels, inputs)
         assert_close_report(actual_TE, naive_experts(*inputs), rel_norm=REL_NORM[dtype])
         assert torch.equal(kernels.experts(*inputs), actual_TE), "a second call has other bits"
 
     @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
     def test_experts_that_all_tokens_share_are_added_once(
-        self,
-        kernels: KernelSet,
-        device: torch.device,
-        dtype: torch.dtype,
-        shape: tuple[int, int, int, int, int],
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
     ) -> None:
         """One or all of them, whose number the set knows beforehand."""
         inputs = mixture(shape, device, dtype)
@@ -150,20 +147,13 @@ class ExpertChecks:
 
     @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
     def test_the_residual_is_in_the_sum_of_experts(
-        self,
-        kernels: KernelSet,
-        device: torch.device,
-        dtype: torch.dtype,
-        shape: tuple[int, int, int, int, int],
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
     ) -> None:
         """Once, in the place of the residual or in another; the inputs are left as they were."""
         inputs = mixture(shape, device, dtype)
-        before = [x.clone() for x in inputs]
         residual_TE = (8 * normal(*inputs[0].shape, seed=5)).to(device, dtype)
         expected_TE = naive_experts(*inputs) + residual_TE.double()
-        actual_TE = kernels.experts(*inputs, residual_TE=residual_TE)
-        assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-        assert actual_TE.dtype == dtype
+        actual_TE = checked_sum(kernels, inputs, residual_TE)
         assert_close_report(actual_TE, expected_TE, rel_norm=REL_NORM[dtype])
 
     def test_no_token_gets_another_ones_experts(
@@ -191,14 +181,21 @@ class ExpertChecks:
         assert_close_report(kernels.experts(*inputs), naive_experts(*inputs), rel_norm=3e-6)
 
 
+def checked_sum(kernels: KernelSet, inputs: Mixture, residual_TE: Tensor | None = None) -> Tensor:
+    """The result of the set, which has the inputs' dtype and leaves them as they were."""
+    before = [x.clone() for x in inputs]
+    sum_TE = kernels.experts(*inputs, residual_TE=residual_TE)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+    assert sum_TE.dtype == inputs[0].dtype
+    return sum_TE
+
+
 def normal(*shape: int, seed: int) -> Tensor:
     """Normal numbers on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def mixture(
-    shape: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def mixture(shape: Shape, device: torch.device, dtype: torch.dtype) -> Mixture:
     """The arguments of `experts`. Every token chooses expert 1; the last is chosen by none."""
     num_tokens, hidden, intermediate, num_experts, top_k = shape
     draw = Random(str(shape))

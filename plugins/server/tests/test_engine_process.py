@@ -37,7 +37,11 @@ HEALTH = {"ping_s": 0.05, "stuck_after_s": 1.0}
 LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+PATIENCE = 120.0
+"""Seconds that anything may take beside other work on the cores; alone it takes five at most."""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Wait until a condition holds; fail where it does not within the time."""
     end = time.monotonic() + seconds
     while not condition():
@@ -47,7 +51,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 def get(url: str) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -58,7 +62,7 @@ def post(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) 
     headers = {"content-type": "application/json", **(headers or {})}
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, headers)
-    return urllib.request.urlopen(request, timeout=60)
+    return urllib.request.urlopen(request, timeout=PATIENCE)
 
 
 class Stream:
@@ -94,7 +98,7 @@ class Stream:
 
     def wait(self) -> Stream:
         """Until the server has ended it."""
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
         return self
 
@@ -213,7 +217,11 @@ def test_two_engines_behind_the_server_are_counted_watched_and_survived() -> Non
 def test_an_error_of_the_start_is_told_with_its_process_and_ends_with_status_1() -> None:
     """It is the engine's own error, and nothing is left of its process."""
     process = subprocess.run(
-        [*MAIN, "--model", "./nowhere"], capture_output=True, text=True, timeout=60, check=False
+        [*MAIN, "--model", "./nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert process.returncode == 1
     assert re.search(r"^error: engine 0 \(process \d+\): .*nowhere", process.stderr, re.MULTILINE)
@@ -231,15 +239,22 @@ def is_gone(pid: int) -> bool:
 
 
 @contextmanager
-def command(*words: str) -> Iterator[tuple[str, subprocess.Popen[str], int]]:
-    """`nanovllm serve`: its address, its process, and the engine's. Nothing is left of them."""
-    process = subprocess.Popen(
-        [*MAIN, "--set", "limits.max_num_seqs=4", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
+def command(
+    *words: str, log: str | Path = os.devnull
+) -> Iterator[tuple[str, subprocess.Popen[str], int]]:
+    """`nanovllm serve`: its address, its process, and the engine's. Nothing is left of them.
+
+    Its log is a file: a pipe that nobody reads is full after some hundred requests, and the server
+    would hang in writing the next line.
+    """
+    with open(log, "w") as errors:
+        process = subprocess.Popen(
+            [*MAIN, "--set", "limits.max_num_seqs=4", *words],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            process_group=0,
+        )
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
@@ -262,10 +277,10 @@ def engine_of(pid: int) -> int:
     return int(engine)
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The status of a server, and what it logged."""
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
+def end(process: subprocess.Popen[str]) -> int:
+    """The status of a server."""
+    process.communicate(timeout=PATIENCE)
+    return process.returncode
 
 
 @pytest.mark.slow
@@ -278,27 +293,27 @@ def test_a_signal_to_every_process_of_a_service_drains_it(name: str) -> None:
         for pid in (engine, process.pid):
             os.kill(pid, getattr(signal, name))
         assert stream.wait().is_done
-        assert end(process)[0] == 0
+        assert end(process) == 0
 
 
 @pytest.mark.slow
-def test_a_server_whose_engine_is_killed_ends_with_status_1() -> None:
+def test_a_server_whose_engine_is_killed_ends_with_status_1(tmp_path: Path) -> None:
     """The stream ends with an error, and the log has the signal."""
-    with command() as (url, process, engine):
+    log = tmp_path / "log"
+    with command(log=log) as (url, process, engine):
         stream = Stream(url)
         wait_for(lambda: stream.text)
         os.kill(engine, signal.SIGKILL)
         assert stream.wait().error is not None
-        status, errors = end(process)
-        assert status == 1
-        assert f"engine 0 (process {engine}) ended with signal SIGKILL" in errors
+        assert end(process) == 1
+        assert f"engine 0 (process {engine}) ended with signal SIGKILL" in log.read_text()
 
 
 @pytest.mark.slow
 def test_a_server_whose_engine_is_killed_starts_another_where_that_is_set() -> None:
     """One that is stopped for longer than `stall_seconds` is killed, and replaced too."""
     restart = ["--set", "serve.health.on_engine_death=restart", "--set", "serve.health.ping_s=0.1"]
-    stall = ["--set", "engine_client.options.stall_seconds=2"]
+    stall = ["--set", "engine_client.options.stall_seconds=5"]
     with command(*restart, *stall) as (url, process, _):
         for end_it in (signal.SIGKILL, signal.SIGSTOP):
             counted = metric(url, "generation_tokens_total")
@@ -314,7 +329,7 @@ def test_a_server_whose_engine_is_killed_starts_another_where_that_is_set() -> N
             assert json.loads(post(url, body).read())["usage"]["completion_tokens"] == 4
             assert metric(url, "generation_tokens_total") > counted + 4
         process.terminate()
-        assert end(process)[0] == 0
+        assert end(process) == 0
 
 
 @pytest.mark.slow
@@ -326,7 +341,7 @@ def test_a_signal_during_the_start_leaves_no_process_and_no_folder(name: str, st
         wait_for(lambda: [*Path(place).glob("nanovllm-engines-*/0")])  # its engine listens
         engine = engine_of(process.pid)
         process.send_signal(getattr(signal, name))
-        assert process.communicate(timeout=30)[0] == ""
+        assert process.communicate(timeout=PATIENCE)[0] == ""
         assert process.returncode == status
         assert is_gone(engine)
         assert [*Path(place).iterdir()] == []
@@ -355,7 +370,7 @@ def test_spans_of_the_engine_are_in_the_trace_of_the_client() -> None:
         headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
         post(url, {"prompt": [5], "max_tokens": 2}, headers).read()
         process.terminate()
-        assert end(process)[0] == 0
+        assert end(process) == 0
     collector.shutdown()
     [engine] = [body for body in bodies if b"engine.request" in body]
     assert bytes.fromhex(trace) in engine
