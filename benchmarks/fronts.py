@@ -26,11 +26,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import tokenizers
 from door import MODEL
 from processes import write_clock
 from rich.console import Console
 from rich.table import Table
+from words import write_words
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PARTS = ("main", "front", "engine")
@@ -42,9 +42,7 @@ def server(processes: int, client: str, step_ms: float) -> Iterator[tuple[str, i
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_clock(folder)
-        words = {f"w{number}": number for number in range(MODEL["vocab_size"])}  # type: ignore[call-overload]
-        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-        backend.save(str(folder / "tokenizer.json"))
+        write_words(folder, MODEL["vocab_size"])  # type: ignore[arg-type]
         config = {
             "model": place,
             "load_format": "dummy",

@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from words import write_words
 
 from nanovllm_bench.record import write_record
 from nanovllm_bench.serve.client import Endpoint
@@ -75,6 +77,15 @@ class Settings:
 
     def count(self, requests: int) -> int:
         return max(1, round(requests * self.scale))
+
+
+def tokenizer_of(model: Path, folder: Path) -> list[str]:
+    """For a model's folder with no tokenizer: one with a word for each id, in `folder`."""
+    if not (model / "config.json").exists() or (model / "tokenizer.json").exists():
+        return []
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    write_words(folder, config["vocab_size"])
+    return ["--set", f"tokenizer={folder}"]
 
 
 def offline(arguments: Sequence[str], num_seqs: int, out: Path) -> float:
@@ -186,9 +197,11 @@ def main() -> None:
     if given.model is None:
         parser.error("give --model, or --url of an endpoint that runs")
     arguments = ["--model", given.model, *(part for one in given.set for part in ("--set", one))]
-    rate = offline(arguments, settings.count(256), given.out / "offline.json")
-    with served(arguments, given.port) as (url, seconds):
-        show(measured(url), rate, seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments += tokenizer_of(Path(given.model), Path(folder))
+        rate = offline(arguments, settings.count(256), given.out / "offline.json")
+        with served(arguments, given.port) as (url, seconds):
+            show(measured(url), rate, seconds)
 
 
 if __name__ == "__main__":
