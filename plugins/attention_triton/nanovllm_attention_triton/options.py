@@ -38,6 +38,7 @@ class TritonOptions(BaseModel):
     latent_kernel: Literal["portable", "hopper"] = Field(
         default="portable",
         description="Decode over latent rows. `portable` runs on every GPU. `hopper` needs compute "
-        "capability 9.0; its results were tested on an H200, its speed was not measured. Where it "
-        "cannot serve, it is refused. Other layers ignore the option.",
+        "capability 9.0; on an H200, over 64 sequences of 2,048 tokens, it was 1.1 times as fast "
+        "with 16 heads and twice with 128. Where it cannot serve, it is refused. Other layers "
+        "ignore the option.",
     )

@@ -128,7 +128,7 @@ def latent_requirements(**changes):
 
 
 def test_the_kernel_for_hopper_decodes_latent_rows_only_if_the_user_chooses_it():
-    """Its speed was not measured."""
+    """It needs Hopper, and blocks of at least 64 tokens."""
     assert TritonOptions().latent_kernel == "portable"
     chosen = TritonOptions(latent_kernel="hopper")
     assert SPEC.check(latent_requirements(block_size=64), chosen) == []
