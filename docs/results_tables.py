@@ -358,6 +358,18 @@ def mixtures_table(results: Results) -> str:
     return table((*head, "share of roofline"), rows)
 
 
+def experts_table(results: Results) -> str:
+    """Microseconds of a layer's experts, behind no router, and their share of the floor."""
+    rows = []
+    for one in results.entries("experts", "experts"):
+        time, floor = one["microseconds"]["experts"], one["floor"]
+        share = f"{100 * floor / time:.0f} %"
+        rows.append(
+            (one["model"], f"{one['tokens']:,}", f"{time:,.1f} µs", f"{floor:,.1f} µs", share)
+        )
+    return table(("shapes", "tokens", "time", "floor", "share"), rows)
+
+
 def served_table(results: Results) -> str:
     """What clients of the server see, beside the same engine offline."""
     offline = results.records.get("serve_offline")
@@ -429,6 +441,7 @@ PERFORMANCE: Tables = {
     "bursts": bursts_table,
     "served": served_table,
     "mixtures": mixtures_table,
+    "experts": experts_table,
     "backends": backends_table,
     "attention prefill": partial(attention_table, phase="prefill"),
     "attention decode": partial(attention_table, phase="decode"),
