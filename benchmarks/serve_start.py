@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from serve_table import served
+from serve_table import served, start_record
 
-from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.record import write_record
 
 
@@ -26,19 +25,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
     arguments = ["--model", given.model, *(part for one in given.set for part in ("--set", one))]
-    environment = describe_environment()
     runs = []
     for _ in range(given.runs):
         with served(arguments, given.port) as (_url, seconds):
-            runs.append(round(seconds, 3))
+            runs.append(seconds)
         print(f"first served token after {runs[-1]:.2f} s", flush=True)
-    record = {
-        "benchmark": "serve_start",
-        "arguments": arguments,
-        "seconds": runs,
-        "environment": environment,
-    }
-    write_record(given.out, record)
+    write_record(given.out, start_record(arguments, runs))
 
 
 if __name__ == "__main__":

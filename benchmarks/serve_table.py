@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from words import write_words
 
+from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.record import write_record
 from nanovllm_bench.serve.client import Endpoint
 from nanovllm_bench.serve.compare import load_name
@@ -117,6 +118,16 @@ def served(arguments: Sequence[str], port: int) -> Iterator[tuple[str, float]]:
             process.terminate()
 
 
+def start_record(arguments: Sequence[str], seconds: Sequence[float]) -> dict[str, Any]:
+    """Seconds from the command to its first token, of one start after the other."""
+    return {
+        "benchmark": "serve_start",
+        "arguments": list(arguments),
+        "seconds": [round(one, 3) for one in seconds],
+        "environment": describe_environment(),
+    }
+
+
 def answers(url: str) -> bool:
     """Whether a completion of one token comes."""
     try:
@@ -201,6 +212,7 @@ def main() -> None:
         arguments += tokenizer_of(Path(given.model), Path(folder))
         rate = offline(arguments, settings.count(256), given.out / "offline.json")
         with served(arguments, given.port) as (url, seconds):
+            write_record(given.out / "serve_start.json", start_record(arguments, [seconds]))
             show(measured(url), rate, seconds)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from capability_tables import CAPABILITIES, job, shipped
 from contract_tables import PLUGINS, POLICY, SCHEDULER
+from mixture_tables import MIXTURES
 from moe_tables import MOE
 from results_tables import (
     ATTENTION,
@@ -31,6 +32,7 @@ from results_tables import (
     table,
 )
 from scale_tables import SCALE
+from served_tables import SERVED
 from serving_tables import SERVING
 from settings_tables import CONFIGURATION
 
@@ -246,7 +248,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "attention.md": {"gathering": gathering_table},
     "moe.md": MOE,
     "performance.md": {
-        **measured(PERFORMANCE),
+        **measured({**PERFORMANCE, **SERVED, **MIXTURES}),
         "transformers on a cpu": partial(compare_table, CPU),
         "plots": plots,
     },

@@ -344,53 +344,6 @@ def steps_table(results: Results) -> str:
     return table(("step", "predicted", *times, "bought", "what limits now"), rows)
 
 
-def mixtures_table(results: Results) -> str:
-    """tok/s of models with experts, and the share of the floor by the experts that were touched."""
-    rows = []
-    for record in results.named("mixture_").values():
-        touched, of = record["roofline"]["touched_experts"], record["roofline"]["costs"]
-        model = Path(record["config"]["model"]).name
-        experts = f"{touched:.1f} of {of['num_experts']}"
-        rows.append(
-            (model, record["workload"], experts, f"{rate_of(record):,.0f}", share_of(record))
-        )
-    head = ("model", "workload", "experts a layer's decode step touches", "output tok/s")
-    return table((*head, "share of roofline"), rows)
-
-
-def experts_table(results: Results) -> str:
-    """Microseconds of a layer's experts, behind no router, and their share of the floor."""
-    rows = []
-    for one in results.entries("experts", "experts"):
-        time, floor = one["microseconds"]["experts"], one["floor"]
-        share = f"{100 * floor / time:.0f} %"
-        rows.append(
-            (one["model"], f"{one['tokens']:,}", f"{time:,.1f} µs", f"{floor:,.1f} µs", share)
-        )
-    return table(("shapes", "tokens", "time", "floor", "share"), rows)
-
-
-def served_table(results: Results) -> str:
-    """What clients of the server see, beside the same engine offline."""
-    offline = results.records.get("serve_offline")
-    rows = []
-    for record in results.named("serve_").values():
-        for run in record.get("runs", ()):
-            clients, rate = run["clients"] or 0, run["rate"] or 0.0
-            load = f"{clients} at a time" if clients else f"{rate:g} per second"
-            if run["long_prompts"]:
-                load += ", and prompts of 8,192 tokens"
-            times = (
-                " / ".join(f"{ms:.1f}" for ms in run[name].values())
-                for name in ("ttft_ms", "inter_token_ms")
-            )
-            row = (record["workload"], load, f"{run['tokens_per_second']:,.0f}", *times)
-            rows.append(((bool(run["long_prompts"]), rate, clients), row))
-    head = ("requests", "load", "output tok/s", "first token, ms", "between tokens, ms")
-    shown = table(head, [row for _, row in sorted(rows)])
-    return shown if offline is None else f"Offline: {rate_of(offline):,.0f} tok/s.\n\n{shown}"
-
-
 def goals_table(results: Results) -> str:
     """The aims that are not reached, and what limits them."""
     rows = []
@@ -439,9 +392,6 @@ PERFORMANCE: Tables = {
     "start": start_table,
     "latency": latency_table,
     "bursts": bursts_table,
-    "served": served_table,
-    "mixtures": mixtures_table,
-    "experts": experts_table,
     "backends": backends_table,
     "attention prefill": partial(attention_table, phase="prefill"),
     "attention decode": partial(attention_table, phase="decode"),

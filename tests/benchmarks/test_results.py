@@ -121,11 +121,10 @@ def test_two_tools_agree_by_the_medians_of_their_turns(record: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("record", measured("serve_start"))
-def test_the_embedded_model_serves_its_first_token_within_five_seconds(
-    record: dict[str, Any],
-) -> None:
-    if "device=cpu" in record["arguments"]:
-        assert median(record["seconds"]) <= 5.0
+def test_a_server_s_first_token_comes_soon(record: dict[str, Any]) -> None:
+    """From the command: of the embedded model on a CPU in 5 seconds, of a model on a GPU in 8."""
+    limit = 5.0 if "device=cpu" in record["arguments"] else 8.0
+    assert median(record["seconds"]) <= limit
 
 
 @pytest.mark.parametrize("record", measured("attention"))

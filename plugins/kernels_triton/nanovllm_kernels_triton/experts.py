@@ -33,7 +33,7 @@ from nanovllm_kernels_triton.experts_many import (
 )
 
 _SORT_BLOCK = 4096
-"""Pairs to which each expert's program reads all."""
+"""Up to so many pairs, each expert's program reads all."""
 _PLACE_BLOCK = 1024
 """Pairs that one program sorts where there are more."""
 _COMBINE_BLOCK = 1024

@@ -1,6 +1,6 @@
 """Mixtures of experts for many tokens: pairs in the order of their experts, then grouped products.
 
-Four kernels. `sort_pairs_kernel` orders the (token, expert) pairs by expert and divides each
+`sort_pairs_kernel` orders the (token, expert) pairs by expert and divides each
 expert's rows into tiles of BLOCK_M; of more pairs than a block, `count_pairs_kernel` and
 `place_pairs_kernel` do so.
 `grouped_gate_up_kernel` and `grouped_down_kernel` multiply a tile by its expert's weights on the
