@@ -84,7 +84,7 @@ def has_ended(pid: int) -> bool:
     """Gone, or a zombie that its new parent has not reaped yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 

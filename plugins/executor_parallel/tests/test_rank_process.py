@@ -71,7 +71,7 @@ def wait_for_the_end(pid: int) -> None:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return
         assert time.monotonic() < until, f"process {pid} is left behind"
         time.sleep(0.01)

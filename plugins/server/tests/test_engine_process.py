@@ -233,7 +233,7 @@ def is_gone(pid: int) -> bool:
     """Gone, or a zombie that its new parent has not reaped yet."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
     return stat.rpartition(")")[2].split()[0] == "Z"
 
