@@ -15,6 +15,7 @@ from nanovllm_attention_triton.decode import (
     DecodeWorkspace,
     PlannedWork,
     num_multiprocessors,
+    shared_memory,
     triton_version,
 )
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
@@ -29,11 +30,10 @@ from nanovllm_attention_triton.prefill import (
     prefill_attention,
 )
 from nanovllm_attention_triton.tuning import (
-    FEW_ROWS,
     HOPPER_LATENT,
     DecodeTuning,
     LatentTuning,
-    decode_tuning,
+    decode_tunings,
     latent_tuning,
     packed_tuning,
     prefill_tuning,
@@ -85,12 +85,7 @@ class TritonAttention(AttentionBackend):
                 self._check_hopper_latent(config.latent.latent_size)
                 return [(most, HOPPER_LATENT)]
             return [(most, latent_tuning(element_size, config.num_heads, options))]
-        # With chunks of a fixed length a row has the same bits in every batch: one table then.
-        few = most if options.chunk_size else min(FEW_ROWS, most)
-        return [
-            (rows, decode_tuning(element_size, config.head_size, rows, options))
-            for rows in sorted({few, most})
-        ]
+        return decode_tunings(element_size, config.head_size, config.num_kv_heads, most, options)
 
     def _check_hopper_latent(self, value_size: int) -> None:
         """Refuse what the spec's check did not see, as the device may be another by now."""
@@ -131,6 +126,7 @@ class TritonAttention(AttentionBackend):
                 num_multiprocessors=num_multiprocessors(config.device),
                 window=self._window,
                 soft_cap=config.soft_cap,
+                shared_memory=shared_memory(config.device),
             ),
             tuning,
             config.device,

@@ -30,6 +30,10 @@ MERGE_ELEMENTS = 4096
 """Partial results that a program merges at a time (fp32 in registers)."""
 QKV_MERGE_ELEMENTS = 8192
 """The same where a program prepares q, k and v too: few rows, in many chunks each."""
+REGISTER_FILE = 65536
+"""The 32-bit registers of a multiprocessor."""
+OTHER_SHARED_MEMORY = 7 * 1024
+"""At most what a program takes beside its tiles: queries, weights, and what CUDA reserves."""
 MIN_BLOCK_D = 16
 """The fewest columns that `tl.dot` multiplies."""
 
@@ -51,6 +55,18 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory of one multiprocessor; an H100's for Triton's interpreter."""
+    if device.type != "cuda":
+        return 228 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+
+
+def program_memory(tuning: DecodeTuning, block_d: int) -> int:
+    """The bytes of shared memory of a program whose keys and values are of half precision."""
+    return 4 * tuning.tile * block_d * max(tuning.num_stages - 1, 1) + OTHER_SHARED_MEMORY
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
     """What decode attention needs to know to size its memory and its grids.
@@ -58,7 +74,7 @@ class DecodeShape:
     A program takes `block_heads` query heads of one KV head, `head_blocks` of them make a group;
     `partial_heads` of a block are real heads, rounded up to a power of two; `block_d` is the head
     size as `padded_head_size` rounds it. `window`: keys that a query sees, its own included; None:
-    all.
+    all. `shared_memory`: bytes of one multiprocessor.
     """
 
     num_heads: int
@@ -69,6 +85,7 @@ class DecodeShape:
     num_multiprocessors: int
     window: int | None = None
     soft_cap: float | None = None
+    shared_memory: int = 228 * 1024
 
     @property
     def group(self) -> int:
@@ -122,11 +139,12 @@ class DecodeShape:
         """The chunks whose partial results have so many elements, one at least."""
         return max(elements // (self.partial_heads * self.block_d), 1)
 
-    @property
-    def registers(self) -> dict[str, int]:
-        """The compiler's `maxnreg`, for all but the plain kernel of head sizes 64 and 128."""
+    def registers(self, tuning: DecodeTuning) -> int | None:
+        """The most registers of a thread: what masks take, or the tuning's bound where there are
+        none, as for the plain kernel of head sizes 64 and 128.
+        """
         plain = self.window is None and not self.soft_cap and self.head_size in (64, 128)
-        return {} if plain else {"maxnreg": DECODE_REGISTERS}
+        return tuning.registers if plain else DECODE_REGISTERS
 
     def prepares(self, num_rows: int) -> bool:
         """Whether this many rows are few enough that programs shall prepare q, k and v too.
@@ -140,6 +158,16 @@ class DecodeShape:
         """The items that make this many programs on every multiprocessor."""
         programs = self.num_multiprocessors * programs_per_multiprocessor
         return max(-(-programs // self.programs_per_item), 1)
+
+    def resident_items(self, tuning: DecodeTuning) -> int:
+        """The items whose programs are resident at once; 0 where the tuning does not ask for it."""
+        registers = self.registers(tuning)
+        if tuning.registers is None or registers is None:
+            return 0
+        by_registers = REGISTER_FILE // (32 * tuning.num_warps * registers)
+        by_memory = self.shared_memory // program_memory(tuning, self.block_d)
+        programs = self.num_multiprocessors * min(by_registers, by_memory)
+        return programs // self.programs_per_item
 
     def max_items(self, num_rows: int, max_seq_len: int, tuning: DecodeTuning) -> int:
         """A bound on the items that the plan kernel can make of `num_rows` rows.
@@ -157,8 +185,9 @@ class DecodeShape:
         longest_chunks = -(-num_rows * max_seq_len // tuning.max_chunk)
         by_chunk = max(longest_chunks, self.items_per_step(tuning.wave_programs))
         by_programs = self.items_per_step(tuning.max_programs)
-        # Rounding a row's last chunk up makes one more item of it.
-        return min(by_length, num_rows + min(by_chunk, by_programs))
+        most = max(min(by_chunk, by_programs), self.resident_items(tuning))
+        # Rounding a row's last chunk up makes one more item of it, and so does having no tokens.
+        return min(by_length, num_rows + most)
 
 
 class PlannedWork:
@@ -231,6 +260,7 @@ class PlannedWork:
             block_table.stride(0),
             seq_lens_B.shape[0],
             block_table.shape[1] * block_size,
+            resident_items=0 if fixed else self.shape.resident_items(tuning),
             wave_items=self.shape.items_per_step(tuning.wave_programs),
             # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
             max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),
@@ -271,7 +301,7 @@ class DecodeWorkspace(PlannedWork):
         constants = self.shape.constants(k_cache.shape[1], self.tuning.tile)
         self._launch(
             decode_kernel, queries, k_cache, v_cache, block_table, max_seq_len, scale, out_BHD,
-            constants | self.shape.registers,
+            constants | {"maxnreg": self.shape.registers(self.tuning)},
         )  # fmt: skip
 
     def run_from_qkv(
@@ -308,7 +338,7 @@ class DecodeWorkspace(PlannedWork):
         max_seq_len: int,
         scale: float,
         out_BHD: Tensor,
-        constants: Mapping[str, int | float],
+        constants: Mapping[str, int | float | None],
     ) -> None:
         """Launch a kernel over the planned items; `inputs` are the arguments that are its own."""
         kernel[self.grid(out_BHD.shape[0], max_seq_len)](

@@ -149,18 +149,20 @@ def decode_kernel(
     """
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
     item = tl.program_id(0) // programs_per_item
     head_block = tl.program_id(0) % programs_per_item
-    # Loaded before the test, so that the two do not wait for each other.
-    row = tl.load(items_ptr + item)
-    begin = tl.load(items_ptr + item_capacity + item)
-    end = tl.load(items_ptr + 2 * item_capacity + item)
-    first_item = tl.load(items_ptr + 3 * item_capacity + item)
-    num_chunks = tl.load(items_ptr + 4 * item_capacity + item)
-    first_block_id = tl.load(items_ptr + 5 * item_capacity + item)
-    if item >= tl.load(num_items_ptr):
+    # Loaded before the test, so that the two do not wait for each other; see `decode_qkv_kernel`
+    # for why the plan may be read before the wait, past the L1.
+    row = tl.load(items_ptr + item, cache_modifier=".cg")
+    begin = tl.load(items_ptr + item_capacity + item, cache_modifier=".cg")
+    end = tl.load(items_ptr + 2 * item_capacity + item, cache_modifier=".cg")
+    first_item = tl.load(items_ptr + 3 * item_capacity + item, cache_modifier=".cg")
+    num_chunks = tl.load(items_ptr + 4 * item_capacity + item, cache_modifier=".cg")
+    first_block_id = tl.load(items_ptr + 5 * item_capacity + item, cache_modifier=".cg")
+    if item >= tl.load(num_items_ptr, cache_modifier=".cg"):
         return
+    if DEPENDENT:
+        gdc_wait()
 
     kv_head = head_block // HEAD_BLOCKS
     lanes = tl.arange(0, BLOCK_H)

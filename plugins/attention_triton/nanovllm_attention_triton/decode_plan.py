@@ -25,7 +25,15 @@ PLAN_LANES = tl.constexpr(512)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"],
+    do_not_specialize=[
+        "num_rows",
+        "max_len",
+        "resident_items",
+        "wave_items",
+        "max_items",
+        "min_chunk",
+        "max_chunk",
+    ],
 )
 def plan_kernel(
     seq_lens_ptr,
@@ -35,6 +43,7 @@ def plan_kernel(
     table_stride,
     num_rows,
     max_len,
+    resident_items,
     wave_items,
     max_items,
     min_chunk,
@@ -48,8 +57,10 @@ def plan_kernel(
     """List the step's items: one program over all rows, of at most `max_len` tokens each.
 
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
-    and raised where that would make more than `max_items` (+ 1 per row). Chunks are whole tiles,
-    and a row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
+    and raised where that would make more than `max_items` (+ 1 per row). Where no more rows than
+    `resident_items` have tokens, it is the shortest that makes at most so many items: the programs
+    of one more would begin when all others have ended. Chunks are whole tiles, and a row's chunks
+    are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
     query, the last of its tokens, sees nothing: they make no work and no item.
     """
     rows = tl.arange(0, BLOCK_ROWS)
@@ -63,6 +74,8 @@ def plan_kernel(
     total = tl.sum(spans, 0)
     chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
     chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
+    if tl.sum((spans > 0).to(tl.int32), 0) <= resident_items:
+        chunk = shortest_chunk(spans, total, resident_items, min_chunk, TILE)
     chunk = tl.cdiv(chunk, TILE) * TILE
     counts = tl.cdiv(spans, chunk)
     # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.
@@ -92,6 +105,24 @@ def plan_kernel(
     # end to be visible.
     tl.debug_barrier()
     tl.atomic_xchg(num_items_ptr, num_items, sem="release", scope="gpu")
+
+
+@triton.jit
+def shortest_chunk(spans, total, num_items, min_chunk, TILE: tl.constexpr):
+    """The shortest chunk, in whole tiles, that cuts the rows into at most `num_items` items.
+
+    No more rows than that have tokens, so a chunk as long as the longest of them is one that does;
+    the shortest is found by halving. Rows without tokens do not count: their programs end at once.
+    """
+    low = tl.cdiv(tl.maximum(tl.cdiv(total, num_items), min_chunk), TILE)
+    high = tl.maximum(tl.cdiv(tl.max(spans, 0), TILE), low)
+    while low < high:
+        middle = (low + high) // 2
+        if tl.sum(tl.cdiv(spans, middle * TILE), 0) <= num_items:
+            high = middle
+        else:
+            low = middle + 1
+    return low * TILE
 
 
 @triton.jit

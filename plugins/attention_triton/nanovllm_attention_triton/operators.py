@@ -30,11 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace, num_multiprocessors
+from nanovllm_attention_triton.decode import (
+    DecodeShape,
+    DecodeWorkspace,
+    num_multiprocessors,
+    shared_memory,
+)
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.plugin import MAX_HEAD_SIZE
 from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
-from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_attention_triton.tuning import decode_tunings, prefill_tuning
 from nanovllm_core.api import UnsupportedError
 
 __all__ = ["MAX_HEAD_SIZE", "packed_attention", "paged_attention"]
@@ -250,8 +255,12 @@ def _decode(
         num_multiprocessors=num_multiprocessors(q_BQHD.device),
         window=window,
         soft_cap=soft_cap,
+        shared_memory=shared_memory(q_BQHD.device),
     )
-    tuning = decode_tuning(q_BQHD.element_size(), head_size, batch, TritonOptions())
+    tunings = decode_tunings(
+        q_BQHD.element_size(), head_size, shape.num_kv_heads, batch, TritonOptions()
+    )
+    _, tuning = tunings[-1]
     workspace = DecodeWorkspace(shape, tuning, q_BQHD.device)
     block_table = block_table.int().contiguous()
     workspace.plan(seq_lens.int().contiguous(), block_table, k_blocks.shape[1])

@@ -20,6 +20,9 @@ class DecodeTuning:
     device picks their length each step: long enough that the batch makes about `wave_programs`
     programs per multiprocessor, at most `max_chunk` tokens, and never so short that the batch makes
     more than `max_programs` per multiprocessor (which bounds the grid of a captured graph).
+
+    With `registers`, which a thread has at most, it is known how many programs are resident on a
+    multiprocessor at once. Rows that are no more than those are cut so that all their programs are.
     """
 
     tile: int
@@ -29,6 +32,7 @@ class DecodeTuning:
     max_chunk: int = 512
     wave_programs: int = 3
     max_programs: int = 8
+    registers: int | None = None
     fixed_chunk: int | None = None
 
     def __str__(self) -> str:
@@ -93,17 +97,37 @@ class HopperPrefillTuning:
 
 
 # By the size of an element in bytes. Half precision, few rows: two warps and tiles of 32 let many
-# short programs share a multiprocessor. Many rows: larger tiles spend less on each. Prefill: two
-# programs on a multiprocessor, one of which loads while the other multiplies. fp32 uses plain
+# short programs share a multiprocessor. Many rows: larger tiles spend less on each. In between, all
+# programs are resident at once: six on a multiprocessor, and where that leaves each of them much,
+# four of larger tiles. One program too many costs a wave; on an H200 that was 3 us of 20. Prefill:
+# two programs on a multiprocessor, one of which loads while the other multiplies. fp32 uses plain
 # multiply-adds (IEEE): small tiles, or its operands do not fit the registers.
-FEW_ROWS = 96
 DECODE_FEW = {
     2: DecodeTuning(
         tile=32, num_warps=2, num_stages=3, min_chunk=32, max_chunk=256, max_programs=16
     ),
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
+DECODE_SIX = {
+    2: DecodeTuning(
+        tile=32, num_warps=2, num_stages=2, min_chunk=32, max_chunk=256, max_programs=16,
+        registers=168,
+    ),
+    4: DECODE_FEW[4],
+}  # fmt: skip
+DECODE_FOUR = {
+    2: DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128), 4: DECODE_FEW[4]
+}  # fmt: skip
 DECODE_MANY = {2: DecodeTuning(tile=64, num_warps=4, num_stages=3), 4: DECODE_FEW[4]}
+DECODE = (
+    (64, DECODE_FEW),
+    (320, DECODE_SIX),
+    (512, DECODE_FOUR),
+    (768, DECODE_FEW),
+    (None, DECODE_MANY),
+)
+"""The table for steps of so many (row, KV head) at most, each of which is a program if not cut.
+Beyond 528 an H200 has no room for all at once; four of larger tiles were 1 to 3 % slower there."""
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
@@ -176,18 +200,28 @@ per sequence in the mean, on. Below, the plain kernel's smaller programs share t
 H200 it was up to a third faster there, and 8 to 19 % slower on prompts of 4,096 tokens and more."""
 
 
-def decode_tuning(
-    element_size: int, head_size: int, num_rows: int, options: TritonOptions
-) -> DecodeTuning:
+def decode_tunings(
+    element_size: int, head_size: int, num_kv_heads: int, max_num_rows: int, options: TritonOptions
+) -> list[tuple[int, DecodeTuning]]:
     """The decode constants for a dtype of `element_size` bytes, with the user's overrides.
 
-    A step of `num_rows` rows, padding included, takes the table for as many.
+    Each for steps of so many rows at most, padding included, in increasing order. With chunks of a
+    fixed length there is one for all, so that a row has the same bits in every batch.
     """
-    table = DECODE_FEW if num_rows <= FEW_ROWS else DECODE_MANY
-    if head_size > WIDE:
-        table = WIDE_DECODE
+    if options.chunk_size or head_size > WIDE or element_size == 4:
+        table = WIDE_DECODE if head_size > WIDE else DECODE_FEW
+        return [(max_num_rows, _decode_tuning(table[element_size], options))]
+    tunings: dict[int, DecodeTuning] = {}
+    for most, table in DECODE:
+        rows = min(most // num_kv_heads, max_num_rows) if most else max_num_rows
+        if rows > 0:
+            tunings.setdefault(rows, _decode_tuning(table[element_size], options))
+    return list(tunings.items())
+
+
+def _decode_tuning(tuning: DecodeTuning, options: TritonOptions) -> DecodeTuning:
     return replace(
-        table[element_size],
+        tuning,
         fixed_chunk=options.chunk_size,
         **_given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
     )

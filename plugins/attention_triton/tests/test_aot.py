@@ -10,16 +10,19 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
-from nanovllm_attention_triton.decode import DecodeShape, padded_head_size
+from nanovllm_attention_triton.decode import DecodeShape, padded_head_size, program_memory
 from nanovllm_attention_triton.hopper_prefill import REGISTERS as HOPPER_REGISTERS
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
 from nanovllm_attention_triton.tuning import (
+    DECODE_FOUR,
+    DECODE_REGISTERS,
+    DECODE_SIX,
     HOPPER_PREFILL,
     LARGE_CAPABILITIES,
     LARGE_TILE,
     QKV_REGISTERS,
-    decode_tuning,
+    decode_tunings,
     prefill_tuning,
 )
 from nanovllm_core.api import QKPrep
@@ -32,6 +35,7 @@ KERNELS = "nanovllm_attention_triton"
 # for few rows, three where they prepare q, k and v too, two of 128 for many, three of 128 for heads
 # of 256; two prefill programs of 128, one of 256 for heads of 256.
 FEW_REGISTERS, FEW_SHARED = 168, 228 * 1024 // 6 - 1024
+SIX_SHARED, FOUR_SHARED = 228 * 1024 // 6 - 1024, 228 * 1024 // 4 - 1024
 WIDE_REGISTERS, WIDE_SHARED = 168, 228 * 1024 // 3 - 1024
 QKV_SHARED = 228 * 1024 // 3 - 1024
 MANY_REGISTERS, MANY_SHARED = 255, 228 * 1024 // 2 - 1024
@@ -80,7 +84,7 @@ def decode_job(
     capability: int = 90,
 ) -> AotJob:
     shape = decode_shape(head_size, group, window, soft_cap)
-    tuning = decode_tuning(2, head_size, rows, TritonOptions())
+    _, tuning = decode_tunings(2, head_size, shape.num_kv_heads, rows, TritonOptions())[-1]
     return AotJob(
         kernel=f"{KERNELS}.decode_kernels:decode_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr")
@@ -94,7 +98,7 @@ def decode_job(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         capability=capability,
-        **shape.registers,
+        **({"maxnreg": registers} if (registers := shape.registers(tuning)) else {}),
     )
 
 
@@ -109,7 +113,7 @@ def qkv_job(
     norm: bool = True,
 ) -> AotJob:
     """Decode from packed q, k, v, which few rows take; `rotary` columns rotate, None: all."""
-    job = decode_job(dtype, head_size, block_size, group, 16, window, soft_cap)
+    job = decode_job(dtype, head_size, block_size, group, 4, window, soft_cap)
     own = {"q_ptr", "q_stride_row", "q_stride_head"}
     weights = ("q_weight_ptr", "k_weight_ptr")
     shape = decode_shape(head_size, group, window, soft_cap)
@@ -209,7 +213,16 @@ PLAN = AotJob(
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
     | integers("table_stride", "item_capacity")
     | dict.fromkeys(
-        ("num_rows", "max_len", "wave_items", "max_items", "min_chunk", "max_chunk"), "i32"
+        (
+            "num_rows",
+            "max_len",
+            "resident_items",
+            "wave_items",
+            "max_items",
+            "min_chunk",
+            "max_chunk",
+        ),
+        "i32",
     ),
     constexprs={"BLOCK_ROWS": 256, "BLOCK_SIZE": 256, "TILE": 32, "WINDOW": 0},
 )
@@ -221,11 +234,17 @@ JOBS = {
             dtype, size, block_size, group, rows
         )
         for kind, rows, dtype, size, block_size, group in (
-            ("few", 16, "bf16", 128, 16, 2),
-            ("few", 16, "bf16", 128, 256, 2),
-            ("few", 16, "fp16", 128, 64, 8),
-            ("few", 16, "bf16", 64, 16, 4),
-            ("few", 16, "fp16", 64, 128, 1),
+            ("few", 8, "bf16", 128, 16, 2),
+            ("few", 8, "bf16", 128, 256, 2),
+            ("few", 8, "fp16", 128, 64, 8),
+            ("few", 8, "bf16", 64, 16, 4),
+            ("few", 8, "fp16", 64, 128, 1),
+            ("six", 16, "bf16", 128, 256, 2),
+            ("six", 16, "fp16", 128, 16, 8),
+            ("six", 16, "bf16", 64, 16, 4),
+            ("four", 64, "bf16", 128, 256, 2),
+            ("four", 64, "fp16", 128, 16, 8),
+            ("four", 64, "bf16", 64, 16, 4),
             ("many", 256, "bf16", 128, 16, 2),
             ("many", 256, "bf16", 128, 256, 2),
             ("many", 256, "fp16", 64, 128, 4),
@@ -246,15 +265,19 @@ JOBS = {
             "bf16", size, block_size, group, rows, window, cap
         )
         for kind, rows, size, block_size, group, window, cap in (
-            ("few", 16, 80, 256, 1, None, None),
-            ("few", 16, 80, 16, 2, 1024, 50.0),
+            ("few", 8, 80, 256, 1, None, None),
+            ("few", 8, 80, 16, 2, 1024, 50.0),
+            ("six", 16, 80, 256, 1, None, None),
+            ("six", 16, 128, 16, 8, 1024, 50.0),
+            ("four", 64, 80, 256, 1, None, None),
+            ("four", 64, 128, 16, 8, 1024, 50.0),
             ("many", 256, 80, 16, 1, None, None),
-            ("few", 16, 96, 256, 2, 1024, None),
+            ("few", 8, 96, 256, 2, 1024, None),
             ("many", 256, 96, 256, 2, None, 50.0),
-            ("few", 16, 64, 256, 4, 1024, None),
-            ("few", 16, 128, 256, 2, 1024, None),
-            ("few", 16, 128, 256, 2, None, 50.0),
-            ("few", 16, 128, 16, 8, 1024, 50.0),
+            ("few", 8, 64, 256, 4, 1024, None),
+            ("few", 8, 128, 256, 2, 1024, None),
+            ("few", 8, 128, 256, 2, None, 50.0),
+            ("few", 8, 128, 16, 8, 1024, 50.0),
             ("many", 256, 128, 256, 2, 1024, 50.0),
             ("wide", 16, 256, 16, 1, None, None),
             ("wide", 16, 256, 256, 2, None, None),
@@ -327,6 +350,8 @@ def test_no_kernel_takes_more_than_its_line(reports):
     [
         ("plan", 255, 48 * 1024),
         ("decode few", FEW_REGISTERS, FEW_SHARED),
+        ("decode six", DECODE_REGISTERS, SIX_SHARED),
+        ("decode four", DECODE_REGISTERS, FOUR_SHARED),
         ("decode many", MANY_REGISTERS, MANY_SHARED),
         ("decode wide", WIDE_REGISTERS, WIDE_SHARED),
         ("qkv", QKV_REGISTERS, QKV_SHARED),
@@ -348,11 +373,27 @@ def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
 def test_decode_keeps_several_tiles_in_flight(reports):
     """The loop waits for a tile while later ones are still loading, in copies of 16 bytes.
 
-    A block id loaded in the round that needs it would leave `wait_group 0` alone.
+    A block id loaded in the round that needs it would leave `wait_group 0` alone. Programs that are
+    all resident at once keep one tile each: their neighbours load meanwhile.
     """
+    one = of_kind(reports, "decode six") + of_kind(reports, "decode four")
+    for report in one:
+        assert "cp.async.wait_group \t1" in report.ptx or "cp.async.wait_group 1" in report.ptx
     for report in of_kind(reports, "decode") + of_kind(reports, "qkv"):
+        if report in one:
+            continue
         assert "cp.async.wait_group \t2" in report.ptx or "cp.async.wait_group 2" in report.ptx
         assert "0x10" in report.ptx.split("cp.async.cg.shared.global", 1)[1][:80]
+
+
+def test_programs_that_shall_be_resident_at_once_take_no_more_than_their_share(reports):
+    """One program too many begins when all others have ended."""
+    for kind, tuning in (("decode six", DECODE_SIX[2]), ("decode four", DECODE_FOUR[2])):
+        for name, report in reports.items():
+            if name.startswith(kind) and not re.search("window|cap|d80", name):
+                assert report.registers <= tuning.registers, name
+                columns = 64 if "d64" in name else 128
+                assert report.shared + 1024 <= program_memory(tuning, columns), name
 
 
 def test_decode_from_qkv_loads_keys_before_the_wait_and_q_behind_it(reports):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from nanovllm_attention_triton import plugin
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import decode_tuning, prefill_tuning
+from nanovllm_attention_triton.tuning import decode_tunings, prefill_tuning
 from nanovllm_core.api import AttentionRequirements, UnsupportedError
 from nanovllm_kit.latent_attention import LatentSizes, make_latent_case
 
@@ -115,7 +115,8 @@ def test_every_option_reaches_the_kernels_constants():
         prefill_num_stages=2,
     )
     for element_size, head_size, rows in product((2, 4), (64, 256), (1, 256)):
-        decode = decode_tuning(element_size, head_size, rows, options)
+        [(most, decode)] = decode_tunings(element_size, head_size, 8, rows, options)
+        assert most == rows
         assert (decode.fixed_chunk, decode.num_warps, decode.num_stages) == (128, 2, 4)
         assert options.chunk_size % decode.tile == 0
         prefill = prefill_tuning(element_size, head_size, rows > 1, options)
