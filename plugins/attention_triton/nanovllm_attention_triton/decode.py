@@ -30,6 +30,8 @@ MERGE_ELEMENTS = 4096
 """Partial results that a program merges at a time (fp32 in registers)."""
 QKV_MERGE_ELEMENTS = 8192
 """The same where a program prepares q, k and v too: few rows, in many chunks each."""
+PLAN_ROWS = 128
+"""Rows of a plan at least, one for each of its threads."""
 REGISTER_FILE = 65536
 """The 32-bit registers of a multiprocessor."""
 OTHER_SHARED_MEMORY = 7 * 1024
@@ -260,17 +262,18 @@ class PlannedWork:
             block_table.stride(0),
             seq_lens_B.shape[0],
             block_table.shape[1] * block_size,
-            resident_items=0 if fixed else self.shape.resident_items(tuning),
+            resident_items=self.shape.resident_items(tuning),
             wave_items=self.shape.items_per_step(tuning.wave_programs),
             # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
             max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),
             min_chunk=fixed or tuning.min_chunk,
             max_chunk=fixed or tuning.max_chunk,
             item_capacity=self.capacity,
-            BLOCK_ROWS=next_power_of_2(self.shape.max_num_seqs),
+            BLOCK_ROWS=max(next_power_of_2(self.shape.max_num_seqs), PLAN_ROWS),
             BLOCK_SIZE=block_size,
             TILE=tuning.tile,
             WINDOW=self.shape.window or 0,
+            ONE_WAVE=fixed is None and self.shape.resident_items(tuning) > 0,
         )
 
 

@@ -53,15 +53,16 @@ def plan_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    ONE_WAVE: tl.constexpr,
 ):
     """List the step's items: one program over all rows, of at most `max_len` tokens each.
 
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
-    and raised where that would make more than `max_items` (+ 1 per row). Where no more rows than
-    `resident_items` have tokens, it is the shortest that makes at most so many items: the programs
-    of one more would begin when all others have ended. Chunks are whole tiles, and a row's chunks
-    are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
-    query, the last of its tokens, sees nothing: they make no work and no item.
+    and raised where that would make more than `max_items` (+ 1 per row). ONE_WAVE: where no more
+    rows than `resident_items` have tokens, it is the shortest that makes at most so many items, for
+    the programs of one more would begin when others have ended. Chunks are whole tiles, and a row's
+    chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
+    last of its tokens, sees nothing: they make no work and no item.
     """
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
@@ -74,8 +75,9 @@ def plan_kernel(
     total = tl.sum(spans, 0)
     chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
     chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
-    if tl.sum((spans > 0).to(tl.int32), 0) <= resident_items:
-        chunk = shortest_chunk(spans, total, resident_items, min_chunk, TILE)
+    if ONE_WAVE:  # noqa: SIM102 - a constant, by which the rest is compiled or is not
+        if tl.sum((spans > 0).to(tl.int32), 0) <= resident_items:
+            chunk = shortest_chunk(spans, total, resident_items, min_chunk, TILE)
     chunk = tl.cdiv(chunk, TILE) * TILE
     counts = tl.cdiv(spans, chunk)
     # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.
