@@ -302,9 +302,10 @@ class DecodeWorkspace(PlannedWork):
     ) -> None:
         queries = q_BHD, q_BHD.stride(0), q_BHD.stride(1)
         constants = self.shape.constants(k_cache.shape[1], self.tuning.tile)
+        registers = self.shape.registers(self.tuning)
         self._launch(
             decode_kernel, queries, k_cache, v_cache, block_table, max_seq_len, scale, out_BHD,
-            constants | {"maxnreg": self.shape.registers(self.tuning)},
+            constants | ({"maxnreg": registers} if registers else {}),
         )  # fmt: skip
 
     def run_from_qkv(
@@ -341,7 +342,7 @@ class DecodeWorkspace(PlannedWork):
         max_seq_len: int,
         scale: float,
         out_BHD: Tensor,
-        constants: Mapping[str, int | float | None],
+        constants: Mapping[str, int | float],
     ) -> None:
         """Launch a kernel over the planned items; `inputs` are the arguments that are its own."""
         kernel[self.grid(out_BHD.shape[0], max_seq_len)](
