@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md: the GPUs that plans know, and plans of the benchmarks' models."""
+"""The tables of docs/scale.md: GPUs that plans know, plans of models, and what was measured."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from nanovllm_core.config import load_config
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MODELS = {"qwen3-8b": (1, 2), "qwen3-32b": (1, 2, 4)}
 LENGTH = 4096
+MEASURED = BENCHMARKS / "results" / "h100"
+SIZES = {2048: "2 KB", 32768: "32 KB", 65536: "64 KB", 262144: "256 KB", 1048576: "1 MB",
+         4194304: "4 MB", 16777216: "16 MB", 67108864: "64 MB"}  # fmt: skip
 
 
 def gpu_table() -> str:
@@ -61,6 +64,38 @@ def start_table() -> str:
     return table(["start on an H200", "blocks, recorded", "blocks, planned"], [row])
 
 
+def all_reduce_table() -> str:
+    """Microseconds of the ways between two GPUs, by size."""
+    found = json.loads((MEASURED / "all_reduce_2.json").read_text())["microseconds"]
+    ways = {"NCCL": "NCCL", "one-shot": "ours 512 B", "one-shot, residual": "ours, add",
+            "one-shot, residual, norm": "ours, add, norm"}  # fmt: skip
+    rows = [
+        [shown, *(f"{found[way].get(str(size), '-')}" for way in ways.values())]
+        for size, shown in SIZES.items()
+    ]
+    return table(["bytes of a rank", *(f"{name}, µs" for name in ways)], rows)
+
+
+def parallel_table() -> str:
+    """Output tokens per second of the layouts of each model, and shares of their floors."""
+    rows = []
+    for file in sorted(MEASURED.glob("parallel_*.json")):
+        record = json.loads(file.read_text())
+        for layout, found in record["layouts"].items():
+            for workload, row in found.get("workloads", {}).items():
+                rate, share = row["tokens_per_second"], row["share_of_floor"]
+                shown = [_layout_name(layout), workload, f"{rate:,.0f}", f"{share:.0%}"]
+                rows.append([Path(record["model"]).name, *shown])
+    return table(["model", "layout", "workload", "output tok/s", "share of its floor"], rows)
+
+
+def _layout_name(layout: str) -> str:
+    if layout.startswith("d"):
+        return f"{layout[1:]} engines, each with its own requests"
+    ranks, _, way = layout.partition(":")
+    return f"{ranks} GPU" if ranks == "1" else f"{ranks} GPUs{', ' * bool(way)}{way}"
+
+
 def _layouts(model: str, num_gpus: int) -> list[Layout]:
     overrides = {"attention": "triton", "max_model_len": LENGTH}
     config = load_config(str(BENCHMARKS / "configs" / model), overrides=overrides, env={})
@@ -89,4 +124,6 @@ SCALE: Mapping[str, Callable[[], str]] = {
     "gpus": gpu_table,
     "plans": plan_table,
     "starts": start_table,
+    "all-reduces": all_reduce_table,
+    "layouts": parallel_table,
 }

@@ -30,8 +30,8 @@ from nanovllm_executor_parallel.symmetric import Limits, SymmetricAllReduce
 KB, MB = 1 << 10, 1 << 20
 SIZES = (2 * KB, 8 * KB, 16 * KB, 32 * KB, 64 * KB, 128 * KB, 256 * KB, 512 * KB,
          MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB, 64 * MB)  # fmt: skip
-LIMITS = Limits(one_shot=MB, two_shot=64 * MB)
-BLOCKS = (128, 256, 512)
+LIMITS = Limits(one_shot=16 * MB, two_shot=64 * MB)
+BLOCKS = (64, 128, 256, 512)
 CALLS = 64
 REPLAYS = 5
 
@@ -97,15 +97,21 @@ class Ways:
             "torch one-shot": (torch_one_shot, MB),
             "two-shot _": (two_shot_in_place, SIZES[-1]),
             "two-shot": (lambda x, residual: two_shot(x), SIZES[-1]),
-            **{f"ours {4 * b} B": (ours_of(ours, b), MB) for b in BLOCKS},
-            "ours, add": (ours_add, MB),
+            **{f"ours {4 * b} B": (ours_of(ours, b), SIZES[-1]) for b in BLOCKS},
+            "ours, add": (ours_add, LIMITS.one_shot),
             "ours, add, norm": (norm_behind(ours_add), MB),
         }
 
 
 def ours_of(reduce: Any, block: int) -> Way:
-    """With a block of this many words."""
-    return lambda x, residual: reduce(x, block=block)
+    """With a block of this many words; an x above the limit goes in pieces."""
+
+    def run(x: Tensor, residual: Tensor) -> Tensor:
+        for piece in x.split(LIMITS.one_shot // x.element_size()):
+            reduce(piece, block=block)
+        return x
+
+    return run
 
 
 def capture(
@@ -127,7 +133,7 @@ def check(name: str, way: Way, device: torch.device) -> None:
     Raises AssertionError with the way and the size.
     """
     size = dist.get_world_size()
-    for numel in (8, 1032, 16 * KB):
+    for numel in (8, 1032, 16 * KB, 3 * MB + 8):
         x, residual = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
         graph, graph_out = capture(way, x, residual, 1)
         for attempt in range(8):
@@ -201,7 +207,7 @@ def report(found: dict[str, dict[int, float]], size: int, out: Path | None) -> N
     for num_bytes in SIZES:
         row = (f"{found[name].get(num_bytes, float('nan')):16.2f}" for name in found)
         print(f"{num_bytes:16}" + "".join(row))
-    ours, two_shot, nccl = found["ours 1024 B"], found["two-shot"], found["NCCL"]
+    ours, two_shot, nccl = found["ours 512 B"], found["two-shot"], found["NCCL"]
     proposed = {
         "one_shot": max(
             (n for n in ours if ours[n] <= min(two_shot[n], nccl[n])), default=0

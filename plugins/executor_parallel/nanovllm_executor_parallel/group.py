@@ -16,12 +16,20 @@ from torch import Tensor
 from nanovllm_core.api import ParallelContext
 from nanovllm_executor_parallel.messages import HOST, LostPeerError, Start, Status
 from nanovllm_executor_parallel.plugin import AllReduce
-from nanovllm_executor_parallel.symmetric import SymmetricAllReduce, find_obstacle, read_limits
+from nanovllm_executor_parallel.symmetric import (
+    SymmetricAllReduce,
+    find_obstacle,
+    is_measured,
+    read_limits,
+)
 
 logger = logging.getLogger(__name__)
 
 # torch renames it; the older versions know the first name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+PROBES = (1, 1 << 16, 1 << 22)
+"""Numbers in the first all-reduces: NCCL takes an algorithm by size, and connects it when used."""
 
 GLOO_CONNECTION = re.compile("gloo/(transport|rendezvous)/")
 """In the errors of its sockets: they name their source file."""
@@ -101,15 +109,21 @@ class TensorParallelGroup:
     def open(self, devices: Sequence[torch.device], seconds: float, all_reduce: AllReduce) -> None:
         """Take the memory that collectives need on GPUs, which no capture may do.
 
-        `devices` are the GPUs of all ranks. Where `all_reduce` asks for symmetric memory, all ranks
-        use it, or none does; `seconds` bounds the waits in it.
+        `devices` are the GPUs of all ranks. All of them use symmetric memory, or none does;
+        `seconds` bounds the waits in it.
         """
         with self._progress.collective("open"):
-            probe = torch.zeros(1, device=devices[self.rank])
-            dist.all_reduce(probe)
-        self.all_gather(probe)
+            for numel in PROBES:
+                probe = torch.zeros(numel, dtype=torch.bfloat16, device=devices[self.rank])
+                dist.all_reduce(probe)
+        self.all_gather(probe[:1])
         if all_reduce == "nccl":
             self.all_reduces = "all-reduces: nccl"
+            return
+        if all_reduce == "auto" and not is_measured(self.size):
+            self.all_reduces = (
+                f"all-reduces: nccl; symmetric was not measured with {self.size} ranks"
+            )
             return
         self._open_symmetric(devices, seconds)
 

@@ -5,9 +5,12 @@ There is no barrier and no fence: a reader polls its own memory until no word ho
 
 Memory. Each rank has three slots, used in turn. A slot has room for one part of each rank. Every
 word of it holds the sentinel while it is not in use. In call c a rank stores its x into slot c of
-all ranks, itself included; fills slot c - 1 of its own memory with the sentinel; polls slot c of
-its own memory; and stores the sum. Why three are enough: slot c - 1 is next written in call c + 2,
-by a rank that has seen this rank's part of call c + 1, which it sends after call c has ended.
+all other ranks; fills slot c - 1 of its own memory with the sentinel; polls slot c of its own
+memory; and stores the sum. Why three are enough: slot c - 1 is next written in call c + 2, by a
+rank that has seen this rank's part of call c + 1, which it sends after call c has ended.
+
+Programs. As many as are resident at once, and each takes several blocks of a large x. It sends all
+of them before it polls the first, so that no rank waits for what another has yet to send.
 
 Words. The unit is a word of 32 bits, because a GPU never tears one: a float32, or two numbers of 16
 bits. The sentinel is two negative zeros of 16 bits (as a float32, a denormal of -4.6e-41). Where x
@@ -36,8 +39,8 @@ NUM_SLOTS = 3
 UNIT = 16
 """Bytes that a thread loads and stores at a time."""
 
-BLOCK = 256
-"""Words of a program."""
+BLOCK = 128
+"""Words that a program sends at a time: 16 bytes of each thread."""
 
 SENTINEL = -0x7FFF8000
 """0x80008000 as an int32."""
@@ -61,7 +64,7 @@ def one_shot_kernel(
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One block of words per program, which is one warp: it needs no barrier of its own.
+    """Blocks of words by programs of one warp, which needs no barrier of its own.
 
     x becomes the sum over ranks; with a residual, the residual becomes itself plus the sum. All
     programs must be resident at once. `num_units` counts 16 bytes; CAPACITY is in words.
@@ -70,48 +73,53 @@ def one_shot_kernel(
         gdc_launch_dependents()  # the next kernel fetches its weights while this one polls
     ranks = tl.arange(0, PADDED_SIZE)
     peer_ptrs = ()
-    for step in tl.static_range(SIZE):  # fetched before the wait; this rank's own is the last
+    for step in tl.static_range(SIZE - 1):  # fetched before the wait
         peer = tl.load(peers_ptr + (rank + 1 + step) % SIZE)
         peer_ptrs += (tl.multiple_of(peer.to(tl.pointer_type(tl.int32)), 16),)
     if DEPENDENT:
         gdc_wait()
     x_words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < num_units * 4
+    out_words_ptr = x_words_ptr
+    if HAS_RESIDUAL:
+        out_words_ptr = residual_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    first, stride = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     # Volatile: this multiprocessor's cache may hold what an earlier call has read.
     call = tl.load(state_ptr + ARRIVALS, volatile=True) // PER_CALL
     limit = tl.load(state_ptr + LIMIT, volatile=True)
-    words = tl.load(x_words_ptr + columns, mask=mask, other=0)
     slot = (call % SLOTS).to(tl.int32)
     before = (slot + SLOTS - 1) % SLOTS
     num_old_units = tl.load(state_ptr + UNITS + before, volatile=True).to(tl.int32)
-    words = mark_as_sent(words)
     part = (slot * SIZE + rank) * CAPACITY
-    for step in tl.static_range(SIZE):
-        tl.store(peer_ptrs[step] + part + columns, words, mask=mask)
+    for start in range(first, num_units * 4, stride):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < num_units * 4
+        words = mark_as_sent(tl.load(x_words_ptr + columns, mask=mask, other=0))
+        for step in tl.static_range(SIZE - 1):
+            tl.store(peer_ptrs[step] + part + columns, words, mask=mask)
     arrive(state_ptr, slot, num_units)
-    is_rank = (ranks < SIZE)[:, None]
+    is_peer = ((ranks < SIZE) & (ranks != rank))[:, None]
     parts_ptr = slots_ptr + ranks[:, None] * CAPACITY
-    clear(parts_ptr + before * SIZE * CAPACITY, is_rank, num_old_units, PADDED_SIZE, BLOCK)
-    out_ptr = x_ptr
-    residual = words
-    if HAS_RESIDUAL:
-        out_ptr = residual_ptr
-        residual_words_ptr = residual_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        residual = tl.load(residual_words_ptr + columns, mask=mask, other=0)
-    received_ptrs = parts_ptr + slot * SIZE * CAPACITY + columns[None, :]
-    received = poll(
-        received_ptrs, is_rank & mask[None, :], limit, call, state_ptr, failure_ptr, ranks,
-        SIZE, INTERPRETED,
-    )  # fmt: skip
-    out = add(received, residual, HAS_RESIDUAL, x_ptr.dtype.element_ty)
-    out_words_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(out_words_ptr + columns, out, mask=mask)
+    clear(parts_ptr + before * SIZE * CAPACITY, is_peer, num_old_units, PADDED_SIZE, BLOCK)
+    for start in range(first, num_units * 4, stride):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < num_units * 4
+        words = mark_as_sent(tl.load(x_words_ptr + columns, mask=mask, other=0))
+        residual = words
+        if HAS_RESIDUAL:
+            residual = tl.load(out_words_ptr + columns, mask=mask, other=0)
+        received_ptrs = parts_ptr + slot * SIZE * CAPACITY + columns[None, :]
+        received = poll(
+            received_ptrs, is_peer & mask[None, :], limit, call, state_ptr, failure_ptr, ranks,
+            SIZE, INTERPRETED,
+        )  # fmt: skip
+        every = tl.where((ranks == rank)[:, None], words[None, :], received)
+        out = add(every, residual, HAS_RESIDUAL, x_ptr.dtype.element_ty)
+        tl.store(out_words_ptr + columns, out, mask=mask)
 
 
 @triton.jit
 def mark_as_sent(words):
-    """No word of what is sent is the sentinel."""
+    """No word of what is sent is the sentinel; a rank adds its own words as it sends them."""
     return tl.where(words == EMPTY, 0, words)
 
 
@@ -130,11 +138,11 @@ def arrive(state_ptr, slot, num_units):
 
 
 @triton.jit
-def clear(parts_ptr, is_rank, num_units, PADDED_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def clear(parts_ptr, is_peer, num_units, PADDED_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Fill this program's share of what a call wrote with the sentinel, in whole blocks."""
     empty = tl.full((PADDED_SIZE, BLOCK), EMPTY, tl.int32)
     for start in range(tl.program_id(0) * BLOCK, num_units * 4, tl.num_programs(0) * BLOCK):
-        tl.store(parts_ptr + start + tl.arange(0, BLOCK)[None, :], empty, mask=is_rank)
+        tl.store(parts_ptr + start + tl.arange(0, BLOCK)[None, :], empty, mask=is_peer)
 
 
 @triton.jit
@@ -206,13 +214,17 @@ class OneShotAllReduce:
 
     `slots` is this rank's memory, int32 [3, size, capacity / 4], filled with SENTINEL before any
     rank calls; `peers` are the addresses of all ranks' slots, int64 [size]. `capacity` is the
-    largest x in bytes, in whole blocks. `seconds` bounds each wait on the device. All calls must
-    run in one stream, and all ranks must make the same calls in the same order.
+    largest x in bytes, in whole blocks. `seconds` bounds each wait on the device. `max_programs` of
+    the kernel are resident at once, beside those of another. All calls must run in one stream, and
+    all ranks must make the same calls in the same order.
     """
 
-    def __init__(self, rank: int, slots: Tensor, peers: Tensor, seconds: float) -> None:
+    def __init__(
+        self, rank: int, slots: Tensor, peers: Tensor, seconds: float, max_programs: int
+    ) -> None:
         _, self.size, words = slots.shape
         self.rank = rank
+        self.max_programs = min(max_programs, MAX_PROGRAMS)
         self.capacity = 4 * words
         self._slots = slots
         self._peers = peers
@@ -230,7 +242,8 @@ class OneShotAllReduce:
         """
         out = x if residual is None else residual
         num_units = x.nbytes // UNIT
-        one_shot_kernel[(triton.cdiv(num_units * 4, block),)](
+        programs = min(triton.cdiv(num_units * 4, block), self.max_programs)
+        one_shot_kernel[(programs,)](
             x, out, self._slots, self._peers, self._state, self._failure, self.rank, num_units,
             SIZE=self.size, PADDED_SIZE=triton.next_power_of_2(self.size),
             CAPACITY=self.capacity // 4, BLOCK=block, HAS_RESIDUAL=residual is not None,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm_core.api import ExecutorSpec, hookimpl
 
-AllReduce = Literal["nccl", "symmetric"]
+AllReduce = Literal["auto", "nccl", "symmetric"]
 """What sums over the GPUs of all ranks."""
 
 
@@ -34,10 +34,11 @@ class ParallelOptions(BaseModel):
         10, gt=0, description="The longest wait for ranks to close; then they are killed."
     )
     all_reduce: AllReduce = Field(
-        "nccl",
+        "auto",
         description="What sums over the GPUs of all ranks. symmetric: by the size of the sum, with "
-        "the limits of a committed table, a one-shot kernel, torch's two-shot kernel, or NCCL; it "
-        "has not been verified on GPUs yet. CPUs use gloo.",
+        "the limits of a committed table, a one-shot kernel, torch's two-shot kernel, or NCCL. "
+        "auto: symmetric for the numbers of ranks that were measured, which are 2, else nccl. CPUs "
+        "use gloo.",
     )
 
 
@@ -48,6 +49,7 @@ PARALLEL = ExecutorSpec(
     options=ParallelOptions,
     contract=4,
     max_tensor_parallel_size=64,
+    needs_warm_up=False,
 )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,22 @@ class Limits:
 
 
 @cache
-def read_limits(size: int) -> Limits:
-    """Of the committed table, which is the same on all ranks: ways that differ would never meet.
+def read_table() -> dict[str, Any]:
+    """The committed table, which is the same on all ranks: ways that differ would never meet."""
+    table: dict[str, Any] = json.loads(
+        files(__package__).joinpath("all_reduce.json").read_text("utf-8")
+    )
+    return table
 
-    A number of ranks that is not in it takes the entry of the next larger one.
-    """
-    table = json.loads(files(__package__).joinpath("all_reduce.json").read_text("utf-8"))
-    listed = {int(ranks): Limits(**entry) for ranks, entry in table["limits"].items()}
+
+def is_measured(size: int) -> bool:
+    """True if the ways of so many ranks were checked and measured on GPUs."""
+    return size in read_table()["measured"]
+
+
+def read_limits(size: int) -> Limits:
+    """A number of ranks that is not in the table takes the entry of the next larger one."""
+    listed = {int(ranks): Limits(**entry) for ranks, entry in read_table()["limits"].items()}
     return min(((n, x) for n, x in listed.items() if n >= size), default=(0, Limits(0, 0)))[1]
 
 
@@ -137,26 +146,18 @@ class SymmetricAllReduce:
         return fits(x, ONE_SHOT_DTYPES, capacity) and fits(residual, (x.dtype,), capacity)
 
 
-def one_shot_capacity(limit: int, num_multiprocessors: int) -> int:
-    """The largest x of the one-shot kernel in bytes: in whole blocks, all of them resident."""
-    from nanovllm_executor_parallel.one_shot import BLOCK
-
-    block_bytes = 4 * BLOCK
-    resident = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
-    return block_bytes * min(limit // block_bytes, resident)
-
-
 def _open_one_shot(
     group: dist.ProcessGroup, device: torch.device, limit: int, seconds: float
 ) -> OneShotAllReduce:
-    from nanovllm_executor_parallel.one_shot import NUM_SLOTS, SENTINEL, OneShotAllReduce
+    from nanovllm_executor_parallel.one_shot import BLOCK, NUM_SLOTS, SENTINEL, OneShotAllReduce
 
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    capacity = one_shot_capacity(limit, multiprocessors)
-    slots = _empty((NUM_SLOTS, group.size(), capacity // 4), torch.int32, device)
+    # Whole blocks: a slot is cleared by them.
+    slots = _empty((NUM_SLOTS, group.size(), limit // (4 * BLOCK) * BLOCK), torch.int32, device)
     slots.fill_(SENTINEL)
     peers = torch.tensor(_rendezvous(slots, group), device=device)
-    return OneShotAllReduce(group.rank(), slots, peers, seconds)
+    max_programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+    return OneShotAllReduce(group.rank(), slots, peers, seconds, max_programs)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,14 +17,13 @@ from nanovllm_executor_parallel.symmetric import (
     Limits,
     find_obstacle,
     fits,
-    one_shot_capacity,
     read_limits,
 )
 
 pytestmark = pytest.mark.whole_gpu
 
 PROGRAM = """
-import sys, time
+import math, sys, time
 import torch
 import torch.distributed as dist
 from nanovllm_executor_parallel.group import Progress, TensorParallelGroup
@@ -41,10 +40,10 @@ group.open([torch.device("cuda", r) for r in range(size)], 60, "symmetric")
 assert "one-shot" in group.all_reduces, group.all_reduces
 
 def part(r, numel, dtype, draw):
-    generator = torch.Generator().manual_seed(100 * draw + r)
-    x = torch.randn(numel, generator=generator).to(dtype)
-    x[torch.rand(numel, generator=generator) < 0.3] = -0.0
-    return x.to(device)
+    generator = torch.Generator(device).manual_seed(100 * draw + r)
+    x = torch.randn(numel, generator=generator, device=device).to(dtype)
+    x[torch.rand(numel, generator=generator, device=device) < 0.3] = -0.0
+    return x
 
 def check(out, numel, dtype, draw):
     expected = sum(part(r, numel, dtype, draw).float() for r in range(size))
@@ -59,10 +58,11 @@ SUMS = (
     PROGRAM
     + """
 numbers = torch.Generator().manual_seed(5)
-limits = group.symmetric.one_shot.capacity, group.symmetric.two_shot.capacity
+capacity = group.symmetric.one_shot.capacity
 for dtype in torch.bfloat16, torch.float16, torch.float32:
     sizes = [8, 12, 37 * 8, *(2 ** e * 8 for e in range(3, 20, 4))]
-    sizes += torch.randint(1, limits[0] // 16, (6,), generator=numbers).mul(4).tolist()
+    exponents = torch.rand(6, generator=numbers) * math.log2(capacity // 16)
+    sizes += [4 * int(2 ** e) for e in exponents] + [capacity // dtype.itemsize]
     xs = [torch.empty(n, dtype=dtype, device=device) for n in sizes]
     def fill(draw):
         for x in xs:
@@ -162,7 +162,7 @@ def test_limits_of_a_number_of_ranks_are_those_of_the_next_larger_one() -> None:
     assert read_limits(3) == read_limits(4)
     assert read_limits(5) == read_limits(8)
     assert read_limits(9) == Limits(0, 0)
-    assert 0 < read_limits(2).one_shot < read_limits(2).two_shot
+    assert 0 < read_limits(4).one_shot < read_limits(4).two_shot
 
 
 def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +180,6 @@ def test_more_ranks_than_the_table_has_are_an_obstacle(monkeypatch: pytest.Monke
     devices = [torch.device("cuda", index) for index in range(9)]
     assert find_obstacle(devices, 1) == "all_reduce.json has no one-shot limit for 9 ranks"
     assert find_obstacle(devices[:8], 1) == ""
-
-
-def test_slots_are_whole_blocks_up_to_what_is_resident() -> None:
-    """A slot is cleared in whole blocks; a rest would be of the next slot."""
-    pytest.importorskip("triton", reason="its blocks are those of the kernel")
-    assert one_shot_capacity(262144, num_multiprocessors=132) == 262144
-    assert one_shot_capacity(100_000, num_multiprocessors=132) == 97 * 1024
-    assert one_shot_capacity(1 << 30, num_multiprocessors=3) == 24 * 1024
 
 
 CAPACITY = 8192

@@ -26,7 +26,7 @@ def one_shot_job(dtype: str, size: int, has_residual: bool) -> AotJob:
             "SIZE": size,
             "PADDED_SIZE": 1 << (size - 1).bit_length(),
             "CAPACITY": 65536,
-            "BLOCK": 256,
+            "BLOCK": 128,
             "HAS_RESIDUAL": has_residual,
             "INTERPRETED": False,
             "DEPENDENT": True,
@@ -74,10 +74,10 @@ def test_a_thread_sends_and_polls_16_bytes_at_a_time(
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_program_sends_before_it_polls(name: str, reports: dict[str, AotReport]) -> None:
-    """In machine code too: one store of 16 bytes to each rank at least, then the first poll."""
+    """In machine code too: a store of 16 bytes to each other rank, then the first poll."""
     code = reports[name].sass
     size = int(name.split("-")[2])
     first_poll = code.index("LDG.E.128.STRONG.SYS")
-    assert code[:first_poll].count("STG.E.128") >= size
+    assert code[:first_poll].count("STG.E.128") >= size - 1
     assert code.index("ACQBULK") < code.index("LDG.E.64.STRONG.SYS")
     assert "MEMBAR" not in code

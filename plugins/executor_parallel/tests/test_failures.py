@@ -114,7 +114,10 @@ class Failing:
 
     def settings(self, device: str = "cpu") -> dict[str, Any]:
         options = {"stall_seconds": STALL}
-        return {**SETTINGS, "device": device, "executor": {"name": "parallel", "options": options}}
+        # Tests beside this one use the same GPUs.
+        cache = {} if device == "cpu" else {"cache": {"num_blocks": 64}}
+        executor = {"name": "parallel", "options": options}
+        return {**SETTINGS, **cache, "device": device, "executor": executor}
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nanovllm_executor_parallel import group as group_module
 from nanovllm_executor_parallel.group import Progress, TensorParallelGroup
 from nanovllm_executor_parallel.messages import LostPeerError
-from nanovllm_executor_parallel.plugin import ParallelOptions
+from nanovllm_executor_parallel.plugin import AllReduce
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 
@@ -68,19 +68,27 @@ def test_a_group_without_symmetric_memory_goes_on_and_says_why(
     assert group.all_reduces == "all-reduces: nccl; the driver has no handles to share"
 
 
-def test_nccl_takes_no_symmetric_memory_unless_it_is_asked_for(
-    group: TensorParallelGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("all_reduce", "says"),
+    [("nccl", ""), ("auto", "; symmetric was not measured with 1 ranks")],
+)
+def test_nccl_takes_no_symmetric_memory(
+    all_reduce: AllReduce,
+    says: str,
+    group: TensorParallelGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is the default, so nothing warns of it."""
+    """It is what was asked for, or the default where symmetric memory was not measured."""
 
     def fail(*_: Any) -> None:
         raise AssertionError("nobody asked for symmetric memory")
 
     monkeypatch.setattr(group_module, "find_obstacle", fail)
     monkeypatch.setattr(group_module, "SymmetricAllReduce", fail)
-    group.open([torch.device("cpu")], 1, ParallelOptions().all_reduce)
+    group.open([torch.device("cpu")], 1, all_reduce)
     assert group.symmetric is None
-    assert group.all_reduces == "all-reduces: nccl"
+    assert group.all_reduces == f"all-reduces: nccl{says}"
     assert not caplog.records
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ from nanovllm_executor_parallel import one_shot
 from nanovllm_executor_parallel.one_shot import NUM_SLOTS, SENTINEL, OneShotAllReduce
 
 CAPACITY = 8192
-"""Bytes: eight blocks."""
+"""Bytes: sixteen blocks."""
+MAX_PROGRAMS = 3
+"""Of some parts a program has several blocks, and not all programs have as many."""
 
 Part = Callable[[OneShotAllReduce, int], Sequence[Tensor]]
 
@@ -38,7 +41,7 @@ class SharedSlots:
     def reduce_of(self, rank: int, polls: int = 10**5) -> OneShotAllReduce:
         """The all-reduce of a rank. Its bound counts polls: the interpreter has no clock."""
         peers = torch.tensor([one.data_ptr() for one in self.slots])
-        return OneShotAllReduce(rank, self.slots[rank], peers, polls * 1e-9)
+        return OneShotAllReduce(rank, self.slots[rank], peers, polls * 1e-9, MAX_PROGRAMS)
 
 
 def run_ranks(size: int, part: Part, polls: int = 10**5) -> list[list[Tensor]]:
@@ -200,15 +203,14 @@ def test_a_kernel_that_does_less_is_found(
 
 def test_an_order_that_differs_between_ranks_is_found() -> None:
     """Such as the order of arrival: three numbers have other sums in float32."""
-    poll = one_shot.poll
+    add = one_shot.add
 
     def part(reduce: OneShotAllReduce, rank: int) -> list[Tensor]:
-        def poll_from_own(*arguments: object) -> object:
-            words = poll(*arguments)
+        def add_from_own(words: Any, *arguments: object) -> object:
             words.handle.data[:3] = np.roll(words.handle.data[:3], rank, axis=0)
-            return words
+            return add(words, *arguments)
 
-        one_shot.poll = poll_from_own  # in this rank's process alone
+        one_shot.add = add_from_own  # in this rank's process alone
         return [reduce(drawn(rank, 2, torch.float32, 700))]
 
     results = [result for (result,) in run_ranks(3, part)]
