@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -128,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", default="{}", help="further settings, as JSON")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     arguments = parser.parse_args(argv)
+    # Ranks say at their end how many steps the device had to wait for.
+    logging.basicConfig()
+    logging.getLogger("nanovllm_core").setLevel(logging.INFO)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         rates = Rates(**pool.submit(rates_of_one, arguments.device, "bfloat16").result())
     print(

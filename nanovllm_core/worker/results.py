@@ -102,6 +102,8 @@ class ResultRing:
         self._host = self.words.numpy()
         self._pending: deque[_Pending] = deque()
         self._num_pushed = 0
+        self.num_overlapped = self.num_late = 0
+        """Steps launched with another in flight; of these, those that the device waited for."""
         self.wait: Wait = StepWait()
 
     def _is_idle(self) -> bool:
@@ -114,7 +116,7 @@ class ResultRing:
         self.words.zero_()
         self.num_finished.zero_()
         self._pending.clear()
-        self._num_pushed = 0
+        self._num_pushed = self.num_overlapped = self.num_late = 0
 
     def push(
         self,
@@ -132,6 +134,9 @@ class ResultRing:
             raise ExecutorError(
                 f"{num_slots} steps are in flight and none was collected; collect() before submit()"
             )
+        if self._pending:
+            self.num_overlapped += 1
+            self.num_late += self._pending[-1].is_done()
         words = self._host[self._num_pushed % num_slots, :num_rows]
         self._num_pushed += 1
         ready = None

@@ -166,6 +166,11 @@ class ModelRunner:
         """Wait for the oldest step in flight."""
         return self._results.collect()
 
+    @property
+    def late_steps(self) -> tuple[int, int]:
+        """See `Worker.late_steps`."""
+        return self._results.num_late, self._results.num_overlapped
+
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
         """Run the largest step there can be, to no effect but on block 0, for its peak memory.

@@ -240,6 +240,14 @@ class Worker:
             raise EngineClosedError(_CLOSED)
         return self._runner.collect()
 
+    @property
+    def late_steps(self) -> tuple[int, int]:
+        """Steps that the device had to wait for, and all that were launched with one in flight.
+
+        A late step was launched when the device had finished the one before.
+        """
+        return (0, 0) if self._runner is None else self._runner.late_steps
+
     def close(self) -> None:
         """Free the device. May be called twice, and without a start."""
         if self._runner is None:

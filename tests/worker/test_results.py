@@ -101,6 +101,22 @@ def test_a_step_that_ends_between_the_last_look_and_the_question_is_no_error() -
     assert ring.collect().token_ids.tolist() == [5]
 
 
+def test_steps_that_the_device_waited_for_are_counted() -> None:
+    """A step is late if the one in flight was done before; with none in flight none is late."""
+    ring = ResultRing(CPU, 1, num_slots=2)
+    ring.push(1)
+    assert (ring.num_late, ring.num_overlapped) == (0, 0)
+    ring.push(1)
+    assert (ring.num_late, ring.num_overlapped) == (0, 1)
+    write(ring, 0, 1, [(5, 0)])
+    write(ring, 1, 2, [(6, 0)])
+    ring.collect()
+    ring.push(1)
+    assert (ring.num_late, ring.num_overlapped) == (1, 2)
+    ring.reset()
+    assert (ring.num_late, ring.num_overlapped) == (0, 0)
+
+
 def test_more_steps_than_slots_are_refused() -> None:
     """A slot that was not read is never written again."""
     ring = ResultRing(CPU, 1, num_slots=2)

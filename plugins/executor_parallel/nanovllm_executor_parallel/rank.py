@@ -35,6 +35,8 @@ from nanovllm_executor_parallel.messages import (
 if TYPE_CHECKING:
     from nanovllm_executor_parallel.group import Progress
 
+logger = logging.getLogger(__name__)
+
 PARENT_SECONDS = 1.0
 """How often a rank looks whether the engine's process is still there."""
 
@@ -85,7 +87,8 @@ def serve(sock: socket, watcher: Watcher) -> None:
     """Handle messages in order, until `CLOSE` or an error, which is sent before all is closed."""
     start: Start = receive(sock)
     logging.basicConfig(format=f"rank {start.rank}: %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("nanovllm_core").setLevel(start.log_level)
+    for name in ("nanovllm_core", __package__):
+        logging.getLogger(name).setLevel(start.log_level)
     with ExitStack() as stack:
         try:
             run(sock, start, watcher, stack)
@@ -124,6 +127,8 @@ def run(sock: socket, start: Start, watcher: Watcher, stack: ExitStack) -> None:
         progress.begin(f"idle behind step {submitted}")
         message = receive(sock)
         if message == CLOSE:
+            late, overlapped = worker.late_steps
+            logger.info("the device waited for %d of %d steps behind others", late, overlapped)
             return
         if message == COLLECT:
             collected += 1
