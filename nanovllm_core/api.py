@@ -64,6 +64,7 @@ from nanovllm_core.interfaces.kernels import (
     LatentPrep as LatentPrep,
     QKPrep as QKPrep,
     Routing as Routing,
+    RoutingKernels as RoutingKernels,
 )
 from nanovllm_core.interfaces.logits_processor import (
     LogitsContext as LogitsContext,

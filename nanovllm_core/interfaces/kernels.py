@@ -238,6 +238,26 @@ class KernelSet(Protocol):
 
 
 @runtime_checkable
+class RoutingKernels(Protocol):
+    """A kernel set that can norm the residual and choose experts in one operation."""
+
+    def norm_route(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_NE: Tensor,
+        routing: Routing,
+        bias_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The weights and ids of `route` for rms_norm(x) W^T, and rms_norm(x) [T, E] itself.
+
+        Logits are rounded as `routing` says. None where the set has no kernel for such rows and
+        weights: then the layer calls `rms_norm`, `linear` and `route`.
+        """
+
+
+@runtime_checkable
 class CompilingKernels(Protocol):
     """A kernel set that can compile its kernels, and others in its language, in parallel."""
 

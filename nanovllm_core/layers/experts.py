@@ -67,13 +67,23 @@ class Router(Layer):
     def finalize(self) -> None:
         self.matrix.finalize()
 
-    def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed hidden states [T, E] -> weights [T, C] float32 and ids [T, C] int32."""
+    def forward(self, x_TE: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
+        """Normed hidden states [T, E] -> weights [T, C] float32 and ids [T, C] int32.
+
+        With a `norm` x is the residual, and the third result is norm(x) [T, E].
+        """
+        bias_N = self.e_score_correction_bias
+        if norm is not None:
+            fused = self.matrix.norm_route(x_TE, norm.factors, norm.eps, self.routing, bias_N)
+            if fused is not None:
+                return fused
+            x_TE = norm(x_TE)
         exact_TN = None
         if self.routing.exact_logits:
             exact_TN = x_TE.new_empty((len(x_TE), self.num_experts), dtype=torch.float32)
         logits_TN = self.matrix.linear(x_TE, out_TX=exact_TN)
-        return self.context.kernels.route(logits_TN, self.routing, self.e_score_correction_bias)
+        routed = self.context.kernels.route(logits_TN, self.routing, bias_N)
+        return routed if norm is None else (*routed, x_TE)
 
 
 class _Stack(Layer):
@@ -203,8 +213,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""
-        x_TE = norm(residual_TE)
-        weights_TC, ids_TC = self.gate(x_TE)
+        weights_TC, ids_TC, x_TE = self.gate(residual_TE, norm)
         shared = self.shared_experts
         if self.tp.size == 1 and not isinstance(shared, GatedMLP):
             return self.experts(x_TE, weights_TC, ids_TC, residual_TE)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nanovllm_core.interfaces.kernels import Routing, RoutingKernels
 from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, copy_weight, make_parameter
 
 if TYPE_CHECKING:
@@ -107,6 +108,17 @@ class WeightMatrix(ABC):
         """residual + linear(x). The residual is overwritten: use what is returned."""
         return residual_TE.add_(self.linear(x_TF, bias_E))
 
+    def norm_route(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        routing: Routing,
+        bias_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As `RoutingKernels.norm_route`, of a router's W. None: the router calls the others."""
+        return None
+
 
 class PlainMatrix(WeightMatrix):
     """One tensor in the model's dtype, as in the checkpoint: every method is a kernel's call."""
@@ -137,3 +149,16 @@ class PlainMatrix(WeightMatrix):
 
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         return self.kernels.linear_add(x_TF, self.tensor, residual_TE, bias_E)
+
+    def norm_route(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        routing: Routing,
+        bias_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        kernels = self.kernels
+        if not isinstance(kernels, RoutingKernels):
+            return None
+        return kernels.norm_route(x_TE, norm_weight_E, eps, self.tensor, routing, bias_N)

@@ -87,8 +87,8 @@ MUTATIONS = [
             "shared experts are counted by every rank",
             SPLIT,
             (
-                "weights_TC, ids_TC = self.gate(x_TE)",
-                "weights_TC, ids_TC = self.gate(x_TE)\n"
+                "weights_TC, ids_TC, x_TE = self.gate(residual_TE, norm)",
+                "weights_TC, ids_TC, x_TE = self.gate(residual_TE, norm)\n"
                 "        weights_TC[:, self.gate.routing.top_k :] *= self.tp.size",
             ),
         ),
@@ -147,7 +147,7 @@ MUTATIONS = [
             "experts.py",
             "the router's bias is left out",
             LOGITS,
-            ("self.routing, self.e_score_correction_bias", "self.routing, None"),
+            ("bias_N = self.e_score_correction_bias", "bias_N = None"),
         ),
     ),
     (

@@ -21,8 +21,10 @@ EXPERTS = Subject(
     suite="""
 import pytest
 import torch
+from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels, launch_options
 from COPY import experts
+from COPY.kernel_set import TritonKernels
 from COPY.experts_choice import FewExperts, FewPlan, GroupedPlan, ManyExperts
 
 OPTIONS = launch_options(dependent_launch=False)
@@ -40,6 +42,22 @@ def check(tokens, plan):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 class TestCopy:
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_norm_route(self, exact):
+        torch.manual_seed(0)
+        kernels, routing = TritonKernels(), Routing(top_k=3, exact_logits=exact)
+        x, norm = torch.randn(2, HIDDEN).half(), torch.rand(HIDDEN).half()
+        weight, bias = torch.randn(NUM_EXPERTS, HIDDEN).half(), torch.arange(NUM_EXPERTS) * 3.0
+        for _ in range(2):
+            weights, ids, normed = kernels.norm_route(x, norm, 1e-6, weight, routing, bias)
+            expected = TorchKernels().rms_norm(x, norm, 1e-6)
+            torch.testing.assert_close(normed, expected, rtol=2e-3, atol=1e-4)
+            assert ids.tolist() == [[5, 4, 3]] * 2
+            logits = normed.float() @ weight.float().t()
+            logits = logits if exact else logits.half().float()
+            scores = logits.softmax(-1).gather(1, ids.long())
+            torch.testing.assert_close(weights, scores, rtol=2e-5, atol=1e-7)
+
     @pytest.fixture(autouse=True)
     def few_programs(self, monkeypatch):
         monkeypatch.setattr(experts, "PROCESSORS", 2)
@@ -71,10 +89,12 @@ class TestCopy:
 )
 
 FEW, TILES, BLOCKS = "test_few_pairs", "test_tiles", "test_blocks_of_pairs"
+ROUTES = "test_norm_route"
 
 
 def bug(name: str, file: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
-    return Mutation(name=name, file=f"experts_{file}.py", edits=edits, caught_by=caught_by)
+    file = file if "_" in file else f"experts_{file}"
+    return Mutation(name=name, file=f"{file}.py", edits=edits, caught_by=caught_by)
 
 
 MUTATIONS = [
@@ -146,6 +166,24 @@ MUTATIONS = [
     bug(
         "results are summed as if they lay in the order of pairs", "many", TILES,
         ("row = tl.load(rows_ptr + pair)", "row = pair"),
+    ),
+    bug(
+        "drawn tickets are not put back", "norm_route", ROUTES,
+        ("tl.store(tickets_ptr + token, 0)", "tl.store(tickets_ptr + token, 1)"),
+    ),
+    bug(
+        "all rows draw the tickets of the first", "norm_route", ROUTES,
+        ("tl.atomic_add(tickets_ptr + token, 1)", "tl.atomic_add(tickets_ptr, 1)"),
+    ),
+    bug("exact logits are rounded", "norm_route", ROUTES, ("if not EXACT:", "if True:")),
+    bug("logits are never rounded", "norm_route", ROUTES, ("if not EXACT:", "if False:")),
+    bug(
+        "the first row's experts are every row's", "norm_route", ROUTES,
+        ("x_ptr + token * x_stride", "x_ptr"),
+    ),
+    bug(
+        "the bias is left out", "norm_route", ROUTES,
+        ("if bias_ptr is not None:", "if False:"),
     ),
 ]  # fmt: skip
 

@@ -93,9 +93,10 @@ def test_shared_experts_in_the_stacks_take_no_kernel_of_their_own() -> None:
         """Which operations are called."""
 
         def __getattribute__(self, name: str) -> object:
+            value = super().__getattribute__(name)
             if not name.startswith("_"):
                 calls.append(name)
-            return super().__getattribute__(name)
+            return value
 
     calls: list[str] = []
     x_TE, of_none = random(TOKENS, HIDDEN), ["rms_norm", "linear", "route", "experts"]

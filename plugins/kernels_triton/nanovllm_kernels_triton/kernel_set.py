@@ -8,7 +8,14 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nanovllm_core.api import CapturedTail, LatentPrep, QKPrep, Routing, TailTables
+from nanovllm_core.api import (
+    CapturedTail,
+    LatentPrep,
+    QKPrep,
+    Routing,
+    RoutingKernels,
+    TailTables,
+)
 from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
 from nanovllm_kernels_triton import experts_choice
 from nanovllm_kernels_triton.captured_tail import TritonTail
@@ -17,6 +24,7 @@ from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, s
 from nanovllm_kernels_triton.experts import run_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
+from nanovllm_kernels_triton.norm_route import choose_norm_route, run_norm_route
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
 from nanovllm_kernels_triton.prepare_qkv import prepare_qkv_kernel
 from nanovllm_kernels_triton.route import run_route
@@ -34,7 +42,7 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
     return kernels
 
 
-class TritonKernels(TorchKernels):
+class TritonKernels(TorchKernels, RoutingKernels):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
@@ -188,6 +196,24 @@ class TritonKernels(TorchKernels):
         self, logits_TN: Tensor, routing: Routing, bias_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return run_route(logits_TN, routing, bias_N, self._options)
+
+    def norm_route(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_NE: Tensor,
+        routing: Routing,
+        bias_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        num_experts, hidden = weight_NE.shape
+        plan = choose_norm_route(len(x_TE), num_experts, hidden, x_TE.dtype.itemsize)
+        if plan is None:
+            return None
+        tickets = self._linears.tickets(x_TE.device)
+        return run_norm_route(
+            plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, tickets, self._options
+        )
 
     def experts(
         self,

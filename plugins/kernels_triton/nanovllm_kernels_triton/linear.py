@@ -61,7 +61,7 @@ def vector_linear_kernel(
         x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
         if norm_weight_ptr is not None:
             square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)
-            x = _normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
+            x = normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
         products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
         y = tl.sum(products, axis=1, keep_dims=True)
         if ADD:
@@ -150,7 +150,7 @@ def _weight_rows(
 
 
 @triton.jit
-def _normed(x, scale, norm_weight):
+def normed(x, scale, norm_weight):
     """Scaled and rounded, then weighted and rounded: the two roundings of `KernelSet.rms_norm`."""
     scaled = x.to(tl.float32) * scale
     if norm_weight.dtype == x.dtype:
@@ -192,9 +192,21 @@ class LinearLauncher:
         self.dependent_launch = dependent_launch
         self._tickets: Tensor | None = None
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the tickets; without this the first split product does, outside of captures."""
-        self._tickets = torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+    def allocate(self, device: torch.device) -> Tensor:
+        """Make the tickets; without this the first kernel that draws some does, not captured."""
+        self._tickets = tickets = torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+        return tickets
+
+    def tickets(self, device: torch.device) -> Tensor:
+        """Zeros, which every kernel that draws some of them leaves as zeros again."""
+        if self._tickets is not None:
+            return self._tickets
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InconsistentStateError(
+                "the first kernel of a launcher that draws tickets allocates them and cannot be "
+                "captured; call allocate before the capture"
+            )
+        return self.allocate(device)
 
     def run(
         self,
@@ -258,12 +270,5 @@ class LinearLauncher:
             return None, None
         if tiles > _MAX_SPLIT_TILES:
             raise ValueError(f"{tiles} tiles cannot be split, only up to {_MAX_SPLIT_TILES}")
-        if self._tickets is None:
-            if out.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise InconsistentStateError(
-                    "the first split product of a launcher allocates its tickets and cannot be "
-                    "captured; call allocate before the capture"
-                )
-            self.allocate(out.device)
         size = tiles * plan.splits * plan.block_n * block_m
-        return out.new_empty(size, dtype=torch.float32), self._tickets
+        return out.new_empty(size, dtype=torch.float32), self.tickets(out.device)

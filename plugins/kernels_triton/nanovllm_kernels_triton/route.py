@@ -42,10 +42,8 @@ def route_kernel(
     """See `nanovllm_core.api.Routing`, whose fields are the constants."""
     if DEPENDENT:
         gdc_launch_dependents()
-    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    groups, members = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_EXPERTS)
-    is_there = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
-    ids = groups[:, None] * GROUP_SIZE + members[None, :]
+    ids, is_there = tile_of_experts(NUM_EXPERTS, NUM_GROUPS, BLOCK_GROUPS, BLOCK_EXPERTS)
+    bias = None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + ids, mask=is_there, other=0.0)
     if DEPENDENT:
@@ -54,6 +52,35 @@ def route_kernel(
     logits = tl.load(
         logits_ptr + token * logits_stride + ids, mask=is_there, other=float("-inf")
     ).to(tl.float32)
+    first = token * (TOP_K + NUM_SHARED)
+    choose_experts(
+        logits, bias, ids, is_there, weights_ptr + first, ids_ptr + first,
+        NUM_EXPERTS, TOP_K, SCALE, SOFTMAX, RENORMALIZE,
+        NUM_GROUPS, TOP_GROUPS, BEST_TWO, NUM_SHARED, BLOCK_SHARED,
+    )  # fmt: skip
+
+
+@triton.jit
+def tile_of_experts(
+    NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """The ids of all experts [groups, experts of a group], and which of them are there."""
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    groups, members = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_EXPERTS)
+    is_there = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
+    return groups[:, None] * GROUP_SIZE + members[None, :], is_there
+
+
+@triton.jit
+def choose_experts(
+    logits, bias, ids, is_there, weights_ptr, ids_ptr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALE: tl.constexpr,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    NUM_SHARED: tl.constexpr, BLOCK_SHARED: tl.constexpr,
+):  # fmt: skip
+    """Store the weights and ids of one token's experts, from its logits in the tile `ids`."""
     if SOFTMAX:
         scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
         scores = tl.div_rn(scores, tl.sum(tl.sum(scores, axis=1), axis=0))
@@ -61,14 +88,15 @@ def route_kernel(
         scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
 
     choice = scores
-    if bias_ptr is not None:
+    if bias is not None:
         choice += bias
     choice = tl.where(is_there & (choice == choice), choice, float("-inf"))
     if TOP_GROUPS < NUM_GROUPS:
-        is_kept = _group_ranks(choice, groups < NUM_GROUPS, BEST_TWO, TOP_GROUPS) < TOP_GROUPS
+        groups_there = tl.arange(0, ids.shape[0]) < NUM_GROUPS
+        is_kept = _group_ranks(choice, groups_there, BEST_TWO, TOP_GROUPS) < TOP_GROUPS
         choice = tl.where(is_kept[:, None], choice, float("-inf"))
 
-    SIZE: tl.constexpr = BLOCK_GROUPS * BLOCK_EXPERTS
+    SIZE: tl.constexpr = ids.shape[0] * ids.shape[1]
     ids, scores = tl.reshape(ids, (SIZE,)), tl.reshape(scores, (SIZE,))
     is_there = tl.reshape(is_there, (SIZE,))
     ids = tl.where(is_there, ids, NO_ID)
@@ -77,12 +105,11 @@ def route_kernel(
     if RENORMALIZE:
         # As the reference: 0 and no NaN where all scores underflow.
         scores = tl.div_rn(scores, tl.sum(tl.where(is_chosen, scores, 0.0), axis=0) + 1e-20)
-    first = token * (TOP_K + NUM_SHARED)
-    tl.store(weights_ptr + first + ranks, scores * SCALE, mask=is_chosen)
-    tl.store(ids_ptr + first + ranks, ids, mask=is_chosen)
+    tl.store(weights_ptr + ranks, scores * SCALE, mask=is_chosen)
+    tl.store(ids_ptr + ranks, ids, mask=is_chosen)
     if NUM_SHARED > 0:
         shared = tl.arange(0, BLOCK_SHARED)
-        places, is_shared = first + TOP_K + shared, shared < NUM_SHARED
+        places, is_shared = TOP_K + shared, shared < NUM_SHARED
         tl.store(weights_ptr + places, tl.full(shared.shape, 1.0, tl.float32), mask=is_shared)
         tl.store(ids_ptr + places, NUM_EXPERTS + shared, mask=is_shared)
 
@@ -121,25 +148,35 @@ def run_route(
 ) -> tuple[Tensor, Tensor]:
     """See `KernelSet.route`; `options` are those of `launch_options`."""
     num_tokens, num_experts = logits_TN.shape
-    weights_TC = logits_TN.new_empty((num_tokens, routing.num_chosen), dtype=torch.float32)
-    ids_TC = logits_TN.new_empty((num_tokens, routing.num_chosen), dtype=torch.int32)
-    block_groups = triton.next_power_of_2(routing.num_groups)
-    block_experts = triton.next_power_of_2(num_experts // routing.num_groups)
+    weights_TC, ids_TC = empty_choice(logits_TN, routing)
+    constants = routing_constants(num_experts, routing)
+    size = constants["BLOCK_GROUPS"] * constants["BLOCK_EXPERTS"]
     route_kernel[(num_tokens,)](
         logits_TN, bias_N, weights_TC, ids_TC, logits_TN.stride(0),
-        NUM_EXPERTS=num_experts,
-        TOP_K=routing.top_k,
-        SCALE=routing.scale,
-        SOFTMAX=routing.scoring == "softmax",
-        RENORMALIZE=routing.renormalize,
-        NUM_GROUPS=routing.num_groups,
-        TOP_GROUPS=routing.top_groups,
-        BEST_TWO=routing.group_score == "top2",
-        NUM_SHARED=routing.num_shared,
-        BLOCK_GROUPS=block_groups,
-        BLOCK_EXPERTS=block_experts,
-        BLOCK_SHARED=triton.next_power_of_2(max(routing.num_shared, 1)),
-        num_warps=max(block_groups * block_experts // _EXPERTS_PER_WARP, 1),
-        **options,
+        **constants, num_warps=max(size // _EXPERTS_PER_WARP, 1), **options,
     )  # fmt: skip
     return weights_TC, ids_TC
+
+
+def empty_choice(x_TX: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Room for the weights and ids of each token's experts."""
+    shape = (len(x_TX), routing.num_chosen)
+    return x_TX.new_empty(shape, dtype=torch.float32), x_TX.new_empty(shape, dtype=torch.int32)
+
+
+def routing_constants(num_experts: int, routing: Routing) -> dict[str, Any]:
+    """The rule as constants of a kernel."""
+    return {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": routing.top_k,
+        "SCALE": routing.scale,
+        "SOFTMAX": routing.scoring == "softmax",
+        "RENORMALIZE": routing.renormalize,
+        "NUM_GROUPS": routing.num_groups,
+        "TOP_GROUPS": routing.top_groups,
+        "BEST_TWO": routing.group_score == "top2",
+        "NUM_SHARED": routing.num_shared,
+        "BLOCK_GROUPS": triton.next_power_of_2(routing.num_groups),
+        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts // routing.num_groups),
+        "BLOCK_SHARED": triton.next_power_of_2(max(routing.num_shared, 1)),
+    }

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from nanovllm_core.api import Routing
 from nanovllm_kernels_triton.experts_choice import (
     ExpertsPlan,
     FewExperts,
@@ -15,6 +16,8 @@ from nanovllm_kernels_triton.experts_choice import (
     ManyExperts,
     choose_experts,
 )
+from nanovllm_kernels_triton.norm_route import choose_norm_route
+from nanovllm_kernels_triton.route import routing_constants
 from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
@@ -119,6 +122,26 @@ def route_job(num_experts: int, num_groups: int, num_shared: int = 0) -> AotJob:
     )  # fmt: skip
 
 
+def norm_route_job(num_experts: int, hidden: int, routing: Routing, dtype: str = "bf16") -> AotJob:
+    """As it is launched for one row."""
+    plan = choose_norm_route(1, num_experts, hidden, 4 if dtype == "fp32" else 2)
+    assert plan is not None
+    arrays = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "normed_ptr"), f"*{dtype}:16")
+    floats = dict.fromkeys(("bias_ptr", "logits_ptr", "weights_ptr"), "*fp32:16")
+    return AotJob(
+        kernel="nanovllm_kernels_triton.norm_route:norm_route_kernel",
+        signature={
+            **arrays, **floats, "ids_ptr": "*i32:16", "tickets_ptr": "*i32:16", "x_stride": "i32:16"
+        },
+        constexprs={
+            "EPS": 1e-6, "INPUTS": hidden, "EXACT": routing.exact_logits,
+            **routing_constants(num_experts, routing),
+            "BLOCK_N": plan.block_n, "BLOCK_K": 1 << (hidden - 1).bit_length(), "DEPENDENT": True,
+        },
+        num_warps=plan.num_warps,
+    )  # fmt: skip
+
+
 def sort_job(kernel: str, block: int, num_warps: int, bins: int = 128) -> AotJob:
     counts = {"counts_ptr": "*i32:16"} if kernel == "place" else {}
     return AotJob(
@@ -158,8 +181,21 @@ SIDE_BY_SIDE = {
         ),
     ).items()
 }  # fmt: skip
+_OF_TWO_GROUPS = Routing(
+    top_k=8, scoring="sigmoid", renormalize=True, num_groups=8, top_groups=4, group_score="top2",
+    exact_logits=True, num_shared=1,
+)  # fmt: skip
+NORM_ROUTES = {
+    "norm_route-30b-a3b": norm_route_job(128, 2048, Routing(top_k=8, renormalize=True)),
+    "norm_route-v2-lite": norm_route_job(
+        64, 2048, Routing(top_k=6, exact_logits=True, num_shared=2)
+    ),
+    "norm_route-v3": norm_route_job(256, 7168, _OF_TWO_GROUPS),
+    "norm_route-30b-a3b-fp32": norm_route_job(128, 2048, Routing(top_k=8), "fp32"),
+}
 JOBS = {
     **PRODUCTS,
+    **NORM_ROUTES,
     **BY_DESCRIPTORS,
     **SIDE_BY_SIDE,
     **jobs_of("30b-a3b", 1, dtype="fp32"),
@@ -244,6 +280,25 @@ def test_programs_of_both_kernels_of_few_pairs_fit_side_by_side(
 ) -> None:
     """Two of each, with four stages: the next kernel's fetch weights while these still compute."""
     assert sum(2 * (reports[name].shared + 1024) for name in SIDE_BY_SIDE) <= 233472
+
+
+@pytest.mark.parametrize("name", NORM_ROUTES)
+def test_a_router_s_weights_are_on_their_way_before_the_wait(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """And the norm's: 16 bytes a load, of each thread 64 numbers of a row and 64 of the norm."""
+    ptx = reports[name].ptx
+    wait = ptx.index("griddepcontrol.wait")
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
+    assert ptx[:wait].count("ld.global.v4") >= 16
+    assert not re.search(r"ld\.global\.b(16|32)", ptx[:wait])
+
+
+def test_one_warp_chooses_experts_without_barriers(reports: dict[str, AotReport]) -> None:
+    """Of a row that one warp can hold; what is left are those around the ticket."""
+    for name in ("norm_route-30b-a3b", "norm_route-v2-lite"):
+        assert JOBS[name].num_warps == 1
+        assert reports[name].ptx.count("bar.sync") <= 4
 
 
 @pytest.mark.parametrize("capability", [86, 120])

@@ -1,0 +1,138 @@
+"""Norm, a router's logits and the choice of experts in one kernel, for few rows.
+
+Three kernels would each be over in less time than passes between two of them. Here each program
+norms a row and multiplies it by a few rows of the router's weight. The last program of a token to
+finish, by a ticket, chooses its experts. It reads all logits in their order, so equal inputs give
+equal bits whoever is last.
+
+DEPENDENT: see `nanovllm_core.kernels.launch_options`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Reason: Triton compiles these functions; their arguments have no Python types.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_core.api import Routing
+from nanovllm_kernels_triton.linear import normed
+from nanovllm_kernels_triton.route import (
+    choose_experts,
+    empty_choice,
+    routing_constants,
+    tile_of_experts,
+)
+
+MOST_ROWS = 8
+"""Rows of a step in which each program norms its row itself."""
+_PROGRAMS = 132
+"""Programs of a row at most, one for each multiprocessor of an H100 or H200. A guide, no limit."""
+_WARP_BYTES = 4096
+"""Of a row in the registers of a warp. One warp chooses experts without shared memory."""
+_MOST_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NormRoutePlan:
+    """`block_n` experts per program."""
+
+    block_n: int
+    num_warps: int
+
+
+def choose_norm_route(
+    rows: int, num_experts: int, hidden: int, itemsize: int
+) -> NormRoutePlan | None:
+    """The plan for x [rows, hidden]; None means three kernels."""
+    num_warps = max(triton.next_power_of_2(hidden) * itemsize // _WARP_BYTES, 1)
+    if rows > MOST_ROWS or num_warps > _MOST_WARPS:
+        return None
+    return NormRoutePlan(triton.next_power_of_2(triton.cdiv(num_experts, _PROGRAMS)), num_warps)
+
+
+@triton.jit
+def norm_route_kernel(
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr,
+    normed_ptr, logits_ptr, weights_ptr, ids_ptr, tickets_ptr, x_stride,
+    EPS: tl.constexpr, INPUTS: tl.constexpr, EXACT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALE: tl.constexpr,
+    SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """See `RoutingKernels.norm_route`: BLOCK_N experts of a token per program, in whole rows.
+
+    Constants from NUM_EXPERTS on are the fields of `Routing`. EXACT: logits are not rounded to the
+    dtype of x. `logits_ptr` [T, NUM_EXPERTS] float32 passes them to the program that chooses.
+    `tickets_ptr` int32 [T] counts finished programs; zero before, zero after.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+    token = tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, BLOCK_K)
+    inside = columns < INPUTS
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_ptrs = weight_ptr + rows[:, None] * INPUTS + columns[None, :]
+    mask = (rows < NUM_EXPERTS)[:, None] & inside[None, :]
+    weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+    norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
+    tl.debug_barrier()  # or the compiler would put off loads until others have been used
+    if DEPENDENT:
+        gdc_wait()
+    x = tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0)
+    square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)
+    x = normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
+    logits = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    if not EXACT:
+        logits = logits.to(x.dtype).to(tl.float32)
+    logits_ptr += token * NUM_EXPERTS
+    tl.store(logits_ptr + rows, logits, mask=rows < NUM_EXPERTS)
+    if tl.program_id(0) == 0:
+        tl.store(normed_ptr + token * INPUTS + columns, x, mask=inside)
+    tl.debug_barrier()  # all logits of the program are written before its ticket is drawn
+    if tl.atomic_add(tickets_ptr + token, 1) == tl.num_programs(0) - 1:
+        tl.store(tickets_ptr + token, 0)
+        ids, is_there = tile_of_experts(NUM_EXPERTS, NUM_GROUPS, BLOCK_GROUPS, BLOCK_EXPERTS)
+        bias = None
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + ids, mask=is_there, other=0.0)
+        # Past the L1, which may hold an older line.
+        all_logits = tl.load(
+            logits_ptr + ids, mask=is_there, other=float("-inf"), cache_modifier=".cg"
+        )
+        first = token * (TOP_K + NUM_SHARED)
+        choose_experts(
+            all_logits, bias, ids, is_there, weights_ptr + first, ids_ptr + first,
+            NUM_EXPERTS, TOP_K, SCALE, SOFTMAX, RENORMALIZE,
+            NUM_GROUPS, TOP_GROUPS, BEST_TWO, NUM_SHARED, BLOCK_SHARED,
+        )  # fmt: skip
+
+
+def run_norm_route(
+    plan: NormRoutePlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_NE: Tensor,
+    routing: Routing, bias_N: Tensor | None, tickets: Tensor, options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `RoutingKernels.norm_route`; `options` are those of `launch_options`."""
+    (num_tokens, hidden), num_experts = x_TE.shape, len(weight_NE)
+    weights_TC, ids_TC = empty_choice(x_TE, routing)
+    normed_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
+    logits_TN = x_TE.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    norm_route_kernel[(triton.cdiv(num_experts, plan.block_n), num_tokens)](
+        x_TE, norm_weight_E, weight_NE, bias_N,
+        normed_TE, logits_TN, weights_TC, ids_TC, tickets, x_TE.stride(0),
+        EPS=eps, INPUTS=hidden, EXACT=routing.exact_logits,
+        **routing_constants(num_experts, routing),
+        BLOCK_N=plan.block_n, BLOCK_K=triton.next_power_of_2(hidden),
+        num_warps=plan.num_warps, **options,
+    )  # fmt: skip
+    return weights_TC, ids_TC, normed_TE

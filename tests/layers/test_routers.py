@@ -1,0 +1,123 @@
+"""Which operations a mixture calls for norm, router and choice, and that they agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_core.api import Routing, RoutingKernels
+from nanovllm_core.kernels import TorchKernels
+from nanovllm_core.layers import (
+    Layer,
+    LayerContext,
+    Piece,
+    Pieces,
+    PlainMatrix,
+    RMSNorm,
+    SingleRank,
+    SparseMLP,
+    TensorParallel,
+    WeightMatrix,
+    finalize_layers,
+    make_split_parameter,
+)
+from nanovllm_core.worker import init_dummy_weights
+from nanovllm_kit.ranks import run_ranks
+
+CPU = torch.device("cpu")
+TOKENS, HIDDEN, INTERMEDIATE, NUM_EXPERTS = 5, 12, 8, 6
+MOST = 8
+ROUTINGS = {
+    "rounded": Routing(top_k=2, renormalize=True),
+    "exact": Routing(top_k=3, scoring="sigmoid", exact_logits=True, scale=2.5),
+}
+
+
+class Fused(TorchKernels, RoutingKernels):
+    """Has the operation for up to MOST rows, and notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        self.calls.append("rms_norm")
+        return super().rms_norm(x_TE, weight_E, eps)
+
+    def norm_route(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_NE: Tensor, routing: Routing,
+        bias_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+        self.calls.append("norm_route")
+        if len(x_TE) > MOST:
+            return None
+        normed_TE = super().rms_norm(x_TE, norm_weight_E, eps)
+        exact_TN = x_TE.new_empty((len(x_TE), len(weight_NE)), dtype=torch.float32)
+        logits_TN = self.linear(normed_TE, weight_NE, None, exact_TN)
+        if not routing.exact_logits:
+            logits_TN = logits_TN.to(x_TE.dtype)
+        return (*self.route(logits_TN, routing, bias_N), normed_TE)
+
+
+class Halved(WeightMatrix):
+    """A format that knows nothing of routers: it stores 2 W."""
+
+    def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
+        super().__init__(layer, outputs, inputs)
+        layer.weight = self.twice = make_split_parameter(layer.context, outputs, inputs)
+        self.twice.dummy_std = layer.dummy_std
+
+    def finalize(self) -> None:
+        self.twice.mul_(2)
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        return self.twice[ids_T] / 2
+
+    def linear(
+        self, x_TE: Tensor, bias_X: Tensor | None = None, out_TX: Tensor | None = None
+    ) -> Tensor:
+        return self.kernels.linear(x_TE, self.twice / 2, bias_X, out_TX)
+
+
+def run(
+    kernels: TorchKernels, rule: str, tokens: int, *,
+    tp: TensorParallel | None = None, matrix: type[WeightMatrix] = PlainMatrix,
+) -> Tensor:  # fmt: skip
+    """What a mixture with dummy weights adds to the same residual."""
+    context = LayerContext(CPU, torch.float32, tp or SingleRank(), kernels, matrix)
+    with torch.inference_mode():
+        mixture = SparseMLP(
+            context, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROUTINGS[rule], bias=rule == "exact"
+        )
+        norm = RMSNorm(context, HIDDEN, 1e-6)
+        for seed, module in enumerate((mixture, norm)):
+            init_dummy_weights(module, seed)
+            finalize_layers(module)
+        x_TE = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
+        return mixture(x_TE.clone(), norm) - x_TE
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_set_that_norms_and_chooses_at_once_is_asked_to(rule: str) -> None:
+    """In the place of three operations; where it declines, the three follow."""
+    for tokens, calls in ((MOST, ["norm_route"]), (MOST + 1, ["norm_route", "rms_norm"])):
+        kernels = Fused()
+        assert torch.equal(run(kernels, rule, tokens), run(TorchKernels(), rule, tokens))
+        assert kernels.calls == calls
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_format_of_weights_that_does_not_fuse_calls_the_three(rule: str) -> None:
+    """Its products are its own."""
+    kernels = Fused()
+    actual = run(kernels, rule, TOKENS, matrix=Halved)
+    assert torch.equal(actual, run(TorchKernels(), rule, TOKENS))
+    assert kernels.calls == ["rms_norm"]
+
+
+def test_every_rank_chooses_at_once() -> None:
+    """Routers are whole on every rank."""
+    sets = [Fused(), Fused()]
+    run_ranks(2, lambda tp: run(sets[tp.rank], "rounded", TOKENS, tp=tp))
+    assert [one.calls for one in sets] == [["norm_route"], ["norm_route"]]
