@@ -127,6 +127,7 @@ class TritonAttention(AttentionBackend):
                 window=self._window,
                 soft_cap=config.soft_cap,
                 shared_memory=shared_memory(config.device),
+                most_heads=tuning.most_heads,
             ),
             tuning,
             config.device,

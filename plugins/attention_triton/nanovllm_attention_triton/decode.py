@@ -16,6 +16,7 @@ from nanovllm_attention_triton.decode_plan import ITEM_FIELDS, plan_kernel
 from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
 from nanovllm_attention_triton.tuning import (
     DECODE_REGISTERS,
+    MOST_HEADS,
     PREPARING_SHARE,
     QKV_REGISTERS,
     DecodeTuning,
@@ -24,8 +25,9 @@ from nanovllm_core.api import QKPrep
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
 LOG2_E = math.log2(math.e)
-MAX_BLOCK_HEADS = 64
-"""Query heads of one program at most; larger groups take several."""
+MIN_BLOCK_HEADS = 16
+"""The rows of a tile of query heads that tensor cores multiply; those that are not heads are idle.
+"""
 MERGE_ELEMENTS = 4096
 """Partial results that a program merges at a time (fp32 in registers)."""
 QKV_MERGE_ELEMENTS = 8192
@@ -73,10 +75,10 @@ def program_memory(tuning: DecodeTuning, block_d: int) -> int:
 class DecodeShape:
     """What decode attention needs to know to size its memory and its grids.
 
-    A program takes `block_heads` query heads of one KV head, `head_blocks` of them make a group;
-    `partial_heads` of a block are real heads, rounded up to a power of two; `block_d` is the head
-    size as `padded_head_size` rounds it. `window`: keys that a query sees, its own included; None:
-    all. `shared_memory`: bytes of one multiprocessor.
+    A program takes `partial_heads` query heads of one KV head, a power of two and at most
+    `most_heads`, in a tile of `block_heads`; `head_blocks` programs make a group. `block_d` is the
+    head size as `padded_head_size` rounds it. `window`: keys that a query sees, its own included;
+    None: all. `shared_memory`: bytes of one multiprocessor.
     """
 
     num_heads: int
@@ -88,22 +90,23 @@ class DecodeShape:
     window: int | None = None
     soft_cap: float | None = None
     shared_memory: int = 228 * 1024
+    most_heads: int = MOST_HEADS
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def partial_heads(self) -> int:
+        return min(next_power_of_2(self.group), self.most_heads)
+
+    @property
     def block_heads(self) -> int:
-        return min(max(16, next_power_of_2(self.group)), MAX_BLOCK_HEADS)
+        return max(self.partial_heads, MIN_BLOCK_HEADS)
 
     @property
     def head_blocks(self) -> int:
-        return -(-self.group // self.block_heads)
-
-    @property
-    def partial_heads(self) -> int:
-        return min(next_power_of_2(self.group), self.block_heads)
+        return -(-self.group // self.partial_heads)
 
     @property
     def programs_per_item(self) -> int:

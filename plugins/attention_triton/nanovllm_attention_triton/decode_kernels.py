@@ -138,7 +138,7 @@ def decode_kernel(
     SOFT_CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Attend one item with a block of BLOCK_H query heads of one KV head.
+    """Attend one item with PARTIAL_HEADS query heads of one KV head, in a tile of BLOCK_H.
 
     Programs of one item are neighbours: its KV heads lie side by side in a block. `log2_scale` is
     the softmax scale times log2(e), applied once, to the scores in fp32. Partials are
@@ -166,8 +166,10 @@ def decode_kernel(
 
     kv_head = head_block // HEAD_BLOCKS
     lanes = tl.arange(0, BLOCK_H)
-    members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
+    members = (head_block % HEAD_BLOCKS) * PARTIAL_HEADS + lanes
     real = members < GROUP
+    if HEAD_BLOCKS > 1:
+        real = real & (lanes < PARTIAL_HEADS)
     heads = kv_head * GROUP + members
     dims = tl.arange(0, BLOCK_D)
     q_offsets = row.to(tl.int64) * q_stride_row + heads[:, None] * q_stride_head + dims[None, :]
@@ -234,8 +236,10 @@ def store_result(
     """Store the output of an item that is its whole row, else its part; the last one merges."""
     lanes = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
-    members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
+    members = (head_block % HEAD_BLOCKS) * PARTIAL_HEADS + lanes
     real = members < GROUP
+    if HEAD_BLOCKS > 1:
+        real = real & (lanes < PARTIAL_HEADS)
     # Only a padded row has no mass: its zeros stay zeros.
     result = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
     if num_chunks == 1:
@@ -295,7 +299,7 @@ def _merge_chunks(
     """Average a row's chunks, weighted by the mass of each, MERGE chunks at a time."""
     lanes = tl.arange(0, PARTIAL_HEADS)
     dims = tl.arange(0, BLOCK_D)
-    members = (head_block % HEAD_BLOCKS) * BLOCK_H + lanes
+    members = (head_block % HEAD_BLOCKS) * PARTIAL_HEADS + lanes
     real = members < GROUP
     peak = tl.full([PARTIAL_HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([PARTIAL_HEADS], tl.float32)

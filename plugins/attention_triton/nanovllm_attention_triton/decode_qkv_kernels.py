@@ -215,7 +215,7 @@ def decode_qkv_kernel(
         block_ids = first_block_id.to(tl.int64)
     else:
         block_ids = load_block_ids(table_row, first_tile, old_end, BLOCK_SIZE, TILE)
-    members = (head_block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, PARTIAL_HEADS)
+    members = (head_block % HEAD_BLOCKS) * PARTIAL_HEADS + tl.arange(0, PARTIAL_HEADS)
     num_kv_heads = programs_per_item // HEAD_BLOCKS
     qkv_row = qkv_ptr + row.to(tl.int64) * qkv_stride
     q_ptrs = qkv_row + (kv_head * GROUP + members) * HEAD_SIZE

@@ -11,7 +11,6 @@ from nanovllm_attention_triton.decode import (
     LOG2_E,
     DecodeShape,
     PlannedWork,
-    next_power_of_2,
     padded_head_size,
 )
 from nanovllm_attention_triton.latent_kernels import latent_decode_kernel, latent_merge_kernel
@@ -30,15 +29,10 @@ class LatentShape(DecodeShape):
     """The sizes of decode over latent rows, which are the keys and the values of all heads.
 
     `head_size` is that of a value, and `num_kv_heads` is 1. A row has `rest_size` columns more,
-    behind its value. `most_heads`: query heads of one program at most.
+    behind its value.
     """
 
     rest_size: int = 0
-    most_heads: int = 16
-
-    @property
-    def block_heads(self) -> int:
-        return min(max(16, next_power_of_2(self.num_heads)), self.most_heads)
 
     @property
     def num_parts(self) -> int:

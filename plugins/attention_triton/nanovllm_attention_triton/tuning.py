@@ -11,6 +11,9 @@ from typing import Any
 
 from nanovllm_attention_triton.options import TritonOptions
 
+MOST_HEADS = 64
+"""Query heads of one decode program at most; larger groups take several."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTuning:
@@ -20,6 +23,9 @@ class DecodeTuning:
     device picks their length each step: long enough that the batch makes about `wave_programs`
     programs per multiprocessor, at most `max_chunk` tokens, and never so short that the batch makes
     more than `max_programs` per multiprocessor (which bounds the grid of a captured graph).
+
+    A program takes at most `most_heads` query heads of a KV head, a power of two. Fewer make more
+    programs, each of which prepares and merges less, and they read keys and values again.
 
     With `registers`, which a thread has at most, it is known how many programs are resident on a
     multiprocessor at once. Rows that are no more than those are cut so that all their programs are.
@@ -32,6 +38,7 @@ class DecodeTuning:
     max_chunk: int = 512
     wave_programs: int = 3
     max_programs: int = 8
+    most_heads: int = MOST_HEADS
     registers: int | None = None
     fixed_chunk: int | None = None
 
@@ -42,7 +49,7 @@ class DecodeTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentTuning(DecodeTuning):
-    """The same for latent rows; a program takes at most `most_heads` query heads.
+    """The same for latent rows.
 
     `persistent`: by the kernel for Hopper GPUs, one program on a multiprocessor, with `min_chunk`
     tokens of context at least; `num_warps` and `num_stages` are its own, and no other bound holds.

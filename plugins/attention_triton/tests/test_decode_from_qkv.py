@@ -50,6 +50,27 @@ def test_chunks_and_blocks_of_heads_equal_the_reference(heads, chunk):
         torch.testing.assert_close(cache, wanted, equal_nan=True)
 
 
+@pytest.mark.parametrize("most_heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", [(8, 1), (10, 2), (22, 2)])
+def test_programs_may_share_the_query_heads_of_a_kv_head(heads, most_heads):
+    """Fewer heads than a tile has rows, also where the last program has fewer than the others; from
+    packed q, k, v and from prepared ones."""
+    step = drawn_step(Random(f"{heads}"), [70, 64, 0, 1], heads, head_size=32, dtype=torch.float16)
+    backend = TritonAttention(TritonOptions(), step.case.config())
+    backend.decode_tunings = [
+        (rows, replace(tuning, most_heads=most_heads)) for rows, tuning in backend.decode_tunings
+    ]
+    backend.allocate()
+    expected = step.prepared()
+    out = step.decode(backend)
+    expected.assert_close(out)
+    assert (out[2] == 0).all()
+    prepared_out = expected.new_out()
+    caches, metadata = (expected.k_cache, expected.v_cache), expected.decode_metadata()
+    backend.run_decode(expected.q_THD, *caches, metadata, prepared_out)
+    expected.assert_close(prepared_out)
+
+
 def test_a_rotation_of_any_width_turns_its_columns():
     """Widths that are no multiple of the vector of columns that a thread loads."""
     for half in (1, 3, 4, 8, 20, 24):
