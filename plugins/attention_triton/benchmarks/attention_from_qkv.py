@@ -80,12 +80,15 @@ class Candidate:
 
 
 def candidates() -> Mapping[str, Candidate]:
-    """Those for few rows; then more warps, longer chunks, and fewer query heads for a program."""
+    """Those for few rows; then more warps, longer chunks, and fewer query heads for a program.
+
+    What ships is among them, by the group of query heads.
+    """
     few = DECODE_FEW[2]
     four, long = replace(few, num_warps=4), replace(few, min_chunk=64)
     four_long = replace(four, min_chunk=64)
     return {
-        "shipped": Candidate(few),
+        "as for few rows": Candidate(few),
         "4 warps": Candidate(four),
         "4 warps, merge twice": Candidate(four, 2 * MERGE),
         "chunks of 64": Candidate(long),

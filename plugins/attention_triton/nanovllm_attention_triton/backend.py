@@ -85,7 +85,8 @@ class TritonAttention(AttentionBackend):
                 self._check_hopper_latent(config.latent.latent_size)
                 return [(most, HOPPER_LATENT)]
             return [(most, latent_tuning(element_size, config.num_heads, options))]
-        return decode_tunings(element_size, config.head_size, config.num_kv_heads, most, options)
+        heads = config.num_heads, config.num_kv_heads
+        return decode_tunings(element_size, config.head_size, *heads, most, options)
 
     def _check_hopper_latent(self, value_size: int) -> None:
         """Refuse what the spec's check did not see, as the device may be another by now."""

@@ -246,9 +246,14 @@ def _decode(
     """Run the decode kernels for one query per row, with a workspace made for the call."""
     batch, _, num_heads, head_size = q_BQHD.shape
     capacity = block_table.shape[1] * k_blocks.shape[1]
+    num_kv_heads = k_blocks.shape[2]
+    element_size = q_BQHD.element_size()
+    _, tuning = decode_tunings(
+        element_size, head_size, num_heads, num_kv_heads, batch, TritonOptions()
+    )[-1]
     shape = DecodeShape(
         num_heads=num_heads,
-        num_kv_heads=k_blocks.shape[2],
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_num_seqs=batch,
         max_seq_len=capacity,
@@ -256,11 +261,8 @@ def _decode(
         window=window,
         soft_cap=soft_cap,
         shared_memory=shared_memory(q_BQHD.device),
+        most_heads=tuning.most_heads,
     )
-    tunings = decode_tunings(
-        q_BQHD.element_size(), head_size, shape.num_kv_heads, batch, TritonOptions()
-    )
-    _, tuning = tunings[-1]
     workspace = DecodeWorkspace(shape, tuning, q_BQHD.device)
     block_table = block_table.int().contiguous()
     workspace.plan(seq_lens.int().contiguous(), block_table, k_blocks.shape[1])

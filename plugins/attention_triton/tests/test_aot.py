@@ -22,6 +22,7 @@ from nanovllm_attention_triton.tuning import (
     LARGE_CAPABILITIES,
     LARGE_TILE,
     QKV_REGISTERS,
+    DecodeTuning,
     decode_tunings,
     prefill_tuning,
 )
@@ -59,9 +60,11 @@ def strides(*names: str, unit: int) -> dict[str, str]:
 
 
 def decode_shape(
-    head_size: int, group: int, window: int | None, soft_cap: float | None
-) -> DecodeShape:
-    return DecodeShape(
+    head_size: int, group: int, rows: int, window: int | None, soft_cap: float | None
+) -> tuple[DecodeShape, DecodeTuning]:
+    """Those of steps of so many rows, with 8 KV heads."""
+    _, tuning = decode_tunings(2, head_size, 8 * group, 8, rows, TritonOptions())[-1]
+    shape = DecodeShape(
         num_heads=8 * group,
         num_kv_heads=8,
         head_size=head_size,
@@ -70,7 +73,9 @@ def decode_shape(
         num_multiprocessors=132,
         window=window,
         soft_cap=soft_cap,
+        most_heads=tuning.most_heads,
     )
+    return shape, tuning
 
 
 def decode_job(
@@ -83,8 +88,7 @@ def decode_job(
     soft_cap: float | None = None,
     capability: int = 90,
 ) -> AotJob:
-    shape = decode_shape(head_size, group, window, soft_cap)
-    _, tuning = decode_tunings(2, head_size, shape.num_kv_heads, rows, TritonOptions())[-1]
+    shape, tuning = decode_shape(head_size, group, rows, window, soft_cap)
     return AotJob(
         kernel=f"{KERNELS}.decode_kernels:decode_kernel",
         signature=pointers(dtype, "q_ptr", "k_ptr", "v_ptr", "out_ptr")
@@ -111,12 +115,13 @@ def qkv_job(
     soft_cap: float | None = None,
     rotary: int | None = None,
     norm: bool = True,
+    rows: int = 4,
 ) -> AotJob:
     """Decode from packed q, k, v, which few rows take; `rotary` columns rotate, None: all."""
-    job = decode_job(dtype, head_size, block_size, group, 4, window, soft_cap)
+    job = decode_job(dtype, head_size, block_size, group, rows, window, soft_cap)
     own = {"q_ptr", "q_stride_row", "q_stride_head"}
     weights = ("q_weight_ptr", "k_weight_ptr")
-    shape = decode_shape(head_size, group, window, soft_cap)
+    shape, _ = decode_shape(head_size, group, rows, window, soft_cap)
     prep = QKPrep(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -305,6 +310,10 @@ JOBS = {
             ("bf16", 256, 256, 2, 1024, None, None, True),
             ("bf16", 192, 16, 1, None, 50.0, None, False),
         )
+    },
+    **{
+        f"qkv one row-bf16-d128-block256-group{group}": qkv_job("bf16", 128, 256, group, rows=1)
+        for group in (4, 8)
     },
     **{
         ("wide " if size > 128 else "")
