@@ -25,6 +25,7 @@ from nanovllm_kernels_triton.experts import run_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
 from nanovllm_kernels_triton.norm_route import choose_norm_route, run_norm_route
+from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
 from nanovllm_kernels_triton.prepare_qkv import prepare_qkv_kernel
 from nanovllm_kernels_triton.route import run_route
@@ -191,6 +192,11 @@ class TritonKernels(TorchKernels, RoutingKernels):
         return prepare_latent(
             q_THD, rows_TR, prep, positions_T, slot_mapping_T, cache_NPR, self._options
         )
+
+    def linear_per_head(self, x_THX: Tensor, weight_HOI: Tensor) -> Tensor:
+        if is_for_few_rows(x_THX, weight_HOI):
+            return run_linear_per_head(x_THX, weight_HOI, self._options)
+        return super().linear_per_head(x_THX, weight_HOI)
 
     def route(
         self, logits_TN: Tensor, routing: Routing, bias_N: Tensor | None = None

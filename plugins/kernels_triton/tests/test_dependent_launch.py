@@ -106,7 +106,9 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
         assert parts is not None
         return torch.cat([part.flatten().float() for part in parts])
 
+    heads, of_heads = random(rows, HEADS, HEAD_SIZE + 64), random(HEADS, 256, HEAD_SIZE, seed=12)
     return {
+        "linear_per_head": (heads, lambda x: kernels.linear_per_head(x, of_heads)),
         "rms_norm": (x, lambda x: kernels.rms_norm(x, norm_weight, 1e-6)),
         "silu_and_mul": (random(rows, 2 * SIZE), kernels.silu_and_mul),
         "norm_linear": (x, lambda x: kernels.norm_linear(x, norm_weight, 1e-6, square)),
@@ -149,6 +151,7 @@ def qk_prep() -> QKPrep:
         "linear_add to a late residual",
         "linear",
         "prepare_qkv",
+        "linear_per_head",
         "norm_route",
         "experts",
         "experts to a late residual",
