@@ -26,15 +26,13 @@ from typing import Any
 import torch
 
 from nanovllm_bench.environment import describe_environment
-from nanovllm_bench.rates import build_on_meta, costs_on_rank, measure_rates
+from nanovllm_bench.rates import measure_rates, model_costs
 from nanovllm_bench.record import write_record
 from nanovllm_bench.roofline import Rates, generate_floor
 from nanovllm_bench.throughput import timed_generate
 from nanovllm_bench.workloads import Workload, fixed_workload, load_format, nano_workload
 from nanovllm_core import LLM
 from nanovllm_core.errors import NanoVLLMError
-from nanovllm_core.registry import get_plugin_manager, load_object
-from nanovllm_core.selection import find_checkpoint, read_model_config
 
 
 def rates_of_one(device: str, dtype: str) -> dict[str, float]:
@@ -64,14 +62,9 @@ def settings_of(layout: str) -> tuple[dict[str, Any], int]:
 
 def floor_seconds(llm: LLM, ranks: int, workload: Workload, engines: int, rates: Rates) -> float:
     """Of one rank's part of the model, with one engine's share of the requests."""
-    config, dtype = llm.config, getattr(torch, llm.info.dtype)
-    plugins = get_plugin_manager(disable=config.plugins.disable)
-    model_config = read_model_config(find_checkpoint(plugins, config.model))
-    model = plugins.resolve("model", model_config["architectures"][0], {}, path="model")
-    shape = load_object(model).shape(model_config)
-    costs = costs_on_rank(build_on_meta(model, model_config, dtype, ranks), shape, dtype, ranks)
+    costs = model_costs(llm.config, getattr(torch, llm.info.dtype), ranks)
     lengths = workload.lengths[::engines]
-    return generate_floor(costs, lengths, config.limits.max_num_seqs, rates).seconds
+    return generate_floor(costs, lengths, llm.config.limits.max_num_seqs, rates).seconds
 
 
 def measure(layout: str, arguments: argparse.Namespace, rates: Rates) -> dict[str, Any]:

@@ -27,13 +27,14 @@ GPU_COPY_BYTES, CPU_COPY_BYTES = 2**30, 2**28
 GPU_MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 1536
 
 
-def model_costs(config: EngineConfig, dtype: torch.dtype) -> ModelCosts:
-    """The sizes of a configuration's model; it is built without memory, on torch's meta device."""
+def model_costs(config: EngineConfig, dtype: torch.dtype, tp_size: int = 1) -> ModelCosts:
+    """The sizes of one of `tp_size` ranks' part of a model, built on torch's meta device."""
     plugins = get_plugin_manager(disable=config.plugins.disable)
     model_config = read_model_config(find_checkpoint(plugins, config.model))
     model = plugins.resolve("model", model_config["architectures"][0], {}, path="model")
     shape: ModelShape = load_object(model).shape(model_config)
-    return costs_on_rank(build_on_meta(model, model_config, dtype), shape, dtype)
+    module = build_on_meta(model, model_config, dtype, tp_size)
+    return costs_on_rank(module, shape, dtype, tp_size)
 
 
 def build_on_meta(

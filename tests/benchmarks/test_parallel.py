@@ -1,0 +1,53 @@
+"""`benchmarks/parallel.py`: layouts, workloads, and a record of a model on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "parallel.py"
+
+
+def test_a_layout_names_ranks_or_engines() -> None:
+    """The way of all-reduces is an option of the executor; without one its default holds."""
+    settings_of = runpy.run_path(str(SCRIPT))["settings_of"]
+    assert settings_of("2") == ({"tensor_parallel_size": 2}, 1)
+    assert settings_of("d3") == ({"data_parallel_size": 3}, 3)
+    settings, engines = settings_of("4:nccl")
+    assert settings["executor"] == {"name": "parallel", "options": {"all_reduce": "nccl"}}
+    assert (settings["tensor_parallel_size"], engines) == (4, 1)
+
+
+def test_engines_that_share_requests_get_more_of_them() -> None:
+    """As many times as there are engines; a name of no workload is refused."""
+    workload_of = runpy.run_path(str(SCRIPT))["workload_of"]
+    assert len(workload_of("nano", 2).prompts) == 512
+    assert workload_of("3 x 16/8", 2).lengths == [(16, 8)] * 6
+    with pytest.raises(SystemExit, match="expected 'nano' or 'N x INPUT/OUTPUT'"):
+        workload_of("3 by 16", 1)
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_on_each_layout(tmp_path: Path) -> None:
+    """Random weights on a CPU; a layout that cannot start is recorded with its error."""
+    pytest.importorskip("nanovllm_executor_parallel", reason="needs the plugin executor_parallel")
+    out = tmp_path / "parallel.json"
+    settings = {"device": "cpu", "attention": "sdpa"}
+    command = [sys.executable, str(SCRIPT), "--layouts", "1", "2", "5", "--workloads", "2 x 8/4"]
+    command += ["--model", str(ROOT / "benchmarks/configs/qwen3-6x512"), "--device", "cpu"]
+    command += ["--max-model-len", "64", "--settings", json.dumps(settings), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--runs", "1"], env=environment, check=True, timeout=300)
+    layouts = json.loads(out.read_text())["layouts"]
+    assert "heads" in layouts.pop("5")["error"]
+    for layout in layouts.values():
+        row = layout["workloads"]["2 x 8/4"]
+        assert row["tokens_per_second"] > 0
+        assert 0 < row["share_of_floor"] < 1.5
