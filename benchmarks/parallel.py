@@ -4,8 +4,9 @@
         --layouts 1 2:nccl 2:symmetric d2 --workloads "nano" "1 x 512/512"
 
 A layout is a number of ranks, with the way of their all-reduces, or `d` and a number of engines.
-Engines share the requests, so d2 gets twice as many: of the fixed lengths too. A workload runs once
-to warm up and then `--runs` times; the best counts. Each share is of the floor of a rank's own part
+Engines share the requests, so d2 gets twice as many, also of fixed lengths. One sequence is greedy,
+others have temperature 0.6. A workload runs once to warm up and then `--runs` times; the best
+counts. Each share is of the floor of a rank's own part
 of the model, without communication, at the rates of one GPU. A layout that fails is recorded with
 its error, and the next one runs.
 """
@@ -74,9 +75,11 @@ def measure(layout: str, arguments: argparse.Namespace, rates: Rates) -> dict[st
     found: dict[str, Any] = {}
     with LLM(
         arguments.model,
-        load_format=load_format(arguments.model),
-        limits={"max_model_len": arguments.max_model_len},
-        **settings,
+        **{
+            "load_format": load_format(arguments.model),
+            "max_model_len": arguments.max_model_len,
+            **settings,
+        },
     ) as llm:
         info = llm.info
         record = {
@@ -122,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", default="{}", help="further settings, as JSON")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     arguments = parser.parse_args(argv)
+    for name in arguments.workloads:
+        workload_of(name, 1)
     # Ranks say at their end how many steps the device had to wait for.
     logging.basicConfig()
     logging.getLogger("nanovllm_core").setLevel(logging.INFO)
@@ -134,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = {
         "benchmark": "parallel",
         "model": arguments.model,
+        "runs": arguments.runs,
+        "max_model_len": arguments.max_model_len,
+        "settings": arguments.settings,
         "rates": asdict(rates),
         "layouts": layouts,
         "environment": describe_environment(),

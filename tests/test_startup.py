@@ -430,3 +430,5 @@ def test_the_plugins_of_triton_kernels_need_no_warm_up() -> None:
     assert not plugins.spec("model", "Qwen3ForCausalLM").needs_warm_up
     assert not plugins.spec("sampler", "gumbel").needs_warm_up
     assert not plugins.spec("executor", "single").needs_warm_up
+    pytest.importorskip("nanovllm_executor_parallel", reason="it is not installed")
+    assert not plugins.spec("executor", "parallel").needs_warm_up

@@ -242,9 +242,10 @@ class Worker:
 
     @property
     def late_steps(self) -> tuple[int, int]:
-        """Steps that the device had to wait for, and all that were launched with one in flight.
+        """Steps that the device waited for, and all that were launched with one in flight.
 
-        A late step was launched when the device had finished the one before.
+        The first is an upper bound: whether the device had finished the step before is looked at
+        behind the launch.
         """
         return (0, 0) if self._runner is None else self._runner.late_steps
 

@@ -73,7 +73,7 @@ MERGE = decode.QKV_MERGE_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Constants of decode, and how many numbers of parts a program merges at a time."""
+    """Constants of decode, and how many partial results a program merges at a time."""
 
     tuning: DecodeTuning
     merge: int = MERGE
@@ -82,7 +82,7 @@ class Candidate:
 def candidates() -> Mapping[str, Candidate]:
     """Those for few rows; then more warps, longer chunks, and fewer query heads for a program.
 
-    What ships is among them, by the group of query heads.
+    The shipped constants of each group size are among them.
     """
     few = DECODE_FEW[2]
     four, long = replace(few, num_warps=4), replace(few, min_chunk=64)

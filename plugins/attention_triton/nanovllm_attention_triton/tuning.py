@@ -1,7 +1,7 @@
 """The constants of the kernels, one table per phase.
 
-`benchmarks/attention_decode.py` and `attention_prefill.py` sweep them on a GPU; nothing else in the
-package names a number that is a matter of speed.
+`attention_decode.py`, `attention_prefill.py` and `attention_from_qkv.py` in `benchmarks/` sweep
+them on a GPU; nothing else in the package names a number that is a matter of speed.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ DECODE_FEW = {
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
 DECODE_ONE = {2: replace(DECODE_FEW[2], min_chunk=64, most_heads=4), 4: DECODE_FEW[4]}
-LARGE_GROUP = 2
-"""Larger groups of query heads take DECODE_ONE in steps of few (row, KV head). A program merges all
-parts of a row of 1,024 keys at once there, and not in two to four rounds: on an H100, one row of
-768 keys took 4.4 us in place of 10.5 with groups of 8, and 5.6 in place of 7.8 with groups of 4."""
+ONE_GROUPS = range(3, 9)
+"""Groups of so many query heads use DECODE_ONE in steps of few pairs of a row and a KV head. There
+a program merges all parts of a row of 1,024 keys at once, and not in two to four rounds: on an
+H100, one row of 768 keys took 4.4 us in place of 10.5 with groups of 8, and 5.6 in place of 7.8
+with groups of 4. Larger groups would read the keys more than twice."""
 DECODE_SIX = {
     2: DecodeTuning(
         tile=32, num_warps=2, num_stages=2, min_chunk=32, max_chunk=256, max_programs=16,
@@ -139,7 +140,8 @@ DECODE = (
     (768, DECODE_FEW),
     (None, DECODE_MANY),
 )
-"""The table for steps of so many (row, KV head) at most, each of which is a program if not cut.
+"""The table for steps of so many (row, KV head) at most, each of which is a program if not cut, or
+several in DECODE_ONE.
 Beyond 528 an H200 has no room for all at once; four of larger tiles were 1 to 3 % slower there."""
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
@@ -231,7 +233,7 @@ def decode_tunings(
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
     tunings: dict[int, DecodeTuning] = {}
     for most, table in DECODE:
-        if table is DECODE_ONE and num_heads <= LARGE_GROUP * num_kv_heads:
+        if table is DECODE_ONE and num_heads // num_kv_heads not in ONE_GROUPS:
             continue
         rows = min(most // num_kv_heads, max_num_rows) if most else max_num_rows
         if rows > 0:

@@ -95,13 +95,13 @@ def test_batches_of_few_and_of_many_rows_are_cut_alike_with_a_fixed_chunk(paged_
 
 
 def test_one_row_of_large_groups_is_cut_for_a_merge_of_one_round(paged_batch):
-    """Programs take four query heads there, and chunks are longer; smaller groups stay whole."""
+    """Programs take four query heads there, and chunks are longer; other groups stay whole."""
     config = replace(paged_batch([300]).backend().config, max_num_seqs=200, dtype=torch.float16)
     for num_heads, num_kv_heads, rows in ((32, 4, 2), (32, 8, 1), (64, 8, 1)):
         heads = replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
         (most, few), *_ = TritonAttention(TritonOptions(), heads).decode_tunings
         assert (most, few.most_heads, few.min_chunk) == (rows, 4, 64)
-    for num_heads, num_kv_heads in ((16, 8), (8, 8), (64, 16)):
+    for num_heads, num_kv_heads in ((16, 8), (8, 8), (64, 16), (48, 1), (32, 2)):
         heads = replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
         (_, few), *_ = TritonAttention(TritonOptions(), heads).decode_tunings
         assert few.most_heads >= num_heads // num_kv_heads

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from nanovllm_core.kernels import launch_options
+from nanovllm_executor_parallel.one_shot import BLOCK
 from nanovllm_executor_parallel.process import ENVIRONMENT
 from nanovllm_executor_parallel.symmetric import Limits, SymmetricAllReduce
 
@@ -207,7 +208,7 @@ def report(found: dict[str, dict[int, float]], size: int, out: Path | None) -> N
     for num_bytes in SIZES:
         row = (f"{found[name].get(num_bytes, float('nan')):16.2f}" for name in found)
         print(f"{num_bytes:16}" + "".join(row))
-    ours, two_shot, nccl = found["ours 512 B"], found["two-shot"], found["NCCL"]
+    ours, two_shot, nccl = found[f"ours {4 * BLOCK} B"], found["two-shot"], found["NCCL"]
     proposed = {
         "one_shot": max(
             (n for n in ours if ours[n] <= min(two_shot[n], nccl[n])), default=0

@@ -19,7 +19,7 @@ from nanovllm_executor_parallel.plugin import AllReduce
 from nanovllm_executor_parallel.symmetric import (
     SymmetricAllReduce,
     find_obstacle,
-    is_measured,
+    find_unmeasured,
     read_limits,
 )
 
@@ -120,16 +120,16 @@ class TensorParallelGroup:
         if all_reduce == "nccl":
             self.all_reduces = "all-reduces: nccl"
             return
-        if all_reduce == "auto" and not is_measured(self.size):
-            self.all_reduces = (
-                f"all-reduces: nccl; symmetric was not measured with {self.size} ranks"
-            )
-            return
-        self._open_symmetric(devices, seconds)
+        is_auto = all_reduce == "auto"
+        obstacle = find_unmeasured(devices, self.rank) if is_auto else ""
+        level = logging.INFO if is_auto else logging.WARNING  # what was asked for by name
+        self._open_symmetric(devices, seconds, obstacle, level)
 
-    def _open_symmetric(self, devices: Sequence[torch.device], seconds: float) -> None:
-        """Take symmetric memory on all ranks, or on none with a warning that says why."""
-        obstacle = find_obstacle(devices, self.rank)
+    def _open_symmetric(
+        self, devices: Sequence[torch.device], seconds: float, obstacle: str, level: int
+    ) -> None:
+        """Take symmetric memory on all ranks, or on none and log the reason."""
+        obstacle = obstacle or find_obstacle(devices, self.rank)
         if self.min_over_ranks(int(not obstacle)):
             try:
                 self.symmetric = self._make_symmetric(devices[self.rank], seconds)
@@ -140,7 +140,7 @@ class TensorParallelGroup:
             self.symmetric = None
             reason = obstacle or "another rank cannot use symmetric memory"
             self.all_reduces = f"all-reduces: nccl; {reason}"
-            logger.warning("%s", self.all_reduces)
+            logger.log(level, "%s", self.all_reduces)
         else:
             self.all_reduces = f"all-reduces: {self.symmetric}"
 

@@ -9,8 +9,8 @@ all other ranks; fills slot c - 1 of its own memory with the sentinel; polls slo
 memory; and stores the sum. Why three are enough: slot c - 1 is next written in call c + 2, by a
 rank that has seen this rank's part of call c + 1, which it sends after call c has ended.
 
-Programs. As many as are resident at once, and each takes several blocks of a large x. It sends all
-of them before it polls the first, so that no rank waits for what another has yet to send.
+Programs. The grid has at most as many programs as are resident at once; each takes several blocks
+of a large x. A program sends all its blocks before it polls the first.
 
 Words. The unit is a word of 32 bits, because a GPU never tears one: a float32, or two numbers of 16
 bits. The sentinel is two negative zeros of 16 bits (as a float32, a denormal of -4.6e-41). Where x
@@ -108,7 +108,7 @@ def one_shot_kernel(
         if HAS_RESIDUAL:
             residual = tl.load(out_words_ptr + columns, mask=mask, other=0)
         received_ptrs = parts_ptr + slot * SIZE * CAPACITY + columns[None, :]
-        received = poll(
+        received, limit = poll(
             received_ptrs, is_peer & mask[None, :], limit, call, state_ptr, failure_ptr, ranks,
             SIZE, INTERPRETED,
         )  # fmt: skip
@@ -119,7 +119,7 @@ def one_shot_kernel(
 
 @triton.jit
 def mark_as_sent(words):
-    """No word of what is sent is the sentinel; a rank adds its own words as it sends them."""
+    """Replace words that equal the sentinel by zero. A rank adds its own part in this form too."""
     return tl.where(words == EMPTY, 0, words)
 
 
@@ -150,10 +150,10 @@ def poll(
     ptrs, mask, limit, call, state_ptr, failure_ptr, ranks,
     SIZE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The words of all ranks, [ranks, BLOCK], once all are there.
+    """The words of all ranks, [ranks, BLOCK], and the limit of this program's next wait.
 
-    After the longest wait it reports the call and a rank whose words are missing, and makes all
-    later waits end at once: what is computed from here on is not the sum.
+    After the longest wait it reports the call and a rank whose words are missing. Later waits then
+    end at once, and what is computed is not the sum.
     """
     words = tl.load(ptrs, mask=mask, other=0, volatile=True)
     is_waiting = tl.max(tl.max((words == EMPTY).to(tl.int32), 0), 0)
@@ -167,8 +167,9 @@ def poll(
         if limit > 0:  # otherwise an earlier call has reported
             missing = tl.min(tl.min(tl.where(words == EMPTY, ranks[:, None], SIZE), 0), 0)
             tl.store(failure_ptr, call * SIZE + missing + 1)
-        tl.store(state_ptr + LIMIT, 0)
-    return words
+        limit *= 0
+        tl.store(state_ptr + LIMIT, limit)
+    return words, limit
 
 
 @triton.jit
@@ -238,7 +239,8 @@ class OneShotAllReduce:
         """The sum over ranks, in place; added to the residual in place where there is one.
 
         Both are bfloat16, float16 or float32, contiguous, in whole units, and at multiples of a
-        unit: see `symmetric.fits`.
+        unit: see `symmetric.fits`. `block`: words that a program sends at a time, for benchmarks;
+        the capacity is a multiple of it.
         """
         out = x if residual is None else residual
         num_units = x.nbytes // UNIT

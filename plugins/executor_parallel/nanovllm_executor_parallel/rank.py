@@ -128,7 +128,7 @@ def run(sock: socket, start: Start, watcher: Watcher, stack: ExitStack) -> None:
         message = receive(sock)
         if message == CLOSE:
             late, overlapped = worker.late_steps
-            logger.info("the device waited for %d of %d steps behind others", late, overlapped)
+            logger.info("the device was idle before %d of %d overlapped steps", late, overlapped)
             return
         if message == COLLECT:
             collected += 1

@@ -27,6 +27,9 @@ TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 TWO_SHOT_SIZES = (2, 4, 8)
 """Of torch's kernel."""
 
+MEASURED_CAPABILITY = (9, 0)
+"""The least compute capability of GPUs that were measured."""
+
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Of the one-shot kernel. All of its programs must be resident, beside another kernel's."""
 
@@ -51,9 +54,14 @@ def read_table() -> dict[str, Any]:
     return table
 
 
-def is_measured(size: int) -> bool:
-    """True if the ways of so many ranks were checked and measured on GPUs."""
-    return size in read_table()["measured"]
+def find_unmeasured(devices: Sequence[torch.device], rank: int) -> str:
+    """The reason why the ways were not measured for such ranks and GPUs; empty where they were."""
+    if len(devices) not in read_table()["measured"]:
+        return f"symmetric was not measured with {len(devices)} ranks"
+    capability = torch.cuda.get_device_capability(devices[rank])
+    if capability < MEASURED_CAPABILITY:
+        return f"symmetric was not measured on GPUs of compute capability {capability}"
+    return ""
 
 
 def read_limits(size: int) -> Limits:
@@ -152,8 +160,8 @@ def _open_one_shot(
     from nanovllm_executor_parallel.one_shot import BLOCK, NUM_SLOTS, SENTINEL, OneShotAllReduce
 
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    # Whole blocks: a slot is cleared by them.
-    slots = _empty((NUM_SLOTS, group.size(), limit // (4 * BLOCK) * BLOCK), torch.int32, device)
+    words = limit // (4 * BLOCK) * BLOCK  # whole blocks, by which a slot is cleared
+    slots = _empty((NUM_SLOTS, group.size(), words), torch.int32, device)
     slots.fill_(SENTINEL)
     peers = torch.tensor(_rendezvous(slots, group), device=device)
     max_programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from nanovllm_executor_parallel.symmetric import (
     ONE_SHOT_DTYPES,
     Limits,
     find_obstacle,
+    find_unmeasured,
     fits,
     read_limits,
+    read_table,
 )
 
 pytestmark = pytest.mark.whole_gpu
@@ -95,7 +98,7 @@ dist.barrier(device_ids=[rank])
 ABSENT = (
     PROGRAM
     + """
-x = torch.ones(4096, dtype=torch.bfloat16, device=device)
+x = torch.ones(group.symmetric.one_shot.capacity // 2, dtype=torch.bfloat16, device=device)
 group.all_reduce(x)
 torch.cuda.synchronize()
 group.check()
@@ -155,6 +158,34 @@ def test_a_rank_that_does_not_come_is_a_typed_error_in_time() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA GPUs")
     run_ranks(ABSENT, 2)
+
+
+def test_the_table_of_limits_is_whole() -> None:
+    """What was measured has a limit, and every limit is a number of whole blocks."""
+    one_shot = pytest.importorskip("nanovllm_executor_parallel.one_shot", reason="needs Triton")
+    table = read_table()
+    assert all(read_limits(size).one_shot for size in table["measured"])
+    assert all(
+        limits["one_shot"] % (4 * one_shot.BLOCK) == 0 for limits in table["limits"].values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "capability", "says"),
+    [
+        (2, (9, 0), ""),
+        (2, (12, 0), ""),
+        (2, (8, 0), r"of compute capability \(8, 0\)"),
+        (4, (9, 0), "with 4 ranks"),
+    ],
+)
+def test_ways_are_measured_by_ranks_and_gpus(
+    size: int, capability: tuple[int, int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` leaves all sums to NCCL elsewhere."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    reason = find_unmeasured([torch.device("cuda", index) for index in range(size)], 0)
+    assert re.fullmatch(f"symmetric was not measured .*{says}" if says else "", reason)
 
 
 def test_limits_of_a_number_of_ranks_are_those_of_the_next_larger_one() -> None:

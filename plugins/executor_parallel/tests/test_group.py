@@ -92,6 +92,18 @@ def test_nccl_takes_no_symmetric_memory(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("all_reduce", ["auto", "symmetric"])
+def test_symmetric_memory_is_taken_where_it_was_measured(
+    all_reduce: AllReduce, group: TensorParallelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the default too."""
+    monkeypatch.setattr(group_module, "find_unmeasured", lambda *_: "")
+    monkeypatch.setattr(group_module, "find_obstacle", lambda *_: "")
+    monkeypatch.setattr(group_module, "SymmetricAllReduce", lambda *_: "one-shot")
+    group.open([torch.device("cpu")], 1, all_reduce)
+    assert group.all_reduces == "all-reduces: one-shot"
+
+
 def test_a_wait_in_vain_on_the_device_is_a_lost_rank() -> None:
     """With the rank, the number of the all-reduce, the bound, and the option that changes it."""
     group, bounds = TensorParallelGroup(0, 2, Progress()), []

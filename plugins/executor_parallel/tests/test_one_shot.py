@@ -142,7 +142,7 @@ def test_the_sum_is_added_to_a_residual() -> None:
 
 
 def test_a_slot_is_empty_again_after_the_next_call() -> None:
-    """Whatever the sizes of the two calls. Until then it holds the parts of all ranks."""
+    """Whatever the sizes of the two calls. Until then it holds the parts of all other ranks."""
 
     def part(reduce: OneShotAllReduce, rank: int) -> list[Tensor]:
         states = []
@@ -156,15 +156,22 @@ def test_a_slot_is_empty_again_after_the_next_call() -> None:
         assert [one.tolist() for one in states] == [[True, False]] * 4
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    """The wait ends after the bound, those of later calls at once; the first is reported."""
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait ends after the bound, those of other blocks and calls at once; it is reported."""
+    looks, read_clock = [], one_shot.read_clock
+    monkeypatch.setattr(
+        one_shot, "read_clock", lambda *given: looks.append(None) or read_clock(*given)
+    )
     shared = SharedSlots(2)
     reduce = shared.reduce_of(1, polls=50)
-    x = torch.ones(512)
+    reduce.max_programs = 1
+    x = torch.ones(CAPACITY // 4)
     assert reduce.missing() is None
     for _ in range(4):
         reduce(x)
     assert reduce.missing() == (0, 0)
+    num_blocks = 4 * CAPACITY // (4 * one_shot.BLOCK)
+    assert len(looks) < 60 + 3 * num_blocks
 
 
 @pytest.mark.parametrize(
@@ -184,17 +191,18 @@ def test_a_kernel_that_does_less_is_found(
     The first sums are right: it is the fault that is found, not a rank that is late.
     """
     monkeypatch.setattr(one_shot, name, fault)
+    numel = 2 * one_shot.BLOCK  # one program: another would not wait behind the first one's fault
 
     def part(reduce: OneShotAllReduce, rank: int) -> list[Tensor]:
         time.sleep(0.1 * rank)
         sums = []
         for call in range(NUM_SLOTS + 1):
             time.sleep(0.05 * rank)
-            sums.append(reduce(drawn(rank, call, torch.float16, 512)))
+            sums.append(reduce(drawn(rank, call, torch.float16, numel)))
         return [torch.tensor(reduce.missing() is None), *sums]
 
     (had_all, *sums), _ = run_ranks(2, part, polls=1500)
-    expected = [total([drawn(r, i, torch.float16, 512) for r in (0, 1)]) for i in range(4)]
+    expected = [total([drawn(r, i, torch.float16, numel) for r in (0, 1)]) for i in range(4)]
     are_right = [torch.equal(one, right) for one, right in zip(sums, expected, strict=True)]
     assert had_all == has_all
     assert all(are_right[:first_wrong])

@@ -50,7 +50,7 @@ def generate(
         sums = [one for one in llm.info.choices if one.startswith("all-reduces: ")]
         assert len(sums) == (num_ranks > 1)
         asked = settings.get("executor", {}).get("options", {}).get("all_reduce")
-        assert any("one-shot" in one for one in sums) == (asked == "symmetric")
+        assert any("one-shot" in one for one in sums) == (asked in ("auto", "symmetric"))
         outputs = []
         for asked in (params, PLAIN):
             every = [prompt for prompt in prompts for _ in asked]
@@ -98,7 +98,7 @@ def test_the_demo_model_says_the_same(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("all_reduce", ["nccl", "symmetric"])
+@pytest.mark.parametrize("all_reduce", ["nccl", "symmetric", "auto"])
 def test_the_demo_model_says_the_same_on_gpus(
     num_ranks: int, enforce_eager: bool, all_reduce: str
 ) -> None:
@@ -106,6 +106,8 @@ def test_the_demo_model_says_the_same_on_gpus(
     pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA GPUs")
+    if all_reduce == "auto" and num_ranks == 4:
+        pytest.skip("auto is nccl, for 4 ranks were not measured")
     settings = {
         "device": "cuda",
         "attention": "auto",

@@ -1,9 +1,9 @@
 """Norm, a router's logits and the choice of experts in one kernel, for few rows.
 
-Three kernels would each be over in less time than passes between two of them. Here each program
-norms a row and multiplies it by a few rows of the router's weight. The last program of a token to
-finish, by a ticket, chooses its experts. It reads all logits in their order, so equal inputs give
-equal bits whoever is last.
+Each of three kernels would take less time than the gap between two. Here each program norms a row
+and multiplies it by a few rows of the router's weight. The last program of a token to finish, by a
+ticket, chooses its experts. It reads all logits in their order, so equal inputs give equal bits
+whoever is last.
 
 DEPENDENT: see `nanovllm_core.kernels.launch_options`.
 """
@@ -32,11 +32,11 @@ from nanovllm_kernels_triton.route import (
 )
 
 MOST_ROWS = 8
-"""Rows of a step in which each program norms its row itself."""
+"""The largest number of rows for which one kernel is used."""
 _PROGRAMS = 132
 """Programs of a row at most, one for each multiprocessor of an H100 or H200. A guide, no limit."""
 _WARP_BYTES = 4096
-"""Of a row in the registers of a warp. One warp chooses experts without shared memory."""
+"""Bytes of a row that one warp holds in registers. One warp needs no barriers to choose experts."""
 _MOST_WARPS = 4
 
 

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 MOST_WEIGHTS = 2**23
 """Weights of all heads times rows: each row reads them anew, most of them from the L2 cache."""
 MOST_INPUTS = 1024
+"""A program holds whole rows of a head's weight."""
 _BLOCK_WEIGHTS = 8192
 """Weights of a program: 64 for each thread, all in flight at once."""
 

@@ -71,7 +71,7 @@ class Precision:
             exact, chosen = _watched(self.exact, partial(self._theirs, self.exact, ids))
             low = _watched(self.low, partial(self._theirs, self.low, ids))
             ours = _watched(self.ours, partial(self._ours, ids, batch))
-            others = torch.stack([_differ(ids, chosen, length) for _, ids in (ours, low)])
+            others = torch.stack([_differ(found, chosen, length) for _, found in (ours, low)])
             same = ~others.any(dim=0).to(self.device)
             moved += others.sum(dim=1)
             rows += int(same.sum())
@@ -114,6 +114,8 @@ def _watched(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[Tensor, l
 
 def _differ(chosen: list[list[int]], exact: list[list[int]], rows: int) -> Tensor:
     """Whether each row has other experts than the exact ones; there is one router, or none."""
+    if bool(chosen) != bool(exact):
+        raise ValueError("one of two models has no router: look at the names of their classes")
     if not exact:
         return torch.zeros(rows, dtype=torch.bool)
     return torch.tensor([one != other for one, other in zip(chosen, exact, strict=True)])
