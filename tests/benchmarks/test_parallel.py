@@ -8,8 +8,12 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from nanovllm_bench.roofline import Rates
+from nanovllm_core.config import load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "parallel.py"
@@ -32,6 +36,21 @@ def test_engines_that_share_requests_get_more_of_them() -> None:
     assert workload_of("3 x 16/8", 2).lengths == [(16, 8)] * 6
     with pytest.raises(SystemExit, match="expected 'nano' or 'N x INPUT/OUTPUT'"):
         workload_of("3 by 16", 1)
+
+
+def test_a_floor_is_that_of_one_rank_s_part() -> None:
+    """Half of the layers' bytes with two ranks, and of the requests with two engines."""
+    script = runpy.run_path(str(SCRIPT))
+    config = load_config(str(ROOT / "benchmarks/configs/qwen3-8b"), env={})
+    llm = SimpleNamespace(config=config, info=SimpleNamespace(dtype="bfloat16"))
+    workload, rates = script["workload_of"]("4 x 512/64", 1), Rates(1e12, 1e15)
+
+    def seconds(ranks: int, engines: int) -> float:
+        floor: float = script["floor_seconds"](llm, ranks, workload, engines, rates)
+        return floor
+
+    assert seconds(2, 1) == pytest.approx(seconds(1, 1) / 2, rel=0.02)
+    assert seconds(1, 2) < seconds(1, 1)
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ SIDE_BY_SIDE = {
         ),
     ).items()
 }  # fmt: skip
-_OF_TWO_GROUPS = Routing(
+_V3 = Routing(
     top_k=8, scoring="sigmoid", renormalize=True, num_groups=8, top_groups=4, group_score="top2",
     exact_logits=True, num_shared=1,
 )  # fmt: skip
@@ -190,8 +190,9 @@ NORM_ROUTES = {
     "norm_route-v2-lite": norm_route_job(
         64, 2048, Routing(top_k=6, exact_logits=True, num_shared=2)
     ),
-    "norm_route-v3": norm_route_job(256, 7168, _OF_TWO_GROUPS),
+    "norm_route-v3": norm_route_job(256, 7168, _V3),
     "norm_route-30b-a3b-fp32": norm_route_job(128, 2048, Routing(top_k=8), "fp32"),
+    "norm_route-512-experts": norm_route_job(512, 2048, Routing(top_k=10, renormalize=True)),
 }
 JOBS = {
     **PRODUCTS,
