@@ -12,9 +12,6 @@ from transformers import DeepseekV2ForCausalLM as Reference
 from nanovllm_kit.precision import Precision
 from nanovllm_model_deepseek.model import DeepseekV2ForCausalLM
 
-SLACK = 1.1
-MOVED_SLACK, MOVED = 1.25, 0.03
-"""Of the share of rows that have other experts than the exact ones."""
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -55,12 +52,6 @@ V2_LITE: dict[str, Any] = SMALL | {
 """The widths of DeepSeek-V2-Lite in two layers: the dense one and one with experts."""
 
 
-def check(models: Precision, batch: int, **sizes: int) -> None:
-    errors = models.errors(batch, **sizes)
-    assert 0 < errors.ours <= SLACK * errors.theirs, f"batch {batch}: {errors}"
-    assert errors.moved_ours <= MOVED_SLACK * errors.moved_theirs + MOVED, f"{batch}: {errors}"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_small_model_rounds_no_worse_than_transformers(
     dtype: torch.dtype, tmp_path: Path
@@ -68,7 +59,7 @@ def test_a_small_model_rounds_no_worse_than_transformers(
     """On a CPU: prompts of 64 tokens at once and in batches of 7."""
     models = Precision(Reference, SMALL, DeepseekV2ForCausalLM, dtype, "cpu", tmp_path)
     for batch in (64, 7):
-        check(models, batch)
+        models.check(batch)
 
 
 @pytest.mark.gpu
@@ -77,4 +68,4 @@ def test_the_published_width_rounds_no_worse_than_transformers(tmp_path: Path) -
     """In bfloat16, by the kernels of few pairs, of sorted pairs and of prompts."""
     models = Precision(Reference, V2_LITE, DeepseekV2ForCausalLM, torch.bfloat16, "cuda", tmp_path)
     for batch in (1, 2, 4, 8, 16, 64, 256, 512):
-        check(models, batch, num_sequences=8 if batch >= 8 else 2, length=512)
+        models.check(batch, num_sequences=8 if batch >= 8 else 2, length=512)

@@ -12,9 +12,6 @@ from transformers import Qwen3MoeForCausalLM as Reference
 from nanovllm_kit.precision import Precision
 from nanovllm_model_qwen3_moe.model import Qwen3MoeForCausalLM
 
-SLACK = 1.1
-MOVED_SLACK, MOVED = 1.25, 0.03
-"""Of the share of rows that have other experts than the exact ones."""
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "moe_intermediate_size": 32,
@@ -41,12 +38,6 @@ A30B: dict[str, Any] = SMALL | {
 """The widths of Qwen3-30B-A3B in one layer, behind which no row reads another one's experts."""
 
 
-def check(models: Precision, batch: int, **sizes: int) -> None:
-    errors = models.errors(batch, **sizes)
-    assert 0 < errors.ours <= SLACK * errors.theirs, f"batch {batch}: {errors}"
-    assert errors.moved_ours <= MOVED_SLACK * errors.moved_theirs + MOVED, f"{batch}: {errors}"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_small_model_rounds_no_worse_than_transformers(
     dtype: torch.dtype, tmp_path: Path
@@ -54,7 +45,7 @@ def test_a_small_model_rounds_no_worse_than_transformers(
     """On a CPU: prompts of 64 tokens at once and in batches of 7."""
     models = Precision(Reference, SMALL, Qwen3MoeForCausalLM, dtype, "cpu", tmp_path)
     for batch in (64, 7):
-        check(models, batch)
+        models.check(batch)
 
 
 @pytest.mark.gpu
@@ -63,4 +54,4 @@ def test_the_published_width_rounds_no_worse_than_transformers(tmp_path: Path) -
     """In bfloat16, by the kernels of few pairs, of sorted pairs and of prompts."""
     models = Precision(Reference, A30B, Qwen3MoeForCausalLM, torch.bfloat16, "cuda", tmp_path)
     for batch in (1, 2, 4, 8, 16, 64, 256, 512):
-        check(models, batch, num_sequences=8 if batch >= 8 else 2, length=512)
+        models.check(batch, num_sequences=8 if batch >= 8 else 2, length=512)
