@@ -122,7 +122,8 @@ class TensorParallelGroup:
             return
         is_auto = all_reduce == "auto"
         obstacle = find_unmeasured(devices, self.rank) if is_auto else ""
-        level = logging.INFO if is_auto else logging.WARNING  # what was asked for by name
+        # It is worth a warning only if it was asked for by name.
+        level = logging.INFO if is_auto else logging.WARNING
         self._open_symmetric(devices, seconds, obstacle, level)
 
     def _open_symmetric(

@@ -37,8 +37,8 @@ class ParallelOptions(BaseModel):
         "auto",
         description="What sums over the GPUs of all ranks. symmetric: by the size of the sum, with "
         "the limits of a committed table, a one-shot kernel, torch's two-shot kernel, or NCCL. "
-        "auto: symmetric for the numbers of ranks that were measured, which are 2, else nccl. CPUs "
-        "use gloo.",
+        "auto: symmetric where it was measured, which is for 2 ranks on GPUs of compute capability "
+        "9.0 or newer; else nccl. CPUs use gloo.",
     )
 
 
