@@ -81,16 +81,21 @@ class TritonAttention(AttentionBackend):
         config, options = self.config, self._options
         most, element_size = config.max_num_seqs, config.dtype.itemsize
         if config.latent:
-            if options.latent_kernel == "hopper":
-                self._check_hopper_latent(config.latent.latent_size)
+            if self._takes_hopper_latent(config.latent.latent_size):
                 return [(most, HOPPER_LATENT)]
             return [(most, latent_tuning(element_size, config.num_heads, options))]
         heads = config.num_heads, config.num_kv_heads
         return decode_tunings(element_size, config.head_size, *heads, most, options)
 
-    def _check_hopper_latent(self, value_size: int) -> None:
-        """Refuse what the spec's check did not see, as the device may be another by now."""
+    def _takes_hopper_latent(self, value_size: int) -> bool:
+        """Whether latent rows are decoded by the kernel for Hopper.
+
+        Where the user chose it and it cannot serve, UnsupportedError: the spec's check may not have
+        seen this device.
+        """
         config, device = self.config, self.config.device
+        if self._options.latent_kernel == "portable":
+            return False
         is_gpu = device.type == "cuda"
         reasons = hopper_latent_limits(
             self._options,
@@ -102,8 +107,9 @@ class TritonAttention(AttentionBackend):
             rest_size=config.head_size - value_size,
             block_size=config.block_size,
         )
-        if reasons:
+        if reasons and self._options.latent_kernel == "hopper":
             raise UnsupportedError(f"attention triton: {'; '.join(reasons)}")
+        return not reasons
 
     def _make_workspace(self, max_num_seqs: int, tuning: DecodeTuning) -> PlannedWork:
         config = self.config

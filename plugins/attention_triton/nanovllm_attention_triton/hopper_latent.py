@@ -1,4 +1,4 @@
-"""Decode over latent rows by the kernel for Hopper GPUs, where the user chooses it."""
+"""Decode over latent rows by the kernel for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class HopperLatentWorkspace(LatentWorkspace):
             return
         if not describable(cache, cache, self.tuning.tile):
             raise UnsupportedError(
-                f"latent_kernel 'hopper' needs blocks of a multiple of {self.tuning.tile} tokens "
-                f"and places that are multiples of 16 bytes; got a cache of shape "
+                f"the latent kernel for Hopper needs blocks of a multiple of {self.tuning.tile} "
+                f"tokens and places that are multiples of 16 bytes; got a cache of shape "
                 f"{tuple(cache.shape)}, strides {cache.stride()} and address "
-                f"{cache.data_ptr():#x}: leave latent_kernel out"
+                f"{cache.data_ptr():#x}: set latent_kernel to portable"
             )
         # Imported by those who run it: another Triton may have another Gluon.
         from nanovllm_attention_triton.hopper_latent_kernel import hopper_latent_kernel

@@ -128,9 +128,8 @@ def latent_requirements(**changes):
     return requirements(**({"compute_capability": (9, 0)} | values | changes))
 
 
-def test_the_kernel_for_hopper_decodes_latent_rows_only_if_the_user_chooses_it():
+def test_the_kernel_for_hopper_asks_for_its_blocks_if_the_user_chooses_it():
     """It needs Hopper, and blocks of at least 64 tokens."""
-    assert TritonOptions().latent_kernel == "portable"
     chosen = TritonOptions(latent_kernel="hopper")
     assert SPEC.check(latent_requirements(block_size=64), chosen) == []
     layouts = SPEC.kv_layouts(latent_requirements(), chosen)
@@ -163,7 +162,8 @@ def test_the_kernel_for_hopper_is_refused_where_it_cannot_serve(changes, options
     (reason,) = SPEC.check(asked, TritonOptions(latent_kernel="hopper", **options))
     for word in ("latent_kernel 'hopper'", "leave latent_kernel out", *words):
         assert word in reason
-    assert SPEC.check(asked, TritonOptions(**options)) == []
+    for kernel in ("auto", "portable"):
+        assert SPEC.check(asked, TritonOptions(latent_kernel=kernel, **options)) == []
 
 
 def test_the_kernel_for_hopper_is_refused_by_another_triton(monkeypatch):
@@ -174,10 +174,32 @@ def test_the_kernel_for_hopper_is_refused_by_another_triton(monkeypatch):
 
 
 def test_a_backend_without_the_kernel_for_hopper_is_not_built():
-    """No other kernel takes its place, where nobody asked the spec before."""
+    """Where the user chose it, no other kernel takes its place."""
     case = make_latent_case(
         [1], LatentSizes(latent=64, rotated=16), num_heads=2, block_size=16, dtype=torch.float32
     )
     with pytest.raises(UnsupportedError, match=r"the device is cpu.*dtype is float32.*not 16"):
         TritonAttention(TritonOptions(latent_kernel="hopper"), case.config())
-    assert "persistent" not in TritonAttention(TritonOptions(), case.config()).describe()
+    for kernel in ("auto", "portable"):
+        backend = TritonAttention(TritonOptions(latent_kernel=kernel), case.config())
+        assert "persistent" not in backend.describe()
+
+
+def test_the_kernel_for_hopper_is_built_where_it_can_serve_unless_the_user_chose_the_other(
+    monkeypatch,
+):
+    """`auto`, the default, is that kernel where nothing stands against it."""
+    limits = "nanovllm_attention_triton.backend.hopper_latent_limits"
+    monkeypatch.setattr(limits, lambda *_, **__: [])
+    case = make_latent_case(
+        [1], LatentSizes(latent=64, rotated=16), num_heads=2, block_size=64, dtype=torch.float16
+    )
+    kernels = {
+        options.latent_kernel: "persistent" in TritonAttention(options, case.config()).describe()
+        for options in (
+            TritonOptions(),
+            TritonOptions(latent_kernel="hopper"),
+            TritonOptions(latent_kernel="portable"),
+        )
+    }
+    assert kernels == {"auto": True, "hopper": True, "portable": False}
