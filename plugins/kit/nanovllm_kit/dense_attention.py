@@ -6,6 +6,7 @@ It runs a model without an engine, as a reference for engines and backends and t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -101,11 +102,7 @@ class DenseRuntime:
         caches = self.caches[layer.layer_index]
         stored = [cache.flatten(0, 1)[start : start + len(keys_S)] for cache in caches]
         shape = layer.shape
-        if isinstance(layer, LatentAttention):
-            k_SHD, v_SHV = layer.expand_rows(stored[0].squeeze(1))
-        else:
-            group = shape.num_heads // shape.num_kv_heads
-            k_SHD, v_SHV = (cache.repeat_interleave(group, dim=1) for cache in stored)
+        k_SHD, v_SHV = self._keys_and_values(layer, stored)
         scores_HTS = torch.einsum("thd,shd->hts", q_THD.float(), k_SHD.float()) * layer.scale
         if shape.soft_cap is not None:
             scores_HTS = shape.soft_cap * torch.tanh(scores_HTS / shape.soft_cap)
@@ -115,6 +112,42 @@ class DenseRuntime:
             hidden_TS |= distance_TS >= shape.sliding_window
         weights_HTS = scores_HTS.masked_fill(hidden_TS, float("-inf")).softmax(dim=-1)
         return torch.einsum("hts,shd->thd", weights_HTS, v_SHV.float())
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, stored: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Those of all query heads, [S, H, D] and [S, H, V], from the slots of S tokens."""
+        if isinstance(layer, LatentAttention):
+            return layer.expand_rows(stored[0].squeeze(1))
+        group = layer.shape.num_heads // layer.shape.num_kv_heads
+        k_SHD, v_SHV = (cache.repeat_interleave(group, dim=1) for cache in stored)
+        return k_SHD, v_SHV
+
+
+class AbsorbedRuntime(DenseRuntime):
+    """The same for models with latent attention alone, computed as an engine's decode steps do.
+
+    Projections are absorbed: one cached row of a token is the key and the value of all heads.
+    """
+
+    def _attend_one(
+        self,
+        layer: AttentionLayer,
+        q_THD: Tensor,
+        positions_T: Tensor,
+        keys_S: Tensor,
+        start: int = 0,
+    ) -> Tensor:
+        latent = cast(LatentAttention, layer)
+        q_THR = latent.absorb(q_THD)
+        out_THL = super()._attend_one(layer, q_THR, positions_T, keys_S, start)
+        return latent.expand_output(out_THL.to(q_THD.dtype))
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, stored: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        rows_SHR = stored[0].expand(-1, layer.shape.num_heads, -1)
+        return rows_SHR, rows_SHR[..., : cast(LatentAttention, layer).config.kv_lora_rank]
 
 
 class SparseRuntime(DenseRuntime):

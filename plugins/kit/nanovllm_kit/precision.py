@@ -65,23 +65,30 @@ class Precision:
         finalize_layers(self.ours)
         self.vocab_size = config.vocab_size
 
-    def check(self, batch: int, **sizes: int) -> None:
+    def check(self, batch: int, runtime: type[DenseRuntime] = DenseRuntime, **sizes: int) -> None:
         """AssertionError with the errors if ours rounds worse; `sizes` are those of `errors`."""
-        errors = self.errors(batch, **sizes)
+        errors = self.errors(batch, runtime, **sizes)
         assert 0 < errors.ours <= SLACK * errors.theirs, f"batch {batch}: {errors}"
         most = MOVED_SLACK * errors.moved_theirs + MOVED
         assert errors.moved_ours <= most, f"batch {batch}: {errors}"
 
     @torch.inference_mode()
-    def errors(self, batch: int, *, num_sequences: int = 4, length: int = 64) -> Errors:
-        """Of random sequences; ours sees `batch` rows at a time."""
+    def errors(
+        self,
+        batch: int,
+        runtime: type[DenseRuntime] = DenseRuntime,
+        *,
+        num_sequences: int = 4,
+        length: int = 64,
+    ) -> Errors:
+        """Of random sequences; ours sees `batch` rows at a time, and attends by `runtime`."""
         generator = torch.Generator().manual_seed(1)
         squares, moved, rows = torch.zeros(2, dtype=torch.float64), torch.zeros(2), 0
         for _ in range(num_sequences):
             ids = torch.randint(0, self.vocab_size, (length,), generator=generator).to(self.device)
             exact, chosen = _watched(self.exact, partial(self._theirs, self.exact, ids))
             low = _watched(self.low, partial(self._theirs, self.low, ids))
-            ours = _watched(self.ours, partial(self._ours, ids, batch))
+            ours = _watched(self.ours, partial(self._ours, runtime, ids, batch))
             others = torch.stack([_differ(found, chosen, length) for _, found in (ours, low)])
             same = ~others.any(dim=0).to(self.device)
             moved += others.sum(dim=1)
@@ -96,9 +103,9 @@ class Precision:
         logits: Tensor = model(ids[None]).logits[0]
         return logits
 
-    def _ours(self, ids: Tensor, batch: int) -> Tensor:
+    def _ours(self, runtime: type[DenseRuntime], ids: Tensor, batch: int) -> Tensor:
         model: Any = self.ours
-        DenseRuntime(model, len(ids))
+        runtime(model, len(ids))
         positions = torch.arange(len(ids), dtype=torch.int32, device=self.device)
         parts = zip(torch.split(ids, batch), torch.split(positions, batch), strict=True)
         return torch.cat([model.compute_logits(model(*part)) for part in parts])

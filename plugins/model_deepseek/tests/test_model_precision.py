@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import DeepseekV2ForCausalLM as Reference
 
+from nanovllm_kit.dense_attention import AbsorbedRuntime, DenseRuntime
 from nanovllm_kit.precision import Precision
 from nanovllm_model_deepseek.model import DeepseekV2ForCausalLM
 
@@ -50,16 +52,18 @@ V2_LITE: dict[str, Any] = SMALL | {
     "vocab_size": 32768,
 }
 """The widths of DeepSeek-V2-Lite in two layers: the dense one and one with experts."""
+RUNTIMES = (DenseRuntime, AbsorbedRuntime)
+"""As prompts are computed, and as decode steps are."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_small_model_rounds_no_worse_than_transformers(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """On a CPU: prompts of 64 tokens at once and in batches of 7."""
+    """On a CPU: prompts of 64 tokens at once and in batches of 7, absorbed and not."""
     models = Precision(Reference, SMALL, DeepseekV2ForCausalLM, dtype, "cpu", tmp_path)
-    for batch in (64, 7):
-        models.check(batch)
+    for batch, runtime in product((64, 7), RUNTIMES):
+        models.check(batch, runtime)
 
 
 @pytest.mark.gpu
@@ -67,5 +71,5 @@ def test_a_small_model_rounds_no_worse_than_transformers(
 def test_the_published_width_rounds_no_worse_than_transformers(tmp_path: Path) -> None:
     """In bfloat16, by the kernels of few pairs, of sorted pairs and of prompts."""
     models = Precision(Reference, V2_LITE, DeepseekV2ForCausalLM, torch.bfloat16, "cuda", tmp_path)
-    for batch in (1, 2, 4, 8, 16, 64, 256, 512):
-        models.check(batch, num_sequences=8 if batch >= 8 else 2, length=512)
+    for batch, runtime in product((1, 2, 4, 8, 16, 64, 256, 512), RUNTIMES):
+        models.check(batch, runtime, num_sequences=8 if batch >= 8 else 2, length=512)
