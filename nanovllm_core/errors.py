@@ -36,13 +36,16 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 MAX_MESSAGE = 20_000
 """Characters of one error's message; a plugin's own text may be longer and is cut."""
 MAX_SHOWN = 200
 """Characters of one value in a message."""
+_CORE = Path(__file__).parent
 
 
 def clip(text: str, limit: int = MAX_SHOWN) -> str:
@@ -59,6 +62,17 @@ def shown(value: object) -> str:
     Large strings and containers are cut before their text is made.
     """
     return clip(_SHORT.repr(value))
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and text of a plugin's error and, where its traceback says it, the file and line."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and _CORE not in Path(frame.filename).parents
+    ]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def in_ranges(values: Iterable[Any]) -> list[Any]:

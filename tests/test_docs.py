@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from nanovllm_core.cli.config import check_plugins
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.cli.plugins import one_plugin
+from nanovllm_core.cli.prompts import MAX_TOKENS
 from nanovllm_core.config.errors import FLAT_KEYWORDS
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import REFUSED_KEYWORDS, load_config
@@ -363,10 +364,9 @@ def test_the_defaults_of_the_commands_that_differ_are_told() -> None:
     }
     assert {found[name]["temperature"] for name in found} == {None}
     text = " ".join(CONFIGURATION.read_text(encoding="utf-8").split())
-    most = found["generate"]["max_tokens"]
     assert "take temperature 0 where neither a flag nor the checkpoint states one" in text
-    assert f"at most {most} output tokens for `generate`" in text
-    assert found["chat"]["max_tokens"] is None
+    assert {found[name]["max_tokens"] for name in found} == {None}
+    assert f"at most {MAX_TOKENS} output tokens for `generate`" in text
     assert "for `chat` as many as fit" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -12,6 +13,7 @@ from nanovllm_core.errors import (
     ConfigError,
     UnsupportedError,
     clip,
+    describe_error,
     in_ranges,
     shown,
 )
@@ -67,6 +69,16 @@ def test_no_message_is_longer_than_the_limit(kind: type[ConfigError]) -> None:
     """A plugin's own text may be."""
     assert len(str(kind("x" * 10**6))) <= MAX_MESSAGE
     assert str(kind("short")) == "short"
+
+
+def test_an_error_of_a_plugin_is_told_with_its_file_and_line() -> None:
+    """Outside the core, where it was raised; what has no such place is told without."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        in_ranges(1 // int(one) for one in "120")
+    text = describe_error(caught.value)
+    assert text.startswith("ZeroDivisionError: ")
+    assert re.search(r" \(test_errors\.py:\d+\)$", text)
+    assert describe_error(KeyError("x")) == "KeyError: 'x'"
 
 
 def test_numbers_in_a_row_are_shown_as_a_range() -> None:

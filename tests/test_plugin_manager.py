@@ -185,6 +185,16 @@ def test_two_distributions_of_one_name_conflict_when_it_is_selected(install: Ins
     assert "plugins: {disable: [other-fair]}" in str(caught.value)
 
 
+def test_a_name_of_the_core_is_given_up_by_the_other_distribution(install: Install) -> None:
+    """The core holds much else, so it can be neither uninstalled nor left out."""
+    module = GOOD.replace("fair", "fcfs")
+    install("zz-mine", {SCHEDULERS: {"fcfs": "mine_plugin"}}, {"mine_plugin": module}, "0.9")
+    with pytest.raises(PluginConflictError) as caught:
+        get_plugin_manager().spec("scheduler", "fcfs")
+    remedy = str(caught.value).partition("; ")[2]
+    assert remedy == "uninstall zz-mine, or leave it out with plugins: {disable: [zz-mine]}"
+
+
 def test_a_conflict_is_settled_by_leaving_one_distribution_out(install: Install) -> None:
     """Workers, which know the resolved plugin only, find the right one too."""
     install_fair(install)

@@ -12,7 +12,7 @@ import typer
 
 from nanovllm_core.cli import engine_options as options
 from nanovllm_core.cli.output import Work, print_json, show_all, stream_each
-from nanovllm_core.cli.prompts import PromptInput, read_prompts
+from nanovllm_core.cli.prompts import MAX_TOKENS, PromptInput, read_prompts
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 
@@ -44,7 +44,7 @@ PromptFile = Annotated[
         exists=True,
         dir_okay=False,
         help="A file with one prompt on each line; of .jsonl a line is a JSON string or an object "
-        'with "prompt" or "messages", and sampling fields of its own.',
+        'with "prompt" or "messages", labels, and sampling fields of its own.',
     ),
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the chat template to the prompts.")]
@@ -119,7 +119,12 @@ def generate(
     as_json: AsJson = False,
     echo: Annotated[bool, typer.Option(help="Print each prompt before its completion.")] = True,
     stream: Stream = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of output tokens.", show_default=f"{MAX_TOKENS}, or all that fit"
+        ),
+    ] = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,

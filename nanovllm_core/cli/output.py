@@ -67,7 +67,9 @@ class Work:
         same = all(one == params[0] for one in params)
         try:
             outputs = self.llm.generate(
-                [one.prompt for one in self.inputs], params[0] if same else params
+                [one.prompt for one in self.inputs],
+                params[0] if same else params,
+                labels=[one.labels for one in self.inputs],
             )
         except RequestError as error:
             alone = len(self.inputs) == 1
@@ -107,7 +109,7 @@ def stream_each(work: Work) -> None:
         speed, reason = Speed(), None
         failed: list[str] = []
         with naming(one.place):
-            for output in work.llm.stream(one.prompt, one.params):
+            for output in work.llm.stream(one.prompt, one.params, labels=one.labels):
                 speed.add(len(output.new_token_ids))
                 write_text(output.new_text)
                 reason = output.finish_reason

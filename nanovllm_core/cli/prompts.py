@@ -14,6 +14,7 @@ import typer
 
 import nanovllm_core
 from nanovllm_core.errors import InvalidPromptError, RequestError, did_you_mean, shown
+from nanovllm_core.interfaces.request_labels import Labels, check_labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 STDIN = "-"
@@ -21,8 +22,18 @@ MAX_SIZE = 64 << 20
 """Bytes of a file, characters of stdin: what never ends must not fill the memory."""
 MAX_PROMPTS = 100_000
 
+MAX_TOKENS = 256
+"""Of an output, where neither a flag nor the prompt's line says it: as many of these as fit."""
+
 TEMPLATE_KEY = "chat_template_kwargs"
-LINE_KEYS = ("prompt", "messages", TEMPLATE_KEY, *(each.name for each in fields(SamplingParams)))
+LABELS_KEY = "labels"
+LINE_KEYS = (
+    "prompt",
+    "messages",
+    TEMPLATE_KEY,
+    LABELS_KEY,
+    *(each.name for each in fields(SamplingParams)),
+)
 LINE_HINT = 'a line is a JSON string, {"prompt": ...} or {"messages": [...]}'
 
 
@@ -30,14 +41,16 @@ LINE_HINT = 'a line is a JSON string, {"prompt": ...} or {"messages": [...]}'
 class PromptInput:
     """One prompt: text, token ids, or the messages of a conversation.
 
-    `params` are those of all prompts, with what its own line states. `place` names the file and the
-    line; "" where there is none.
+    `params` are those of all prompts, with what its own line states; where neither states
+    `max_tokens`, `is_default_length`. `place` names the file and the line; "" where there is none.
     """
 
     params: SamplingParams
     prompt: str | list[int] = ""
     messages: list[dict[str, str]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    labels: Labels | None = None
+    is_default_length: bool = False
     place: str = ""
 
     def prepare(self, llm: nanovllm_core.LLM) -> PromptInput:
@@ -48,7 +61,12 @@ class PromptInput:
                 prompt = llm.tokenizer.apply_chat_template(
                     self.messages, chat_template_kwargs=self.template_kwargs
                 )
-        return replace(self, prompt=prompt, params=greedy_unless_stated(llm, self.params))
+        params = greedy_unless_stated(llm, self.params)
+        if self.is_default_length:
+            ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            room = max(llm.info.max_model_len - len(ids), 1)
+            params = replace(params, max_tokens=min(MAX_TOKENS, room))
+        return replace(self, prompt=prompt, params=params)
 
     def shown(self, llm: nanovllm_core.LLM) -> str:
         """The text to echo: the last message of a conversation, the text of token ids."""
@@ -141,9 +159,11 @@ def _lines(file: Path) -> list[tuple[str, str]]:
 
 
 def _make(text: str, chat: bool, params: SamplingParams) -> PromptInput:
+    is_default = params.max_tokens is None
     if chat:
-        return PromptInput(params, messages=[{"role": "user", "content": text}])
-    return PromptInput(params, text)
+        messages = [{"role": "user", "content": text}]
+        return PromptInput(params, messages=messages, is_default_length=is_default)
+    return PromptInput(params, text, is_default_length=is_default)
 
 
 def _parse(line: str, chat: bool, shared: SamplingParams) -> PromptInput:
@@ -167,6 +187,8 @@ def _parse(line: str, chat: bool, shared: SamplingParams) -> PromptInput:
         raise InvalidPromptError(f"{both} prompt and messages; give one of them")
     prompt, messages = value.pop("prompt", None), value.pop("messages", None)
     kwargs = value.pop(TEMPLATE_KEY, None) or {}
+    labels = check_labels(value.pop(LABELS_KEY, None)) or None
+    is_default = shared.max_tokens is None and "max_tokens" not in value
     params = replace(shared, **value)
     if isinstance(prompt, str):
         made = _make(prompt, chat, params)
@@ -179,4 +201,4 @@ def _parse(line: str, chat: bool, shared: SamplingParams) -> PromptInput:
         raise InvalidPromptError(f"prompt is {shown(prompt)}; it must be {wanted}")
     if kwargs and made.messages is None:
         raise InvalidPromptError(f"{TEMPLATE_KEY} without a conversation; give messages, or --chat")
-    return replace(made, template_kwargs=kwargs)
+    return replace(made, template_kwargs=kwargs, labels=labels, is_default_length=is_default)

@@ -22,10 +22,10 @@ from nanovllm_core.diagnostics.status import (
     requirements_here,
     typical_requirements,
 )
-from nanovllm_core.errors import NanoVLLMError, PluginError, did_you_mean
+from nanovllm_core.errors import NanoVLLMError, PluginConflictError, PluginError, did_you_mean
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.registry.checks import CORE, core_requirement
+from nanovllm_core.registry.checks import CORE, core_requirement, separate
 from nanovllm_core.registry.discovery import (
     COMMAND_GROUP,
     COMMAND_PARENTS,
@@ -227,9 +227,7 @@ def check_conflicts(manager: PluginManager) -> Iterator[DoctorCheck]:
     for (kind, name), found in owners.items():
         if len(found) > 1:
             detail = f"registered by {' and '.join(found)}"
-            remedy = f"uninstall one of {', '.join(found)}, or leave one out with plugins: "
-            remedy += f"{{disable: [{found[-1]}]}}"
-            yield DoctorCheck(f"{kind} {name}", False, detail, remedy)
+            yield DoctorCheck(f"{kind} {name}", False, detail, separate(found))
         elif kind == "checkpoint" and holds_checkpoint(name):
             meanings, remedy = conflict(manager, name)
             detail = f"in this folder, model: {name} is {meanings}"
@@ -287,6 +285,8 @@ def check_defaults(
         except NanoVLLMError as error:
             detail = f"the default where no file chooses cannot be used: {error}"
             remedy = f"take the {name} of the core out of plugins.disable, or reinstall {CORE}"
+            if isinstance(error, PluginConflictError):  # its text has the remedy
+                remedy = ""
             yield DoctorCheck(name, False, detail, remedy, fatal=True)
         else:
             if name == "kernels" and decisions.kernels.warning:

@@ -21,6 +21,7 @@ from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
 from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
 from nanovllm_core.engine.rows import RowTable
+from nanovllm_core.engine.scheduler import NamedScheduler
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
@@ -48,6 +49,7 @@ class Engine:
     runs them. `constraints` are too; the engine runs them, and waits at most `constraint_seconds`
     for the masks of a step.
     `observation` receives a record of every step. `debug` checks every invariant at every step.
+    `scheduler_name` stands for the scheduler in errors; its class does if there is none.
 
     The executor and the observers stay the caller's to close.
     """
@@ -68,6 +70,7 @@ class Engine:
         steps_ahead: int = 1,
         seed: int = 0,
         debug: bool = False,
+        scheduler_name: str = "",
     ) -> None:
         if steps_ahead < 0:
             raise ConfigError(
@@ -89,7 +92,8 @@ class Engine:
             seed=seed,
         )
         self._kv = PagedKV(limits, prefix_caching)
-        self._planner = Planner(self._rows, self._kv, scheduler, limits.max_num_batched_tokens)
+        named = NamedScheduler(scheduler, scheduler_name)
+        self._planner = Planner(self._rows, self._kv, named, limits.max_num_batched_tokens)
         self._running = self._planner.running
         self._intake = Intake(self._planner)
         self._masking = Masking(self._planner, limits.vocab_size, constraint_seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from numbers import Integral
 from time import perf_counter
 
 import numpy as np
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from nanovllm_core.engine.prefix_cache import Append, PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
-from nanovllm_core.errors import SchedulerError
+from nanovllm_core.engine.scheduler import NamedScheduler
+from nanovllm_core.errors import shown
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, StepPlan
-from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, Scheduler, SchedulerState
+from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, SchedulerState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +46,7 @@ class Planner:
     """Owns the queue, the rows and the blocks; decides nothing that the scheduler may decide."""
 
     def __init__(
-        self, rows: RowTable, kv: PagedKV, scheduler: Scheduler, max_num_batched_tokens: int
+        self, rows: RowTable, kv: PagedKV, scheduler: NamedScheduler, max_num_batched_tokens: int
     ) -> None:
         self.rows = rows
         self.kv = kv
@@ -140,7 +142,7 @@ class Planner:
         Raises `SchedulerError` where that cannot help, or does not.
         """
         if len(self.prefilling) < 2:
-            raise self._error(
+            raise self.scheduler.error(
                 f"scheduled nothing while nothing runs: {len(self.waiting)} requests wait, "
                 f"{len(self.prefilling)} have unfinished prompts, {len(self.rows.free)} rows and "
                 f"{self.kv.pool.num_free} blocks are free; schedule() must give the first request "
@@ -149,7 +151,7 @@ class Planner:
         self._num_unblocked += 1
         limit = self.rows.num_rows + self.kv.pool.num_blocks
         if self._num_unblocked > limit:
-            raise self._error(
+            raise self.scheduler.error(
                 f"preempts in a circle: prompts were preempted {self._num_unblocked} times (the "
                 f"limit is {limit}) and none was completed; admit a prompt only if the free blocks "
                 "hold it and the rest of those admitted before"
@@ -233,11 +235,11 @@ class Planner:
             decoding = [self.running[row] for row in self.rows.decoding_rows()]
             candidates = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
             chosen = self.scheduler.choose_victim(tuple(candidates.values()))
-            victim = candidates.get(chosen)
+            victim = candidates.get(chosen) if isinstance(chosen, str) else None
             if victim is None:
-                raise self._error(
-                    f"chose {chosen!r} as the victim, which is not among the {len(candidates)} "
-                    "running requests; return the request_id of one of them"
+                raise self.scheduler.error(
+                    f"chose {shown(chosen)} as the victim, which is not among the "
+                    f"{len(candidates)} running requests; return the request_id of one of them"
                 )
             self.preempt(victim)
             if victim is request:
@@ -357,43 +359,43 @@ class Planner:
     def _checked(self, shares: Sequence[PrefillShare], state: SchedulerState) -> list[Request]:
         """The requests of the shares; raises `SchedulerError` for shares that cannot be."""
         if not isinstance(shares, Sequence) or not all(isinstance(s, PrefillShare) for s in shares):
-            raise self._error(
-                f"scheduled {shares!r:.80}; schedule() must return a sequence of PrefillShare"
+            raise self.scheduler.error(
+                f"scheduled {shown(shares)}; schedule() must return a sequence of PrefillShare"
             )
         requests: dict[str, Request] = {}
         num_blocks = 0
         for share in shares:
             name = share.request_id
-            request = self.waiting.get(name) or self.prefilling.get(name)
+            request = None
+            if isinstance(name, str):
+                request = self.waiting.get(name) or self.prefilling.get(name)
             if request is None or name in requests:
-                raise self._error(
-                    f"scheduled {name!r}, which neither waits nor has an unfinished prompt, or has "
-                    "a share already; give each request of state.waiting and state.prefilling one "
-                    "share at most, and no others"
+                raise self.scheduler.error(
+                    f"scheduled {shown(name)}, which neither waits nor has an unfinished prompt, "
+                    "or has a share already; give each request of state.waiting and "
+                    "state.prefilling one share at most, and no others"
                 )
             done = self._num_cached_tokens(request) if request.row < 0 else request.num_scheduled
             missing = request.num_tokens - done
-            if not 1 <= share.num_tokens <= missing:
-                raise self._error(
-                    f"gave {name!r} {share.num_tokens} tokens; it has {missing} to compute, so a "
-                    f"share is from 1 to {missing}"
+            num_tokens = share.num_tokens
+            if not (isinstance(num_tokens, Integral) and 1 <= num_tokens <= missing):
+                raise self.scheduler.error(
+                    f"gave {name!r} {shown(num_tokens)} tokens; it has {missing} to compute, so a "
+                    f"share is a whole number from 1 to {missing}"
                 )
             requests[name] = request
-            num_blocks += self.kv.num_new_blocks(request, share.num_tokens)
+            num_blocks += self.kv.num_new_blocks(request, num_tokens)
         for what, taken, limit in (
             ("tokens", sum(share.num_tokens for share in shares), state.token_budget),
             ("rows", sum(request.row < 0 for request in requests.values()), state.free_rows),
             ("blocks", num_blocks, state.free_blocks),
         ):
             if taken > limit:
-                raise self._error(
+                raise self.scheduler.error(
                     f"gave out {taken} {what} in one step; {limit} were left, and SchedulerState "
                     "says so"
                 )
         return list(requests.values())
-
-    def _error(self, text: str) -> SchedulerError:
-        return SchedulerError(f"{type(self.scheduler).__name__} {text}")
 
 
 def _array(appends: Sequence[Append]) -> NDArray[np.int32] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
+from typing import TypeVar
 
-from nanovllm_core.errors import PluginFailedError, SchedulerError
+from nanovllm_core.errors import NanoVLLMError, PluginFailedError, SchedulerError, describe_error
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -15,6 +16,7 @@ from nanovllm_core.interfaces.scheduler import (
     SchedulingPolicy,
 )
 
+Answer = TypeVar("Answer")
 _Entry = tuple[tuple[float, ...], int, RequestView]
 """Key, arrival index (no two are equal, so requests are never compared), request."""
 
@@ -90,7 +92,7 @@ class TokenBudgetScheduler(Scheduler):
             key = getattr(self.policy, method)(request)
         except Exception as error:
             raise PluginFailedError(
-                f"{self._name}: {method} failed: {type(error).__name__}: {error}"
+                f"{self._name}: {method} failed: {describe_error(error)}"
             ) from error
         # NaN is unequal to itself.
         if not isinstance(key, Sequence) or not all(isinstance(x, Real) and x == x for x in key):
@@ -99,3 +101,38 @@ class TokenBudgetScheduler(Scheduler):
                 "(3,), and none may be NaN"
             )
         return tuple(key)
+
+
+class NamedScheduler(Scheduler):
+    """A scheduler as the engine asks it: errors say which one it is."""
+
+    def __init__(self, scheduler: Scheduler, name: str = "") -> None:
+        """`name` stands for the scheduler; its class does if there is none."""
+        self._scheduler = scheduler
+        self._name = name or type(scheduler).__name__
+
+    def add(self, request: RequestView) -> None:
+        self._ask(self._scheduler.add, request)
+
+    def remove(self, request: RequestView) -> None:
+        self._ask(self._scheduler.remove, request)
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        return self._ask(self._scheduler.schedule, state)
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        return self._ask(self._scheduler.choose_victim, running)
+
+    def error(self, decided: str) -> SchedulerError:
+        """That it "scheduled nothing ...", or decided something else that cannot be."""
+        return SchedulerError(f"{self._name} {decided}")
+
+    def _ask(self, method: Callable[..., Answer], *arguments: object) -> Answer:
+        try:
+            return method(*arguments)
+        except NanoVLLMError:
+            raise
+        except Exception as error:
+            raise PluginFailedError(
+                f"{self._name}: {method.__name__} failed: {describe_error(error)}"
+            ) from error

@@ -28,6 +28,8 @@ class AsyncLLM(Door):
 
     def _open(self, config: EngineConfig) -> None:
         super()._open(config)
+        if self._client.tokenizer is not None:
+            self._client.tokenizer.load_chat_template()
         self._mailboxes: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
 
     async def generate(

@@ -269,4 +269,5 @@ def make_engine(
         steps_ahead=config.steps_ahead,
         seed=config.seed,
         debug=config.debug,
+        scheduler_name=startup.scheduler_name,
     )

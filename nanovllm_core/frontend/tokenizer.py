@@ -91,6 +91,14 @@ class Tokenizer:
         """A fresh incremental decoder, for one sequence."""
         return Detokenizer(self)
 
+    def load_chat_template(self) -> None:
+        """Import what applies the chat template, which takes a second at its first use otherwise.
+
+        For programs that must not stand still then. Nothing where the checkpoint has no template.
+        """
+        if self._template is not None:
+            self._renderer  # noqa: B018 - reading it makes it
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, str]],

@@ -251,9 +251,9 @@ class AttentionBackend(ABC):
         Inside a captured graph the call is captured too: host values may come from
         `metadata.max_seq_len` and shapes only, and no tensor may be created that a kernel keeps.
 
-        Raises UnsupportedError if `run_decode` does not support `metadata.query_len`: most backends
-        support only 1. The engine uses only 1 so far; a later engine with other numbers gets this
-        error instead of wrong results.
+        Raises UnsupportedError, which names `metadata.query_len`, if `run_decode` does not support
+        it: most backends support only 1. The engine uses only 1 so far; a later engine with other
+        numbers gets this error instead of wrong results.
         """
 
     def plan_prefill(self, metadata: PrefillMetadata) -> None:  # noqa: B027 - optional

@@ -25,6 +25,7 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor, nn
 
+from nanovllm_core.errors import PluginLoadError
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.attention import Attention
@@ -151,9 +152,19 @@ class DecoderForCausalLM(nn.Module):
         raise NotImplementedError(f"{cls.__name__} must define read_config(config)")
 
     @classmethod
+    def _settings(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        settings = cls.read_config(config)
+        if not isinstance(settings, DecoderConfig):
+            raise PluginLoadError(
+                f"{cls.__name__}.read_config() returned a {type(settings).__name__}; it must "
+                "return a DecoderConfig"
+            )
+        return settings
+
+    @classmethod
     def shape(cls, config: Mapping[str, Any]) -> ModelShape:
         """The facts that the runner needs before the model is built; see `CausalLM.shape`."""
-        return cls.read_config(config).shape()
+        return cls._settings(config).shape()
 
     @classmethod
     def make_attention(
@@ -185,7 +196,7 @@ class DecoderForCausalLM(nn.Module):
         self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
     ) -> None:
         super().__init__()
-        settings = self.read_config(config)
+        settings = self._settings(config)
         self.model = Decoder(
             settings,
             context,

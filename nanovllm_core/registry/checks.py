@@ -12,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
-from nanovllm_core.errors import PluginLoadError
+from nanovllm_core.errors import PluginLoadError, describe_error
 from nanovllm_core.interfaces.attention import AttentionCapabilities, GraphSupport
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
@@ -46,11 +46,22 @@ def load_error(
     plugin: InstalledPlugin, problem: str, error: BaseException | None = None
 ) -> PluginLoadError:
     """Name the distribution, the entry point and the original error."""
-    original = f": {type(error).__name__}: {error}" if error else ""
+    original = f": {describe_error(error)}" if error else ""
     owner = "" if plugin.distribution == UNKNOWN else f" of {plugin.distribution} {plugin.version}"
     return PluginLoadError(
         f"{plugin.kind} {plugin.name!r}{owner} (entry point {plugin.entry_point}): "
         f"{problem}{original}"
+    )
+
+
+def separate(distributions: Sequence[str]) -> str:
+    """The remedy where several distributions claim a name. The core itself has to stay."""
+    others = [one for one in distributions if one != CORE]
+    if len(others) == 1:
+        return f"uninstall {others[0]}, or leave it out with plugins: {{disable: [{others[0]}]}}"
+    return (
+        f"uninstall one of {', '.join(others)}, or leave one out with plugins: "
+        f"{{disable: [{others[-1]}]}}"
     )
 
 

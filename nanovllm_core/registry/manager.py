@@ -38,6 +38,7 @@ from nanovllm_core.registry.checks import (
     load_error,
     missing_hook,
     only_spec,
+    separate,
 )
 from nanovllm_core.registry.discovery import (
     InstalledPlugin,
@@ -116,8 +117,8 @@ class PluginManager:
         if len(found) > 1:
             owners = " and ".join(f"{p.distribution} {p.version}" for p in found)
             raise PluginConflictError(
-                f"{kind} {shown(name)} is registered by {owners}; uninstall one of them, or leave "
-                f"one out with plugins: {{disable: [{found[-1].distribution}]}}"
+                f"{kind} {shown(name)} is registered by {owners}; "
+                f"{separate([p.distribution for p in found])}"
             )
         return found[0]
 

@@ -6,7 +6,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
-from nanovllm_core.errors import NanoVLLMError, PluginLoadError, shown
+from nanovllm_core.errors import NanoVLLMError, PluginLoadError, describe_error, shown
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.discovery import UNKNOWN
@@ -28,9 +28,7 @@ def load_object(target: str | ResolvedPlugin) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
-        raise PluginLoadError(
-            f"cannot load {impl!r}{owner}: {type(error).__name__}: {error}"
-        ) from error
+        raise PluginLoadError(f"cannot load {impl!r}{owner}: {describe_error(error)}") from error
     return found
 
 
@@ -53,7 +51,7 @@ def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
         raise
     except Exception as error:
         raise PluginLoadError(
-            f"{describe(resolved)}: {resolved.impl} cannot be made: {type(error).__name__}: {error}"
+            f"{describe(resolved)}: {resolved.impl} cannot be made: {describe_error(error)}"
         ) from error
     if not resolved.interface:
         return made

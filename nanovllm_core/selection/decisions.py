@@ -22,6 +22,7 @@ from nanovllm_core.errors import (
     NanoVLLMError,
     PluginNotFoundError,
     clip,
+    describe_error,
     shown,
 )
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
@@ -118,8 +119,8 @@ class Decisions:
         except UNREADABLE_ERRORS as error:
             raise ArchitectureError(
                 f"{self.checkpoint / CONFIG_NAME} cannot be read by {describe(self.model)}: "
-                f"{type(error).__name__}: {clip(str(error), 1000)}; correct that setting, or fetch "
-                "the file again"
+                f"{clip(describe_error(error), 1000)}; correct that setting or fetch the file "
+                "again, or correct the plugin if it is at fault"
             ) from error
 
     @decision

@@ -34,6 +34,8 @@ class Startup:
     plugins: PluginManager
     setup: WorkerSetup
     scheduler: Scheduler
+    scheduler_name: str
+    """For errors: its kind, name and distribution."""
     executor: Executor
     logits_processors: Mapping[str, LogitsProcessorSpec]
     """The logits processors that requests may use, in the order in which they run."""
@@ -77,13 +79,16 @@ def start(config: EngineConfig) -> Startup:
     plugins = decisions.plugins
     setup = make_setup(decisions)
     [scheduler], [executor] = decisions.named("scheduler"), decisions.named("executor")
-    made = make_scheduler(plugins, scheduler), cast(Executor, make_plugin(executor))
+    made_scheduler = make_scheduler(plugins, scheduler)
+    made_executor = cast(Executor, make_plugin(executor))
     # By now every selected plugin is known, so each hears of it, as extensions do.
     plugins.hook.nanovllm_configure(config=config, plugins=plugins)
     return Startup(
         plugins,
         setup,
-        *made,
+        made_scheduler,
+        describe(scheduler),
+        made_executor,
         logits_processors={
             one.name: cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
             for one in setup.logits_processors

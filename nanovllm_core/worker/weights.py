@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanovllm_core.errors import PluginLoadError, WeightsError
+from nanovllm_core.errors import PluginLoadError, WeightsError, shown
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.layers import ModelParameter
 from nanovllm_core.layers.module import ShardId
@@ -161,7 +161,13 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
     """Every name a checkpoint must hold, and the names it may hold in vain."""
     contract = cast(CausalLM, model)
     sources: _Sources = {}
-    for source, (module, shards) in contract.packed_modules.items():
+    for source, entry in contract.packed_modules.items():
+        if not (isinstance(entry, tuple) and len(entry) == 2):
+            raise PluginLoadError(
+                f"packed_modules[{source!r}] of {type(model).__name__} is {shown(entry)}; it must "
+                'be a pair of our module and its shards, as in ("gate_up_proj", (0, 1))'
+            )
+        module, shards = entry
         together = (shards,) if isinstance(shards, str | int) else tuple(shards)
         sources |= {(module, shard_id): (source, together) for shard_id in together}
     parameters = dict(model.named_parameters())
@@ -200,11 +206,12 @@ def _checkpoint_tensors(
     if shards.keys() == {None}:
         return {name: (None,)}
     *path, module, kind = name.split(".")
-    found = dict(sources.get((module, shard_id), (module, ())) for shard_id in shards)
+    found = dict(sources[module, one] for one in shards if (module, one) in sources)
     named = [shard_id for together in found.values() for shard_id in together]
     if len(named) != len(shards) or set(named) != shards.keys():
+        stated = [shard_id for ours, shard_id in sources if ours == module]
         raise PluginLoadError(
-            f"packed_modules names the shards {named} of {name}, which has {list(shards)}; name "
+            f"packed_modules names the shards {stated} of {name}, which has {list(shards)}; name "
             "each of them once, with the module of the checkpoint that holds it, alone or with "
             "others (docs/write/model.md, Weights)"
         )

@@ -243,6 +243,18 @@ def test_two_distributions_of_one_name_are_a_conflict(install: Install) -> None:
     assert found == [check], "told once, and neither of the two is called broken"
 
 
+def test_a_default_that_another_distribution_claims_too_is_not_called_disabled(
+    install: Install,
+) -> None:
+    """What helps is said once: to leave the other distribution out."""
+    install("aa-mine", {"nanovllm.schedulers": {"fcfs": "mine_doctor"}}, {"mine_doctor": ""})
+    found = [check for check in doctor.examine() if check.name in ("scheduler", "scheduler fcfs")]
+    assert {check.name for check in found} == {"scheduler", "scheduler fcfs"}
+    for check in found:
+        assert "disable: [aa-mine]" in check.detail + check.remedy
+        assert "take the scheduler" not in check.remedy
+
+
 # -- what is installed ----------------------------------------------------------------------------
 
 

@@ -26,6 +26,9 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 
 class FakeTokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text)
+
     def decode(self, ids: list[int]) -> str:
         return f"text of {ids}"
 
@@ -47,6 +50,7 @@ class FakeLLM:
     made: ClassVar[list[FakeLLM]] = []
     templates: ClassVar[list[tuple[Any, dict[str, Any]]]] = []
     sampling_defaults: ClassVar[dict[str, float]] = {}
+    info = SimpleNamespace(max_model_len=1000)
 
     def __init__(self, config: Any) -> None:
         self.config, self.tokenizer = config, FakeTokenizer()
@@ -60,8 +64,8 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def generate(self, prompts: list[Any], params: Any) -> list[RequestOutput]:
-        self.prompts, self.params = prompts, params
+    def generate(self, prompts: list[Any], params: Any, labels: Any) -> list[RequestOutput]:
+        self.prompts, self.params, self.labels = prompts, params, labels
         each = params if isinstance(params, list) else [params] * len(prompts)
         for index, prompt in enumerate(prompts):
             if "long" in prompt:
@@ -77,8 +81,8 @@ class FakeLLM:
             for sample in range(one.n)
         ]
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Any:
-        self.params = params
+    def stream(self, prompt: Any, params: SamplingParams, labels: Any) -> Any:
+        self.params, self.labels = params, labels
         if "long" in prompt:
             raise RequestError("9 tokens are too many")
         yield self.answer(prompt, params, 0)
@@ -163,6 +167,40 @@ def test_a_line_of_a_jsonl_file_is_a_text_or_an_object_with_its_own_sampling(
         shared,
     ]
     assert llm.templates == [(messages, {"enable_thinking": False})]
+
+
+def test_outputs_are_as_long_as_fits_where_nobody_says_how_long(
+    llm: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 256 tokens. A limit that is stated, also null for none, counts as it is."""
+    monkeypatch.setattr(FakeLLM, "info", SimpleNamespace(max_model_len=100))
+    file = write(
+        tmp_path / "p.jsonl",
+        '"abc"',
+        {"prompt": [1]},
+        {"prompt": [1], "max_tokens": 200},
+        {"prompt": [1], "max_tokens": None},
+        {"prompt": "x" * 100},
+    )
+    ok("--prompts", file)
+    assert [one.max_tokens for one in llm.made[0].params] == [97, 99, 200, None, 1]
+    ok("--max-tokens", "300", "abc")
+    assert llm.made[1].params.max_tokens == 300
+
+
+def test_labels_of_a_line_go_with_its_request(llm: type[FakeLLM], tmp_path: Path) -> None:
+    """To schedulers and observers; what cannot be labels is refused with the line."""
+    file = write(tmp_path / "p.jsonl", {"prompt": "a", "labels": {"user": "u"}}, '"b"')
+    ok("--prompts", file)
+    assert llm.made[0].labels == [{"user": "u"}, None]
+    ok(
+        "--prompts",
+        write(tmp_path / "one.jsonl", {"prompt": "a", "labels": {"k": "v"}}),
+        "--stream",
+    )
+    assert llm.made[1].labels == {"k": "v"}
+    error = run("--prompts", write(file, {"prompt": "a", "labels": {"user": 1}})).exception
+    assert str(error).startswith(f"{file}, line 1: labels['user'] is")
 
 
 def test_with_chat_each_text_of_a_file_is_a_users_message(

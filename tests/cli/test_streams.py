@@ -18,6 +18,8 @@ class Echo:
     """An engine that answers with the prompt, or with the last message."""
 
     sampling_defaults: ClassVar[dict[str, float]] = {}
+    info = SimpleNamespace(max_model_len=4096)
+    tokenizer = SimpleNamespace(encode=lambda text: [1] * len(text))
 
     @classmethod
     def from_config(cls, config: Any) -> Echo:
@@ -29,10 +31,12 @@ class Echo:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def generate(self, prompts: list[str], params: Any) -> list[RequestOutput]:
+    def generate(self, prompts: list[str], params: Any, labels: Any) -> list[RequestOutput]:
         return [self._answer(prompt) for prompt in prompts]
 
-    def stream(self, prompt: list[dict[str, str]], params: Any) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: list[dict[str, str]], params: Any, labels: Any = None
+    ) -> Iterator[RequestOutput]:
         yield self._answer(prompt[-1]["content"])
 
     @staticmethod

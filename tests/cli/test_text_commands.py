@@ -64,7 +64,7 @@ class FakeLLM:
         self.closed = False
         self.sampling_defaults: dict[str, float] = dict(self.checkpoint)
         self.tokenizer = FakeTokenizer()
-        self.info = SimpleNamespace(attention="fake attention", device="cpu")
+        self.info = SimpleNamespace(attention="fake attention", device="cpu", max_model_len=4096)
         self.made.append(self)
 
     @classmethod
@@ -83,7 +83,7 @@ class FakeLLM:
             raise RequestError("17 tokens, but at most 16 fit")
         return [self.replies[key]] if isinstance(key, str) and key in self.replies else WORDS
 
-    def stream(self, prompt: Any, params: Any) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Any, params: Any, labels: Any = None) -> Iterator[RequestOutput]:
         self.calls.append((list(prompt) if isinstance(prompt, list) else prompt, params))
         words = self._words(prompt)
         if prompt[-1] == {"role": "user", "content": "interrupt me"}:
@@ -91,7 +91,7 @@ class FakeLLM:
         for upto in range(1, len(words) + 1):
             yield output(words, upto)
 
-    def generate(self, prompts: Any, params: Any) -> list[RequestOutput]:
+    def generate(self, prompts: Any, params: Any, labels: Any = None) -> list[RequestOutput]:
         self.calls.append((list(prompts), params))
         return [output(words, len(words)) for words in map(self._words, prompts)]
 

@@ -149,8 +149,8 @@ MUTATIONS = [
         "a weight that is not there is not missed",
         WEIGHTS,
         (
-            "        settings = self.read_config(config)",
-            "        settings = self.read_config(config)\n"
+            "        settings = self._settings(config)",
+            "        settings = self._settings(config)\n"
             "        self.__class__.ignored_weights = ('model.norm.weight',)",
         ),
         ("self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)",
@@ -295,8 +295,8 @@ MUTATIONS = [
         "the configuration is changed",
         "test_the_configuration_is_only_read",
         (
-            "return cls.read_config(config).shape()",
-            "settings = cls.read_config(config)\n"
+            "return cls._settings(config).shape()",
+            "settings = cls._settings(config)\n"
             "        config.pop('rope_parameters', None)\n"
             "        return settings.shape()",
         ),

@@ -69,6 +69,19 @@ def test_what_a_closing_engine_drops_is_collected(tmp_path: Path, before: str) -
     assert printed(write_config(tmp_path / "model"), code) == ["True"]
 
 
+def test_an_engine_for_event_loops_has_imported_what_applies_a_chat_template() -> None:
+    """So no conversation stops a loop for a second; other text needs none of it."""
+    code = (
+        "import sys; from nanovllm_core import AsyncLLM, LLM\n"
+        "LLM('demo', device='cpu').close(); print('transformers' in sys.modules)\n"
+        "AsyncLLM('demo', device='cpu').close(); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_a_start_imports_neither_transformers_nor_torchs_compiler(tmp_path: Path) -> None:
     """Each takes longer than the rest of a start."""
     code = (

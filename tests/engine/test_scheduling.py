@@ -59,6 +59,8 @@ def everything(state: SchedulerState) -> list[PrefillShare]:
         (PrefillShare("a", 0), "gave 'a' 0 tokens; it has 10"),
         (PrefillShare("a", -2), "gave 'a' -2 tokens; it has 10"),
         (PrefillShare("a", 11), "gave 'a' 11 tokens; it has 10"),
+        (PrefillShare("a", 3.0), "gave 'a' 3.0 tokens; .* a whole number from 1 to 10"),  # type: ignore[arg-type]
+        (PrefillShare(["a"], 3), "scheduled .'a'., which neither waits"),  # type: ignore[arg-type]
     ],
 )
 def test_a_share_that_cannot_be_is_refused(share: PrefillShare, message: str) -> None:
@@ -71,6 +73,29 @@ def test_a_share_that_cannot_be_is_refused(share: PrefillShare, message: str) ->
         harness.step()
     with pytest.raises(EngineClosedError, match="make a new one"):
         harness.add("b", range(10))
+
+
+def test_an_error_that_a_scheduler_raises_names_it_and_the_line() -> None:
+    """Of every method that the engine calls; the scheduler's own error is the cause."""
+
+    def fail(_: object) -> Any:
+        return {}["share"]
+
+    harness = Harness(scheduler=Scripted(fail))
+    harness.add("a", range(10))
+    with pytest.raises(
+        PluginFailedError, match=r"Scripted: schedule failed: KeyError: 'share' \(test_scheduling"
+    ) as caught:
+        harness.step()
+    assert isinstance(caught.value.__cause__, KeyError)
+
+    class Deaf(Scripted):
+        def add(self, request: RequestView) -> None:
+            raise ValueError("no")
+
+    harness = Harness(scheduler=Deaf(everything))
+    with pytest.raises(PluginFailedError, match="Deaf: add failed: ValueError: no"):
+        harness.add("a", range(10))
 
 
 @pytest.mark.parametrize("shares", [3, ["a"], [("a", 2)], iter([PrefillShare("a", 2)])])

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from nanovllm_core import api, layers
-from nanovllm_core.api import ArchitectureError, ModelShape
+from nanovllm_core.api import ArchitectureError, ModelShape, PluginLoadError
 from nanovllm_core.layers import (
     DecoderConfig,
     DecoderForCausalLM,
@@ -190,6 +190,19 @@ def test_a_model_that_does_not_read_its_settings_is_told_to() -> None:
         pass
 
     with pytest.raises(NotImplementedError, match="Model must define read_config"):
+        Model.shape(CONFIG)
+
+
+def test_settings_that_are_not_given_back_are_told_of() -> None:
+    """The plugin is at fault then, and not the checkpoint."""
+
+    class Model(DecoderForCausalLM):
+        @classmethod
+        def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+            DecoderConfig.from_config(config)
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(PluginLoadError, match=r"Model.read_config\(\) returned a NoneType"):
         Model.shape(CONFIG)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -447,12 +448,23 @@ def test_a_tensor_of_several_shards_has_the_rows_of_all(rows: int, tmp_path: Pat
 def test_a_tensor_of_shards_that_are_not_there_is_the_plugins_fault(
     shards: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Too few, unknown, or twice: with what the parameter has."""
-    fused, _ = fused_checkpoint()
-    save(tmp_path, fused)
+    """Too few, unknown, or twice: with what was named, also where the tensor has our own name."""
     model = TinyModel()
-    model.packed_modules = FUSED | {"wqkv": ("qkv_proj", shards)}
-    with pytest.raises(PluginLoadError, match=r"packed_modules.*qkv_proj\.weight"):
+    for name in ("wqkv", "qkv_proj"):
+        model.packed_modules = {
+            "up_and_gate": FUSED["up_and_gate"],
+            name: ("qkv_proj", shards),
+        }
+        stated = ", ".join(map(repr, dict.fromkeys(shards)))
+        expected = f"packed_modules names the shards [{stated}] of qkv_proj.weight"
+        with pytest.raises(PluginLoadError, match=re.escape(expected)):
+            load_weights(model, tmp_path, tied=False)
+
+
+def test_what_is_no_pair_of_module_and_shards_is_the_plugins_fault(tmp_path: Path) -> None:
+    model = TinyModel()
+    model.packed_modules = {"gate_proj": ("gate_up_proj", 0, 1)}  # type: ignore[dict-item]
+    with pytest.raises(PluginLoadError, match=r"\['gate_proj'\] of TinyModel is .* must be a pair"):
         load_weights(model, tmp_path, tied=False)
 
 

@@ -198,7 +198,7 @@ class AttentionBlocks(AttentionSubject):
                     raise AssertionError("memory beside the output was written to")
 
     def test_more_queries_per_row_are_refused_or_right(self, decoder: BackendUnderTest) -> None:
-        """`plan_decode` raises UnsupportedError for a `query_len` that is not computed."""
+        """`plan_decode` raises UnsupportedError, with a `query_len` that is not computed."""
         # A backend that takes each query for a row reads padding behind the two.
         padded = decoder.case([40, 17, 0, 0], [2, 2, 0, 0])
         case, four = _part(padded, 0, 2), padded.decode_metadata(padded.config().max_model_len)

@@ -31,7 +31,7 @@ def run_decode(backend: AttentionBackend, case: PagedCase, metadata: DecodeMetad
     __tracebackhide__ = True
     out = case.new_out()
     backend.plan_decode(metadata)
-    backend.run_decode(case.q_THD, case.k_cache, case.v_cache, metadata, out)
+    call(backend.run_decode, case.q_THD, case.k_cache, case.v_cache, metadata, out)
     return out
 
 
@@ -41,8 +41,20 @@ def run_prefill(backend: AttentionBackend, case: PagedCase) -> Tensor:
     metadata = case.prefill_metadata()
     out = case.new_out()
     backend.plan_prefill(metadata)
-    backend.run_prefill(case.q_THD, case.k_cache, case.v_cache, metadata, out)
+    call(backend.run_prefill, case.q_THD, case.k_cache, case.v_cache, metadata, out)
     return out
+
+
+def call(method: Callable[..., object], *arguments: object) -> None:
+    """Call what writes its output; AssertionError where it returns one, which nobody reads."""
+    __tracebackhide__ = True
+    answer = method(*arguments)
+    if answer is not None:
+        name = method.__name__
+        raise AssertionError(
+            f"{name} returned a {type(answer).__name__}; it must write its output into the tensor "
+            "that it is given last, and return None"
+        )
 
 
 def ragged(batch: int, longest: int) -> list[int]:

@@ -17,9 +17,11 @@ from nanovllm_core.engine import (
     FcfsPolicy,
     LoadedConstraint,
     Observation,
+    OutputDelta,
     Request,
     TokenBudgetScheduler,
 )
+from nanovllm_core.errors import PluginFailedError
 from nanovllm_core.frontend import Detokenizer, OutputStream, RequestOutput
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
@@ -90,9 +92,10 @@ class Harness:
             vocab_size=s.vocab_size,
             cache_windows=s.cache_windows,
         )
+        self.scheduler = scheduler or TokenBudgetScheduler(FcfsPolicy())
         self.engine = engine_class(
             self.executor,
-            scheduler or TokenBudgetScheduler(FcfsPolicy()),
+            self.scheduler,
             EngineLimits(
                 max_num_seqs=s.max_num_seqs,
                 max_num_batched_tokens=s.max_num_batched_tokens,
@@ -154,7 +157,7 @@ class Harness:
         """One step of the engine; the outputs of its streams, and those that are finished."""
         __tracebackhide__ = True
         outputs = []
-        for delta in self.engine.step():
+        for delta in self._step_engine():
             key = (delta.request_id, delta.index)
             output = self._streams[key].push(delta)
             if output is None or not (output.finished or self.requests[key].stream):
@@ -165,6 +168,16 @@ class Harness:
                 self.finished[key] = output
         self.outputs += outputs
         return outputs
+
+    def _step_engine(self) -> list[OutputDelta]:
+        """The engine's step. What a watch beside the scheduler asserts is raised as it is."""
+        __tracebackhide__ = True
+        try:
+            return self.engine.step()
+        except PluginFailedError as error:
+            if isinstance(error.__cause__, AssertionError):
+                raise error.__cause__ from None
+            raise
 
     def run(self) -> dict[tuple[str, int], RequestOutput]:
         """Step until nothing is left, then check that nothing leaked; NoEndError if it stays."""

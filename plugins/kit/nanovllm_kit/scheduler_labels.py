@@ -26,7 +26,7 @@ class SchedulerLabels(SchedulingConformance):
     def test_requests_with_any_labels_or_none_are_served(self, plugin: PluginUnderTest) -> None:
         """Any may be missing, and any may hold anything; an error here ends the engine for all."""
         harness = self.harness(plugin, Setting(max_num_seqs=8, prefix_caching=False))
-        watch = harness.engine._planner.scheduler
+        watch = harness.scheduler
         assert isinstance(watch, Watch)
         for turn in range(3):  # what is found may lead to further names
             for number, labels in enumerate(any_labels({COMMON, *watch.asked_labels})):

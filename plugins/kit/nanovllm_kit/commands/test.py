@@ -66,7 +66,7 @@ ArgumentFlag = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help="What requests ask of a logits processor; may be repeated.",
+        help="What requests ask of a logits processor or a constraint; may be repeated.",
     ),
 ]
 ReferenceFlag = Annotated[

@@ -148,7 +148,7 @@ def new_plugin(kind: str, name: str, into: Path, variant: str | None = None) -> 
     template = _template(kind, variant)
     names = _names(kind, name, template)
     stem = names["my_plugin"]
-    check_name(stem)
+    check_name(stem, kind)
     folder = into / f"{kind}_{stem}"
     if folder.exists():
         raise ScaffoldError(f"{folder} exists already; choose another name, or another --into")
@@ -166,7 +166,7 @@ def new_plugin(kind: str, name: str, into: Path, variant: str | None = None) -> 
     return folder
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, kind: str = "") -> None:
     """ScaffoldError, with a name that would do, unless packages and classes can be named so."""
     if name in ("auto", "none"):
         raise ScaffoldError(
@@ -177,9 +177,10 @@ def check_name(name: str) -> None:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     better = re.sub(r"[^a-z0-9]+", "_", words).lstrip("_0123456789")[:MAX_NAME].rstrip("_")
     hint = f"; try {better}" if better else ""
+    or_class = ", or is a class, such as MistralForCausalLM" if kind == "model" else ""
     raise ScaffoldError(
         f"{shown(name)} cannot name a plugin: it takes lower-case letters, digits and single "
-        f"underscores, begins with a letter, and has at most {MAX_NAME} characters{hint}"
+        f"underscores, begins with a letter, and has at most {MAX_NAME} characters{or_class}{hint}"
     )
 
 
