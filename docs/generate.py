@@ -200,7 +200,7 @@ def signatures() -> str:
         *("VocabParallelEmbedding", "ParallelLMHead", "RMSNorm"),
         *("ZeroCenteredRMSNorm", "Attention"),
         *("norm_linear", "linear_add", "gated_mlp", "build_cos_sin_cache"),
-        *("positive_int", "positive_float"),
+        *("positive_int", "positive_float", "true_or_false"),
     ]
     return "\n\n".join(
         signature(name, getattr(layers if hasattr(layers, name) else api, name)) for name in made

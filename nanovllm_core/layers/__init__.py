@@ -75,4 +75,5 @@ from nanovllm_core.layers.rotary import (
 from nanovllm_core.layers.settings import (
     positive_float as positive_float,
     positive_int as positive_int,
+    true_or_false as true_or_false,
 )

@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.interfaces.model import ModelShape, heads_per_rank
 from nanovllm_core.layers.rotary import RopeConfig
-from nanovllm_core.layers.settings import positive_float, positive_int
+from nanovllm_core.layers.settings import positive_float, positive_int, true_or_false
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class DecoderConfig:
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=positive_float(config, "rms_norm_eps", default=1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            tie_word_embeddings=true_or_false(config, "tie_word_embeddings"),
             rope=rope,
             qkv_bias=qkv_bias,
             output_bias=output_bias,

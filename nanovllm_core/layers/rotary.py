@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError, shown
-from nanovllm_core.layers.settings import positive_float, positive_int
+from nanovllm_core.layers.settings import positive_float, positive_int, true_or_false
 
 _DEFAULT_THETA = 10_000.0
 
@@ -148,7 +148,7 @@ def _with_yarn(
         # For a bound of the ramp 0 means the usual value, as in transformers.
         beta_fast=number("beta_fast") if rope.get("beta_fast") else scaled.beta_fast,
         beta_slow=number("beta_slow") if rope.get("beta_slow") else scaled.beta_slow,
-        truncate=bool(rope.get("truncate", True)),
+        truncate=true_or_false(rope, "truncate", default=True),
         max_position=max(scaled.max_position, int(scaled.original_max_position * scaled.factor)),
     )
 

@@ -1,4 +1,4 @@
-"""Numbers of config.json, checked: with a wrong one a model would start and write nonsense."""
+"""Settings of config.json, checked: with a wrong one a model would start and write nonsense."""
 
 from __future__ import annotations
 
@@ -37,6 +37,20 @@ def positive_float(
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise _wrong(where, key, "number", value)
     return float(value)
+
+
+def true_or_false(settings: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """A switch of config.json. Absent means `default`, null means False, as for transformers.
+
+    Raises ArchitectureError for anything else: "false", a text, would count as true.
+    """
+    value = settings.get(key, default)
+    if value not in (None, True, False):
+        raise ArchitectureError(
+            f"{FILE}: {key} must be true or false, not {shown(value)}; "
+            "check the checkpoint's config.json"
+        )
+    return bool(value)
 
 
 def _wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:

@@ -325,7 +325,8 @@ def _check(
             if files[name] != file:
                 problems["found twice"].append(f"{name} (in {file.name} and {files[name].name})")
             elif name not in shapes:
-                if name not in unwanted and not name.startswith(folders):
+                is_empty = 0 in shape  # such as transformers saves of 0 shared experts
+                if not is_empty and name not in unwanted and not name.startswith(folders):
                     problems["unexpected"].append(f"{name} (in {file.name})")
             elif shape != shapes[name]:
                 problems["of the wrong shape"].append(

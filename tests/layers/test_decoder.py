@@ -20,6 +20,7 @@ from nanovllm_core.layers import (
     RopeConfig,
     decoder,
     refuse_unless,
+    true_or_false,
 )
 from nanovllm_kit.model_weights import assert_same_logits
 from nanovllm_kit.reference_model import ReferenceCheckpoint, load_model, run_model
@@ -151,6 +152,17 @@ def test_a_setting_of_another_value_is_refused(config: dict[str, Any], message: 
     """Of a list, the entry that is not served is named."""
     with pytest.raises(ArchitectureError, match=message):
         refuse_unless(config, mlp_bias=False, sliding_window=None, layer_types="full")
+
+
+def test_a_switch_is_true_or_false() -> None:
+    """Absent it has its default, and null is false. The text "false" would be true."""
+    for value, expected in ((True, True), (False, False), (None, False), (1, True), (0, False)):
+        assert true_or_false({"a": value}, "a", default=True) is expected
+    assert true_or_false({}, "a", default=True) is True
+    assert true_or_false({}, "a") is False
+    for wrong in ("false", 2, [], {}):
+        with pytest.raises(ArchitectureError, match="a must be true or false, not"):
+            true_or_false({"a": wrong}, "a")
 
 
 DIFFERENCES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

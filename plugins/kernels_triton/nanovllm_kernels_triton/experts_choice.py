@@ -156,7 +156,7 @@ def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
     block_n = min(sizes, key=lambda size: busiest(size, tokens))
     block_k = min(_power_of_two(inputs), _STEP_BYTES // max(block_n, 8) // itemsize)
     buffer = (block_n + 1) * block_k * itemsize
-    lanes = block_k * itemsize // 16  # one for each thread, which reads 16 bytes at once
+    lanes = max(block_k * itemsize // 16, 1)  # of each thread one, which reads 16 bytes at once
     return FewPlan(block_n, block_k, num_stages=_buffers_of_two_programs(buffer) + 1, lanes=lanes)
 
 

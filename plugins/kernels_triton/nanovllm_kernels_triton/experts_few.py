@@ -138,7 +138,7 @@ def _prefetch(
 ):  # fmt: skip
     """Start the way to the L2 cache of BLOCK_K inputs of some rows, in lines of 128 bytes."""
     LINE: tl.constexpr = 1024 // matrix_ptr.dtype.element_ty.primitive_bitwidth
-    columns = start + tl.arange(0, BLOCK_K // LINE) * LINE
+    columns = start + tl.arange(0, max(BLOCK_K // LINE, 1)) * LINE
     ptrs = matrix_ptr + outputs[:, None] * INPUTS + columns[None, :]
     mask = (outputs < OUTPUTS)[:, None] & (columns < INPUTS)[None, :]
     tl.inline_asm_elementwise(

@@ -28,6 +28,8 @@ SHAPES = {  # experts, for each token, hidden size, intermediate size
     "30b-a3b": (128, 8, 2048, 768),
     "v2-lite": (64, 6, 2048, 1408),
     "odd": (60, 4, 1544, 424),
+    "narrow": (8, 3, 256, 24),
+    "narrower": (5, 2, 6, 2),
 }
 INDICES = dict.fromkeys(
     ("ids_ptr", "pairs_ptr", "rows_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32:16"
@@ -312,6 +314,17 @@ def test_every_plan_fits_the_shared_memory_of_smaller_gpus(capability: int) -> N
     ]
     for job, report in zip(jobs, compile_kernels(jobs), strict=True):
         assert report.shared <= GRAPHICS, f"{report.shared} bytes: {job}"
+
+
+def test_narrow_experts_compile() -> None:
+    """Of small models, and of a rank among many: less of a row than a line of the cache."""
+    jobs = [
+        job
+        for shape, tokens in (("narrow", 1), ("narrow", 512), ("narrower", 2))
+        for dtype in ("bf16", "fp32")
+        for job in jobs_of(shape, tokens, dtype=dtype).values()
+    ]
+    assert all(report.spills == 0 for report in compile_kernels(jobs))
 
 
 def test_all_regimes_are_compiled_here() -> None:

@@ -42,6 +42,7 @@ EXPERT_SHAPES: list[Shape] = [
     (7, 64, 40, 8, 3),
     (40, 24, 72, 24, 4),
     (130, 48, 136, 16, 6),
+    (2, 6, 2, 3, 2),
 ]
 Mixture = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """x, weights, ids, gate and up, down: the arguments of `experts`."""

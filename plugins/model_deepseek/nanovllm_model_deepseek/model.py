@@ -14,7 +14,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from nanovllm_core.api import ModelShape
+from nanovllm_core.api import ArchitectureError, ModelShape
 from nanovllm_core.layers import (
     DecoderConfig,
     DecoderForCausalLM,
@@ -33,6 +33,9 @@ from nanovllm_model_deepseek.settings import (
     read_v2_mixture,
     read_v3_mixture,
 )
+
+MAX_FURTHER_LAYERS = 1000
+"""Far more than any checkpoint has."""
 
 
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
@@ -113,10 +116,26 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     def read_mixture(config: Mapping[str, Any]) -> MixtureConfig:
         return read_v3_mixture(config)
 
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        settings = super().read_config(config)
+        cls.further_layers(config, settings.num_hidden_layers)
+        return settings
+
+    @staticmethod
+    def further_layers(config: Mapping[str, Any], num_layers: int) -> range:
+        """The layers of the checkpoint that predict further tokens: behind the model's own."""
+        further = read_count(config, "num_nextn_predict_layers", default=1)
+        if further > MAX_FURTHER_LAYERS:
+            raise ArchitectureError(
+                f"config.json: num_nextn_predict_layers is {further}, and at most "
+                f"{MAX_FURTHER_LAYERS} are read over; check the checkpoint's config.json"
+            )
+        return range(num_layers, num_layers + further)
+
     def __init__(
         self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
     ) -> None:
         super().__init__(options, config, context)
-        first = positive_int(config, "num_hidden_layers")
-        further = read_count(config, "num_nextn_predict_layers", default=1)
-        self.ignored_weights = [f"model.layers.{first + i}." for i in range(further)]
+        further = self.further_layers(config, positive_int(config, "num_hidden_layers"))
+        self.ignored_weights = [f"model.layers.{layer}." for layer in further]

@@ -17,6 +17,7 @@ from nanovllm_core.layers import (
     positive_float,
     positive_int,
     refuse_unless,
+    true_or_false,
 )
 
 
@@ -115,7 +116,7 @@ def read_v3_mixture(config: Mapping[str, Any]) -> MixtureConfig:
     routing = Routing(
         top_k=positive_int(config, "num_experts_per_tok", default=8),
         scoring="sigmoid",
-        renormalize=bool(config.get("norm_topk_prob", True)),
+        renormalize=true_or_false(config, "norm_topk_prob", default=True),
         num_groups=positive_int(config, "n_group", default=8),
         top_groups=positive_int(config, "topk_group", default=4),
         group_score="top2",

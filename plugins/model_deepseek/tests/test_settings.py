@@ -227,6 +227,14 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
         DeepseekV3ForCausalLM,
         {"num_key_value_heads": 16},
     ),
+    "norm_topk_prob must be true or false, not 'no'": (
+        DeepseekV3ForCausalLM,
+        {"norm_topk_prob": "no"},
+    ),
+    "num_nextn_predict_layers is 1000000000, and at most 1000": (
+        DeepseekV3ForCausalLM,
+        {"num_nextn_predict_layers": 10**9},
+    ),
     "quantised \\(awq\\)": (
         DeepseekV3ForCausalLM,
         {"quantization_config": {"quant_method": "awq"}},

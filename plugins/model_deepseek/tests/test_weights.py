@@ -113,6 +113,21 @@ def test_other_kinds_of_float8_are_refused(
         DeepseekV3ForCausalLM.shape({**reference.config, "quantization_config": quantization})
 
 
+def test_experts_of_no_number_that_the_checkpoint_holds_are_left_out(
+    reference: ReferenceCheckpoint,
+) -> None:
+    """transformers saves the weights of 0 shared experts, without an element."""
+    config = {**reference.config, "n_shared_experts": 0}
+    kept = {name: x for name, x in reference.tensors().items() if "shared_experts" not in name}
+    name = "model.layers.1.mlp.shared_experts.up_proj.weight"
+    reference.rewrite(kept | {name: torch.zeros(0, config["hidden_size"])})
+    weights = weights_of(reference, config)
+    assert not any("shared" in name for name in weights)
+    reference.rewrite(kept | {name: torch.zeros(1, config["hidden_size"])})
+    with pytest.raises(WeightsError, match="unexpected: .*shared_experts"):
+        weights_of(reference, config)
+
+
 def test_layers_behind_the_last_are_left_out(reference: ReferenceCheckpoint) -> None:
     """As many as num_nextn_predict_layers says; one more is an error, as any unknown weight."""
     expected = weights_of(reference, reference.config)

@@ -20,6 +20,7 @@ from nanovllm_core.layers import (
     expert_modules,
     positive_int,
     refuse_unless,
+    true_or_false,
 )
 
 
@@ -38,7 +39,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             )
         cls.expert_size(config)
         cls.is_sparse(config, layer=0)
-        bias = bool(config.get("attention_bias"))
+        bias = true_or_false(config, "attention_bias")
         return DecoderConfig.from_config(
             {"num_key_value_heads": 4, **config}, qkv_bias=bias, output_bias=bias, qk_norm=True
         )
@@ -69,13 +70,14 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         """The rule by which a token chooses its experts."""
         return Routing(
             top_k=positive_int(config, "num_experts_per_tok", default=8),
-            renormalize=bool(config.get("norm_topk_prob")),
+            renormalize=true_or_false(config, "norm_topk_prob"),
         )
 
     @staticmethod
     def num_experts(config: Mapping[str, Any]) -> int:
         """transformers 5 calls it `num_local_experts` for some models; older ones `num_experts`."""
-        name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        is_local = config.get("num_local_experts") is not None
+        name = "num_local_experts" if is_local else "num_experts"
         return positive_int(config, name, default=128)
 
     @staticmethod

@@ -68,7 +68,7 @@ def test_settings_of_experts_that_are_absent_have_the_values_of_transformers() -
 def test_the_number_of_experts_has_two_names(name: str) -> None:
     """That of published checkpoints, and that of transformers 5."""
     config = {key: value for key, value in CONFIG.items() if key != "num_experts"}
-    config[name] = 16
+    config |= {"num_local_experts": None, name: 16}
     assert Qwen3MoeForCausalLM.num_experts(config) == 16
 
 
@@ -81,6 +81,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "num_experts_per_tok must be a positive integer, not 0": {"num_experts_per_tok": 0},
     "moe_intermediate_size must be a positive integer, not '9'": {"moe_intermediate_size": "9"},
     "decoder_sparse_step must be a positive integer, not 0": {"decoder_sparse_step": 0},
+    "norm_topk_prob must be true or false, not 'false'": {"norm_topk_prob": "false"},
+    "attention_bias must be true or false, not \\[\\]": {"attention_bias": []},
 }
 
 

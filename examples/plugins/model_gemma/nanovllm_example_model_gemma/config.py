@@ -18,6 +18,7 @@ from nanovllm_core.layers import (
     positive_float,
     positive_int,
     refuse_unless,
+    true_or_false,
 )
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -148,8 +149,8 @@ def _read(
         head_dim=_head_dim(config),
         query_pre_attn_scalar=positive_float(config, "query_pre_attn_scalar", _QUERY_SCALE),
         rms_norm_eps=positive_float(config, "rms_norm_eps", _EPS),
-        attention_bias=bool(config.get("attention_bias")),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+        attention_bias=true_or_false(config, "attention_bias"),
+        tie_word_embeddings=true_or_false(config, "tie_word_embeddings", default=True),
         layer_types=kinds,
         sliding_window=window if window is not None and window < longest else None,
         ropes={kind: replace(rope, max_position=longest) for kind, rope in ropes.items()},

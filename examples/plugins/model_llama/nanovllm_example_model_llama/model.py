@@ -12,7 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, LayerContext, refuse_unless
+from nanovllm_core.layers import (
+    DecoderConfig,
+    DecoderForCausalLM,
+    LayerContext,
+    refuse_unless,
+    true_or_false,
+)
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 """What a Mistral config.json without them means; null means a KV head for each head, no window."""
@@ -24,9 +30,9 @@ class LlamaForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
         refuse_unless(config, layer_types="full_attention")
-        bias = bool(config.get("attention_bias"))
+        bias = true_or_false(config, "attention_bias")
         return DecoderConfig.from_config(
-            config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias"))
+            config, qkv_bias=bias, output_bias=bias, mlp_bias=true_or_false(config, "mlp_bias")
         )
 
     def __init__(
