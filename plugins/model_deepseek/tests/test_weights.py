@@ -124,7 +124,7 @@ def test_experts_of_no_number_that_the_checkpoint_holds_are_left_out(
     weights = weights_of(reference, config)
     assert not any("shared" in name for name in weights)
     reference.rewrite(kept | {name: torch.zeros(1, config["hidden_size"])})
-    with pytest.raises(WeightsError, match="unexpected: .*shared_experts"):
+    with pytest.raises(WeightsError, match=r"unexpected: .*shared_experts"):
         weights_of(reference, config)
 
 
