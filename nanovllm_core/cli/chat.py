@@ -50,6 +50,7 @@ def chat(
     )  # fmt: skip
     opening = [] if system is None else [{"role": "system", "content": system}]
     with options.open_llm(loaded.config) as llm:
+        llm.tokenizer.require_chat_template()
         Console(stderr=True).print(HELP, style="dim", highlight=False)
         converse(llm, greedy_unless_stated(llm, params), opening)
 

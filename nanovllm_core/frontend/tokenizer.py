@@ -99,6 +99,16 @@ class Tokenizer:
         if self._template is not None:
             self._renderer  # noqa: B018 - reading it makes it
 
+    def require_chat_template(self) -> str:
+        """The checkpoint's template; InvalidPromptError where it has none."""
+        if self._template is None:
+            raise InvalidPromptError(
+                f"the checkpoint at {self.folder} has no chat template (in tokenizer_config.json "
+                "or chat_template.jinja); pass the prompt as text or token ids, or use a model "
+                "made for chat"
+            )
+        return self._template
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, str]],
@@ -111,12 +121,7 @@ class Tokenizer:
         further variables for the template (`{"enable_thinking": False}`); it ignores those that it
         does not know. Raises InvalidPromptError where there is no template, or it refuses.
         """
-        if self._template is None:
-            raise InvalidPromptError(
-                f"the checkpoint at {self.folder} has no chat template (in tokenizer_config.json "
-                "or chat_template.jinja); pass the prompt as text or token ids, or use a model "
-                "made for chat"
-            )
+        template = self.require_chat_template()
         conversation = _check_messages(messages)
         try:
             given = check_chat_template_kwargs(chat_template_kwargs or {})
@@ -125,7 +130,7 @@ class Tokenizer:
         try:
             text = self._renderer.apply_chat_template(
                 conversation,
-                chat_template=self._template,
+                chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **{**self._template_kwargs, **given},

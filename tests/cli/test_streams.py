@@ -19,7 +19,9 @@ class Echo:
 
     sampling_defaults: ClassVar[dict[str, float]] = {}
     info = SimpleNamespace(max_model_len=4096)
-    tokenizer = SimpleNamespace(encode=lambda text: [1] * len(text))
+    tokenizer = SimpleNamespace(
+        encode=lambda text: [1] * len(text), require_chat_template=lambda: ""
+    )
 
     @classmethod
     def from_config(cls, config: Any) -> Echo:

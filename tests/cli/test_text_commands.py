@@ -41,6 +41,13 @@ def output(words: list[str], upto: int) -> RequestOutput:
 
 
 class FakeTokenizer:
+    template: str | None = "a template"
+
+    def require_chat_template(self) -> str:
+        if self.template is None:
+            raise RequestError("no template")
+        return self.template
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -228,6 +235,14 @@ def test_chat_ends_with_the_input_and_skips_empty_lines(llm):
 def test_chat_forgets_on_clear_but_keeps_its_instructions(llm):
     ok("chat", "-m", "m", "--system", "s", stdin="one\n/clear\ntwo\n")
     assert [message["content"] for message in llm.made[0].calls[1][0]] == ["s", "two"]
+
+
+def test_chat_ends_at_once_where_the_checkpoint_has_no_template(llm, monkeypatch):
+    """No line could ever be answered."""
+    monkeypatch.setattr(FakeTokenizer, "template", None)
+    result = run("chat", "-m", "m", stdin="hello\n")
+    assert str(result.exception) == "no template"
+    assert llm.made[0].calls == []
 
 
 def test_chat_goes_on_after_a_request_that_is_refused(llm):
