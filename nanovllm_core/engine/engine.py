@@ -240,6 +240,7 @@ class Engine:
             host_seconds=self._host_seconds,
             steady_steps=self._steady_steps,
             steady_seconds=self._steady_seconds,
+            ended=int(self._failure is not None),
         )
 
     def assert_consistent(self) -> None:
@@ -284,6 +285,12 @@ class Engine:
                 self._steady_steps += 1
                 self._steady_seconds += seconds
             return deltas
+
+    def check_workers(self) -> None:
+        """Raise where a worker has ended, which ends the engine; for times without requests."""
+        self._check_alive()
+        with _AtWork(self):
+            self._executor.check()
 
     def _submit_ahead(self) -> bool:
         """Fill the depth; True if the last step submitted decodes the rows of the one before."""

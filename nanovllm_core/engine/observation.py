@@ -23,7 +23,7 @@ class EngineStats:
     `finished` requests ended, aborted ones among them; each sample counts.
     `host_seconds` is the time spent in `step()` outside waiting for results: planning, submitting
     and taking results in. `steady_seconds` is its part in the `steady_steps` calls that submitted a
-    decode step of the very rows of the step before.
+    decode step of the very rows of the step before. `ended` is 1 where an error ended the engine.
 
     Where several engines share the requests, these are their sums, and `engines` those of each.
     """
@@ -40,6 +40,7 @@ class EngineStats:
     host_seconds: float = 0.0
     steady_steps: int = 0
     steady_seconds: float = 0.0
+    ended: int = 0
     engines: tuple[EngineStats, ...] = ()
 
 

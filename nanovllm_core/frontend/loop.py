@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine import (
@@ -37,6 +37,9 @@ from nanovllm_core.frontend.messages import (
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.selection.startup import Startup, make_constraints, start, wake_gpu
+
+CHECK_SECONDS = 1.0
+"""An engine without requests looks so often after its workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ class EngineLoop:
         """By request: its subscriber, and how many samples are not finished."""
         self._waiting_for_idle: list[int] = []
         """Subscribers."""
+        self._checked = monotonic()
+        """When it last looked after the workers."""
+        self._is_lent = False
+        """Whether a program may take the engine's steps itself, on another thread."""
 
     def run(self) -> None:
         """Start, serve until `Close`, free the device. Every error goes to callers that wait."""
@@ -140,7 +147,7 @@ class EngineLoop:
     # -- serving
 
     def _serve(self) -> Close:
-        """Handle messages, and take steps while requests are unfinished; asleep otherwise.
+        """Handle messages, and take steps while requests are unfinished; wait otherwise.
 
         An error of the engine reaches every caller; later requests are then refused by the engine.
         """
@@ -150,14 +157,26 @@ class EngineLoop:
                     if deltas := self.engine.step():
                         self._deliver(deltas)
                 while self._waiting_for_idle and not self._samples:
+                    self._is_lent = True
                     self._answer(self._waiting_for_idle.pop(), self.engine.stats)
-                message = self.inbox.get()
+                message = self._next_message()
                 if isinstance(message, Close):
                     return message
                 self._handle(message)
             except BaseException as error:
                 self._samples.clear()
                 self._end_all(error)
+
+    def _next_message(self) -> Message:
+        """Wait for a message; meanwhile look after the workers of an engine that nobody borrows."""
+        while not (self._is_lent or self.engine.stats.ended):
+            left = self._checked + CHECK_SECONDS - monotonic()
+            if left > 0:
+                with suppress(Empty):
+                    return self.inbox.get(timeout=left)
+            self._checked = monotonic()
+            self.engine.check_workers()
+        return self.inbox.get()
 
     def _end_all(self, error: BaseException) -> None:
         for number in tuple(self.subscribers):

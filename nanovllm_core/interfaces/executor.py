@@ -7,6 +7,7 @@ Who calls what, and when, all on the engine's own thread:
     submit(plan)          once per step; up to `steps_ahead` + 1 are not collected
     sample(masks)         once per step whose plan `samples_later`, before the next `submit`
     collect()             once per step, in the order of submission
+    check()               every second or so while no request is unfinished
     close()               at the end, or where the start failed
 """
 
@@ -103,6 +104,9 @@ class Executor(ABC):
         Ctrl-C (KeyboardInterrupt) may leave it; the next call then waits for the same step. Raises
         ExecutorError where a worker failed or no step is in flight.
         """
+
+    def check(self) -> None:  # noqa: B027 - optional: workers in this process end with it
+        """Raise ExecutorError where a worker has ended; never waits."""
 
     @abstractmethod
     def close(self) -> None:

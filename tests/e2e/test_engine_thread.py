@@ -10,14 +10,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import pytest
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.errors import EngineClosedError, RequestError
+from nanovllm_core.errors import EngineClosedError, ExecutorError, RequestError
 from nanovllm_core.frontend.loop import EngineLoop
 from nanovllm_core.interfaces.plan import StepResult
+from nanovllm_core.worker import SingleProcessExecutor
 
 from .tiny import open_tiny
 
@@ -108,6 +110,29 @@ def test_an_idle_engine_takes_no_processor_time(tiny: Path) -> None:
         began = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - began < 0.05
+
+
+def test_a_worker_that_ends_while_no_request_runs_ends_the_engine(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor is asked now and then; not in the thread of an engine that was handed out."""
+    monkeypatch.setattr("nanovllm_core.frontend.loop.CHECK_SECONDS", 0.01)
+    asked = Event()
+
+    def check(_: object) -> None:
+        asked.set()
+        raise ExecutorError("worker 3 has ended")
+
+    with open_tiny(tiny) as llm, open_tiny(tiny) as lent:
+        assert not lent.engine.stats.ended
+        monkeypatch.setattr(SingleProcessExecutor, "check", check)
+        assert asked.wait(60)
+        assert llm.stats.ended == 1
+        with pytest.raises(EngineClosedError, match="ended with ExecutorError: worker 3 has ended"):
+            llm.generate(PROMPTS, greedy(), use_tqdm=False)
+        asked.clear()
+        assert not asked.wait(0.1)
+        assert lent.stats.ended == 0
 
 
 def test_an_answer_that_cannot_be_taken_aborts_the_requests_of_its_caller_alone(

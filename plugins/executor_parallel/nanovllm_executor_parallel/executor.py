@@ -70,6 +70,9 @@ class ParallelExecutor(Executor):
         self._is_asked = False
         return result
 
+    def check(self) -> None:
+        self._running().check()
+
     def close(self) -> None:
         if self._ranks is None or not self._ranks.are_running:
             return

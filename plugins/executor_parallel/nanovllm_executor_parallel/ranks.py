@@ -76,6 +76,11 @@ class Ranks:
                     one.ping()
         return inbox.popleft()
 
+    def check(self) -> None:
+        """Raise the failure of a rank that has ended while nothing was asked of it."""
+        self._poll(0)
+        self._check_failures()
+
     def _poll(self, seconds: float) -> None:
         """Take all that has come, after at most this long, and send what could not be sent."""
         poller = select.poll()

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.api import ExecutorError, NanoVLLMError, PluginLoadError
+from nanovllm_core.errors import EngineClosedError
+from nanovllm_core.frontend.loop import CHECK_SECONDS
 from nanovllm_executor_parallel import executor
 
 pytestmark = pytest.mark.whole_gpu
@@ -231,15 +234,23 @@ def test_closing_kills_a_rank_that_is_stopped(failing: Failing) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_while_no_request_runs_is_named_by_the_next(failing: Failing) -> None:
-    """Nobody waits for it until then."""
+def test_a_rank_that_ends_while_no_request_runs_ends_the_engine(failing: Failing) -> None:
+    """Its counters say so; the next request is refused with rank and cause."""
     failing.prepare(2, "", "")
     with LLM(str(failing.folder), **failing.settings()) as llm:
+        llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
+        time.sleep(2 * CHECK_SECONDS)
+        assert llm.stats.ended == 0
         os.kill(failing.pids()[1], signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(ExecutorError, match=r"^rank 1 \(process .* signal SIGKILL"):
+        until = time.monotonic() + CHECK_SECONDS + PROMPTLY
+        with suppress(ExecutorError):  # which reaches a caller that waits for an answer just then
+            while not llm.stats.ended:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        assert llm.stats.ended == 1
+        assert all(map(is_gone, failing.pids().values()))
+        with pytest.raises(EngineClosedError, match=r"rank 1 \(process .* signal SIGKILL"):
             llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert time.monotonic() - began < PROMPTLY
 
 
 @pytest.mark.slow
