@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from threading import Thread
 from typing import Any
 
 from nanovllm_core.config.settings import EngineConfig
@@ -15,7 +14,6 @@ from nanovllm_core.frontend.door import Door
 from nanovllm_core.frontend.messages import AddRequests, Answer, Ended, NewRequest, Refused
 from nanovllm_core.frontend.outputs import RequestOutput
 from nanovllm_core.frontend.prompts import Message, Prompt
-from nanovllm_core.frontend.tokenizer import import_chat_templates
 from nanovllm_core.interfaces.request_labels import Labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
@@ -29,9 +27,8 @@ class AsyncLLM(Door):
     """
 
     def _open(self, config: EngineConfig) -> None:
-        # While the engine starts, often in another process.
-        Thread(target=import_chat_templates, daemon=True).start()
         super()._open(config)
+        # Not on a thread beside the start: transformers replaces itself while it is imported.
         if self._client.tokenizer is not None:
             self._client.tokenizer.load_chat_template()
         self._mailboxes: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}

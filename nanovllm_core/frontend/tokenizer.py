@@ -92,7 +92,7 @@ class Tokenizer:
         return Detokenizer(self)
 
     def load_chat_template(self) -> None:
-        """Load what applies the chat template, which takes a second at its first use otherwise.
+        """Import what applies the chat template, which takes a second at its first use otherwise.
 
         For programs that must not stand still then. Nothing where the checkpoint has no template.
         """
@@ -146,17 +146,13 @@ class Tokenizer:
     @cached_property
     def _renderer(self) -> PreTrainedTokenizerFast:
         """Renders templates as transformers does, with the special tokens they may name."""
-        make = import_chat_templates()
+        from transformers import PreTrainedTokenizerFast
+
         texts = {key: _content(value) for key, value in self._config.items()}
         special = {key: text for key, text in texts.items() if text and key.endswith("_token")}
-        return make(tokenizer_object=self.backend, **special)
-
-
-def import_chat_templates() -> type[PreTrainedTokenizerFast]:
-    """The class that applies chat templates; its import takes a second, also on a thread."""
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # transformers has no types
+            tokenizer_object=self.backend, **special
+        )
 
 
 class Detokenizer:
