@@ -70,6 +70,7 @@ def serve(
 
     from nanovllm_server.fronts.fronts import check_processes
     from nanovllm_server.guard.drain import sigterm_as_exit
+    from nanovllm_server.guard.files import raise_file_limit
     from nanovllm_server.guard.hosts import check_address, check_exposure
     from nanovllm_server.guard.keys import read_keys
     from nanovllm_server.watch.watch import observed
@@ -82,6 +83,7 @@ def serve(
     check_exposure(server_settings.host, bool(keys), server_settings.allow_anonymous)
     check_address(server_settings.host, server_settings.port)
     options.show_choices()
+    raise_file_limit()
     tracing = server_settings.tracing
     with sigterm_as_exit(), observed(loaded.config, tracing) as observed_config:
         serve_it = serve_in_process if server_settings.processes == 1 else serve_by_fronts

@@ -22,9 +22,11 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> bool:
 
     False where the engine's end ended the server.
     """
+    from nanovllm_server.guard.files import within_file_limit
     from nanovllm_server.guard.logs import configure_logging
 
     configure_logging(settings.log.format, settings.log.level)
+    settings = within_file_limit(settings)
     server, watch = make_watched_server(llm, settings)
     server.announce = lambda: announce(settings_name(settings, llm.config.model), address(server))
     server.run()

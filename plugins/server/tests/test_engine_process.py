@@ -7,12 +7,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -240,16 +242,17 @@ def is_gone(pid: int) -> bool:
 
 @contextmanager
 def command(
-    *words: str, log: str | Path = os.devnull
+    *words: str, log: str | Path = os.devnull, files: int | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[str], int]]:
     """`nanovllm serve`: its address, its process, and the engine's. Nothing is left of them.
 
     Its log is a file: a pipe that nobody reads is full after some hundred requests, and the server
-    would hang in writing the next line.
+    would hang in writing the next line. `files` is its limit of open files.
     """
+    limited = [] if files is None else ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"]
     with open(log, "w") as errors:
         process = subprocess.Popen(
-            [*MAIN, "--set", "limits.max_num_seqs=4", *words],
+            [*limited, *MAIN, "--set", "limits.max_num_seqs=4", *words],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -345,6 +348,25 @@ def test_a_signal_during_the_start_leaves_no_process_and_no_folder(name: str, st
         assert process.returncode == status
         assert is_gone(engine)
         assert [*Path(place).iterdir()] == []
+
+
+@pytest.mark.slow
+def test_more_idle_connections_than_files_harm_no_stream_and_not_the_engine(tmp_path: Path) -> None:
+    """The server keeps files for itself, and says how many connections that leaves."""
+    log = tmp_path / "log"
+    with command("--set", "serve.health.ping_s=0.05", log=log, files=256) as (url, process, _):
+        stream = Stream(url)
+        wait_for(lambda: stream.text)
+        place = urllib.parse.urlsplit(url)
+        idle = [socket.create_connection((place.hostname, place.port)) for _ in range(300)]  # type: ignore[arg-type]
+        assert stream.wait().is_done
+        for one in idle:
+            one.close()
+        wait_for(lambda: get(f"{url}/health")[0] == 200)
+        process.terminate()
+        assert end(process) == 0
+    assert "connections are limited to 128" in log.read_text()
+    assert "the engine ended" not in log.read_text()
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm_server.guard.assemble import guarded, uvicorn_options
+from nanovllm_server.guard.connection import MAX_BEYOND
 from nanovllm_server.guard.drain import DrainingServer
 from nanovllm_server.guard.settings import LimitSettings, TlsSettings
 from nanovllm_server.settings import ServerSettings
@@ -250,6 +251,20 @@ def test_one_connection_too_many_is_503_in_the_shape_of_all_errors() -> None:
         assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "server_full"
 
 
+def test_idle_connections_far_beyond_the_limit_are_refused_at_once() -> None:
+    """Else they would hold files that the server needs until their headers are late."""
+    with serving(echo, ServerSettings(port=0, limits=LimitSettings(max_connections=1))) as server:
+        address = server.servers[0].sockets[0].getsockname()
+        clients = [connect(address) for _ in range(1 + MAX_BEYOND)]
+        wait_until(lambda: len(server.server_state.connections) == len(clients))
+        answer = exchange(address)
+        for client in clients:
+            client.close()
+    assert status_of(answer) == 503
+    assert b"retry-after: 1\r\n" in answer
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "server_full"
+
+
 def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
     bodies = [b'{"n": %d}' % index for index in range(5)]
     requests = [HEAD + b"content-length: 8\r\n\r\n" + body for body in bodies]
@@ -276,6 +291,7 @@ def test_a_certificate_makes_the_server_speak_tls(tmp_path: Path) -> None:
 PROGRAM = """
 import asyncio, sys, uvicorn
 from nanovllm_server.guard.assemble import guarded, uvicorn_options
+from nanovllm_server.guard.connection import MAX_BEYOND
 from nanovllm_server.guard.drain import DrainingServer
 from nanovllm_server.settings import ServerSettings
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from nanovllm_server.guard.body import BodyLimit, check_nesting, nesting
 from nanovllm_server.guard.command import serve_key
 from nanovllm_server.guard.deadlines import Deadlines
 from nanovllm_server.guard.drain import Drain
+from nanovllm_server.guard.files import RESERVE, raise_file_limit, within_file_limit
 from nanovllm_server.guard.hosts import (
     LocalOnly,
     bound_sockets,
@@ -701,6 +703,37 @@ def test_a_ledger_needs_no_space_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="several fronts need Linux")
+def test_connections_are_as_many_as_files_allow_with_a_warning_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allowed = 1000
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
+    settings = within_file_limit(ServerSettings())
+    assert settings.limits.max_connections == allowed - RESERVE
+    for word in ("4096", "1000", "744", "LimitNOFILE"):
+        assert word in caplog.text
+    caplog.clear()
+    assert within_file_limit(settings) is settings
+    allowed = resource.RLIM_INFINITY
+    assert within_file_limit(ServerSettings()) == ServerSettings()
+    assert caplog.text == ""
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_lets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def set_limit(which: int, limits: tuple[int, int]) -> None:
+        asked.append((which, limits))
+        raise ValueError("the system refuses")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 9000))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    raise_file_limit()
+    assert asked == [(resource.RLIMIT_NOFILE, (9000, 9000))]
+
+
 def test_a_shared_address_has_one_server_also_before_it_listens() -> None:
     """Linux would let the second one in while the first loads its model."""
     first = bound_sockets("127.0.0.1", 0, is_shared=True)

@@ -218,6 +218,25 @@ def test_an_engine_that_ends_at_its_first_request_is_not_replaced() -> None:
             assert monitor.problem == "the engine ended with RuntimeError"
 
 
+def test_metrics_that_cannot_be_read_are_logged_once_and_the_engine_stays_well(
+    llm: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the process has no file left to open."""
+    failed: list[None] = []
+
+    def fail(stats: EngineStats) -> None:
+        failed.append(None)
+        raise OSError(24, "Too many open files")
+
+    with watched(llm, sample=fail) as monitor:
+        wait_for(lambda: monitor.is_warm)
+        wait_for(lambda: len(failed) > 5)
+        assert monitor.not_ready is None
+    lines = [one.getMessage() for one in caplog.records if "metrics" in one.getMessage()]
+    assert len(lines) == 1
+    assert "Too many open files" in lines[0]
+
+
 @pytest.mark.parametrize("health", [{"ping_s": 30}, {"ping_s": 0.5, "stuck_after_s": 0.5}])
 def test_an_engine_cannot_count_as_stuck_between_two_questions(health: dict[str, float]) -> None:
     """Else /health would answer 503 for an engine that is well."""

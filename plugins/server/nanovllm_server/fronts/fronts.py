@@ -22,6 +22,7 @@ from nanovllm_core.selection import Decisions
 from nanovllm_engine_processes.sharing import EngineShare
 from nanovllm_server.fronts.process import DRAIN, EXIT, FrontProcess, FrontStart
 from nanovllm_server.guard.assemble import make_ledger
+from nanovllm_server.guard.files import within_file_limit
 from nanovllm_server.guard.hosts import bound_sockets, claimed
 from nanovllm_server.guard.logs import configure_logging
 from nanovllm_server.server import announce, settings_name, url_of
@@ -101,6 +102,7 @@ class Fronts:
     def run(self) -> bool:
         """Start and serve until SIGINT or SIGTERM; False where something else ended the server."""
         configure_logging(self._settings.log.format, self._settings.log.level)
+        self._settings = within_file_limit(self._settings)
         is_well = False
         try:
             for column in range(self._settings.processes):

@@ -22,15 +22,21 @@ MAX_CONNECTIONS = 4096
 """Of one server, over all its fronts; requests on further ones are answered by `full`."""
 
 
+MAX_BEYOND = 64
+"""Connections beyond the limit that are let send a request before they are refused: a client that
+sends a long one may not see an answer that comes before."""
+
+FULL = ApiError(
+    503,
+    "this server has as many connections as it takes; try again later",
+    code="server_full",
+    headers=retry_after(1),
+)
+
+
 async def full(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a connection too many. uvicorn has one that answers in plain text."""
-    refusal = ApiError(
-        503,
-        "this server has as many connections as it takes; try again later",
-        code="server_full",
-        headers=retry_after(1),
-    )
-    await send_error(send, refusal, close=True)
+    await send_error(send, FULL, close=True)
     await send({"type": "http.response.body"})
 
 
@@ -38,7 +44,7 @@ logged_full = RequestIds(AccessLog(full))
 
 
 class Connection(HttpToolsProtocol):
-    """431 beyond `MAX_HEADER_BYTES`, 503 beyond `MAX_CONNECTIONS`.
+    """431 beyond `MAX_HEADER_BYTES`, 503 beyond `MAX_CONNECTIONS`; unasked, `MAX_BEYOND` later.
 
     It is closed if the headers of a request are not complete in `HEADER_SECONDS`. So it is if, so
     long after an answer, neither the rest of that request's body nor a further request is there:
@@ -61,7 +67,10 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.ledger.put(CONNECTIONS, len(self.connections))
-        self._start_timer()
+        if self.ledger.total(CONNECTIONS) > self.max_connections + MAX_BEYOND:
+            self._refuse(FULL)
+        else:
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -115,13 +124,19 @@ class Connection(HttpToolsProtocol):
             refusal = ApiError(
                 431, f"the headers have more than {self.max_header_bytes} bytes; send fewer"
             )
+        self._refuse(refusal)
+
+    def _refuse(self, refusal: ApiError) -> None:
+        """Answer without the application, and close."""
         body = encode(refusal)
-        self.transport.write(
-            STATUS_LINE[refusal.status]
-            + b"content-type: application/json\r\nconnection: close\r\n"
-            + b"content-length: %d\r\n\r\n" % len(body)
-            + body
-        )
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": str(len(body)),
+            **(refusal.headers or {}),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[refusal.status] + lines.encode() + b"\r\n" + body)
         self.transport.close()
 
     def _count(self, part: bytes) -> None:

@@ -54,6 +54,7 @@ class EngineMonitor:
         self._replace = replace
         self._end = end
         self._answered = monotonic()
+        self._has_failed_to_sample = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nanovllm-monitor", daemon=True)
         self.stats: EngineStats | None = None
@@ -109,40 +110,42 @@ class EngineMonitor:
 
     def _run(self) -> None:
         """Warm up, then ask until stopped; an engine that ended is replaced where that is set."""
-        while not self._stopping.is_set():
-            try:
-                self._watch()
-            except Exception as error:
-                self._died(error)
-            if self.failure is not None:
-                return
+        with asyncio.Runner() as runner:
+            runner.get_loop()  # Now: later there may be no file left to open for one.
+            while not self._stopping.is_set():
+                try:
+                    self._watch(runner)
+                except Exception as error:
+                    self._died(error)
+                if self.failure is not None:
+                    return
 
-    def _watch(self) -> None:
+    def _watch(self, runner: asyncio.Runner) -> None:
         """Ask until stopped. Raises the error of an engine that ended."""
-        self._probe()
+        runner.run(self._probe())
         self.is_warm = True
         while not self._stopping.wait(self._settings.ping_s):
             before, stats = self.stats, self._llm.stats
             self._note(stats)
             if before is not None and _is_stalled(before, stats):
-                self._probe()
+                runner.run(self._probe())
 
-    def _probe(self) -> None:
+    async def _probe(self) -> None:
         """Run a request of one token. An engine that ended refuses it with the error that it had.
 
         Its answers to `stats` do not show that: it answers, and takes no step. They are noted as
         ever, for the request may have to wait for a row: an engine that is full is no hung one.
         """
-
-        async def ask() -> None:
-            probe = asyncio.create_task(self._generate())
+        probe = asyncio.create_task(self._generate())
+        try:
             while not (probe.done() or self._stopping.is_set()):
                 await asyncio.wait((probe,), timeout=self._settings.ping_s)
                 self._note(self._llm.stats)
             if probe.done():
                 probe.result()
-
-        asyncio.run(ask())
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
 
     async def _generate(self) -> None:
         async for _ in self._llm.generate(PROBE_IDS, PROBE):
@@ -151,7 +154,16 @@ class EngineMonitor:
     def _note(self, stats: EngineStats) -> None:
         self.stats = stats
         self._answered = monotonic()
-        self._sample(stats)
+        try:
+            self._sample(stats)
+        except Exception as error:  # The engine is well: its counters cannot be kept.
+            if not self._has_failed_to_sample:
+                self._has_failed_to_sample = True
+                logger.warning(
+                    "the metrics of the engine cannot be read (%s: %s); /live lacks what follows, "
+                    "and further such errors are not logged",
+                    *(type(error).__name__, error),
+                )
 
     def _died(self, error: Exception) -> None:
         """Replace the engine, or report its end. One that ended before its first answer is not."""
