@@ -76,7 +76,11 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InvalidPromptError(f"expected text, got {type(text).__name__}: {shown(text)}")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` holds Python's lock, and other threads wait: a second for a megabyte.
+            [encoding] = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return encoding.ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidPromptError(
                 f"the text {shown(text)} has half of a surrogate pair, which is no Unicode text; "

@@ -23,11 +23,13 @@ def make_router(service: Service) -> APIRouter:
     async def create_chat_completion(body: ChatBody) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         model = service.check_model(body.model)
+        params = body.sampling_params()
+        service.admission.check_size(params.n)
         ids = await service.encode_chat(body.messages, body.chat_template_kwargs)
         work = Work(
             llm=service.llm,
             prompts=[ids],
-            params=body.sampling_params(),
+            params=params,
             labels=body.labels,
             cache_salt=service.cache_salt(body.cache_salt),
             admission=service.admission,

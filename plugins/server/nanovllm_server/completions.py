@@ -23,18 +23,20 @@ def make_router(service: Service) -> APIRouter:
     async def create_completion(body: CompletionBody) -> Response:
         """Continue each prompt; with `stream`, as server-sent events."""
         model = service.check_model(body.model)
+        params = body.sampling_params()
+        service.admission.check_size(len(body.prompt) * params.n)
         prompts = await service.encode_prompts(body.prompt)
         work = Work(
             llm=service.llm,
             prompts=prompts,
-            params=body.sampling_params(),
+            params=params,
             labels=body.labels,
             cache_salt=service.cache_salt(body.cache_salt),
             admission=service.admission,
             stream=bool(body.stream),
             prompt_field="prompt",
         )
-        echoed = [await service.text_of(prompt) for prompt in body.prompt] if body.echo else []
+        echoed = await service.texts_of(body.prompt) if body.echo else []
         shape = CompletionShape(service, model, body, echoed)
         return answer(work, shape, body.stream_options)
 

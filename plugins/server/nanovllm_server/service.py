@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from nanovllm_core import AsyncLLM
 from nanovllm_core.errors import NanoVLLMError, shown
@@ -20,7 +20,8 @@ from nanovllm_server.protocol import ChatMessage
 from nanovllm_server.settings import ServerSettings
 
 LONG_TEXT = 20_000
-"""Characters (or ids) beyond which a text is tokenised on a thread, so that no stream waits."""
+"""Characters (or ids) of one request beyond which a thread tokenises, so that no stream waits."""
+T = TypeVar("T")
 
 
 class Service:
@@ -53,28 +54,40 @@ class Service:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; ApiError for one that is far too long."""
         self.prompt_limits.check_text(text, "prompt")
-        encode = self.llm.tokenizer.encode
-        if len(text) <= LONG_TEXT:
-            return encode(text, add_special_tokens)
-        return await asyncio.to_thread(encode, text, add_special_tokens)
+        return await _run(len(text), self.llm.tokenizer.encode, text, add_special_tokens)
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of ids, without special tokens."""
-        decode = self.llm.tokenizer.decode
-        if len(token_ids) <= LONG_TEXT:
-            return decode(token_ids)
-        return await asyncio.to_thread(decode, token_ids)
+        return await _run(len(token_ids), self.llm.tokenizer.decode, token_ids)
 
-    async def text_of(self, prompt: str | list[int]) -> str:
-        """A prompt as text."""
-        return prompt if isinstance(prompt, str) else await self.decode(prompt)
+    async def texts_of(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        """Each prompt as text."""
+        decode = self.llm.tokenizer.decode
+        size = sum(len(one) for one in prompts if not isinstance(one, str))
+        return await _run(
+            size, lambda: [one if isinstance(one, str) else decode(one) for one in prompts]
+        )
 
     async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The ids of each prompt; ApiError names the field."""
+        """The ids of each prompt; ApiError names the field. Stops at the first that is too long."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.prompt_limits.check_text(prompt, "prompt")
+            else:
+                self.prompt_limits.check_ids(prompt, "prompt")
+        size = sum(len(one) for one in prompts if isinstance(one, str))
         try:
-            return [await self.encode(p) if isinstance(p, str) else p for p in prompts]
+            return await _run(size, self._encode_all, prompts)
         except NanoVLLMError as error:
             raise of_engine(error, "prompt") from error
+
+    def _encode_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        encoded = []
+        for prompt in prompts:
+            ids = self.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            self.prompt_limits.check_ids(ids, "prompt")
+            encoded.append(ids)
+        return encoded
 
     async def encode_chat(
         self,
@@ -87,10 +100,9 @@ class Service:
         check_template_kwargs(variables)
         conversation = [message.for_template() for message in messages]
         template = self.llm.tokenizer.apply_chat_template
+        size = sum(len(message["content"]) for message in conversation)
         try:
-            if sum(len(message["content"]) for message in conversation) <= LONG_TEXT:
-                return template(conversation, add_generation_prompt, variables)
-            return await asyncio.to_thread(template, conversation, add_generation_prompt, variables)
+            return await _run(size, template, conversation, add_generation_prompt, variables)
         except NanoVLLMError as error:
             raise of_engine(error, "messages") from error
 
@@ -98,3 +110,10 @@ class Service:
         """The salt of the request that this task serves; `given` is its own field."""
         key = api_key.get() if self.settings.isolate_prefix_cache else None
         return cache_salt(None if key is None else key.name, given)
+
+
+async def _run(size: int, work: Callable[..., T], *arguments: Any) -> T:
+    """Call `work`: on a thread where it has more than `LONG_TEXT` characters or ids to do."""
+    if size <= LONG_TEXT:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)

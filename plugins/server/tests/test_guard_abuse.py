@@ -254,6 +254,15 @@ def test_a_prompt_far_too_long_is_refused_before_it_is_encoded(
     refused(client.post(path, json=body))
 
 
+def test_more_samples_than_the_server_takes_are_refused_before_anything_is_encoded(
+    client: httpx.Client, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "encode", None)
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", None)
+    refused(client.post(COMPLETIONS, json={"prompt": ["x"] * 200, "n": 2}), 400, "n")
+    refused(client.post(CHAT, json=chat("Hi", n=1000)), 400, "n")
+
+
 def test_a_body_beyond_the_limit_is_413(client: httpx.Client) -> None:
     refused(client.post(COMPLETIONS, json={"prompt": "x" * 5_000_000}), 413)
 

@@ -41,12 +41,8 @@ class Admission:
         """Places that are not free."""
         return self._ledger.total(QUEUE)
 
-    @contextmanager
-    def enter(self, samples: int = 1) -> Iterator[None]:
-        """Hold places for the samples of a request.
-
-        Raises ApiError: 400 if the server has fewer places, 429 if too few are free now.
-        """
+    def check_size(self, samples: int) -> None:
+        """Raises ApiError (400) for a request of more samples than the server has places."""
         if samples > self.places:
             raise ApiError(
                 400,
@@ -54,6 +50,14 @@ class Admission:
                 f"takes {self.places} at one time; send several requests",
                 param="n",
             )
+
+    @contextmanager
+    def enter(self, samples: int = 1) -> Iterator[None]:
+        """Hold places for the samples of a request.
+
+        Raises ApiError: 400 if the server has fewer places, 429 if too few are free now.
+        """
+        self.check_size(samples)
         with self._ledger.lock():
             taken = self.taken
             if taken + samples > self.places:

@@ -21,18 +21,31 @@ MAX_STOP_CHARACTERS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """The most text of a prompt. Errors are ApiError (400), here and below."""
+    """The longest prompt, as text and as ids. Errors are ApiError (400), here and below."""
 
     max_characters: int
+    max_model_len: int
 
     @classmethod
     def of(cls, max_model_len: int, max_characters: int | None = None) -> PromptLimits:
         """The limits of a model, or the configured one."""
-        return cls(max_characters or CHARACTERS_PER_TOKEN * max_model_len)
+        return cls(max_characters or CHARACTERS_PER_TOKEN * max_model_len, max_model_len)
 
     def check_text(self, text: str, param: str) -> None:
         """Refuse a text that is far too long to fit, before it is encoded."""
         self._check_characters(len(text), param)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse ids that leave no room for an answer, before the engine gets them."""
+        if len(ids) >= self.max_model_len:
+            raise ApiError(
+                400,
+                f"{param} has {len(ids)} tokens, and max_model_len is {self.max_model_len}, so a "
+                f"prompt holds at most {self.max_model_len - 1}; shorten it, or raise "
+                "limits.max_model_len of the server",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def check_messages(self, messages: Sequence[str], param: str = "messages") -> None:
         """Refuse a conversation of too many messages, or of too much text in all of them."""

@@ -38,8 +38,8 @@ class LimitSettings(ServerSection):
     header_timeout_s: Seconds = 10.0
     """The headers of a request must be complete after so many seconds."""
     max_connections: int = Field(default=4096, ge=1)
-    """Connections at one time; requests on further ones get 503. Fewer where a process may open fewer
-    files."""
+    """Connections at one time; requests on further ones get 503. Fewer where a process may
+    open fewer files."""
     requests_per_minute: float | None = Field(default=None, gt=0, strict=False)
     """Of each key, or of each address where there are no keys. Left out: no limit."""
     burst: int = Field(default=10, ge=1)
