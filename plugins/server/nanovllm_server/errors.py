@@ -41,6 +41,11 @@ TYPES: Mapping[int, str] = {
 """The `type` of a status; of others it is `invalid_request_error`, or `server_error` from 500."""
 
 
+def as_unicode(text: str) -> str:
+    """A text that may quote half of a surrogate pair, which is no UTF-8, with that escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class ApiError(Exception):
     """An answer that is an error. `param` is the request's field that is at fault."""
 
@@ -55,8 +60,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        # It may quote half of a surrogate pair, which is no UTF-8.
-        self.message = message.encode("utf-8", "backslashreplace").decode()
+        self.message = as_unicode(message)
         self.param = param
         self.code = code
         self.headers = headers
@@ -89,8 +93,17 @@ REFUSED = "refused"
 
 def refused_field(message: str, field: str, code: str | None = None) -> PydanticCustomError:
     """For validators of a body's models: `field` of the model is at fault, wherever it stands."""
-    return PydanticCustomError(
-        REFUSED, "{message}", {"message": message, "field": field, "code": code}
+    context = {"message": as_unicode(message), "field": as_unicode(field), "code": code}
+    return PydanticCustomError(REFUSED, "{message}", context)
+
+
+def failed(request_id: str | None) -> ApiError:
+    """The answer where a bug raised. The log has the exception."""
+    return ApiError(
+        500,
+        "the server failed on this request; its log has the reason under the request's id "
+        f"{request_id}",
+        code="internal_error",
     )
 
 
@@ -148,10 +161,14 @@ def add_handlers(app: FastAPI) -> None:
     async def engine(_: Request, error: Exception) -> Response:
         return of_engine(error).response()
 
+    async def other(request: Request, _: Exception) -> Response:
+        return failed(request.scope.get("state", {}).get("request_id")).response()
+
     app.add_exception_handler(ApiError, api)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(NanoVLLMError, engine)
+    app.add_exception_handler(Exception, other)  # It is raised on, for the log.
 
 
 def _remedy(request: Request, error: HTTPException) -> str:

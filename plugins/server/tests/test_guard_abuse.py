@@ -170,6 +170,45 @@ def test_json_bombs_are_400(client: httpx.Client, body: bytes) -> None:
     refused(answer)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, r'{"prompt": "x", "\ud800": 1}', r"\ud800"),
+        (
+            COMPLETIONS,
+            r'{"prompt": "x", "stream": true, "stream_options": {"\ud800": 1}}',
+            r"stream_options.\ud800",
+        ),
+        (
+            CHAT,
+            r'{"messages": [{"role": "user", "content": "x", "\ud800": 1}]}',
+            r"messages[0].\ud800",
+        ),
+        (CHAT, r'{"messages": [{"role": "user", "content": "x"}], "tools": ["\ud800"]}', "tools"),
+    ],
+)
+def test_a_name_with_half_of_a_surrogate_pair_is_refused_as_any_other(
+    client: httpx.Client, path: str, body: str, param: str
+) -> None:
+    answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    refused(answer, 400, param)
+
+
+def test_a_route_that_raises_is_500_in_the_shape_of_all_errors(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a server of its own, whose end has the last line of the log behind it."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError
+
+    monkeypatch.setattr(ChatBody, "sampling_params", fail)
+    with serving(llm) as url, httpx.Client(base_url=url, timeout=WAIT) as http:
+        answer = http.post(CHAT, json=chat("Hi"), headers={"x-request-id": "mine"})
+    refused(answer, 500)
+    assert "mine" in answer.json()["error"]["message"]
+
+
 def test_a_form_is_refused(client: httpx.Client) -> None:
     answer = client.post(COMPLETIONS, data={"prompt": "x"})
     assert 400 <= answer.status_code < 500

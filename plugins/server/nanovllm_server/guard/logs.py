@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanovllm_server.errors import ApiError
+from nanovllm_server.errors import failed
 from nanovllm_server.guard.asgi import SentResponse
 from nanovllm_server.guard.request_ids import request_id
 
@@ -46,14 +46,7 @@ class AccessLog:
             await self._app(scope, receive, response)
         except Exception as error:
             access.error("%s\n%s", type(error).__name__, where(error))
-            await response.end_with(
-                ApiError(
-                    500,
-                    "the server failed on this request; its log has the reason under the request's "
-                    f"id {request_id.get()}",
-                    code="internal_error",
-                )
-            )
+            await response.end_with(failed(request_id.get()))
         finally:
             self._write(scope, response, self._clock() - began)
 
