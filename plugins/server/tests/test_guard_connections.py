@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import shutil
 import signal
@@ -235,6 +236,50 @@ def test_a_client_that_reads_nothing_is_cut_at_the_deadline(
         client.sendall(HEAD.replace(b"/v1/x", b"/flood") + b"content-length: 2\r\n\r\n{}")
         wait_until(lambda: bool(connections))
         wait_until(lambda: not connections)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_answer_to_a_client_that_has_just_left_is_no_error(
+    caplog: pytest.LogCaptureFixture, has_begun: bool
+) -> None:
+    """A stream may send once more before it hears that its connection has ended."""
+
+    async def late(scope: Scope, receive: Receive, send: Send) -> None:
+        head = [(b"content-type", b"text/event-stream")]
+        start = {"type": "http.response.start", "status": 200, "headers": head}
+        if has_begun:
+            await send(start)
+        scope["state"]["abort_connection"]()  # As the end of the client's side does.
+        if not has_begun:
+            await send(start)
+        await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
+
+    with serving(late, ServerSettings(port=0)) as server:
+        exchange(server.servers[0].sockets[0].getsockname(), HEAD, b"content-length: 2\r\n\r\n{}")
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def test_a_client_that_leaves_ends_its_stream_also_where_another_request_waits_behind_it() -> None:
+    async def until_gone(scope: Scope, receive: Receive, send: Send) -> None:
+        async def events() -> None:
+            head = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            while True:
+                await send(
+                    {"type": "http.response.body", "body": b"data: x\n\n", "more_body": True}
+                )
+                await asyncio.sleep(0.005)
+
+        sending = asyncio.create_task(events())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sending.cancel()
+
+    with serving(until_gone, ServerSettings(port=0)) as server:
+        with closing(connect(server.servers[0].sockets[0].getsockname())) as client:
+            client.sendall((HEAD + b"content-length: 2\r\n\r\n{}") * 2)
+            assert client.recv(1000)
+        wait_until(lambda: not server.server_state.tasks)
 
 
 def test_one_connection_too_many_is_503_in_the_shape_of_all_errors() -> None:

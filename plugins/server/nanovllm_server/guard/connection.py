@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import encode, retry_after, send_error
@@ -63,6 +69,8 @@ class Connection(HttpToolsProtocol):
     _header_bytes = 0
     """Of whole headers and trailers."""
     _has_headers = False
+    _cycles: Sequence[RequestResponseCycle] = ()
+    """Requests whose answer is not complete, and perhaps the last one that is."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,6 +83,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the last one alone, which may wait behind others
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         self.ledger.put(CONNECTIONS, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
@@ -104,6 +115,9 @@ class Connection(HttpToolsProtocol):
         if self.ledger.total(CONNECTIONS) > self.max_connections:
             self.app = logged_full
         super().on_headers_complete()
+        cycle: Any = self.cycle
+        cycle.send = partial(_send, cycle, cycle.send)
+        self._cycles = [*(one for one in self._cycles if not one.response_complete), cycle]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -159,6 +173,16 @@ class Connection(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _send(cycle: RequestResponseCycle, send: Send, message: Message) -> Awaitable[None]:
+    """uvicorn's `send`, which ignores what comes after a disconnect, from its very moment on.
+
+    uvicorn hears of it when the event loop turns again. Until then writing raises.
+    """
+    if cycle.transport.is_closing() and not cycle.response_complete:
+        cycle.disconnected = True
+    return send(message)
 
 
 def connection_class(
