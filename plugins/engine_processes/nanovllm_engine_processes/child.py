@@ -1,7 +1,7 @@
 """An engine's process: an engine loop whose inbox and answers are sockets.
 
-The main thread takes the engine's steps and sends what they give. A second thread receives, answers
-pings, and ends the process with the door's.
+The main thread takes the engine's steps and sends what they give. A second thread receives and
+answers pings. A third one ends the process when the door's process has ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -34,7 +35,7 @@ from nanovllm_core.frontend import (
 )
 from nanovllm_engine_processes import wire
 
-PARENT_MS = 1000
+PARENT_SECONDS = 0.5
 """How often an engine's process looks whether the door's is still there."""
 LINGER_MS = 1000
 REQUESTS = 0
@@ -85,6 +86,7 @@ class EngineServer:
 
     def run(self) -> None:
         """Until the door closes the engine."""
+        Thread(target=self._watch_parent, daemon=True).start()
         receiver = Thread(target=self._receive, daemon=True)
         receiver.start()
         start = self._first.get()
@@ -146,7 +148,7 @@ class EngineServer:
     # -- messages, on a thread of their own
 
     def _receive(self) -> None:
-        """Until `Close`, the end of a start that failed, or that of the door's process."""
+        """Until `Close`, or the end of a start that failed."""
         with (
             suppress(zmq.ContextTerminated),
             self._context.socket(zmq.PULL) as inbox,
@@ -158,9 +160,7 @@ class EngineServer:
             self._pass_on(inbox, pongs)
 
     def _pass_on(self, inbox: zmq.Socket[bytes], pongs: zmq.Socket[bytes]) -> None:
-        while os.getppid() == self._parent:
-            if not inbox.poll(PARENT_MS):
-                continue
+        while True:
             name, content = wire.decode(inbox.recv())
             if name == wire.PING:
                 pongs.send(wire.encode(self._number, wire.PONG, None))
@@ -174,5 +174,12 @@ class EngineServer:
                 self._loop.inbox.put(message)
                 if isinstance(message, Close):
                     return
+
+    # -- the end of the door's process, on a thread of its own
+
+    def _watch_parent(self) -> None:
+        """Until this process ends, so a step or a close that hangs does not outlive the door."""
+        while os.getppid() == self._parent:
+            time.sleep(PARENT_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
         os.killpg(0, signal.SIGKILL)

@@ -166,6 +166,12 @@ class Engines:
             if is_last:
                 break
             self._answers.poll(10)
+        for one in self._processes.values():
+            if not one.has_ended():
+                logger.error(
+                    "%s did not close within close_seconds (%g s) and is killed: a step hangs",
+                    one, self._options.close_seconds,
+                )  # fmt: skip
         return heard
 
     def close(self) -> None:

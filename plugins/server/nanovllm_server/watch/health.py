@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+KILL_SECONDS = 2.0
+"""For engines in processes, whose client has a bound as long and kills them then."""
 PROBE_IDS = [0]
 """A prompt of one token: any checkpoint has it, and it fills no block of the prefix cache."""
 
@@ -195,13 +197,18 @@ def _is_stalled(before: EngineStats, now: EngineStats) -> bool:
 
 
 def close_within(llm: AsyncLLM | EngineClient, seconds: float) -> bool:
-    """Close an engine, which waits for the step under way; False where it takes longer."""
+    """Close an engine, which waits for the step under way; False if it takes longer.
+
+    A client of engines in processes then has a moment more to kill them and to remove its sockets.
+    """
     closing = threading.Thread(target=llm.close, name="nanovllm-close", daemon=True)
     closing.start()
     closing.join(seconds)
     if closing.is_alive():
         logger.error("the engine did not close within %g s: a step hangs", seconds)
-    return not closing.is_alive()
+        closing.join(KILL_SECONDS)
+        return False
+    return True
 
 
 class HealthEndpoints:
