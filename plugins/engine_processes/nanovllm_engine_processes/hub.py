@@ -148,18 +148,19 @@ class Hub:
     def _serve(self, engines: Engines) -> None:
         looked = time.monotonic()
         while True:
-            self._hand_out(engines, engines.receive())
+            ended = self._hand_out(engines, engines.receive())
+            if time.monotonic() - looked > LOOK_SECONDS:
+                looked = time.monotonic()
+                heard, found = engines.find_ended()
+                said = self._hand_out(engines, [one for one in heard if one[0] not in ended])
+                ended = found | said | ended  # an engine's own words say more
+            if ended:
+                self._lose(engines, ended)
             while not self._inbox.empty():
                 message = self._inbox.get()
                 if isinstance(message, Close):
                     return
                 self._handle(engines, message)
-            if time.monotonic() - looked > LOOK_SECONDS:
-                looked = time.monotonic()
-                heard, ended = engines.find_ended()
-                self._hand_out(engines, heard)
-                for number, error in ended.items():
-                    self._lose(engines, number, error)
 
     def _handle(self, engines: Engines, message: Message) -> None:
         match message:
@@ -251,9 +252,15 @@ class Hub:
 
     # -- answers
 
-    def _hand_out(self, engines: Engines, heard: Iterable[Heard]) -> None:
-        """Give each subscriber what came for it: its deltas of each step at once."""
+    def _hand_out(self, engines: Engines, heard: Iterable[Heard]) -> dict[int, NanoVLLMError]:
+        """Give each subscriber what came for it: its deltas of each step at once.
+
+        Returns the errors of engines that say that they have ended; what they say later is ignored.
+        """
+        ended: dict[int, NanoVLLMError] = {}
         for engine, name, content in heard:
+            if engine in ended:
+                continue
             if name == wire.DELTAS:
                 self._deliver(engine, content)
             elif name == wire.REFUSED:
@@ -265,7 +272,8 @@ class Hub:
                     question.waiting.discard(engine)
                     self._answer_if_whole(number, question)
             elif name == wire.ENDED:
-                self._lose(engines, engine, wire.read_error(content))
+                ended[engine] = wire.read_error(content)
+        return ended
 
     def _deliver(self, engine: int, rows: list[list[Any]]) -> None:
         by_subscriber: dict[int, list[OutputDelta]] = {}
@@ -326,29 +334,32 @@ class Hub:
 
     # -- an engine's end
 
-    def _lose(self, engines: Engines, lost: int, error: NanoVLLMError) -> None:
-        """Go on without an engine: others take over what it had not given."""
-        if lost not in self._infos:
-            return
-        engines.end(lost)
-        del self._infos[lost], self._samples.loads[lost]
-        left = len(engines)
-        logger.error("%s; %d of %d engines left", error, left, self._config.data_parallel_size)
-        if not left:
-            self._failure = error
+    def _lose(self, engines: Engines, ended: dict[int, NanoVLLMError]) -> None:
+        """Go on without these engines: others take over what they had not given.
+
+        All are removed before any sample moves, so none moves to an engine that has ended too.
+        """
+        size = self._config.data_parallel_size
+        for lost, error in ended.items():
+            engines.end(lost)
+            del self._infos[lost], self._samples.loads[lost]
+            logger.error("%s; %d of %d engines left", error, len(engines), size)
+        if not self._infos:
+            *_, self._failure = ended.values()
             self._samples.drop([*self._samples])
             self._questions.clear()
-            self._end_all(error)
+            self._end_all(self._failure)
             return
-        self.info = common_info(self._infos, self._config.data_parallel_size, 0.0, self.info)
-        forget(self._router, lost)
+        self.info = common_info(self._infos, size, 0.0, self.info)
+        for lost in ended:
+            forget(self._router, lost)
         for number, question in tuple(self._questions.items()):
-            question.waiting.discard(lost)
+            question.waiting.difference_update(ended)
             self._answer_if_whole(number, question)
         chosen: dict[str, int] = {}
         for sample in self._samples:
-            if sample.engine == lost:
-                self._run_again(engines, sample, error, chosen)
+            if sample.engine in ended:
+                self._run_again(engines, sample, ended[sample.engine], chosen)
 
     def _run_again(
         self, engines: Engines, sample: Sample, error: NanoVLLMError, chosen: dict[str, int]

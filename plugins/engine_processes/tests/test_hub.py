@@ -257,8 +257,9 @@ class Simulation:
                 engine.step()
             elif act == "hear":
                 return self.hear(engine.number, 1 + value // NUM_ENGINES)
-            elif act == "die":
-                self.dying[engine.number] = EngineError(f"engine {engine.number} ended")
+            elif act in ("die", "die together"):
+                for number in [one for one in self if one == engine.number or act != "die"][:2]:
+                    self.dying[number] = EngineError(f"engine {number} ended")
             elif act == "fail":
                 engine.step()
                 engine.say(wire.ENDED, wire.error_row(EngineError("a step raised")))
@@ -351,7 +352,8 @@ def facts(output: RequestOutput) -> tuple[Any, ...]:
     return output.token_ids, output.text, output.finish_reason, output.stop_reason
 
 
-acts = ["add"] * 3 + ["step"] * 6 + ["hear"] * 6 + ["read"] * 3 + ["leave", "ask", "die", "fail"]
+acts = ["add"] * 3 + ["step"] * 6 + ["hear"] * 6 + ["read"] * 3
+acts += ["leave", "ask", "die", "die together", "fail"]
 programs = st.lists(st.tuples(st.sampled_from(acts), st.integers(0, 15)), max_size=80)
 
 
