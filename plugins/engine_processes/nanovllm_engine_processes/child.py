@@ -29,6 +29,7 @@ from nanovllm_core.frontend import (
     EngineLoop,
     EngineStats,
     GetStats,
+    Refused,
     ResetPrefixCache,
     Started,
     WaitIdle,
@@ -152,22 +153,25 @@ class EngineServer:
         with (
             suppress(zmq.ContextTerminated),
             self._context.socket(zmq.PULL) as inbox,
-            self._connect(outbox_of(self._folder)) as pongs,
+            self._connect(outbox_of(self._folder)) as out,
         ):
-            inbox.linger = pongs.linger = 0
+            inbox.linger = out.linger = 0
             inbox.set_hwm(0)
             inbox.bind(inbox_of(self._folder, self._number))
-            self._pass_on(inbox, pongs)
+            self._pass_on(inbox, out)
 
-    def _pass_on(self, inbox: zmq.Socket[bytes], pongs: zmq.Socket[bytes]) -> None:
+    def _pass_on(self, inbox: zmq.Socket[bytes], out: zmq.Socket[bytes]) -> None:
         while True:
             name, content = wire.decode(inbox.recv())
             if name == wire.PING:
-                pongs.send(wire.encode(self._number, wire.PONG, None))
+                out.send(wire.encode(self._number, wire.PONG, None))
             elif name == wire.START:
                 self._first.put(content)
             else:
                 message = wire.read_message(name, content)
+                if isinstance(message, Refused):
+                    out.send(wire.encode(self._number, *wire.answer_row(message)))
+                    continue
                 if isinstance(message, GetStats | WaitIdle | ResetPrefixCache):
                     number = message.subscriber
                     self._loop.subscribers[number] = partial(self._answer, number)

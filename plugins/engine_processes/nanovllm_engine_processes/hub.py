@@ -184,14 +184,14 @@ class Hub:
         """Send each request to the engine that the router chooses; all of them, or none."""
         names = tuple(new.request_id for new in message.requests)
         batch = Batch(message.subscriber, names)
-        parts: dict[int, list[NewRequest]] = {}
+        parts: dict[int, list[wire.PackedRequest]] = {}
         added: list[NewRequest] = []
         try:
             for given in message.requests:
                 new = self._with_seed(given)
-                wire.check_request(new)
+                packed = wire.pack_request(new)
                 engine = self._route(new)
-                parts.setdefault(engine, []).append(new)
+                parts.setdefault(engine, []).append(packed)
                 self._samples.add(new, batch, engine)
                 added.append(new)
         except NanoVLLMError as error:
@@ -199,7 +199,7 @@ class Hub:
             self._answer(message.subscriber, Refused(error, names, len(added)))
             return
         for engine, requests in parts.items():
-            engines.send(engine, wire.encode_message(AddRequests(REQUESTS, tuple(requests))))
+            engines.send(engine, wire.encode(wire.ADD, wire.PackedRequests(REQUESTS, requests)))
 
     def _with_seed(self, new: NewRequest) -> NewRequest:
         """The seed that an engine on a thread would derive: tokens do not depend on the router."""
@@ -381,13 +381,14 @@ class Hub:
             name = sample.request.request_id
             rest = sample.rest(f"{name}/{next(self._numbers)}")
             try:
+                packed = wire.pack_request(rest)
                 engine = chosen[name] if name in chosen else self._route(rest)
             except NanoVLLMError as fault:
                 self._finish(sample, finish_reason="error", error=fault)
                 return
             chosen[name] = engine
             self._samples.move(sample, engine, rest.request_id)
-            engines.send(engine, wire.encode_message(AddRequests(REQUESTS, (rest,))))
+            engines.send(engine, wire.encode(wire.ADD, wire.PackedRequests(REQUESTS, [packed])))
 
     # -- the end
 

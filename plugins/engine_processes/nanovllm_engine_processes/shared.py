@@ -228,13 +228,15 @@ class Line:
     def _send(self, out: zmq.Socket[bytes], name: str, content: Any) -> None:
         """What no message can hold is refused here."""
         if isinstance(content, AddRequests):
-            for place, new in enumerate(content.requests):
-                try:
-                    wire.check_request(new)
-                except NanoVLLMError as error:
-                    names = tuple(one.request_id for one in content.requests)
-                    self._deliver(content.subscriber, Refused(error, names, place))
-                    return
+            packed: list[wire.PackedRequest] = []
+            try:
+                for new in content.requests:
+                    packed.append(wire.pack_request(new))
+            except NanoVLLMError as error:
+                names = tuple(one.request_id for one in content.requests)
+                self._deliver(content.subscriber, Refused(error, names, len(packed)))
+                return
+            content = wire.PackedRequests(content.subscriber, packed)
         out.send(wire.encode(self.door, name, content))
 
     def _hand_out(self, name: str, subscriber: int, content: Any) -> None:

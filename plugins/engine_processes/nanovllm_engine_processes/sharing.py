@@ -185,7 +185,9 @@ class EngineShare:
             with self._lock:
                 self._end(str(door), EngineError(f"the shared engine failed: {error!r}"))
 
-    def _handle(self, name: str, what: str, content: Any, message: Message | None) -> None:
+    def _handle(
+        self, name: str, what: str, content: Any, message: Message | Refused | None
+    ) -> None:
         if what == wire.OPEN:
             self._open(name, content)
             return
@@ -201,6 +203,9 @@ class EngineShare:
             if what == wire.LOST:
                 lost = [k for k, one in door.unfinished.items() if one.subscriber == content]
                 self._post(door, door.client, Abort(tuple(lost)))
+        elif isinstance(message, Refused):
+            refused, row = wire.answer_row(message)
+            door.socket.send(wire.encode(refused, content["subscriber"], row))
         elif isinstance(message, Close):
             self._drop(name)
         elif message is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
 from traceback import format_exception
 from typing import Any, get_args
@@ -49,6 +49,8 @@ CLOSED = "closed"
 OPEN, SUBSCRIBE, UNSUBSCRIBE, LOST = "open", "subscribe", "unsubscribe", "lost"
 """A door's process id; the number of its subscriber, and of one that can take nothing more."""
 
+ADD = AddRequests.__name__
+"""Its content is `PackedRequests`."""
 MESSAGES: Mapping[str, Any] = {message.__name__: message for message in get_args(Message)}
 
 
@@ -78,12 +80,30 @@ def decode(data: bytes) -> Any:
 
 
 def encode_message(message: Message) -> bytes:
-    """A message of a door; raises as `encode` does."""
-    return _encode((type(message).__name__, message))
+    """A message of a door; raises as `encode` and `pack_request` do."""
+    content: Any = message
+    if isinstance(message, AddRequests):
+        content = PackedRequests(message.subscriber, [*map(pack_request, message.requests)])
+    return _encode((type(message).__name__, content))
 
 
-def check_request(request: NewRequest) -> None:
-    """Raises a RequestError for a request that no message can hold."""
+PackedRequest = tuple[str, list[int], bytes]
+"""A request's id, the ids of its prompt, and its other fields as a message of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRequests:
+    """`AddRequests` as it is sent. Whatever a request holds, the ids of all requests are read."""
+
+    subscriber: int
+    requests: list[PackedRequest]
+
+
+def pack_request(request: NewRequest) -> PackedRequest:
+    """A request as it is sent, and read by the other process.
+
+    Raises a RequestError for a request that no message can hold, or that cannot be read from it.
+    """
     try:
         array("q", request.prompt_token_ids)
     except OverflowError as error:
@@ -92,29 +112,31 @@ def check_request(request: NewRequest) -> None:
             "model's tokenizer"
         ) from error
     try:
-        _encode(replace(request, prompt_token_ids=[]))
+        rest = _encode(replace(request, prompt_token_ids=[]))
+        _read_request([], rest)
     except Exception as error:  # RecursionError too, and what a caller's own mapping raises
         raise InvalidSamplingError(
             f"{_unsendable_field(request)} cannot be sent to an engine's process: {error}; it may "
             "hold texts, numbers, true, false, null, lists and mappings alone"
         ) from error
+    return request.request_id, request.prompt_token_ids, rest
 
 
 def _unsendable_field(request: NewRequest) -> str:
     """The parameter that no message can hold; `labels` where all parameters can be sent."""
     for one in fields(request.params):
         try:
-            _encode(getattr(request.params, one.name))
+            # Nested as in a request: how deep it may nest is a matter of that.
+            _decode(_encode({"params": {one.name: getattr(request.params, one.name)}}))
         except Exception:
             return one.name
     return "labels"
 
 
-def read_message(name: str, content: dict[str, Any]) -> Message:
-    """What `encode_message` was given."""
-    if name == AddRequests.__name__:
-        requests = tuple(map(_read_request, content["requests"]))
-        return AddRequests(content["subscriber"], requests)
+def read_message(name: str, content: dict[str, Any]) -> Message | Refused:
+    """What `encode_message` was given; `Refused` for requests of which one cannot be read."""
+    if name == ADD:
+        return _read_requests(content["subscriber"], content["requests"])
     values = {
         key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
     }
@@ -122,7 +144,23 @@ def read_message(name: str, content: dict[str, Any]) -> Message:
     return message
 
 
-def _read_request(content: dict[str, Any]) -> NewRequest:
+def _read_requests(subscriber: int, packed: list[PackedRequest]) -> AddRequests | Refused:
+    requests: list[NewRequest] = []
+    try:
+        for _, ids, rest in packed:
+            requests.append(_read_request(ids, rest))
+    except Exception as error:  # such as a RecursionError, where less of the stack is free
+        fault = InvalidSamplingError(
+            f"the request cannot be read by the engine's process: {error}; simplify the arguments "
+            "of logits_processors and constraints"
+        )
+        return Refused(fault, tuple(name for name, _, _ in packed), len(requests))
+    return AddRequests(subscriber, tuple(requests))
+
+
+def _read_request(ids: list[int], rest: bytes) -> NewRequest:
+    content = _decode(rest)
+    content["prompt_token_ids"] = ids
     content["params"] = SamplingParams(**content["params"])
     content["output_token_ids"] = tuple(content["output_token_ids"])
     return NewRequest(**content)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,9 +23,10 @@ from nanovllm_core.api import (
     EngineClosedError,
     EngineConfig,
     EngineError,
+    InvalidSamplingError,
 )
 from nanovllm_engine_processes import engines, process, wire
-from nanovllm_engine_processes.child import EngineServer, outbox_of
+from nanovllm_engine_processes.child import EngineServer, inbox_of, outbox_of
 from nanovllm_engine_processes.engines import Engines
 from nanovllm_engine_processes.plugin import ProcessesOptions
 from nanovllm_engine_processes.process import EngineProcess
@@ -154,6 +157,47 @@ def test_an_answer_that_no_message_holds_ends_the_engine_with_its_error(tmp_path
     assert (number, name) == (3, wire.ENDED)
     assert "engine 3 (process" in str(wire.read_error(error))
     assert "object object" in str(wire.read_error(error))
+
+
+def test_a_request_that_nests_too_deep_is_refused_and_ends_no_engine(two: LLM) -> None:
+    """Whether the door's process finds it or an engine's; another call goes on."""
+    before, value = pids(two), [1]
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with ThreadPoolExecutor(1) as pool:
+        innocent = pool.submit(two.generate, ["Hello"], params, False)
+        for depth in range(sys.getrecursionlimit() + 10):
+            value = [value]  # type: ignore[list-item]
+            if depth > sys.getrecursionlimit() - 60:
+                bad = SamplingParams(max_tokens=3, logits_processors={"a": {"b": value}})
+                with pytest.raises(InvalidSamplingError):
+                    two.generate(["x"], bad, use_tqdm=False)
+        assert innocent.result(60)[0].finish_reason == "length"
+    assert pids(two) == before
+
+
+def test_an_engine_s_process_refuses_a_request_that_it_cannot_read(tmp_path: Path) -> None:
+    """It goes on to receive, and answers the ping that comes next."""
+    bad = wire.PackedRequests(0, [("a", [1], b"\xc1")])
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as answers,
+        context.socket(zmq.PUSH) as inbox,
+    ):
+        answers.bind(outbox_of(str(tmp_path)))
+        server = EngineServer(str(tmp_path), 3, os.getpid())
+        Thread(target=server._receive, daemon=True).start()
+        inbox.connect(inbox_of(str(tmp_path), 3))
+        inbox.send(wire.encode(wire.ADD, bad))
+        inbox.send(wire.encode(wire.PING, None))
+        heard = []
+        while len(heard) < 2:
+            assert answers.poll(5000)
+            heard.append(wire.decode(answers.recv()))
+        server._out.close(linger=0)
+        server._context.term()
+    [_, refused, (error, names, place)], [_, pong, _] = heard
+    assert (refused, names, place, pong) == (wire.REFUSED, ["a"], 0, wire.PONG)
+    assert isinstance(wire.read_error(error), InvalidSamplingError)
 
 
 def test_the_path_of_the_sockets_may_be_as_long_as_a_socket_takes(

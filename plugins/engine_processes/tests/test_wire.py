@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -29,6 +31,7 @@ from nanovllm_core.frontend import (
     GetStats,
     NewRequest,
     OutputDelta,
+    Refused,
     ResetPrefixCache,
     WaitIdle,
 )
@@ -168,24 +171,69 @@ def test_a_plugin_s_error_is_of_the_type_that_it_was_made_from() -> None:
 
 def test_what_no_message_holds_is_refused() -> None:
     good = NewRequest(request_id="a", prompt_token_ids=[1], params=SamplingParams())
-    wire.check_request(good)
+    wire.pack_request(good)
     for beyond in (2**70, 2**63):
         with pytest.raises(InvalidPromptError, match="64 bits"):
-            wire.check_request(replace(good, prompt_token_ids=[beyond]))
+            wire.pack_request(replace(good, prompt_token_ids=[beyond]))
     within_itself: dict[str, Any] = {}
     within_itself["y"] = within_itself
     for asked in (
         {"x": {"y": object()}}, {"x": {"y": 2**70}}, {"x": {"\ud800": 1}}, {"x": within_itself}
     ):  # fmt: skip
         with pytest.raises(InvalidSamplingError, match=r"^constraints cannot be sent"):
-            wire.check_request(replace(good, params=SamplingParams(constraints=asked)))
+            wire.pack_request(replace(good, params=SamplingParams(constraints=asked)))
     with pytest.raises(InvalidSamplingError, match=r"^labels cannot be sent"):
-        wire.check_request(replace(good, labels={"a": "\ud800"}))
+        wire.pack_request(replace(good, labels={"a": "\ud800"}))
     numbers = {"x": {"y": np.int64(3), "z": np.float32(0.5)}}
     message = AddRequests(0, (replace(good, params=SamplingParams(constraints=numbers)),))
     read = wire.read_message(*wire.decode(wire.encode_message(message)))
     assert isinstance(read, AddRequests)
     assert read.requests[0].params.constraints == {"x": {"y": 3, "z": 0.5}}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_can_be_packed_can_be_sent_and_read_however_deep_it_nests() -> None:
+    """No depth passes the check and fails afterwards, where nobody could be refused any more."""
+    good = NewRequest(request_id="a", prompt_token_ids=[1], params=SamplingParams())
+    refused = 0
+    for depth in range(sys.getrecursionlimit() - 80, sys.getrecursionlimit() + 1):
+        params = SamplingParams(constraints={"x": {"y": nested(depth)}})
+        try:
+            packed = wire.pack_request(replace(good, params=params))
+        except InvalidSamplingError:
+            refused += 1
+        else:
+            sent = wire.encode(wire.ADD, wire.PackedRequests(0, [packed]))
+            # The other process may have less of its stack free.
+            assert isinstance(wire.read_message(*wire.decode(sent)), AddRequests | Refused)
+    assert refused
+
+
+@pytest.mark.parametrize(
+    "value", [msgspec.Raw(b"\xc1"), msgspec.Raw(b""), msgspec.msgpack.Ext(-1, b"x")]
+)
+def test_what_cannot_be_read_is_refused_before_it_is_sent(value: Any) -> None:
+    """It encodes without an error."""
+    params = SamplingParams(constraints={"x": {"y": value}})
+    with pytest.raises(InvalidSamplingError, match=r"^constraints cannot be sent"):
+        wire.pack_request(NewRequest(request_id="a", prompt_token_ids=[1], params=params))
+
+
+def test_a_request_that_cannot_be_read_is_refused_with_those_of_its_message() -> None:
+    good = NewRequest(request_id="a", prompt_token_ids=[1], params=SamplingParams())
+    unreadable = "b", [1], b"\xc1"
+    packed = wire.PackedRequests(7, [wire.pack_request(good), unreadable])
+    read = wire.read_message(*wire.decode(wire.encode(wire.ADD, packed)))
+    assert isinstance(read, Refused)
+    assert (read.request_ids, read.index) == (("a", "b"), 1)
+    assert isinstance(read.error, InvalidSamplingError)
+    assert "cannot be read" in str(read.error)
 
 
 def test_counters_and_facts_come_out_as_they_went_in() -> None:
