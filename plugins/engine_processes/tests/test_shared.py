@@ -95,6 +95,20 @@ def test_doors_have_ids_of_their_own_and_refusals_reach_the_one_at_fault(
         assert len(other.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
 
 
+def test_a_request_that_nests_too_deep_ends_no_door(
+    share: EngineShare, settings: dict[str, Any]
+) -> None:
+    """Whether the door or the share finds it, it is refused alone."""
+    value = [5]
+    with door(share, settings) as llm:
+        for depth in range(sys.getrecursionlimit() + 10):
+            value = [value]  # type: ignore[list-item]
+            if depth > sys.getrecursionlimit() - 60:
+                with pytest.raises(InvalidSamplingError):
+                    llm.generate([[5]], SamplingParams(logits_processors={"x": {"a": value}}))
+        assert len(llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+
+
 def test_a_door_whose_process_is_killed_leaves_nothing_running(
     share: EngineShare, thread: LLM, settings: dict[str, Any]
 ) -> None:
