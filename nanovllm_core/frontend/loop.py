@@ -68,6 +68,10 @@ class EngineLoop:
         self.subscribers: dict[int, Deliver] = {}
         """A door registers before it looks at `is_open`, so that the last answer reaches it."""
         self.close_error: BaseException | None = None
+        self.turns = 0
+        """Steps taken and messages handled: it stands still while one of them hangs."""
+        self.is_idle = True
+        """The loop waits for a message, or does not serve yet."""
         self.engine: Engine
         self.last_stats: EngineStats
         self._startup: Startup
@@ -156,10 +160,14 @@ class EngineLoop:
                 while self._samples and self.inbox.empty():
                     if deltas := self.engine.step():
                         self._deliver(deltas)
+                    self.turns += 1
                 while self._waiting_for_idle and not self._samples:
                     self._is_lent = True
                     self._answer(self._waiting_for_idle.pop(), self.engine.stats)
+                self.is_idle = True
                 message = self._next_message()
+                self.is_idle = False
+                self.turns += 1
                 if isinstance(message, Close):
                     return message
                 self._handle(message)

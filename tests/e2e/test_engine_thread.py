@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +103,35 @@ def test_closing_wakes_a_caller_that_waits(tiny: Path, monkeypatch: pytest.Monke
         with pytest.raises(EngineClosedError, match="this LLM is closed; create a new one"):
             call.result(timeout=60)
         assert llm.stats.steps > 0, "the last counters"
+
+
+def test_the_turns_of_the_loop_stand_still_while_a_step_hangs(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is not idle then; each step and each message is a turn."""
+    go_on, hangs = threading.Event(), threading.Event()
+    with open_tiny(tiny) as llm, ThreadPoolExecutor(1) as pool:
+        loop, step = llm._client._loop, llm.engine.step
+
+        def hang() -> Any:
+            hangs.set()
+            assert go_on.wait(60)
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", hang)
+        call = pool.submit(llm.generate, PROMPTS, greedy())
+        assert hangs.wait(60)
+        turns = loop.turns
+        assert not loop.is_idle
+        time.sleep(0.05)
+        assert loop.turns == turns
+        go_on.set()
+        call.result(timeout=60)
+        assert loop.turns > turns
+        until = time.monotonic() + 60
+        while not loop.is_idle:
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_an_idle_engine_takes_no_processor_time(tiny: Path) -> None:

@@ -164,7 +164,7 @@ class EngineServer:
         while True:
             name, content = wire.decode(inbox.recv())
             if name == wire.PING:
-                out.send(wire.encode(self._number, wire.PONG, None))
+                out.send(wire.encode(self._number, wire.PONG, self._pulse()))
             elif name == wire.START:
                 self._first.put(content)
             else:
@@ -178,6 +178,11 @@ class EngineServer:
                 self._loop.inbox.put(message)
                 if isinstance(message, Close):
                     return
+
+    def _pulse(self) -> tuple[int, bool]:
+        """How often the loop has turned, and whether it works; (0, False) before the start."""
+        loop = getattr(self, "_loop", None)
+        return (0, False) if loop is None else (loop.turns, not loop.is_idle)
 
     # -- the end of the door's process, on a thread of its own
 

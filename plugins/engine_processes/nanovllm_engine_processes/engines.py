@@ -39,7 +39,8 @@ class Engines:
 
     def __init__(self, config: EngineConfig, options: ProcessesOptions) -> None:
         self._options = options
-        self._ping_seconds = min(MAX_PING_SECONDS, options.stall_seconds / 4)
+        shortest = min(options.stall_seconds, options.step_seconds)
+        self._ping_seconds = min(MAX_PING_SECONDS, shortest / 4)
         self._pinged = time.monotonic()
         self._processes: dict[int, EngineProcess] = {}
         self._killed: list[EngineProcess] = []
@@ -124,23 +125,30 @@ class Engines:
                 if process is None:
                     continue
                 process.unanswered = 0
-                if name != wire.PONG:
+                if name == wire.PONG:
+                    process.note_pong(*content)
+                else:
                     heard.append((number, name, content))
         return heard
 
     def find_ended(self) -> tuple[list[Heard], dict[int, NanoVLLMError]]:
-        """The engines that have ended or do not answer, by why, and what they said last."""
-        bound = self._options.stall_seconds
+        """The engines that have ended, or hang, by why, and what they said last."""
+        stall, step = self._options.stall_seconds, self._options.step_seconds
         ended: dict[int, NanoVLLMError] = {}
         self._killed = [one for one in self._killed if not (one.has_ended() and one.release(0))]
         for number, one in self._processes.items():
             if one.has_ended():
                 how = f"{one.how_it_ended()}; see its stderr and the system's log"
                 ended[number] = EngineError(f"{one} {how}")
-            elif one.unanswered * self._ping_seconds >= bound:
+            elif one.unanswered * self._ping_seconds >= stall:
                 ended[number] = EngineError(
-                    f"{one} gave no answer for stall_seconds ({bound:g} s): stopped, or stuck; "
+                    f"{one} gave no answer for stall_seconds ({stall:g} s): stopped, or stuck; "
                     "look at it with py-spy, or raise stall_seconds"
+                )
+            elif one.held * self._ping_seconds >= step:
+                ended[number] = EngineError(
+                    f"{one} was at one step for step_seconds ({step:g} s): the step hangs; raise "
+                    "step_seconds if steps may take longer, or to look at the process with py-spy"
                 )
         if time.monotonic() - self._pinged >= self._ping_seconds:
             self._pinged = time.monotonic()

@@ -57,6 +57,13 @@ class ProcessesOptions(BaseModel):
         gt=0,
         description="An engine's process that does not answer for this long is ended.",
     )
+    step_seconds: float = Field(
+        300,
+        gt=0,
+        description="An engine that takes longer for one step hangs, and is ended. The longest "
+        "step must be shorter: one that compiles kernels, or 16,384 prompt tokens on a CPU. Lower "
+        "it for small models on GPUs, and raise it for large ones on a CPU.",
+    )
     close_seconds: float = Field(
         10, gt=0, description="The longest wait for engines to close; then they are killed."
     )

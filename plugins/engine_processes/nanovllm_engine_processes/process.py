@@ -32,6 +32,9 @@ class EngineProcess:
         self.number = number
         self.unanswered = 0
         """The pings since it was heard last, if it should have answered."""
+        self.held = 0
+        """The pings that were answered while its loop was at one and the same turn."""
+        self._turns = 0
         self.is_ready = False
         """Its engine has started: from then on it answers in time."""
         variables = os.environ | environment
@@ -61,6 +64,11 @@ class EngineProcess:
         """It was asked. During a start, silence counts only if the process is stopped."""
         if self.is_ready or self._wait(os.WSTOPPED):
             self.unanswered += 1
+
+    def note_pong(self, turns: int, works: bool) -> None:
+        """It has answered: how often its loop has turned, and whether it waits for no message."""
+        self.held = self.held + 1 if works and turns == self._turns else 0
+        self._turns = turns
 
     def has_ended(self) -> bool:
         """True once the process has ended. Until `release`, nothing else gets its process id."""

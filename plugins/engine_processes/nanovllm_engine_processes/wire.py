@@ -40,7 +40,10 @@ from nanovllm_core.frontend import (
 )
 
 START, PING = "start", "ping"
-"""The configuration as JSON, and the level of the log; a question that a thread answers."""
+"""The configuration as JSON, and the level of the log; a question that a thread answers.
+
+The answer `PONG` has the turns of the engine's loop, and whether it works or waits for a message.
+"""
 STARTED, FAILED = "started", "failed"
 """The facts of the engine; the error of its start."""
 DELTAS, REFUSED, ENDED, STATS, PONG = "deltas", "refused", "ended", "stats", "pong"

@@ -1,7 +1,8 @@
-"""A step that hangs: its process does not outlive the door's, and leaves no folder."""
+"""A step that hangs: the engine is ended after a bound, and does not outlive the door's process."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,8 +10,15 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.api import EngineConfig
+from nanovllm_engine_processes import process
+from nanovllm_engine_processes.engines import Engines
+from nanovllm_engine_processes.plugin import ProcessesOptions
 
 from .test_processes import assert_nothing_is_left
 
@@ -63,3 +71,69 @@ def test_an_engine_that_hangs_while_it_closes_ends_with_the_door_s_process(
         for pid in pids.split():
             with suppress(ProcessLookupError):
                 os.killpg(int(pid), signal.SIGKILL)
+
+
+def test_an_engine_that_works_and_does_not_move_is_ended_after_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An idle one is not, nor one that takes another step now and then."""
+    monkeypatch.setattr(process, "PROGRAM", "import time; time.sleep(600)")
+    options = ProcessesOptions(step_seconds=40)
+    few = Engines(EngineConfig(model="x", device="cpu"), options)  # it pings once in a second
+    try:
+        [one] = few._processes.values()
+        for _ in range(100):
+            one.note_pong(7, works=False)
+        assert few.find_ended()[1] == {}
+        for turns in range(100):
+            one.note_pong(turns // 40, works=True)
+        assert few.find_ended()[1] == {}
+        for _ in range(41):
+            one.note_pong(3, works=True)
+        [error] = few.find_ended()[1].values()
+        assert "engine 0 (process" in str(error)
+        assert "step_seconds (40 s)" in str(error)
+    finally:
+        few.close()
+
+
+HANGING = """
+import sys, time
+sys.path[:] = sys.argv[5:]
+from nanovllm_core.engine import Engine
+step, taken = Engine.step, 0
+def hang(self):
+    global taken
+    taken += 1
+    if taken > 20 and sys.argv[3] == "1":
+        time.sleep(1000)
+    return step(self)
+Engine.step = hang
+from nanovllm_engine_processes.child import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_requests_of_an_engine_whose_step_hangs_go_on_elsewhere(
+    settings: dict[str, Any],
+    thread: LLM,
+    folders: Folders,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A thread of its process answers all the while."""
+    monkeypatch.setattr(process, "PROGRAM", HANGING)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    prompts = ["Once upon a time", "The", "Hello", "A cat"]
+    expected = [one.token_ids for one in thread.generate(prompts, params, use_tqdm=False)]
+    client = {"name": "processes", "options": {"step_seconds": 8}}
+    with LLM(**settings, data_parallel_size=2, engine_client=client) as llm:
+        pid: int = llm._client.pids[1]  # type: ignore[attr-defined]
+        with caplog.at_level(logging.ERROR):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [one.token_ids for one in outputs] == expected
+        assert llm.info.device == "1 of 2 engines x cpu"
+        [record] = caplog.records
+        assert f"engine 1 (process {pid}) was at one step for step_seconds (8 s)" in record.message
+    assert_nothing_is_left(str(pid), folders)
