@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nanovllm_core import AsyncLLM, SamplingParams
-from nanovllm_core.api import ConfigError
+from nanovllm_core.api import ConfigError, ExecutorError
 from nanovllm_core.engine import EngineStats
 from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch import facts
@@ -180,6 +180,19 @@ def test_the_end_of_an_engine_is_seen_though_it_still_answers() -> None:
         assert monitor.problem == "the engine ended with RuntimeError"
         assert "device is gone" in str(ends[0])
         assert [type(error) for error in requests.wait()] == [RuntimeError] * 3
+
+
+def test_the_end_of_an_engine_without_requests_is_seen_before_the_next_one() -> None:
+    """It looks after its workers, and its counters say that one has ended."""
+
+    def check() -> None:
+        raise ExecutorError("worker 3 has ended")
+
+    with small_engine() as llm, watched(llm) as monitor:
+        wait_for(lambda: monitor.is_warm)
+        llm._client._loop.engine._executor.check = check  # type: ignore[attr-defined]
+        wait_for(lambda: monitor.problem)
+        assert monitor.problem == "the engine ended with ExecutorError"
 
 
 def test_an_engine_that_ended_is_replaced_where_that_is_set() -> None:

@@ -129,7 +129,7 @@ class EngineMonitor:
         while not self._stopping.wait(self._settings.ping_s):
             before, stats = self.stats, self._llm.stats
             self._note(stats)
-            if before is not None and _is_stalled(before, stats):
+            if stats.ended or (before is not None and _is_stalled(before, stats)):
                 runner.run(self._probe())
 
     async def _probe(self) -> None:
