@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from nanovllm_core import LLM, SamplingParams
-from nanovllm_core.api import ExecutorError, NanoVLLMError, PluginLoadError
-from nanovllm_core.errors import EngineClosedError
-from nanovllm_core.frontend.loop import CHECK_SECONDS
+from nanovllm_core.api import EngineClosedError, ExecutorError, NanoVLLMError, PluginLoadError
 from nanovllm_executor_parallel import executor
 
 pytestmark = pytest.mark.whole_gpu
@@ -30,6 +28,8 @@ pytest.importorskip("nanovllm_model_qwen3", reason="needs the plugin model_qwen3
 PROMPTLY = 3.0
 """Seconds in which the end of a rank is noticed."""
 STALL = 2.0
+IDLE = 1.0
+"""An engine without requests looks so often after its ranks."""
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "attention": "sdpa",
@@ -239,10 +239,10 @@ def test_a_rank_that_ends_while_no_request_runs_ends_the_engine(failing: Failing
     failing.prepare(2, "", "")
     with LLM(str(failing.folder), **failing.settings()) as llm:
         llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
-        time.sleep(2 * CHECK_SECONDS)
+        time.sleep(2 * IDLE)
         assert llm.stats.ended == 0
         os.kill(failing.pids()[1], signal.SIGKILL)
-        until = time.monotonic() + CHECK_SECONDS + PROMPTLY
+        until = time.monotonic() + IDLE + PROMPTLY
         with suppress(ExecutorError):  # which reaches a caller that waits for an answer just then
             while not llm.stats.ended:
                 assert time.monotonic() < until
